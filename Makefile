@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-long containers lint proto docs bench clean
+.PHONY: help swarm test test-long containers lint words proto docs pictures bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,9 +22,11 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-long   run the few that shorter ones make nearly superfluous (6 minutes)"
 	@echo "make containers   test the image and the compose file on a container engine (3 minutes and more)"
-	@echo "make lint    ruff, its formatter in check mode, mypy"
+	@echo "make lint    ruff, its formatter in check mode, mypy, odd constructions"
+	@echo "make words   count odd constructions in code and documents, beside installed peers"
 	@echo "make proto   generate protocol/generated from proto/"
-	@echo "make docs    generate the reference in docs/PROTOCOL.md"
+	@echo "make docs    generate docs/results.md and the figures in README.md"
+	@echo "make pictures   draw docs/pictures: plots of the results, and the view of a run (a minute)"
 	@echo "make bench   run the benchmarks; each prints JSON"
 
 swarm:
@@ -50,7 +52,12 @@ containers:
 lint:
 	@echo "skipstone: checking style and types"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m docs.words --limited
+
+words:
+	@echo "skipstone: counting odd constructions; ours may have 3 in 1,000 words"
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
+	@$(BIN)/python -m docs.words --peers
 
 proto:
 	@echo "skipstone: generating protocol/generated"
@@ -58,9 +65,14 @@ proto:
 	@$(BIN)/python -m grpc_tools.protoc -Iprotocol/generated=proto --python_out=. --pyi_out=. $(PROTOS:proto/%=protocol/generated/%)
 
 docs:
-	@echo "skipstone: generating the reference in docs/PROTOCOL.md"
+	@echo "skipstone: generating docs/results.md and the figures in README.md"
 	@$(MAKE) --no-print-directory $(VENV)/.dev
-	@$(BIN)/python -m docs.generate_protocol
+	@$(BIN)/python -m docs.generate_results
+
+pictures:
+	@echo "skipstone: drawing docs/pictures"
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
+	@$(BIN)/python -m docs.pictures
 
 bench:
 	@echo "skipstone: running the benchmarks"

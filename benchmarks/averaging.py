@@ -1,9 +1,9 @@
 """What a round costs: a module's vector averaged among peers in processes of their own, on loopback.
 
-Skipstone's peers (`benchmarks.round_peer`) hold real rounds over mutual TLS, from agreement to commit. Beside them, in
-turns: torch.distributed's all-reduce over gloo (no encryption, no agreement), hivemind's DecentralizedAverager
-(matchmaking is done before the clock starts), the bytes of a round on bare gRPC streams among as many processes, and
-the rate of one such stream. Times are medians, of the slowest peer. MB are 10**6 bytes.
+The peers hold real rounds over mutual TLS, from agreement to commit, without a directory and without training. Beside
+them, in turns: torch.distributed's all-reduce over gloo (no encryption, no agreement), hivemind's DecentralizedAverager
+(the clock starts after matchmaking), and the rate of a bare gRPC stream. Times are medians, of the slowest peer. MB are
+10**6 bytes.
 """
 
 from __future__ import annotations
@@ -16,41 +16,162 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from random import SystemRandom
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import torch
+import uvloop
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import RUN, hear, introduce, process, rounded, tell
+from benchmarks.kit import RUN, hear, introduce, process, rounded, started, tell
+from benchmarks.transport import Book, bare_stream, transport_of
+from node.averaging.anchor.anchor import Anchor, AnchorStore
+from node.averaging.anchor.local_replica import LocalReplica, anchor_of
+from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.exchange.all_reduce import ExchangeMeans
+from node.averaging.module_rounds import rung_of
+from node.averaging.replica_sync import ReplicaSync
+from node.averaging.round_runner import RoundRunner
+from node.concurrency.compute_thread import ComputeThread
+from node.model.optimizer import StepFigures
+from node.network.dispatcher import Dispatcher
+from node.network.local_peer import LocalPeer
+from node.observability.events import RoundCommitted
 from node.runtime.malloc import keep_freed_memory
+from protocol.codecs import encoded_bytes
+from protocol.identity.keys import Identity
+from protocol.identity.signatures import EntrySeal, PieceSignatures
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.transport import Contact, Question, QuestionAbout
+from protocol.transport.grpc_transport import GrpcTransport
+from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
+from swarm.averaging.round_machine import RoundMachine
+from swarm.compression.round_codecs import RoundCodecs
+from swarm.membership.membership import Membership
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
 
-# In every process: each imports this module. gRPC is imported in functions only, because hivemind's processes fork.
-keep_freed_memory()
+keep_freed_memory()  # in every process: each imports this module
 
+MODULE: Final = ModuleId(1)
 WARM_UP_ROUNDS: Final = 2
 RIVALS: Final = {"NONE": "NONE", "INT8": "FLOAT16"}
 """Our codecs, and hivemind's codec for each: the best that works in its averager."""
 MESSAGE_BYTES: Final = 512 * 1024
-START_PATIENCE_S: Final = 30.0
-STARTS: Final = 4
 MATCHMAKING_S: Final = 3.0
 HIVEMIND_S: Final = 60.0
+ROUND_S: Final = 60.0
+
+
+# ---- a peer of rounds ------------------------------------------------------------------------------------------------
+
+
+class Everybody:
+    """A `Membership` in which all peers host `MODULE`."""
+
+    def get(self, peer: PeerId) -> SimpleNamespace:
+        return SimpleNamespace(module=MODULE)
+
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return module == MODULE
+
+
+async def status(asker: PeerId, question: Question) -> bytes:
+    return b"{}"
+
+
+@dataclass(eq=False)
+class Host:
+    """A `RoundHost` where no peer fails: the others have our anchor."""
+
+    book: Book
+    start: AnchorVersion
+    rounds: asyncio.Queue[tuple[AnchorVersion, RoundCommitted]] = field(default_factory=asyncio.Queue)
+
+    def others(self) -> tuple[OtherReplica, ...]:
+        return tuple(OtherReplica(peer, self.start, True) for peer in self.book.contacts)
+
+    async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
+        raise StateError("no replica has to catch up here")
+
+    def anchored(self, anchor: Anchor) -> None:
+        return
+
+    def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
+        self.rounds.put_nowait((version, event))
+
+    def accused(self, caught: Caught) -> None:
+        raise StateError(caught.why)
+
+
+class RoundPeer:
+    """A replica with all that a round needs. Its threads end with the stack."""
+
+    def __init__(
+        self,
+        module: ModuleId,
+        replica: LocalReplica,
+        anchor: Anchor,
+        rules: RoundRules,
+        outer: OuterRule,
+        stack: ExitStack,
+    ) -> None:
+        identity, clock = Identity.generate(), SystemClock()
+        own, members = SimpleNamespace(module=MODULE), Everybody()
+        self.book, self.dispatcher = Book(), Dispatcher(cast(LocalPeer, own), cast(Membership, members))
+        self.transport, self._contact = transport_of(identity, self.dispatcher, self.book)
+        self.compute = stack.enter_context(ComputeThread(set_up=lambda: torch.set_num_threads(1)))
+        averaging = stack.enter_context(ComputeThread(name="averaging"))
+        store = AnchorStore(anchor)
+        machine = RoundMachine(identity.peer, module, rules, anchor.version, EntrySeal(identity, RUN))
+        signatures = PieceSignatures(RUN, identity)
+        means = ExchangeMeans(rules.codecs, outer, averaging, self.transport, clock, signatures, SystemRandom())
+        sync = ReplicaSync(replica, store, self.compute, averaging, rules, outer, clock)
+        host = Host(self.book, anchor.version)
+        self.settled = host.rounds
+        self.runner = RoundRunner(identity.peer, module, machine, store, sync, means, host)
+
+    @property
+    def contact(self) -> Contact:
+        """Valid once the transport runs."""
+        return replace(self._contact, addresses=(f"127.0.0.1:{self.transport.port}",))
+
+    def know(self, contacts: list[Contact]) -> None:
+        """Call it before the runner runs: without others it would take itself for a lone replica."""
+        self.book.contacts = {contact.peer: contact for contact in contacts if contact.peer != self._contact.peer}
+
+    async def connect(self) -> None:
+        """Connects to the others."""
+        for peer in self.book.contacts:
+            await self.transport.ask(peer, Question(QuestionAbout.STATUS), ROUND_S)
+
+    def receiving(self) -> ExitStack:
+        """Passes messages of rounds to the runner until it is closed, and answers questions for the status."""
+        stack = ExitStack()
+        stack.enter_context(self.runner.receiving(self.dispatcher))
+        stack.enter_context(self.dispatcher.registered(answers={QuestionAbout.STATUS: status}))
+        return stack
+
+
+# ---- contenders ------------------------------------------------------------------------------------------------------
+
 Round = Callable[[], dict[str, Any] | None]
-"""Holds one round: `seconds`, and `sent_bytes` where that is known. None when it failed."""
+"""Holds one round and returns its `seconds` and, if known, `sent_bytes`; None if it failed."""
 
 
 @dataclass
 class Contender:
     """One of those compared, at one size and number of peers."""
 
-    name: str
     hold: Round
     seconds: list[float] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
@@ -75,7 +196,7 @@ def spanned(times: list[tuple[float, float]]) -> float:
 
 
 def all_in_step(peers: list[Connection]) -> list[Any]:
-    """Has all prepare, then all go; what each has measured."""
+    """Lets all prepare, then all go; returns what each has measured."""
     for word in ("prepare", "go"):
         for peer in peers:
             peer.send(word)
@@ -86,10 +207,62 @@ def all_in_step(peers: list[Connection]) -> list[Any]:
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
+class Schedule:
+    """An inner optimizer that only counts."""
+
+    steps = tokens = 0
+    replicas = 1
+    before_step = before_change = staticmethod(lambda: None)
+
+    def start_anew(self, steps: int, tokens: int) -> None:
+        self.steps = steps
+
+
+def round_process(connection: Connection, elements: int, codec: str) -> None:
+    """One peer. Holds a round for each message; sends its begin and end, the new anchor and the bytes sent."""
+    torch.set_num_threads(1)
+    numbers = torch.Generator().manual_seed(1)  # the same in every process
+    module = nn.ParameterList(nn.Parameter(torch.randn(elements // 8, generator=numbers)) for _ in range(8))
+    replica = LocalReplica([module], 1, Schedule())
+    rungs = (rung_of(RoundCodecs(Codec[codec])),)
+    rules = RoundRules(inner_steps=1, fragments=1, chunks=replica.layout.chunks, longest_s=1e9, rungs=rungs)
+
+    async def main() -> None:
+        with ExitStack() as stack:
+            peer = RoundPeer(MODULE, replica, anchor_of(replica), rules, OuterRule(0.7, 0.9), stack)
+            stack.enter_context(peer.receiving())
+            async with peer.transport, asyncio.TaskGroup() as tasks:
+                connection.send(peer.contact)
+                peer.know(await asyncio.to_thread(connection.recv))
+                tasks.create_task(peer.runner.run())
+                await peer.connect()
+                connection.send("ready")
+                while await asyncio.to_thread(connection.recv):
+                    with torch.no_grad():
+                        for parameter in module.parameters():
+                            parameter.sub_(1e-3)
+                    peer.runner.after_inner_step(StepFigures(1, (1,), 1024, 1.0, 1e-3))
+                    connection.send("prepared")
+                    await asyncio.to_thread(connection.recv)
+                    before, begun = sent_bytes(peer.transport), time.monotonic()
+                    peer.runner.stepped()
+                    async with asyncio.timeout(ROUND_S):
+                        version, _ = await peer.settled.get()
+                    ended, sent = time.monotonic(), sent_bytes(peer.transport) - before
+                    # The audit would otherwise run while the next contender is measured.
+                    while peer.runner.auditor.busy:  # noqa: ASYNC110 - the auditor has no events to wait for
+                        await asyncio.sleep(0.001)
+                    connection.send((begun, ended, version, sent))
+
+    uvloop.run(main())
+
+
+def sent_bytes(transport: GrpcTransport) -> int:
+    return sum(figures.sent_bytes for figures in transport.figures().values())
+
+
 @contextmanager
 def skipstone(codec: str, elements: int, count: int) -> Iterator[Round]:
-    from benchmarks.round_peer import round_process
-
     with ExitStack() as processes:
         peers = [processes.enter_context(process(round_process, elements, codec)) for _ in range(count)]
         introduce(peers)
@@ -102,58 +275,6 @@ def skipstone(codec: str, elements: int, count: int) -> Iterator[Round]:
             return {"seconds": spanned(times), "sent_bytes": sum(sent for _, _, _, sent in results)}
 
         yield hold
-
-
-# ---- bare streams ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def bare(size_bytes: int, count: int) -> Iterator[Round]:
-    with ExitStack() as processes:
-        peers = [processes.enter_context(process(bare_process, count, size_bytes)) for _ in range(count)]
-        introduce(peers)
-        yield lambda: {"seconds": spanned(all_in_step(peers))}
-
-
-def bare_process(connection: Connection, count: int, size_bytes: int) -> None:
-    """One of `count` processes; sends every other its share of a round of so many encoded bytes, as zeros."""
-    import uvloop
-
-    from benchmarks.transport import END_OF_BATCH, LONGEST_MESSAGE, dialled, echo_batches
-    from protocol.identity.certificates import make_credentials
-    from protocol.identity.keys import Identity
-    from protocol.interfaces.transport import Contact
-    from protocol.transport.grpc_streams import DialledStream, make_server
-
-    identity = Identity.generate()
-    credentials = make_credentials(identity, RUN)
-
-    async def send(stream: DialledStream, size: int) -> None:
-        message = bytes(MESSAGE_BYTES)
-        for start in range(0, size, MESSAGE_BYTES):
-            await stream.write(message[: size - start])
-        await stream.write(END_OF_BATCH)
-        await stream.read()
-
-    async def main() -> None:
-        server, port = make_server(echo_batches, credentials, "127.0.0.1:0", count, max_frame_bytes=LONGEST_MESSAGE)
-        await server.start()
-        connection.send(Contact(identity.peer, (f"127.0.0.1:{port}",), credentials.certificate_der))
-        contacts: list[Contact] = await asyncio.to_thread(connection.recv)
-        streams = [dialled(contact, credentials) for contact in contacts if contact.peer != identity.peer]
-        for stream in streams:
-            await send(stream, 0)
-        connection.send("ready")
-        while await asyncio.to_thread(connection.recv):
-            connection.send("prepared")
-            await asyncio.to_thread(connection.recv)
-            begun = time.monotonic()
-            async with asyncio.TaskGroup() as tasks:
-                for stream in streams:
-                    tasks.create_task(send(stream, 2 * size_bytes // count))
-            connection.send((begun, time.monotonic()))
-
-    uvloop.run(main())
 
 
 # ---- gloo ------------------------------------------------------------------------------------------------------------
@@ -193,27 +314,24 @@ def gloo_process(connection: Connection, rank: int, count: int, elements: int, s
 
 @contextmanager
 def hivemind(codec: str, elements: int, count: int) -> Iterator[Round]:
-    """Started again when it hangs at its start, as it does now and then; else every round counts as failed."""
-    for attempt in range(1, STARTS + 1):
-        with ExitStack() as processes:
-            peers, addresses = list[Connection](), list[str]()
-            try:
-                for _ in range(count):
-                    peer = process(averager_process, count, elements, codec, addresses, grace_s=10.0)
-                    peers.append(processes.enter_context(peer))
-                    addresses = hear(peers[-1], START_PATIENCE_S)
-            except (TimeoutError, EOFError):
-                tell(f"hivemind did not start, try {attempt} of {STARTS}")
-                continue
-            yield partial(hivemind_round, peers)
-            return
-    yield lambda: None
+    """If it cannot be started every round counts as failed."""
+
+    def start(processes: ExitStack) -> list[Connection]:
+        peers, addresses = list[Connection](), list[str]()
+        for _ in range(count):
+            peer = process(averager_process, count, elements, codec, addresses, grace_s=10.0)
+            peers.append(processes.enter_context(peer))
+            addresses = hear(peers[-1], kit.START_S)
+        return peers
+
+    with started(start) as peers:
+        yield partial(hivemind_round, peers or [])
 
 
 def hivemind_round(peers: list[Connection]) -> dict[str, Any] | None:
-    """After a round that hung the peers are not in step any more, and are taken out."""
+    """A round that hung leaves the peers out of step, so none is held after it."""
     try:
-        times = all_in_step(peers) if peers else [None]
+        times: list[Any] = all_in_step(peers) if peers else [None]
     except (TimeoutError, EOFError, OSError):
         peers.clear()
         return None
@@ -253,7 +371,7 @@ def averager_process(connection: Connection, count: int, elements: int, codec: s
 
 
 def is_matched(control: Any) -> bool:
-    """Waits until the group has been found."""
+    """Waits for the group."""
     from hivemind.averaging.control import AveragingStage
 
     deadline = time.monotonic() + HIVEMIND_S
@@ -275,22 +393,15 @@ def all_reduced(control: Any) -> tuple[float, float] | None:
     return begun, time.monotonic()
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
 def race(codec: str, megabytes: float, count: int, options: Any) -> dict[str, Any]:
     """All contenders in turns, for one of our codecs."""
-    from benchmarks.transport import bare_stream
-    from protocol.codecs import encoded_bytes
-    from swarm.vocabulary.types import Codec
-
     elements = int(megabytes * 250_000)
     size, rates = encoded_bytes(Codec[codec], elements), list[float]()
     with ExitStack() as stack:
-        arms = {"ours": skipstone(codec, elements, count), "bare": bare(size, count), "gloo": gloo(elements, count)}
+        arms = {"ours": skipstone(codec, elements, count), "gloo": gloo(elements, count)}
         if not options.without_hivemind:
             arms["hivemind"] = hivemind(RIVALS[codec], elements, count)
-        found = {name: Contender(name, stack.enter_context(arm)) for name, arm in arms.items()}
+        found = {name: Contender(stack.enter_context(arm)) for name, arm in arms.items()}
         stream_rate = stack.enter_context(bare_stream(128 * 2**20))
         for number in range(-WARM_UP_ROUNDS, options.rounds):
             for contender in found.values():
@@ -302,15 +413,12 @@ def race(codec: str, megabytes: float, count: int, options: Any) -> dict[str, An
     rate = statistics.median(rates)
     rival = found.get("hivemind")
     rival_ms = rival.median_ms if rival else None
-    bare_ms = found["bare"].median_ms
     return {
         "ms": ours_ms,
         "sent_bytes": sent,
         "sent_over_optimum": round(sent / (2 * (count - 1) * size), 4),
         "stream_mb_per_s": round(rate, 1),
         "over_transport": round(ours_ms * rate * 1e3 / sent, 3),
-        "bare_ms": bare_ms,
-        "over_bare": rounded(ours_ms / bare_ms if bare_ms else None),
         "gloo_ms": found["gloo"].median_ms,
         "hivemind_ms": rival_ms,
         "hivemind_failed": rival.failed if rival else None,
@@ -328,10 +436,6 @@ def measure(options: Any) -> dict[str, Any]:
     return {"rounds": options.rounds, "results": results}
 
 
-def main() -> None:
+if __name__ == "__main__":
     quick = {"mb": [0.4], "peers": [2], "rounds": 1, "without_hivemind": True}
     kit.run(__doc__, measure, quick, mb=[4.0, 40.0, 200.0], peers=[2, 4], rounds=5, without_hivemind=False)
-
-
-if __name__ == "__main__":
-    main()

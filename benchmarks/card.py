@@ -32,12 +32,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from benchmarks.kit import ROOT, rate, verdict
 from protocol.codecs import decode, encode
 from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 WHOLE_S: Final = 350
 """Time for all parts together, in seconds."""
 CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
@@ -477,19 +477,8 @@ async def local_swarm(setting: Setting, tell: Tell) -> None:
             whole_s = busy.compute + busy.idle_work + busy.wait
             kinds = ("compute", "idle_work", "codec", "wire", "wait")
             tell(f"time of {summary.module}", rounded(**{kind: getattr(busy, kind) / whole_s for kind in kinds}))
-        command = [sys.executable, "-P", "-m", "node", "check", logs, "--json"]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        checked = await asyncio.to_thread(
-            subprocess.run, command, capture_output=True, text=True, check=False, env=environment
-        )
-        report = json.loads(checked.stdout.splitlines()[-1])
+        report: Any = (await asyncio.to_thread(verdict, Path(logs)))["report"]
         tell("check", {"violations": len(report["violations"]), **{k: v for k, v in report.items() if type(v) is int}})
-
-
-def rate(times: Sequence[tuple[float, int]]) -> float:
-    """Tokens per second between the first and the last step."""
-    (began, before), (ended, after) = times[0], times[-1]
-    return (after - before) / max(ended - began, 1e-9)
 
 
 def split(setting: Setting, tell: Tell) -> None:

@@ -15,11 +15,10 @@ import os
 import statistics
 import sys
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from types import SimpleNamespace
+from typing import Any, Final
 
 os.environ["QUANTIZATION_THREADS"] = "1"  # hivemind's quantiles, which otherwise take up to 128 threads
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -46,19 +45,7 @@ from swarm.vocabulary.types import Codec
 
 # ---- contenders ------------------------------------------------------------------------------------------------------
 
-Sent = tuple[bytes | bytearray, TensorSpec | None]
-"""What the other side gets: the data, and what our header of some 30 bytes says."""
-
-
-class Contender(Protocol):
-    """One codec; `received` is what the library's own transport gives to `decode`."""
-
-    name: str
-
-    def encode(self, values: Tensor) -> Any: ...
-    def to_bytes(self, encoded: Any) -> Sent: ...
-    def received(self, sent: Sent) -> Sent: ...
-    def decode(self, sent: Sent, out: Tensor) -> Tensor: ...
+Sent = tuple[bytes | bytearray, TensorSpec | None]  # data, and the contents of our header of some 30 bytes
 
 
 class Ours:
@@ -69,10 +56,7 @@ class Ours:
         return codecs.encode(values, self.codec)
 
     def to_bytes(self, encoded: codecs.Encoded) -> Sent:
-        return bytes(encoded.data), encoded.spec
-
-    def received(self, sent: Sent) -> Sent:
-        return bytearray(sent[0]), sent[1]
+        return bytearray(encoded.data), encoded.spec
 
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
         assert sent[1] is not None
@@ -90,38 +74,22 @@ class Theirs:
     def to_bytes(self, encoded: Any) -> Sent:
         return encoded.SerializeToString(), None
 
-    def received(self, sent: Sent) -> Sent:
-        return sent
-
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
         return deserialize_torch_tensor(runtime_pb2.Tensor.FromString(sent[0]))
 
 
-class _NumPyAsBefore(types.ModuleType):
-    """numpy whose `frombuffer` gives the element itself when count is 1: hivemind's 8-bit codecs fail from 2.4 on."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-    @staticmethod
-    def frombuffer(*arguments: Any, **options: Any) -> Any:
-        found = np.frombuffer(*arguments, **options)
-        return found[0] if options.get("count") == 1 else found
+Contender = Ours | Theirs
 
 
-@contextmanager
-def with_workaround() -> Iterator[None]:
-    their_quantization.np = _NumPyAsBefore("numpy")
-    try:
-        yield
-    finally:
-        their_quantization.np = np
+def frombuffer_as_before(*arguments: Any, **options: Any) -> Any:
+    """`numpy.frombuffer` that gives the element itself for a count of 1: hivemind's 8-bit codecs fail from 2.4 on."""
+    found = np.frombuffer(*arguments, **options)
+    return found[0] if options.get("count") == 1 else found
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
-OUTLIERS: Final = {17: 60.0, 101: 25.0}
-"""Channels of hidden states, and how many times larger they are made."""
+OUTLIERS: Final = {17: 60.0, 101: 25.0}  # channels of hidden states, and their factors
 TIMED: Final = ("activations", "pseudo_gradient", "outliers")
 
 
@@ -207,7 +175,7 @@ def speeds(contenders: Sequence[Contender], values: Tensor, rounds: int) -> dict
 
 
 def _take_turn(contender: Contender, values: Tensor, seconds: dict[str, list[float]]) -> None:
-    out, received = torch.empty_like(values), contender.received(contender.to_bytes(contender.encode(values)))
+    out, received = torch.empty_like(values), contender.to_bytes(contender.encode(values))
     calls: dict[str, Callable[[], Any]] = {
         "encode": lambda: contender.encode(values),
         "encode_to_bytes": lambda: contender.to_bytes(contender.encode(values)),
@@ -226,15 +194,15 @@ def measure_table(options: Any) -> dict[str, Any]:
     names = runtime_pb2.CompressionType.keys()
     contenders: list[Contender] = [*map(Ours, Codec), *map(Theirs, names)]
     rows: dict[str, dict[str, Any]] = {}
-    with with_workaround():
-        for one in contenders:
-            tell(f"accuracy of {one.name}")
-            rows[one.name] = {name: attempt(lambda: accuracy(one, of)) for name, of in classes.items()}  # noqa: B023
-            rows[one.name]["speed"] = {}
-        for name in TIMED:
-            values = classes[name][len(classes[name]) // 2]
-            for contender, found in speeds(contenders, values, options.rounds).items():
-                rows[contender]["speed"][name] = found
+    their_quantization.np = SimpleNamespace(**{**vars(np), "frombuffer": frombuffer_as_before})
+    for one in contenders:
+        tell(f"accuracy of {one.name}")
+        rows[one.name] = {name: attempt(lambda: accuracy(one, of)) for name, of in classes.items()}  # noqa: B023
+        rows[one.name]["speed"] = {}
+    for name in TIMED:
+        values = classes[name][len(classes[name]) // 2]
+        for contender, found in speeds(contenders, values, options.rounds).items():
+            rows[contender]["speed"][name] = found
     return {"contenders": rows}
 
 
@@ -242,12 +210,11 @@ def measure_table(options: Any) -> dict[str, Any]:
 
 
 class Coded(Learner):
-    """All stages in one process; what a stage hands on, forward and backward, goes through a codec."""
+    """All stages in one process; tensors between stages go through a codec, forward and backward."""
 
     def __init__(self, manifest: Manifest, codec: Codec) -> None:
         super().__init__(manifest)
-        self.codec, self.sent_bytes, self.seen = codec, 0, list[Tensor]()
-        """`seen` has what was handed on for the last microbatch."""
+        self.codec, self.sent_bytes, self.seen = codec, 0, list[Tensor]()  # seen: of the last microbatch
 
     def gradients(self, microbatch: Microbatch) -> tuple[float, dict[nn.Module, tuple[Tensor, ...]]]:
         self.seen.clear()
@@ -283,27 +250,24 @@ class Coded(Learner):
 BOUNDARIES: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4, Codec.TOP_K_4)
 
 
-def loss_run(options: Any, blocks: Sequence[int], seed: int) -> Manifest:
+def loss_run(options: Any, seed: int) -> Manifest:
     size = {"hidden": 16, "sequence": 16} if options.quick else {"hidden": 64, "sequence": 64}
     schedule = {"kind": "cosine", "warmup_steps": min(40, options.loss_steps // 2), "total_steps": options.loss_steps}
     data = {"source": source_of(options.text), "held_out": 0.1}
     inner = {"learning_rate": 4e-3}
-    return run_of(
-        "codecs", blocks, **size, rows=8, microbatches=1, seed=seed, data=data, inner=inner, schedule=schedule
-    )
+    size |= {"rows": 8, "microbatches": 1, "seed": seed}
+    return run_of("codecs", [0, 1, 1, 1, 1], **size, data=data, inner=inner, schedule=schedule)
 
 
 def coded_boundaries(options: Any, codec: Codec, seed: int) -> dict[str, float]:
-    manifest = loss_run(options, [0, 1, 1, 1, 1], seed)
+    manifest = loss_run(options, seed)
     documents = open_documents(manifest)
     feed, learner = TrainingFeed(manifest, documents, READER), Coded(manifest, codec)
     for _ in range(options.loss_steps):
         learner.step([feed.next()])
     per_token = learner.sent_bytes / (options.loss_steps * manifest.microbatch_tokens)
-    return {
-        "loss": evaluate(learner, held_out_microbatches(manifest, 32, documents))["loss"],
-        "bytes_a_token": per_token,
-    }
+    loss = evaluate(learner, held_out_microbatches(manifest, 32, documents))["loss"]
+    return {"loss": loss, "bytes_a_token": per_token}
 
 
 def measure_loss(options: Any) -> dict[str, Any]:
@@ -317,17 +281,8 @@ def measure_loss(options: Any) -> dict[str, Any]:
     return found
 
 
-def measure(options: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    parts = {"table": measure_table, "loss": measure_loss}
-    return {part: parts[part](options) for part in options.parts}
-
-
-def main() -> None:
+if __name__ == "__main__":
     usual = {"rounds": 7, "steps": 200, "loss_steps": 600, "seeds": [1, 2], "text": Path}
     quick = {"rounds": 1, "steps": 4, "loss_steps": 4, "seeds": [1]}
-    kit.run(__doc__, measure, quick, parts=("table", "loss"), **usual)
-
-
-if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    kit.run(__doc__, {"table": measure_table, "loss": measure_loss}, quick, **usual)

@@ -60,9 +60,5 @@ def measure(options: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    kit.run(__doc__, measure, {"limit": 5.0}, limit=180.0)
-
-
 if __name__ == "__main__":
-    main()
+    kit.run(__doc__, measure, {"limit": 5.0}, limit=180.0)

@@ -19,12 +19,10 @@ import statistics
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -34,11 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import medians, run_of, tell
+from benchmarks.kit import Solo, medians, run_of, tell
 from lab.run import Run
-from lab.scenario import scenario_from_table
+from lab.scenario import Scenario, scenario_from_table
 from node.data.documents import Documents, is_held_out
-from node.data.feed import held_out_microbatches
 from node.data.sources import PIECE_BYTES
 from node.data.tokenizers import ByteTokenizer
 from node.experts.fitting import fit_router
@@ -46,7 +43,7 @@ from node.experts.router import Router, document_router, router_digest
 from node.model.device import flushed_denormals
 from node.observability.event_json import event_from_json
 from node.observability.events import Completed
-from node.solo.trainer import SoloTrainer, WholeModel, evaluate
+from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
 
@@ -54,31 +51,25 @@ from swarm.vocabulary.errors import ConfigError
 
 DOMAIN_BYTES: Final = 1_100_000
 LEAST_DOMAIN_BYTES: Final = 2**16
-DOCUMENTS: Final = 128
-"""Of all domains together, at least."""
+DOCUMENTS: Final = 128  # at least, of all domains together
 LEAST_DOCUMENT_BYTES: Final = 2**10
 SEQUENCE: Final = 128
 ROWS: Final = 4
 HELD_OUT: Final = 0.1
 LEARNING_RATE: Final = {16: 1.6e-2, 32: 8e-3}
 FIT_DOCUMENTS: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Domain:
-    name: str
-    text: bytes
+Domains = dict[str, bytes]
 
 
 class MixedSource:
-    """The documents of several domains: pieces of their text, of one size, whatever share of the text there is."""
+    """The documents of several domains: equal pieces of the first `share` of each text."""
 
-    def __init__(self, domains: Sequence[Domain], share: float = 1.0) -> None:
-        size = min(PIECE_BYTES, max(LEAST_DOCUMENT_BYTES, sum(len(domain.text) for domain in domains) // DOCUMENTS))
+    def __init__(self, domains: Domains, share: float = 1.0) -> None:
+        size = min(PIECE_BYTES, max(LEAST_DOCUMENT_BYTES, sum(map(len, domains.values())) // DOCUMENTS))
         self._pieces = {
-            f"{number}-{domain.name}@{at}": domain.text[at : at + size]
-            for number, domain in enumerate(domains)
-            for at in range(0, int(len(domain.text) * share), size)
+            f"{number}-{name}@{at}": text[at : at + size]
+            for number, (name, text) in enumerate(domains.items())
+            for at in range(0, int(len(text) * share), size)
         }
         self.names = sorted(self._pieces)
 
@@ -86,12 +77,8 @@ class MixedSource:
         return self._pieces[name]
 
 
-def domains_of(given: Sequence[Path], most: int) -> list[Domain]:
-    """The domains in the files or folders, those of this machine without any; so many bytes of each.
-
-    Raises:
-        ConfigError: one is missing or too short.
-    """
+def domains_of(given: Sequence[Path], most: int) -> Domains:
+    """At most `most` bytes of each file or folder, or of this machine's. Raises ConfigError if one is too short."""
     if not given:
         places = {
             "python": (sysconfig.get_path("stdlib"), "*.py"),
@@ -100,19 +87,18 @@ def domains_of(given: Sequence[Path], most: int) -> list[Domain]:
             "perl": ("/usr/share/perl", "*.p[lm]"),
         }
         found = {name: _text_of(Path(folder), pattern, most) for name, (folder, pattern) in places.items()}
-        return [Domain(name, text) for name, text in found.items() if len(text) > most // 4]
-    domains = [Domain(str(path), _text_of(path, "*", most)) for path in given]
-    for domain in domains:
-        if len(domain.text) < LEAST_DOMAIN_BYTES:
-            raise ConfigError(f"{domain.name} is missing or has fewer than {LEAST_DOMAIN_BYTES} readable bytes")
-    return domains
+        return {name: text for name, text in found.items() if len(text) > most // 4}
+    found = {str(path): _text_of(path, "*", most) for path in given}
+    for name, text in found.items():
+        if len(text) < LEAST_DOMAIN_BYTES:
+            raise ConfigError(f"{name} is missing or has fewer than {LEAST_DOMAIN_BYTES} readable bytes")
+    return found
 
 
 def _text_of(path: Path, pattern: str, most: int) -> bytes:
     """The text of a file, or of a folder's files one after the other."""
-    files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
     text = b""
-    for file in files:
+    for file in sorted(path.rglob(pattern)) if path.is_dir() else [path]:
         if len(text) < most and file.is_file() and "site-packages" not in file.parts:
             with suppress(OSError):
                 text += file.read_bytes()[: most - len(text)]
@@ -144,7 +130,7 @@ MORE_ARMS: Final = {
     "routed_3x3_half_text": Arm(3, routed=True, text=0.5),
 }
 BARS: Final = {"routed/dense_steps": -0.08, "routed/dense_tokens": -0.015, "random/routed": 0.03}
-"""Of perplexity: at most, at most, at least."""
+"""Changes of perplexity: at most, at most, at least."""
 
 
 def manifest_of(arm: Arm, options: Any, seed: int, routing: dict[str, Any] | None = None) -> Manifest:
@@ -168,39 +154,34 @@ def manifest_of(arm: Arm, options: Any, seed: int, routing: dict[str, Any] | Non
     )
 
 
-def routed_manifest(arm: Arm, domains: Sequence[Domain], options: Any, seed: int) -> tuple[Manifest, Router | None]:
+def routed_manifest(arm: Arm, domains: Domains, options: Any, seed: int) -> tuple[Manifest, Router | None]:
     """The arm's manifest, and the router that is fitted to its documents for training, if it has one."""
     plain = manifest_of(arm, options, seed)
     if not arm.routed:
         return plain, None
     documents = Documents(MixedSource(domains, arm.text), ByteTokenizer(), seed)
-    wanted = partial(_is_trained_on, seed)
-    fitted_to = list(documents.openings(wanted, FIT_DOCUMENTS, options.prefix))
+    fitted_to = list(
+        documents.openings(lambda name: not is_held_out(seed, name, HELD_OUT), FIT_DOCUMENTS, options.prefix)
+    )
     fitted = fit_router(fitted_to, plain.stages.experts_of_each, options.prefix, seed, options.restarts)
     routing = {"router": router_digest(fitted.router.to_bytes()), "prefix": options.prefix}
     return manifest_of(arm, options, seed, routing), fitted.router
 
 
-def _is_trained_on(seed: int, name: str) -> bool:
-    return not is_held_out(seed, name, HELD_OUT)
-
-
-def train(arm: Arm, domains: Sequence[Domain], options: Any, seed: int) -> dict[str, Any]:
+def train(arm: Arm, domains: Domains, options: Any, seed: int) -> dict[str, Any]:
     """Trains one arm; its held-out loss in nats a byte."""
     manifest, router = routed_manifest(arm, domains, options, seed)
-    # Of all the text, whatever share of it there is to train on: all arms are measured on the same.
+    # All arms are measured on the whole text, whatever share of it they train on.
     documents, measured = (
         Documents(MixedSource(domains, share), ByteTokenizer(), seed, document_router(manifest, router))
         for share in (arm.text, 1.0)
     )
-    texts = list(held_out_microbatches(manifest, 10**6, measured, options.prefix))
     with flushed_denormals():
-        model = WholeModel(manifest, torch.device("cpu"))
-        trainer = SoloTrainer(manifest, model, documents)
-        while trainer.steps < options.steps:
-            trainer.step(lambda: False)
-        result = evaluate(model, texts)
-        report: dict[str, Any] = {"loss": round(result["loss"], 4), "tokens": trainer.tokens}
+        trained = Solo(manifest, 10**6, None, documents, measured, options.prefix)
+        for _ in range(options.steps):
+            trained.step()
+        result = evaluate(trained.model, trained.texts)
+        report: dict[str, Any] = {"loss": round(result["loss"], 4), "tokens": trained.trainer.tokens}
         for name, of in result.get("routes", {}).items():
             report.setdefault("routes", {})[name] = [round(of["loss"], 4), of["tokens"]]
     return report
@@ -218,82 +199,58 @@ def measure_loss(options: Any) -> dict[str, Any]:
         one, other = ([each["loss"] for each in found[name]] for name in pair.split("/"))
         differences = [a - b for a, b in zip(one, other, strict=True)]
         changes[pair] = {"change": round(math.expm1(statistics.median(differences)), 4), "bar": bar}
-    return {"domains": {one.name: len(one.text) for one in domains}, "perplexity": changes, "every_seed": found}
+    return {"domains": {name: len(text) for name, text in domains.items()}, "perplexity": changes, "every_seed": found}
 
 
 # ---- swarm -----------------------------------------------------------------------------------------------------------
 
-SWARM_ARMS: Final = {"dense": ("", ""), "experts": ('route_from = "python-stdlib"', "experts = 2")}
-"""What the scenario and its stages say."""
+SWARM_ARMS: Final[dict[str, dict[str, Any]]] = {
+    "dense": {},
+    "experts": {"route_from": "python-stdlib", "stages": {"experts": 2}},
+}
 SWARM_BARS: Final = {"tokens_per_s": 0.9, "bytes_a_token": 1.02, "unevenness": 1.25}
-"""Of experts over dense: at least, at most; of a module's visits over the mean: at most."""
+"""Experts over dense: at least, at most; visits of a module over the mean: at most."""
 WINDOW: Final = 32
-SCENARIO: Final = """
-name = "{arm}"
-seed = {seed}
-duration = {seconds}
-held_out = 0
-{routing}
 
-[manifest.model]
-hidden = 64
-heads = 4
-kv_heads = 4
-feed_forward = 128
-sequence = 128
 
-[manifest.stages]
-blocks = [0, 1, 1]
-{experts}
-
-[manifest.training]
-rows = 4
-inner_tokens = 4096
-inner_steps = 16
-staleness = 1
-
-[[group]]
-name = "peers"
-peers = 5
-profile = "none"
-latency_ms = 20
-"""
+def scenario(arm: str, seed: int, seconds: int) -> Scenario:
+    own = dict(SWARM_ARMS[arm])
+    manifest = {
+        "model": {"hidden": 64, "heads": 4, "kv_heads": 4, "feed_forward": 128, "sequence": 128},
+        "stages": {"blocks": [0, 1, 1], **own.pop("stages", {})},
+        "training": {"rows": 4, "inner_tokens": 4096, "inner_steps": 16, "staleness": 1},
+    }
+    group = {"name": "peers", "peers": 5, "profile": "none", "latency_ms": 20}
+    table = {"name": arm, "seed": seed, "duration": seconds, "held_out": 0, "manifest": manifest, "group": [group]}
+    return scenario_from_table(table | own)
 
 
 def measured(arm: str, seed: int, seconds: int) -> dict[str, float]:
-    """One run of one arm."""
+    """Runs one arm once."""
     with tempfile.TemporaryDirectory(prefix="experts-") as path:
-        routing, experts = SWARM_ARMS[arm]
-        table = tomllib.loads(SCENARIO.format(arm=arm, seed=seed, seconds=seconds, routing=routing, experts=experts))
-        run = Run(scenario_from_table(table), Path(path), lambda line: None, asyncio.Event())
+        run = Run(scenario(arm, seed, seconds), Path(path), lambda line: None, asyncio.Event())
         outcome = asyncio.run(run.to_the_end())
         if outcome.objections:
             raise SystemExit(f"{arm}: {outcome.objections}")
+        lines = (line for log in sorted(run.logs.glob("*.jsonl")) for line in log.read_bytes().splitlines())
+        completed = [event for event in map(event_from_json, lines) if isinstance(event, Completed)]
         return {
             "tokens_per_s": round(outcome.tokens_per_s, 1),
             "bytes_a_token": round(sum(outcome.traffic("up").values()) / outcome.tokens, 2),
-            "unevenness": round(unevenness(modules_of(run.logs)), 3),
+            "unevenness": round(unevenness([[hop.partition("@")[0] for hop in one.hops] for one in completed]), 3),
         }
 
 
-def modules_of(logs: Path) -> list[tuple[str, ...]]:
-    """The modules that each completed microbatch has visited, in the order of completion."""
-    events = (event_from_json(line) for path in sorted(logs.glob("*.jsonl")) for line in path.read_bytes().splitlines())
-    return [tuple(hop.partition("@")[0] for hop in event.hops) for event in events if isinstance(event, Completed)]
-
-
-def unevenness(visited: Sequence[tuple[str, ...]]) -> float:
-    """Over all stages and all WINDOW microbatches in a row, the largest of the most visits of a module over the mean of
-    its stage's modules. 1 where each stage has one module, or there were too few microbatches."""
-    every = sorted({module for modules in visited for module in modules})
-    stages = {module.partition(".")[0] for module in every}
-    ratios = []
+def unevenness(visited: Sequence[Sequence[str]]) -> float:
+    """Largest ratio, over stages and runs of WINDOW microbatches, of a module's visits over the mean of its stage."""
+    modules = sorted({module for path in visited for module in path})
+    ratios = [1.0]
     for start in range(len(visited) - WINDOW + 1):
-        counts = Counter(module for modules in visited[start : start + WINDOW] for module in modules)
-        for stage in stages:
-            of_stage = [counts[module] for module in every if module.partition(".")[0] == stage]
+        counts = Counter(module for path in visited[start : start + WINDOW] for module in path)
+        for stage in {module.partition(".")[0] for module in modules}:
+            of_stage = [counts[module] for module in modules if module.partition(".")[0] == stage]
             ratios.append(max(of_stage) * len(of_stage) / max(1, sum(of_stage)))
-    return max(ratios, default=1.0)
+    return max(ratios)
 
 
 def measure_swarm(options: Any) -> dict[str, Any]:
@@ -308,29 +265,9 @@ def measure_swarm(options: Any) -> dict[str, Any]:
     return {"figures": ratios, "bars": SWARM_BARS, "arms": arms}
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
-def measure(options: Any) -> dict[str, Any]:
-    parts = {"loss": measure_loss, "swarm": measure_swarm}
-    return {part: parts[part](options) for part in options.parts}
-
-
-def main() -> None:
-    usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8, "rounds": 3, "seconds": 20}
-    quick = {
-        "hidden": 8,
-        "steps": 2,
-        "seeds": [1],
-        "restarts": 1,
-        "domain_bytes": 2**16,
-        "rounds": 1,
-        "seconds": 10,
-        "parts": ["loss"],
-    }
-    own = {"parts": ("loss", "swarm"), "domains": [Path], "domain_bytes": DOMAIN_BYTES, "all": False}
-    kit.run(__doc__, measure, quick, **own, **usual)
-
-
 if __name__ == "__main__":
-    main()
+    usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8, "rounds": 3, "seconds": 20}
+    quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**16, "parts": ["loss"]}
+    quick |= {"rounds": 1, "seconds": 10}
+    own = {"domains": [Path], "domain_bytes": DOMAIN_BYTES, "all": False}
+    kit.run(__doc__, {"loss": measure_loss, "swarm": measure_swarm}, quick, **own, **usual)

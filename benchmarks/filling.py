@@ -1,24 +1,19 @@
-"""What idle time is worth: weight gradients that are put off against those computed at once, and the cost of filling.
+"""What idle time is worth: weight gradients put off against those computed at once, and the cost of filling.
 
-In virtual time the node's own custody, planner and compute queue decide (`lab.world.world`). A data
-node and four stages of one peer each, 0.8 to 1.2 times as fast as others; forward, the input's gradient and the
-weights' gradients take 30 ms each; links so many ms one way, with a log-normal jitter of 0.3. `put_off`: steps of 8
-microbatches wait for each other (staleness 0); `ratio` is the pace with weight gradients put off over that without,
-`held` the same of the most bytes held. `filling`: staleness 2, a window that leaves devices idle half of the time, and
-endless idle work; `foreground` is the pace over that without it, `wait_ms` the growth of a job's 99th percentile wait.
-
-`live`: both arms of `put_off` side by side in real swarms of emulated nodes, as tokens per second.
+The node's own custody, planner and compute queue in virtual time (`lab.world.world`): a data node and four stages of
+one peer each, 0.8 to 1.2 times as fast as each other. Forward, the input's gradient and the weights' gradients take 30
+ms each; links have `--latencies` in ms one way, with a log-normal jitter of 0.3. `put_off`: steps of 8 microbatches
+wait for each other (staleness 0). `ratio`: throughput with weight gradients put off over that without; `held`: the
+same ratio of the most bytes held. `filling`: staleness 2, a window that leaves devices idle half of the time, and
+endless idle work. `foreground`: throughput over that without it; `wait_ms`: growth of a job's 99th percentile wait.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,9 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import kit
 from benchmarks.kit import tell
 from lab.world.world import Ledger, Peer, World
-from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, Place
-from node.observability.events import NodeSummary, Step
 from node.pipeline.runner import slot_of
 from swarm.pipeline.compute_queue import ArrivalForecast, ComputeQueue, IdleWork, Priority
 from swarm.pipeline.custody_events import Work
@@ -41,8 +33,6 @@ from swarm.pipeline.in_flight import FlightRules
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt
 from swarm.vocabulary.types import ModuleId, PeerId
-from tests.e2e.emulated import Network, Spec
-from tests.e2e.small_run import small_run, write_text
 
 # ---- a pipeline in virtual time --------------------------------------------------------------------------------------
 
@@ -64,7 +54,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One arm on one ground. Peers' speeds differ by up to `spread`, delays by a log-normal `jitter`."""
+    """One arm in one environment. Peers' speeds differ by up to `spread`, delays by a log-normal `jitter`."""
 
     one_way_s: float
     seed: int
@@ -81,7 +71,7 @@ class Setting:
     jitter: float = 0.3
 
 
-class EmulatedGround:
+class EmulatedPipeline:
     """Machines and links; see `lab.world.world.Ground`."""
 
     def __init__(self, setting: Setting) -> None:
@@ -106,7 +96,6 @@ class EmulatedGround:
         return self._slowness[peer]
 
     def weights_s(self, peer: PeerId) -> float:
-        """The weights' gradients of a visit."""
         return self.setting.durations.weights_s * self.slowness(peer)
 
     def compute_s(self, peer: PeerId, work: Work) -> float:
@@ -128,8 +117,7 @@ class EmulatedGround:
         return 3600.0
 
 
-Span = tuple[float, float]
-"""From when to when, in virtual seconds."""
+Span = tuple[float, float]  # begin and end in virtual seconds
 
 
 @dataclass(slots=True)
@@ -168,17 +156,14 @@ class FillingPeer(Peer):
     def refusal(self, message: MicrobatchTensor) -> Receipt | None:
         refusal = super().refusal(message)
         if refusal is None:
-            self._forecast.announced(way_of(message), slot_of(message), 1, self.world.time.now)
-            self._expect()
+            self._forecast.announced(direction_of(message), slot_of(message), 1, self.world.time.now)
+            self.queue.expected = self._forecast.expected
         return refusal
 
     def received(self, message: MicrobatchTensor) -> None:
-        self._forecast.arrived(way_of(message), slot_of(message), self.world.time.now)
-        self._expect()
-        super().received(message)
-
-    def _expect(self) -> None:
+        self._forecast.arrived(direction_of(message), slot_of(message), self.world.time.now)
         self.queue.expected = self._forecast.expected
+        super().received(message)
 
     def later(self, work: Work, done: Callable[[float], None]) -> None:
         self._put(Priority.TRAIN, partial(self._job, work, done))
@@ -212,7 +197,7 @@ class FillingPeer(Peer):
         self._ended = ended
 
     def _passed(self, work: Work) -> None:
-        """What follows from the end of a stage's forward or backward pass."""
+        """Takes in the end of a stage's forward or backward pass."""
         if work is Work.FORWARD:
             self.account.hold(1.0)
         if work is Work.BACKWARD:
@@ -228,7 +213,7 @@ class FillingPeer(Peer):
             yield
 
     def _in_chunks(self, seconds: float) -> Iterator[bool]:
-        """Spends so many seconds in chunks; says of each whether it is the last."""
+        """Spends these seconds in chunks; yields whether a chunk is the last."""
         count = math.ceil(seconds / self.setting.chunk_s)
         for number in range(count):
             self._spent_s += seconds / count
@@ -246,7 +231,7 @@ class FillingPeer(Peer):
             yield
 
     def _next(self) -> None:
-        """What the compute thread does between two jobs."""
+        """Starts the next job or chunk."""
         if self._computing:
             return
         now = self.world.time.now
@@ -256,12 +241,9 @@ class FillingPeer(Peer):
             if rest_s is not None:
                 self.world.time.after(rest_s, self._next)
             return
-        spans = self.account.busy
-        if isinstance(turn, IdleWork):
-            spans = self.account.idle_work
-            turn.compute_chunk()
-        else:
-            turn()
+        is_idle_work = isinstance(turn, IdleWork)
+        spans = self.account.idle_work if is_idle_work else self.account.busy
+        turn.compute_chunk() if is_idle_work else turn()
         seconds, self._spent_s, self._computing = self._spent_s, 0.0, True
         spans.append((now, now + seconds))
         self.world.time.after(seconds, self._over)
@@ -274,14 +256,10 @@ class FillingPeer(Peer):
 
 
 class FillingWorld(World):
-    """The world of one arm.
-
-    Args:
-        kept: bytes that are kept for the weight gradients of a visit over those of its graph.
-    """
+    """The world of one arm. `kept`: bytes kept for a visit's weight gradients over those of its graph."""
 
     def __init__(self, setting: Setting, kept: float) -> None:
-        self.setting, self.kept, self.emulated = setting, kept, EmulatedGround(setting)
+        self.setting, self.kept, self.emulated = setting, kept, EmulatedPipeline(setting)
         stages = [[stage_peer(stage)] for stage in range(setting.stages + 1)]
         super().__init__(self.emulated, stages, random.Random(setting.seed), Ledger())
 
@@ -290,12 +268,12 @@ class FillingWorld(World):
 
     @property
     def stage_peers(self) -> list[FillingPeer]:
-        """In order of stage, without the data node."""
+        """The peers without the data node, by stage."""
         return [peer for peer in self.peers.values() if isinstance(peer, FillingPeer) and peer.module.stage]
 
 
-def way_of(message: MicrobatchTensor) -> PeerId:
-    """Of whom it comes: each peer has one before it and one after it."""
+def direction_of(message: MicrobatchTensor) -> PeerId:
+    """Stands for the sender: each peer has one upstream and one downstream."""
     return PeerId(type(message).__name__)
 
 
@@ -304,7 +282,7 @@ def stage_peer(stage: int) -> PeerId:
 
 
 def share_of_time(accounts: Sequence[Sequence[Span]], begin: float, end: float) -> float:
-    """How much of the time between two moments is within spans, the mean over devices."""
+    """Share of the time between begin and end that is within spans, the mean over devices."""
     inside = sum(max(0.0, min(to, end) - max(at, begin)) for spans in accounts for at, to in spans)
     return inside / ((end - begin) * len(accounts))
 
@@ -312,8 +290,7 @@ def share_of_time(accounts: Sequence[Sequence[Span]], begin: float, end: float) 
 # ---- arms in virtual time --------------------------------------------------------------------------------------------
 
 BODIES_S: Final = (0.002, 0.020, 0.170)
-KEPT: Final = 0.8
-"""Bytes kept for weight gradients over those of a graph, measured on two blocks of 256."""
+KEPT: Final = 0.8  # measured on two blocks of 256
 WARM_S: Final = 5.0
 BARS: Final = {"0": 1.15, "20": 1.15, "50": 1.15, "100": 1.10}
 
@@ -330,7 +307,7 @@ class Seen:
 
 
 def run(setting: Setting, seconds: float, kept: float) -> Seen:
-    """Runs one arm for so many virtual seconds after a warm-up."""
+    """Runs one arm for some virtual seconds after a warm-up."""
     world = FillingWorld(setting, kept)
     world.run(WARM_S)
     before = len(world.ledger.completed)
@@ -346,14 +323,12 @@ def run(setting: Setting, seconds: float, kept: float) -> Seen:
     )
 
 
-def put_off(latencies: Sequence[int], seeds: Sequence[int], seconds: float, kept: float) -> dict[str, Any]:
+def put_off(options: Any) -> dict[str, Any]:
     """Both arms at staleness 0; medians over the seeds."""
     found = {}
-    for one_way_ms in latencies:
-        pairs = [
-            [run(Setting(one_way_ms / 1e3, seed, puts_off=arm), seconds, kept) for arm in (False, True)]
-            for seed in seeds
-        ]
+    for one_way_ms in options.latencies:
+        plain = [Setting(one_way_ms / 1e3, seed) for seed in options.seeds]
+        pairs = [[run(replace(one, puts_off=arm), options.seconds, KEPT) for arm in (False, True)] for one in plain]
         found[str(one_way_ms)] = {
             "ratio": statistics.median(later.pace / at_once.pace for at_once, later in pairs),
             "bar": BARS.get(str(one_way_ms)),
@@ -365,15 +340,15 @@ def put_off(latencies: Sequence[int], seeds: Sequence[int], seconds: float, kept
     return found
 
 
-def filling(latencies: Sequence[int], seeds: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-    """With work for idle time against without, on the same grounds."""
+def filling(options: Any) -> list[dict[str, Any]]:
+    """With work for idle time against without, in the same environments."""
     found = []
-    for one_way_ms, window, body_s in product(latencies, (2, 3, 4, 6), BODIES_S):
-        plain = [Setting(one_way_ms / 1e3, seed, 2, window, body_s=body_s) for seed in seeds]
-        bare = [run(setting, seconds, 1.0) for setting in plain]
+    for one_way_ms, window, body_s in product(options.latencies, (2, 3, 4, 6), BODIES_S):
+        plain = [Setting(one_way_ms / 1e3, seed, 2, window, body_s=body_s) for seed in options.seeds]
+        bare = [run(setting, options.seconds, 1.0) for setting in plain]
         if not 0.35 <= statistics.median(each.busy for each in bare) <= 0.65:
             continue
-        filled = [run(replace(setting, fills=True), seconds, 1.0) for setting in plain]
+        filled = [run(replace(setting, fills=True), options.seconds, 1.0) for setting in plain]
         pairs = list(zip(filled, bare, strict=True))
         row = {"one_way_ms": one_way_ms, "window": window, "body_ms": round(1e3 * body_s)}
         row["foreground"] = statistics.median(each.pace / without.pace for each, without in pairs)
@@ -384,81 +359,7 @@ def filling(latencies: Sequence[int], seeds: Sequence[int], seconds: float) -> l
     return found
 
 
-# ---- real swarms -----------------------------------------------------------------------------------------------------
-
-BLOCKS: Final = (0, 1, 1, 1, 1)
-WARM_STEPS: Final = 4
-DATA_FORWARD_S: Final = 0.003
-PATIENCE_S: Final = 400.0
-
-
-async def live_arm(
-    folder: Path, text: Path, one_way_s: float, part_s: float, *, puts_off: bool, steps: int
-) -> tuple[float, float]:
-    """Runs one swarm to its end; its tokens per second, and the share of the stages' time in work that was put off."""
-    step = small_run(text).microbatch_tokens * PER_STEP
-    manifest = small_run(text, blocks=BLOCKS, inner_tokens=step, inner_steps=1_000_000, round_seconds=1e6)
-    network = folder / f"network {puts_off}.json"
-
-    def place(index: int) -> Place:
-        own = {"window": PER_STEP} if index == 0 else {}
-        forward_s = part_s if index else DATA_FORWARD_S
-        spec = Spec(forward_s, str(network), weights_factor=1.0, puts_off=puts_off, **own)
-        return Place(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
-
-    times, summaries = list[tuple[float, int]](), list[NodeSummary]()
-    options = LocalSwarmOptions(peers=len(BLOCKS), steps=steps, threads=1)
-    async with asyncio.timeout(PATIENCE_S), LocalSwarm(manifest, options, places=place) as swarm:
-        regions = {str(peer.peer): f"region {peer.index}" for peer in swarm.peers}
-        Network(regions, {one: dict.fromkeys(regions.values(), one_way_s) for one in regions.values()}).write(network)
-        async for event in swarm.events():
-            if isinstance(event, Step):
-                times.append((time.perf_counter(), event.tokens))
-            elif isinstance(event, NodeSummary) and event.module != "0.0":
-                summaries.append(event)
-            if swarm.progress.is_over:
-                swarm.request_stop()
-    (begun, before), (ended, after) = times[WARM_STEPS], times[-1]
-    spent = [each.busy_s for each in summaries]
-    shares = [one.idle_work / max(1e-9, one.compute + one.idle_work + one.wait) for one in spent]
-    return (after - before) / (ended - begun), statistics.mean(shares)
-
-
-async def live(one_way_ms: int, part_s: float, steps: int) -> dict[str, Any]:
-    """Both arms side by side, so that other load is the same for both."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        text = write_text(folder / "text")
-        runs = (
-            live_arm(folder, text, one_way_ms / 1e3, part_s, puts_off=puts_off, steps=steps)
-            for puts_off in (False, True)
-        )
-        at_once, later = await asyncio.gather(*runs)
-    tell(f"live, {one_way_ms} ms: {at_once}, {later}")
-    return {"ratio": later[0] / at_once[0], "tokens_per_s": [at_once[0], later[0]], "idle_work": [at_once[1], later[1]]}
-
-
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
-def measure(options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    given = options.latencies, options.seeds, options.seconds
-    if "put_off" in options.parts:
-        found["put_off"] = put_off(*given, KEPT)
-    if "filling" in options.parts:
-        found["filling"] = filling(*given)
-    if "live" in options.parts:
-        arms = {ms: live(ms, options.part_ms / 1e3, options.steps) for ms in options.latencies}
-        found["live"] = {str(one_way_ms): asyncio.run(arm) for one_way_ms, arm in arms.items()}
-    return found
-
-
-def main() -> None:
-    usual = {"latencies": [0, 20, 50, 100], "seeds": [1, 2, 3], "seconds": 60.0, "steps": 24, "part_ms": 30.0}
-    quick = {"latencies": [50], "seeds": [1], "seconds": 10.0, "steps": 8, "parts": ["put_off", "filling"]}
-    kit.run(__doc__, measure, quick, parts=("put_off", "filling", "live"), **usual)
-
-
 if __name__ == "__main__":
-    main()
+    usual = {"latencies": [0, 20, 50, 100], "seeds": [1, 2, 3], "seconds": 60.0}
+    quick = {"latencies": [50], "seeds": [1], "seconds": 10.0}
+    kit.run(__doc__, {"put_off": put_off, "filling": filling}, quick, **usual)

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import run_of, tell
+from benchmarks.kit import Found, run_of, tell
 from node.averaging.anchor.layout import layout_of
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
@@ -47,24 +47,22 @@ def joiner_run(hidden: int, blocks: int) -> Manifest:
     return run_of("joiner", [0, blocks], seed=3, model={"kv_heads": 4}, **size, **own)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    at: float
-    event: Event
-
-
 @dataclass(slots=True)
 class Watch:
-    """Everything that the swarm has told, with the time at which it was heard."""
+    """All events of a swarm, with their times of arrival."""
 
     swarm: LocalSwarm
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[tuple[float, Event]] = field(default_factory=list)
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def start_one(self) -> str:
+        """Starts one more replica of the stage and returns its peer id."""
+        return self.swarm.peers[self.swarm.start_peer(STAGE)].peer
 
     async def run(self) -> None:
         async for event in self.swarm.events():
             async with self.news:
-                self.seen.append(Seen(time.perf_counter(), event))
+                self.seen.append((time.perf_counter(), event))
                 self.news.notify_all()
 
     async def until(self, what: str, met: Callable[[], bool]) -> None:
@@ -73,96 +71,82 @@ class Watch:
             await self.news.wait_for(met)
 
     def steps(self, begin: float, end: float) -> list[float]:
-        """Tokens per second of each step that ended in this time."""
-        found = [(seen.at, seen.event.tokens) for seen in self.seen if isinstance(seen.event, Step)]
+        """Tokens per second of each step that ended between two times."""
+        found = [(at, event.tokens) for at, event in self.seen if isinstance(event, Step)]
         pairs = itertools.pairwise(found)
         return [(later[1] - now[1]) / (later[0] - now[0]) for now, later in pairs if begin < later[0] <= end > now[0]]
 
     def tokens_per_s(self, begin: float, end: float) -> float:
-        """Median over steps."""
         return statistics.median(self.steps(begin, end) or [0.0])
 
-    def of_peer(self, peer: str, kind: type[Event]) -> list[Seen]:
-        return [seen for seen in self.seen if isinstance(seen.event, kind) and getattr(seen.event, "peer", "") == peer]
+    def first(self, peer: str, kind: type[Found]) -> tuple[float, Found] | None:
+        """The first event of a kind from a peer, and its time."""
+        return next(((at, e) for at, e in self.seen if isinstance(e, kind) and getattr(e, "peer", "") == peer), None)
 
-    def rounds(self) -> dict[int, tuple[float, frozenset[str]]]:
-        """When each round of the stage was first known to be committed, and who contributed to it."""
-        found: dict[int, tuple[float, frozenset[str]]] = {}
-        for seen in self.seen:
-            event = seen.event
+    def rounds(self) -> dict[int, tuple[float, tuple[str, ...]]]:
+        """When each round of the stage was first known to be committed, and its contributors."""
+        found: dict[int, tuple[float, tuple[str, ...]]] = {}
+        for at, event in self.seen:
             if isinstance(event, RoundCommitted) and event.module == str(ModuleId(STAGE)):
-                found.setdefault(event.round, (seen.at, frozenset(event.contributors)))
+                found.setdefault(event.round, (at, event.contributors))
         return found
 
     def contributes(self, peer: str) -> bool:
         return any(peer in members for _, members in self.rounds().values())
 
 
-def start_one(swarm: LocalSwarm) -> str:
-    """Starts one more replica of the stage and returns its peer id."""
-    index = swarm.start_peer(STAGE)
-    return swarm.peers[index].peer
-
-
 async def join_one(watch: Watch, window_s: float) -> dict[str, Any]:
     """One newcomer, from the start of its process to some time after its first round."""
     await asyncio.sleep(window_s)
     started = time.perf_counter()
-    peer = start_one(watch.swarm)
+    peer = watch.start_one()
     await watch.until("the newcomer's first round", lambda: watch.contributes(peer))
     in_round = time.perf_counter()
     await asyncio.sleep(window_s)
-    begun, caught_up = watch.of_peer(peer, CatchingUp)[0].at, watch.of_peer(peer, CaughtUp)[0]
-    joining = watch.of_peer(peer, NodeStatus)[0].at
-    assert isinstance(caught_up.event, CaughtUp)
-    before, transfer = watch.tokens_per_s(started - window_s, started), watch.steps(begun, caught_up.at)
-    during = statistics.median(transfer) if transfer else 0.0
-    starting = watch.tokens_per_s(started, begun)
-    after = [(at, members) for at, members in watch.rounds().values() if at > caught_up.at]
-    waited = sum(peer not in members for _, members in after[: _first(peer, after) + 1])
+    begun, caught_up, joined = (watch.first(peer, kind) for kind in (CatchingUp, CaughtUp, NodeStatus))
+    assert begun
+    assert caught_up
+    assert joined
+    transfer = watch.steps(begun[0], caught_up[0])
+    spans = {
+        "before": (started - window_s, started),
+        "starting": (started, begun[0]),
+        "whole": (started, in_round),
+        "after": (in_round, in_round + window_s),
+    }
+    rates = {name: watch.tokens_per_s(*span) for name, span in spans.items()}
+    rates["transfer"] = statistics.median(transfer) if transfer else 0.0
+    after = [members for at, members in watch.rounds().values() if at > caught_up[0]]
     return {
-        "joining_to_caught_up_s": round(caught_up.at - joining, 2),
-        "transfer_s": round(caught_up.event.seconds, 3),
-        "transfer_bytes": sum(caught_up.event.donor_bytes),
-        "donors": len([amount for amount in caught_up.event.donor_bytes if amount]),
-        "caught_up_to_round_s": round(in_round - caught_up.at, 2),
-        "rounds_until_member": waited + 1,
-        "tokens_per_s": {
-            "before": round(before),
-            "starting": round(starting),
-            "transfer": round(during),
-            "whole": round(watch.tokens_per_s(started, in_round)),
-            "after": round(watch.tokens_per_s(in_round, in_round + window_s)),
-        },
+        "joining_to_caught_up_s": round(caught_up[0] - joined[0], 2),
+        "transfer_s": round(caught_up[1].seconds, 3),
+        "transfer_bytes": sum(caught_up[1].donor_bytes),
+        "donors": sum(amount > 0 for amount in caught_up[1].donor_bytes),
+        "caught_up_to_round_s": round(in_round - caught_up[0], 2),
+        "rounds_until_member": 1 + next(number for number, members in enumerate(after) if peer in members),
+        "tokens_per_s": {name: round(rate) for name, rate in rates.items()},
         "transfer_steps": len(transfer),
-        "slower_while_transfer": round(1 - during / before, 3),
-        "slower_while_starting": round(1 - starting / before, 3),
+        "slower_while_transfer": round(1 - rates["transfer"] / rates["before"], 3),
+        "slower_while_starting": round(1 - rates["starting"] / rates["before"], 3),
     }
 
 
-def _first(peer: str, rounds: list[tuple[float, frozenset[str]]]) -> int:
-    return next(number for number, (_, members) in enumerate(rounds) if peer in members)
-
-
 async def join_several(watch: Watch, number: int, donors: list[str]) -> dict[str, Any]:
-    """Several newcomers at once; what each of the replicas that were there gave them."""
+    """Several newcomers at once, and how much each of the older replicas gave them."""
     started = time.perf_counter()
-    peers = [start_one(watch.swarm) for _ in range(number)]
-    await watch.until(f"{number} newcomers to catch up", lambda: all(watch.of_peer(peer, CaughtUp) for peer in peers))
+    peers = [watch.start_one() for _ in range(number)]
+    await watch.until(f"{number} newcomers to catch up", lambda: all(watch.first(peer, CaughtUp) for peer in peers))
     caught_up = time.perf_counter()
     await watch.until("all of them in rounds", lambda: all(watch.contributes(peer) for peer in peers))
-    served: Counter[str] = Counter(dict.fromkeys(donors, 0))
-    seconds = []
-    for peer in peers:
-        event = watch.of_peer(peer, CaughtUp)[0].event
-        assert isinstance(event, CaughtUp)
+    events = [found[1] for peer in peers if (found := watch.first(peer, CaughtUp))]
+    served: Counter[str] = Counter()
+    for event in events:
         served.update(dict(zip(event.donors, event.donor_bytes, strict=True)))
-        seconds.append(event.seconds)
     given = [served[donor] for donor in donors]
     return {
         "joiners": number,
         "all_caught_up_s": round(caught_up - started, 2),
-        "transfer_s": [round(each, 3) for each in seconds],
+        "transfer_s": [round(event.seconds, 3) for event in events],
         "bytes_of_donors": given,
         "bytes_of_other_joiners": sum(served.values()) - sum(given),
         "max_over_mean": round(max(given) / statistics.mean(given), 2),
@@ -198,10 +182,6 @@ async def measure(options: Any) -> dict[str, Any]:
     return {"state_mb": state_mb, "replicas": options.replicas, "one": one, "several": several, "targets": TARGETS}
 
 
-def main() -> None:
+if __name__ == "__main__":
     quick = {"replicas": 2, "joiners": 1, "hidden": 256, "blocks": 2, "window": 5.0}
     kit.run(__doc__, measure, quick, replicas=3, joiners=4, hidden=512, blocks=2, window=15.0)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ that step gives two curvature factors, then each factor is inverted, all as idle
 refreshes (`work_over_bubble`: the authors' formula for it). `step`: step time over that without K-FAC, `in_step` with
 the same refreshes inside the step.
 
-`training`: a small model with K-FAC against AdamW, by refresh period; curvature is as many steps old when first used
+`training`: a small model with K-FAC against AdamW, by refresh period; curvature is one period old when first used
 (`at once`: that of the step itself). The empirical Fisher matrix of a layer is the Kronecker product of the means of x
 x^T and g g^T, damped as in arXiv:1503.05671, section 6.3; steps have AdamW's length (grafting, arXiv:2002.11803).
 """
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from benchmarks import kit
 from benchmarks.filling import Durations, FillingPeer, FillingWorld, Setting, share_of_time
 from benchmarks.kit import source_of, tell
-from benchmarks.optimizers import ARMS, Task, Trainer, best_of, manifest_of, summary, trained
+from benchmarks.optimizers import ARMS, Task, Trainer, manifest_of, trained, trainings
 from lab.world.world import Peer
 from node.model import passes
 from node.model.blocks import Linear
@@ -48,8 +48,7 @@ from swarm.vocabulary.types import ModuleId, PeerId
 
 WARM_STEPS: Final = 2
 CHUNK_S: Final = 0.002
-DAMPING: Final = 1e-3
-"""PipeFisher's for BERT, relative to the means of the factors' eigenvalues."""
+DAMPING: Final = 1e-3  # PipeFisher's for BERT, relative to the means of the factors' eigenvalues
 ADAMW, AT_ONCE = "adamw", "at once"
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
@@ -83,10 +82,8 @@ class KfacPeer(FillingPeer):
 
     def __init__(self, world: KfacWorld, own: PeerId, module: ModuleId, incarnation: int) -> None:
         self._kfac = world
-        self.begun: list[int] = []
-        """The steps with whose microbatches a refresh began."""
-        self._undone: deque[float] = deque()
-        """Of the refresh in progress: seconds of each factor, or half of the inversions."""
+        self.begun: list[int] = []  # steps with whose microbatches a refresh began
+        self._undone: deque[float] = deque()  # seconds of each factor, or half of the inversions
         self._is_queued = False
         self._passes: Counter[Work] = Counter()
         super().__init__(world, own, module, incarnation)
@@ -110,7 +107,7 @@ class KfacPeer(FillingPeer):
                 self._queue_one()
 
     def _queue_one(self) -> None:
-        """One piece at a time: weights' gradients, which have a deadline, wait for one piece and not for all."""
+        """Queues one piece only, so that weight gradients, which have a deadline, never wait for several."""
         if self._undone and not self._is_queued:
             self._is_queued = True
             self.queue.submit(self._compute_piece(self._undone[0]), "curvature or inverse")
@@ -148,7 +145,7 @@ class KfacWorld(FillingWorld):
 
 
 def pipeline(profile: Profile, stages: int, microbatches: int) -> Setting:
-    """The paper's ground: equal devices, no latency; stage 0 and the inner step count for nothing."""
+    """The paper's pipeline: equal devices, no latency, and no cost of stage 0 and of the inner step."""
     half_s = profile.backward_ms / 2e3
     durations = Durations(profile.forward_ms / 1e3, half_s, half_s, 0.0, 0.0, 0.0)
     own = {"stages": stages, "per_step": microbatches, "window": microbatches, "durations": durations}
@@ -156,7 +153,7 @@ def pipeline(profile: Profile, stages: int, microbatches: int) -> Setting:
 
 
 def run(world: KfacWorld, steps: int) -> dict[str, float]:
-    """Runs one arm for so many steps after a warm-up. Shares are means over the stages, the rest of the worst stage."""
+    """Runs one arm for some steps after a warm-up. Utilisation is a mean over the stages, the period the longest."""
     world.run_steps(WARM_STEPS)
     begin = world.time.now
     world.run_steps(WARM_STEPS + steps)
@@ -191,16 +188,21 @@ def row_of(setting: Setting, profile: Profile, steps: int) -> dict[str, Any]:
     }
 
 
-def schedules(options: Any, task: Task) -> dict[str, list[dict[str, Any]]]:
-    steps, found = options.schedule_steps, dict[str, list[dict[str, Any]]]()
-    profiles = PROFILES | {"measured": measured_profile(task)}
+def task_of(options: Any) -> Task:
+    size = {"hidden": options.hidden, "feed_forward": 176, "sequence": 64, "rows": 8, "held_out_microbatches": 6}
+    return Task(options.steps, source=source_of(options.text), **size)
+
+
+def schedules(options: Any) -> dict[str, list[dict[str, Any]]]:
+    steps, found = options.schedule_steps, list[dict[str, Any]]()
+    profiles = PROFILES | {"measured": measured_profile(task_of(options))}
     for (name, profile), stages, multiple in itertools.product(profiles.items(), options.depths, options.multiples):
         count = stages * multiple
         row = {"profile": name, "stages": stages, "microbatches": count}
         row["work_over_bubble"] = profile.work_over_bubble(stages, count)
-        found.setdefault("pipelines", []).append(row | row_of(pipeline(profile, stages, count), profile, steps))
-        tell(found["pipelines"][-1])
-    return found
+        found.append(row | row_of(pipeline(profile, stages, count), profile, steps))
+        tell(found[-1])
+    return {"pipelines": found}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -219,18 +221,15 @@ def _inverse(factor: Tensor) -> Tensor:
 
 
 class Kfac(AdamW):
-    """The rule of these layers' weights, with new curvature every so many steps, which is first used after `lag`."""
+    """The rule of these layers' weights. New curvature every `every` steps is first used `lag` steps later."""
 
     def __init__(self, layers: Sequence[Linear], inner: InnerSection, every: int, lag: int) -> None:
         super().__init__([layer.weight for layer in layers], inner)
-        self.spent: defaultdict[str, list[float]] = defaultdict(list)
-        """Processor time in ms: curvature of one factor of a microbatch and a layer, the rest of all layers."""
+        self.spent: defaultdict[str, list[float]] = defaultdict(list)  # ms; curvature is that of one factor
         self._every, self._lag, self._steps = every, lag, 0
         self._factors = {layer.weight: [torch.zeros(size, size) for size in layer.weight.shape] for layer in layers}
-        """Of outputs and inputs: sums over a step's tokens. Damping is relative to them."""
         self._inverses: dict[nn.Parameter, list[Tensor]] = {}
-        self._waiting: dict[int, dict[nn.Parameter, list[Tensor]]] = {}
-        """Inverses by the first step that is taken with them."""
+        self._waiting: dict[int, dict[nn.Parameter, list[Tensor]]] = {}  # inverses by the first step that uses them
         for layer in layers:
             layer.register_forward_hook(self._passed)
 
@@ -315,34 +314,15 @@ def measured_profile(task: Task, repeats: int = 20) -> Profile:
     )
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
+def measure_training(options: Any) -> dict[str, Any]:
+    return trainings(task_of(options), options, (ADAMW, AT_ONCE, *map(str, options.periods)), train)
 
 
-def measure(options: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    flush_denormals()
-    size = {"hidden": options.hidden, "feed_forward": 176, "sequence": 64, "rows": 8, "held_out_microbatches": 6}
-    task = Task(options.steps, source=source_of(options.text), **size)
-    found: dict[str, Any] = {}
-    if "schedule" in options.parts:
-        found["schedule"] = schedules(options, task)
-    if "training" in options.parts:
-        runs, arms = list[dict[str, Any]](), (ADAMW, AT_ONCE, *map(str, options.periods))
-        for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
-            runs.append(train(task, arm, seed, rate))
-            tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
-        best = best_of(runs)
-        found["training"] = {"summary": summary(best), "best": best, "runs": runs}
-    return found
-
-
-def main() -> None:
+if __name__ == "__main__":
     usual = {"depths": [4, 8, 16], "multiples": [1, 2], "schedule_steps": 12, "steps": 120, "hidden": 64}
     more = {"seeds": [1, 2, 3], "rates": [6e-3], "periods": [1, 5, 10, 20], "text": Path}
     quick = {"depths": [4], "multiples": [1], "schedule_steps": 3, "steps": 6, "hidden": 16, "seeds": [1]}
     quick |= {"periods": [2]}
-    kit.run(__doc__, measure, quick, parts=("schedule", "training"), **usual, **more)
-
-
-if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    flush_denormals()
+    kit.run(__doc__, {"schedule": schedules, "training": measure_training}, quick, **usual, **more)

@@ -10,17 +10,19 @@ import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.errors import SkipstoneError, StateError
@@ -29,48 +31,57 @@ from swarm.vocabulary.types import MicrobatchId, PeerId, RunId
 if TYPE_CHECKING:
     from torch import nn
 
+    from node.data.documents import Documents
     from node.data.packing import Microbatch
     from node.local_swarm.local_swarm import LocalSwarm
-    from node.local_swarm.setup import LocalSwarmOptions, Places
+    from node.local_swarm.setup import LocalSwarmOptions, Place, Places
     from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
     from node.observability.events import Event
+    from node.solo.trainer import ChooseStages
+    from tests.e2e.emulated import Spec
 
 # What measured processes need not load (torch, and with `node` more than that) is imported in the functions.
 ROOT: Final = Path(__file__).resolve().parent.parent
 RUN: Final = RunId("0" * 64)
 READER: Final = PeerId("reader")
 PATIENCE_S: Final = 120.0
+STARTS: Final = 4
+START_S: Final = 30.0
+Found = TypeVar("Found")
 
+
+Measure = Callable[[Any], Any]
+"""Takes the options and returns figures; may be a coroutine function."""
 
 # ---- options and output ----------------------------------------------------------------------------------------------
 
 
-def run(doc: str | None, measure: Callable[[Any], Any], quick: Mapping[str, Any], **defaults: Any) -> None:
+def run(doc: str | None, measure: Measure | Mapping[str, Measure], quick: Mapping[str, Any], **defaults: Any) -> None:
     """Parses options (by their defaults), measures and prints one JSON object.
 
     Args:
-        measure: takes the options, returns the figures; may be a coroutine function.
+        measure: makes the figures; or one for each of the `--parts`, whose figures are under the part's name.
         quick: the values of `--quick`, which shows in seconds that the benchmark works.
         defaults: a tuple of words lists the choices, `Path` is an optional file or folder.
     """
-    options = parsed(doc, quick, defaults, sys.argv[1:])
+    parts = {} if callable(measure) else {"parts": tuple(measure)}
+    options = parsed(doc, quick, {**parts, **defaults}, sys.argv[1:])
+
+    def done(one: Measure) -> Any:
+        found = one(options)
+        return asyncio.run(found) if inspect.iscoroutine(found) else found
+
     try:
-        found = measure(options)
-        figures = asyncio.run(found) if inspect.iscoroutine(found) else found
+        figures = done(measure) if callable(measure) else {part: done(measure[part]) for part in options.parts}
     except SkipstoneError as error:
         tell(f"error: {error}")
         sys.exit(error.exit_code)
-    name = Path(sys.argv[0]).stem
+    name, versions = Path(sys.argv[0]).stem, {"python": platform.python_version(), "torch": version("torch")}
     report = {
         "benchmark": name,
         "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": {
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": version("torch"),
-        },
+        "machine": {"system": platform.platform(), "cores": os.cpu_count(), **versions},
         **figures,
     }
     print(json.dumps(report))
@@ -97,6 +108,15 @@ def parsed(doc: str | None, quick: Mapping[str, Any], defaults: Mapping[str, Any
     given = vars(parser.parse_args(words))
     usual = {name: None if default in (Path, [Path]) else default for name, default in defaults.items()}
     return argparse.Namespace(**{**usual, **(quick if given["quick"] else {}), **given})
+
+
+@contextmanager
+def folder(kept: Path | None, name: str) -> Iterator[Path]:
+    """A new folder: of this name inside the kept one, or a temporary one."""
+    with TemporaryDirectory(prefix=f"skipstone-{name}-") as temporary:
+        made = (kept or Path(temporary)) / name
+        made.mkdir(parents=True)
+        yield made
 
 
 def tell(*words: object) -> None:
@@ -127,6 +147,18 @@ def reached(curve: Sequence[Sequence[float]], column: int, loss: float, of: floa
             part = 0.0 if before[-1] <= loss else (before[-1] - loss) / (before[-1] - at[-1])
             return (before[column] + part * (at[column] - before[column])) / of
     return None
+
+
+def curve_of(steps: int, points: int, step: Callable[[], object], look: Callable[[int], Found]) -> list[Found]:
+    """Trains for these steps; what `look(steps done)` finds before them and at `points` equal distances."""
+    wanted = {round(steps * point / points) for point in range(points + 1)}
+    found = list[Found]()
+    for number in range(steps + 1):
+        if number:
+            step()
+        if number in wanted:
+            found.append(look(number))
+    return found
 
 
 def rounded(value: float | None, digits: int = 3) -> float | None:
@@ -161,8 +193,10 @@ def process(target: Any, *arguments: Any, grace_s: float = 0.0) -> Iterator[Conn
 
 def _lead_group(target: Any, *arguments: Any) -> None:
     os.setsid()
-    with suppress(EOFError):
+    try:
         target(*arguments)
+    except* EOFError:  # the driver has ended the connection
+        pass
 
 
 def hear(connection: Connection, patience_s: float = PATIENCE_S) -> Any:
@@ -172,13 +206,28 @@ def hear(connection: Connection, patience_s: float = PATIENCE_S) -> Any:
     return connection.recv()
 
 
+@contextmanager
+def started(start: Callable[[ExitStack], Found]) -> Iterator[Found | None]:
+    """What `start` makes, for processes that sometimes hang at their start, as hivemind's do; None after four tries."""
+    for attempt in range(1, STARTS + 1):
+        with ExitStack() as processes:
+            try:
+                found = start(processes)
+            except (TimeoutError, EOFError):
+                tell(f"it did not start, try {attempt} of {STARTS}")
+                continue
+            yield found
+            return
+    yield None
+
+
 def threads_of_each_peer() -> int:
     """Torch threads of each of two peers that share this machine's cores."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 
 def introduce(peers: Sequence[Connection]) -> None:
-    """Hears each peer's contact, tells all of them to all, and waits until all are ready."""
+    """Sends the contacts of all peers to all, and waits until all are ready."""
     contacts = [hear(peer) for peer in peers]
     for peer in peers:
         peer.send(contacts)
@@ -190,9 +239,9 @@ def introduce(peers: Sequence[Connection]) -> None:
 
 
 async def swarm_to_its_end(
-    manifest: Manifest, options: LocalSwarmOptions, places: Places | None = None, skip: int = 0
+    manifest: Manifest, options: LocalSwarmOptions, places: Places | None = None
 ) -> tuple[float, list[Event]]:
-    """Runs a swarm until it has taken its steps; its tokens per second after the first `skip` + 1 steps, its events."""
+    """Runs a swarm until it has taken its steps; its tokens per second after the first step, and its events."""
     from node.local_swarm.local_swarm import LocalSwarm
     from node.local_swarm.setup import everywhere_here
     from node.observability.events import Step
@@ -205,10 +254,15 @@ async def swarm_to_its_end(
                 times.append((time.perf_counter(), event.tokens))
             if nodes.progress.is_over:
                 nodes.request_stop()
-    if len(times) < skip + 2:
+    if len(times) < 2:
         raise RuntimeError(f"the swarm ended after {len(times)} steps: {nodes.progress}")
-    (began, before), (ended, after) = times[skip], times[-1]
-    return (after - before) / (ended - began), events
+    return rate(times), events
+
+
+def rate(times: Sequence[tuple[float, int]]) -> float:
+    """Tokens per second between the first and the last step, from times and tokens so far."""
+    (began, before), (ended, after) = times[0], times[-1]
+    return (after - before) / max(ended - began, 1e-9)
 
 
 async def all_serve(swarm: LocalSwarm, within_s: float = 240.0) -> None:
@@ -222,8 +276,22 @@ async def all_serve(swarm: LocalSwarm, within_s: float = 240.0) -> None:
         await asyncio.sleep(0.2)
 
 
+def emulated(spec: Spec) -> Place:
+    """Where a node runs whose computations and links take the times of this specification."""
+    from node.local_swarm.setup import Place
+
+    return Place(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
+
+
 def notes_of(swarm: LocalSwarm) -> str:
     return "the nodes say: " + ("; ".join(note.message for note in swarm.progress.notes) or "nothing")
+
+
+def verdict(logs: Path) -> dict[str, object]:
+    """Exit code and report of `skipstone check` on a folder of event logs."""
+    command = [sys.executable, "-m", "node", "check", str(logs), "--json"]
+    checked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=600)
+    return {"exit_code": checked.returncode, "report": json.loads(checked.stdout or "null")}
 
 
 # ---- a small run -----------------------------------------------------------------------------------------------------
@@ -262,9 +330,60 @@ def run_of(
     )
 
 
+def demo_run(name: str, blocks: Sequence[int], seed: int, **training: Any) -> Manifest:
+    """The demo model in these stages on the standard library's source, with a constant learning rate and no end."""
+    from node.local_swarm.default_manifest import default_manifest
+
+    table = default_manifest(seed, name).model_dump(mode="json", exclude_none=True)
+    table["stages"]["blocks"] = list(blocks)
+    table["training"] |= training
+    table["training"]["schedule"] |= {"kind": "constant", "total_steps": 1_000_000}
+    return manifest_from_table(table)
+
+
 def source_of(text: Path | None) -> str:
     """The manifest's `data.source`: a file or folder, else the standard library's modules."""
     return "python-stdlib" if text is None else f"path:{text.resolve()}"
+
+
+def size_of(task: Any) -> dict[str, int]:
+    """A task's sizes, as `run_of` takes them."""
+    return {key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows", "microbatches")}
+
+
+class Solo:
+    """A run in training by the product's own loop in one process, and its held-out text.
+
+    Args:
+        held_out: microbatches of held-out text, from the documents of `measured` if they are others.
+        unscored: first tokens of each held-out document that are no labels.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        held_out: int,
+        choose: ChooseStages | None = None,
+        documents: Documents | None = None,
+        measured: Documents | None = None,
+        unscored: int | None = None,
+    ) -> None:
+        import torch
+
+        from node.data.feed import held_out_microbatches, open_documents
+        from node.solo.trainer import SoloTrainer, WholeModel
+
+        documents = documents or open_documents(manifest)
+        self.texts = list(held_out_microbatches(manifest, held_out, measured or documents, unscored))
+        self.model = WholeModel(manifest, torch.device("cpu"))
+        self.trainer = SoloTrainer(manifest, self.model, documents, choose)
+
+    def step(self) -> None:
+        self.trainer.step(lambda: False)
+
+    def loss(self, paths: Iterable[Sequence[int] | None] = (None,)) -> float:
+        """Held-out loss in nats per token, the mean over the paths."""
+        return statistics.fmean(self.model.loss(text, path) for path in paths for text in self.texts)
 
 
 class Learner:

@@ -31,14 +31,13 @@ from node.model.head_loss import HeadSum, loss_and_gradient
 from node.model.optimizer import fold
 from node.model.parts import LOGITS_AT_ONCE
 
-MIB: Final = 2**20
-SAMPLE: Final = 997
-"""Rows of the matrix between two that are compared."""
+SAMPLE: Final = 997  # rows of the matrix between two that are compared
+
 # ---- loss and head ---------------------------------------------------------------------------------------------------
 
 
 def in_one_pass(hidden: Tensor, matrix: Tensor, labels: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """As `node.model.passes.OneHead`, without the norm."""
+    """Does what `node.model.passes.OneHead` does, without the norm."""
     loss, gradient = loss_and_gradient(hidden, matrix, labels, LOGITS_AT_ONCE, HeadSum(sums, 1.0))
     return loss / len(labels), gradient / len(labels)
 
@@ -63,23 +62,24 @@ def head_process(connection: Connection, job: str, vocabulary: int, width: int, 
     hidden = torch.randn(tokens, width, generator=numbers)
     labels = torch.randint(0, vocabulary, (tokens,), generator=numbers)
     sums = torch.zeros(vocabulary, width, dtype=torch.float64).fill_(0.0)
-    before, begun = _peak_bytes(), time.process_time()
+    before, begun = peak_mib(), time.process_time()
     loss, gradient = JOBS[job](hidden, matrix, labels, sums)
-    answer = {"cpu_s": time.process_time() - begun, "mib": (_peak_bytes() - before) / MIB, "loss": loss.item()}
+    answer = {"cpu_s": time.process_time() - begun, "mib": peak_mib() - before, "loss": loss.item()}
     sampled = torch.cat([gradient.double().flatten()[::SAMPLE], (sums[::SAMPLE] / tokens).flatten()])
     connection.send({**answer, "largest": sampled.abs().max().item(), "sampled": sampled.tolist()[:20000]})
 
 
-def _peak_bytes() -> int:
-    """Of resident memory, since the process began."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_mib() -> float:
+    """Peak of resident memory since the process began."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def head(sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """Both jobs, in turn."""
+def head(options: Any) -> dict[str, Any]:
+    """Runs both jobs in turn."""
+    sizes = (options.vocabulary, options.hidden, options.tokens)
     found: dict[str, list[dict[str, Any]]] = {job: [] for job in JOBS}
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1048576"
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for job, results in found.items():
             tell(f"loss and head: {job}")
             with kit.process(head_process, job, *sizes) as child:
@@ -95,14 +95,14 @@ def head(sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
         "time_ratio": round(new["cpu_s"] / old["cpu_s"], 3),
         "gradients_differ": off,
         "losses_differ": abs(one["loss"] - other["loss"]) / other["loss"],
-        "least_held_mib": round(math.ceil(LOGITS_AT_ONCE * 4 / MIB), 1),
+        "least_held_mib": round(math.ceil(LOGITS_AT_ONCE * 4 / 2**20), 1),
     }
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
+# ---- a stage on a card -----------------------------------------------------------------------------------------------
 
 
-def stage() -> dict[str, Any]:
+def stage(options: Any) -> dict[str, Any]:
     """Bytes a parameter of a stage peer, bytes of a kept graph, and waits, on the pretend device."""
     tell("a stage on the pretend device")
     command = [sys.executable, "-m", "tests.node.device.every_job"]
@@ -117,20 +117,7 @@ def stage() -> dict[str, Any]:
     }
 
 
-def measure(options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if "stage" in options.parts:
-        found["stage"] = stage()
-    if "head" in options.parts:
-        found["head"] = head((options.vocabulary, options.hidden, options.tokens), options.rounds)
-    return found
-
-
-def main() -> None:
+if __name__ == "__main__":
     usual = {"vocabulary": 131072, "hidden": 1024, "tokens": 1024, "rounds": 3}
     quick = {"vocabulary": 4096, "hidden": 64, "tokens": 256, "rounds": 1, "parts": ["head"]}
-    kit.run(__doc__, measure, quick, parts=("stage", "head"), **usual)
-
-
-if __name__ == "__main__":
-    main()
+    kit.run(__doc__, {"stage": stage, "head": head}, quick, **usual)

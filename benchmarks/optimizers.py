@@ -12,7 +12,8 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,18 +24,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import READER, Learner, reached, run_of, source_of, tell
+from benchmarks.kit import READER, Learner, curve_of, reached, run_of, size_of, source_of, tell
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.model.device import flush_denormals
 from node.model.moments import MomentType
-from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
+from node.model.optimizer import InnerOptimizer, StepFigures
 from node.model.optimizers.inner_rule import AtDeadline
 from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError
 
 POINTS: Final = 20
-"""Of a curve, after the one before training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,10 @@ ARMS: Final = {
 
 
 def manifest_of(task: Task, arm: Arm, seed: int, rate: float) -> Manifest:
-    size = {key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows", "microbatches")}
     schedule = {"kind": "cosine", "warmup_steps": task.steps // 20, "total_steps": task.steps}
     inner = {"name": arm.name, "learning_rate": rate}
     data = {"source": task.source, "held_out": 0.1}
-    return run_of("optimizers", [0, task.blocks], seed=seed, data=data, inner=inner, schedule=schedule, **size)
+    return run_of("optimizers", [0, task.blocks], seed=seed, data=data, inner=inner, schedule=schedule, **size_of(task))
 
 
 class IdleTime:
@@ -105,7 +104,8 @@ class Trainer(Learner):
         self.idle, self._arm = IdleTime(), arm
         self._feed = TrainingFeed(manifest, open_documents(manifest), READER)
         self._seconds = 0.0
-        super().__init__(manifest, partial(self._optimizer, manifest))
+        submit = self.idle.submit if arm.in_idle_time else AtDeadline
+        super().__init__(manifest, partial(InnerOptimizer, manifest.training, submit=submit, moments=arm.moments))
 
     @property
     def foreground_s(self) -> float:
@@ -122,10 +122,6 @@ class Trainer(Learner):
         self._seconds += time.thread_time() - begun
         return figures
 
-    def _optimizer(self, manifest: Manifest, sums: Sequence[Accumulator]) -> InnerOptimizer:
-        submit = self.idle.submit if self._arm.in_idle_time else AtDeadline
-        return InnerOptimizer(manifest.training, sums, submit=submit, moments=self._arm.moments)
-
 
 def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
     """Trains one arm to the end of its schedule."""
@@ -135,18 +131,15 @@ def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
 
 def trained(task: Task, manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
     texts = list(held_out_microbatches(manifest, task.held_out_microbatches, open_documents(manifest)))
-    measured_at = {round(task.steps * point / POINTS) for point in range(POINTS + 1)}
-    curve, diverged = [], False
-    for step in range(task.steps + 1):
-        try:
-            if step and not diverged:
-                trainer.next_step()
-        except StateError:
-            diverged = True
-        if step in measured_at and not diverged:
-            curve.append([step, round(trainer.foreground_s, 3), evaluate(trainer.model, texts)["loss"]])
+
+    def look(step: int) -> list[float]:
+        return [step, round(trainer.foreground_s, 3), evaluate(trainer.model, texts)["loss"]]
+
+    curve = []
+    with suppress(StateError):  # it has diverged
+        curve = curve_of(task.steps, POINTS, trainer.next_step, look)
     return {
-        "loss": None if diverged else curve[-1][2],
+        "loss": curve[-1][2] if curve else None,
         "foreground_s": trainer.foreground_s,
         "idle_s": trainer.idle.seconds,
         "curve": curve,
@@ -179,23 +172,24 @@ def summary(best: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | None]
     return {name: kit.medians(of, [key for key in of[0] if key not in ("arm", "seed")]) for name, of in rows.items()}
 
 
-def measure_all(options: Any) -> dict[str, Any]:
+def trainings(task: Task, options: Any, arms: Iterable[str], train: Callable[..., Any]) -> dict[str, Any]:
+    """Trains all arms with all seeds and learning rates."""
     torch.set_num_threads(1)
     flush_denormals()
-    task = Task(options.steps, hidden=options.hidden, source=source_of(options.text))
     runs: list[dict[str, Any]] = []
-    for seed, name, rate in itertools.product(options.seeds, options.arms, options.rates):
-        runs.append(measure(task, name, seed, rate))
+    for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
+        runs.append(train(task, arm, seed, rate))
         tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
     best = best_of(runs)
-    return {"task": asdict(task), "summary": summary(best), "best": best, "runs": runs}
+    return {"summary": summary(best), "best": best, "runs": runs}
 
 
-def main() -> None:
-    usual = {"seeds": [1, 2, 3], "rates": [1.5e-3, 3e-3, 6e-3], "arms": tuple(ARMS), "steps": 300, "hidden": 128}
-    quick = {"seeds": [1], "rates": [3e-3], "steps": 6, "hidden": 16}
-    kit.run(__doc__, measure_all, quick, text=Path, **usual)
+def measure_all(options: Any) -> dict[str, Any]:
+    task = Task(options.steps, hidden=options.hidden, source=source_of(options.text))
+    return {"task": asdict(task), **trainings(task, options, options.arms, measure)}
 
 
 if __name__ == "__main__":
-    main()
+    usual = {"seeds": [1, 2, 3], "rates": [1.5e-3, 3e-3, 6e-3], "arms": tuple(ARMS), "steps": 300, "hidden": 128}
+    quick = {"seeds": [1], "rates": [3e-3], "steps": 6, "hidden": 16}
+    kit.run(__doc__, measure_all, quick, text=Path, **usual)

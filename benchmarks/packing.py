@@ -1,23 +1,28 @@
 """Packing of documents into microbatches: ours, concatenation with a document mask, and WLB-LLM's outlier queues.
 
-Documents (the standard library's modules by their bytes, and log-normal lengths) are drawn in a seeded order again and
-again until there are so many microbatches of at most T tokens, of which at most S attend to each other. `ours` is what
-a data node packs (`node.data.document_packer` by `swarm.workload.block_end`); `concat` one stream, cut every T tokens;
-`queues`: documents longer than a quarter of S wait until there is one for each of a batch's 8 microbatches; a batch is
-packed by cost, the longest first (arXiv:2503.17924, section 4.2).
+`balance`: documents (the standard library's modules by their bytes, and log-normal lengths) are drawn in a seeded order
+until there are `--microbatches` of at most T tokens, of which at most S attend to each other. `ours` is what a data
+node packs; `concat` one stream, cut every T tokens; `queues`: documents longer than a quarter of S wait until there is
+one for each of a batch's 8 microbatches; a batch is packed by cost, the longest first (arXiv:2503.17924, section 4.2).
+A document costs d + r d^2, r that of a model of this width. `max_over_mean`: over all runs of 8 microbatches, the
+largest cost over the mean one; `cv2`: squared coefficient of variation of all costs; `padding`: share of T that is
+empty; `cut`: share of the documents that fit into S but were cut; `ms_a_block`: the longest processor time (best of
+three) of packing 64 microbatches or a million tokens.
 
-A document costs d + r d^2, r that of a model of this width. `max_over_mean`: of all runs of 8 microbatches, the largest
-cost over the mean one; `cv2`: squared coefficient of variation of all costs; `padding`: share of T that is empty;
-`cut`: share of the documents which fit into S that were cut; `ms_a_block`: the longest processor time (best of three)
-of packing 64 microbatches or a million tokens.
+`loss`: held-out nats a token at equal tokens, whole documents against one concatenated stream, in one process. `swarm`:
+tokens/s of a real swarm of two hops at staleness 0, where the most expensive microbatch of a step holds up the others:
+ours against concatenation with a mask and against rows of a stream, in turns; medians of the ratios of a round.
+`python -m benchmarks.packing node join ...` is a node that concatenates.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import sys
 import sysconfig
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +34,23 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import run_of, tell
+from benchmarks.kit import Solo, median, median_ratio, run_of, swarm_to_its_end, tell
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
-from protocol.manifest.manifest import quadratic_share
-from swarm.workload.packing import Room, pack_and_end
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from protocol.manifest.manifest import Manifest, quadratic_share
+from swarm.workload.packing import Piece, Room, pack_and_end
+
+# ---- balance ---------------------------------------------------------------------------------------------------------
 
 WINDOW: Final = 8
-QUEUES: Final = (0.25, 0.5, 0.75)
-"""Of S: documents longer than these are outliers of one queue each."""
+QUEUES: Final = (0.25, 0.5, 0.75)  # documents longer than these shares of S are outliers of one queue each
 SEED: Final = 5
-BARS: Final = {"max_over_mean": 1.04, "cv2": 0.002, "padding": 0.02, "ms_a_block": 20.0}
-Packed = tuple[int, ...]
-"""One microbatch: the lengths of its documents and pieces."""
+BARS: Final = {"max_over_mean": 1.04, "cv2": 0.002, "padding": 0.02, "ms_a_block": 20.0} | {
+    "documents_over_causal": 1.005,
+    "ours_over_concat": 1.10,
+    "ours_over_rows": 1.35,
+}
+Packed = tuple[int, ...]  # the lengths of a microbatch's documents and pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +83,12 @@ class Arm:
     ms_a_block: float
 
 
-# ---- arms ------------------------------------------------------------------------------------------------------------
-
-
 def ours(task: Task) -> Arm:
     """As a data node's packer does, without the text."""
     budget = tokens_of_block(task.tokens)
     room, level = Room(task.sequence, task.tokens, task.share), 0.0
     stream, packed, longest_s = task.stream(), list[Packed](), 0.0
-    waiting = deque[tuple[int, bool]]()
-    """Documents and rests of documents that have been read, and whether they are rests."""
+    waiting = deque[tuple[int, bool]]()  # documents that have been read, and whether they are rests of one
     while len(packed) < task.microbatches:
         read, left, last = list[tuple[int, bool]](), budget, waiting.popleft() if waiting else (next(stream) + 1, False)
         while last[0] <= left:
@@ -99,7 +105,7 @@ def ours(task: Task) -> Arm:
             rest = length - taken, True
         seen = [*read, last]
         cut = [at for at, (tokens, is_rest) in enumerate(seen[: len(whole)]) if is_rest or tokens > task.sequence]
-        chance = partial(_shuffled, len(packed))
+        chance = partial(shuffled, len(packed))
         work = partial(pack_and_end, [tokens for tokens, _ in whole], cut, room, level, chance)
         (found, kept), seconds = _timed(work)
         longest_s, level = max(longest_s, seconds), found.level
@@ -108,7 +114,7 @@ def ours(task: Task) -> Arm:
     return Arm(packed, 0.0, 1000 * longest_s)
 
 
-def _shuffled(key: int, count: int) -> list[int]:
+def shuffled(key: int, count: int) -> list[int]:
     return random.Random(f"{SEED}:{key}").sample(range(count), count)
 
 
@@ -166,7 +172,7 @@ def _whole_pieces(task: Task) -> Iterator[int]:
 
 
 def _batch(lengths: list[int], task: Task) -> tuple[list[Packed], list[int]]:
-    """The longest first into the cheapest with room; and what is left."""
+    """Puts the longest first into the cheapest with room; returns the microbatches and the rest."""
     bins: list[list[int]] = [[] for _ in range(WINDOW)]
     costs, tokens, left = [0.0] * WINDOW, [0] * WINDOW, list[int]()
     for length in sorted(lengths, reverse=True):
@@ -192,9 +198,6 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
         found = work()
         seconds.append(time.thread_time() - begun)
     return found, min(seconds)
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def figures(arm: Arm, task: Task) -> dict[str, float]:
@@ -232,22 +235,135 @@ SETTINGS: Final[tuple[tuple[str, Callable[[], list[int]], int, int], ...]] = (
 )
 
 
-def measure(options: Any) -> dict[str, Any]:
-    share = quadratic_share(
-        run_of("packing", [1], hidden=options.hidden, heads=1, sequence=8, rows=1, microbatches=1).model
-    )
-    settings = SETTINGS[2:3] if options.quick else SETTINGS
+def measure_balance(options: Any) -> dict[str, Any]:
+    width = run_of("packing", [1], hidden=options.hidden, heads=1, sequence=8, rows=1, microbatches=1).model
     found = {}
-    for name, lengths, sequence, tokens in settings:
-        task = Task(lengths(), sequence, tokens, share, options.microbatches)
+    for name, lengths, sequence, tokens in SETTINGS[2:3] if options.quick else SETTINGS:
+        task = Task(lengths(), sequence, tokens, quadratic_share(width), options.microbatches)
         found[name] = {arm: figures(pack(task), task) for arm, pack in ARMS.items()}
         tell(name, *(f"\n  {arm}: {of}" for arm, of in found[name].items()))
-    return {"hidden": options.hidden, "bars": BARS, "settings": found}
+    return {"hidden": options.hidden, "settings": found}
 
 
-def main() -> None:
-    kit.run(__doc__, measure, {"microbatches": 64}, hidden=256, microbatches=512)
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+
+def loss_run(options: Any, attention: str, seed: int) -> Manifest:
+    hidden, sequence, rows, microbatches = (16, 32, 2, 1) if options.quick else (48, 512, 4, 2)
+    step = rows * sequence * microbatches
+    return run_of(
+        "loss",
+        [0, 2],
+        seed=seed,
+        hidden=hidden,
+        sequence=sequence,
+        rows=rows,
+        microbatches=microbatches,
+        model={"attention": attention},
+        data={"source": "python-stdlib", "held_out": 0.05},
+        inner={"learning_rate": 4e-3},
+        schedule={"warmup_tokens": step * options.loss_steps // 20, "total_tokens": step * options.loss_steps},
+    )
+
+
+def held_out_loss(options: Any, attention: str, seed: int) -> float:
+    from node.data.feed import held_out_microbatches
+    from node.solo.trainer import evaluate
+
+    manifest = loss_run(options, attention, seed)
+    trained = Solo(manifest, 1)
+    while trained.trainer.tokens < options.loss_steps * manifest.training.inner_tokens:
+        trained.step()
+    texts = held_out_microbatches(loss_run(options, "documents", seed), 2 if options.quick else 40)
+    return float(evaluate(trained.model, texts)["loss"])
+
+
+def measure_loss(options: Any) -> dict[str, Any]:
+    losses: dict[str, list[float]] = {"documents": [], "causal": []}
+    for seed in options.seeds:
+        for arm, of in losses.items():
+            of.append(held_out_loss(options, arm, seed))
+            tell(f"loss, seed {seed}, {arm}: {of[-1]:.4f}")
+    ratio = median_ratio(losses["documents"], losses["causal"])
+    perplexity = math.exp((median(losses["documents"]) or 0) - (median(losses["causal"]) or 0))
+    return {"losses": losses, "documents_over_causal": round(ratio, 4), "perplexity": round(perplexity, 4)}
+
+
+# ---- swarm -----------------------------------------------------------------------------------------------------------
+
+SWARM_SIZE: Final = {"hidden": 64, "sequence": 8192, "rows": 4, "microbatches": 8}
+QUICK_SIZE: Final = {"hidden": 16, "sequence": 64, "rows": 2, "microbatches": 2}
+SWARM_DOCUMENTS: Final = 6000
+
+
+def run_concatenating_node() -> None:
+    """Runs `skipstone` with a packer that cuts the stream of documents wherever a microbatch is full."""
+    from node.__main__ import main as skipstone
+    from node.data import feed
+    from node.data.documents import Place as TextPlace
+    from node.data.packing import Cursor, DocumentPacker, _Block, _Stretch
+
+    class ConcatPacker(DocumentPacker):
+        def _packed(self, stretches: list[_Stretch], end: TextPlace) -> _Block:
+            turns, turn, room = list[tuple[Piece, ...]](), list[Piece](), self._room.tokens
+            for index, stretch in enumerate(stretches):
+                start = 0
+                while start < stretch.labels.size:
+                    stop = min(start + min(room, self._room.sequence), stretch.labels.size)
+                    turn.append(Piece(index, start, stop))
+                    room, start = room - (stop - start), stop
+                    if not room:
+                        turns.append(tuple(turn))
+                        turn, room = [], self._room.tokens
+            return _Block(stretches, [*turns, tuple(turn)] if turn else turns, Cursor(end))
+
+    feed.DocumentPacker = ConcatPacker  # type: ignore[misc]
+    skipstone()
+
+
+def swarm_run(options: Any, text: Path, attention: str) -> Manifest:
+    size: dict[str, Any] = QUICK_SIZE if options.quick else SWARM_SIZE
+    model, data = {"attention": attention}, {"source": f"path:{text}"}
+    return run_of("workload", [0, 1, 1], **size, model=model, data=data, inner_steps=1_000_000, round_seconds=1e6)
+
+
+def write_documents(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    rng = random.Random(3)
+    for number, length in enumerate(log_normal(count)):
+        (folder / f"{number:05}.txt").write_bytes(bytes(rng.choices(b"abcdefghij klm\n", k=length)))
+    return folder
+
+
+def measure_swarm(options: Any) -> dict[str, Any]:
+    found: dict[str, list[float]] = {"ours": [], "concat": [], "rows": []}
+    concat = Place(command=(sys.executable, "-P", "-m", "benchmarks.packing", "node"))
+    with tempfile.TemporaryDirectory(prefix="skipstone-packing-") as folder:
+        text = write_documents(Path(folder) / "text", 200 if options.quick else SWARM_DOCUMENTS)
+        whole, rows = swarm_run(options, text, "documents"), swarm_run(options, text, "causal")
+        arms = {"ours": (whole, Place()), "concat": (whole, concat), "rows": (rows, Place())}
+        for number in range(options.rounds):
+            for arm, (manifest, place) in arms.items():
+                swarm_options = LocalSwarmOptions(peers=3, steps=options.steps, threads=1)
+                rate, _ = asyncio.run(swarm_to_its_end(manifest, swarm_options, lambda index, at=place: at))
+                found[arm].append(rate)
+                tell(f"swarm, round {number + 1}, {arm}: {rate:.0f} tokens/s")
+    ratios = {f"ours_over_{arm}": round(median_ratio(found["ours"], found[arm]), 3) for arm in ("concat", "rows")}
+    return {"tokens_per_s": found, **ratios}
+
+
+def measure(options: Any) -> dict[str, Any]:
+    found = {"bars": BARS, **(measure_balance(options) if "balance" in options.parts else {})}
+    for part, measured in (("loss", measure_loss), ("swarm", measure_swarm)):
+        found |= {part: measured(options)} if part in options.parts else {}
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["node"]:
+        del sys.argv[1]
+        run_concatenating_node()
+        sys.exit()
+    usual = {"hidden": 256, "microbatches": 512, "seeds": [1, 2, 3], "loss_steps": 300, "steps": 4, "rounds": 3}
+    quick = {"microbatches": 64, "seeds": [1], "loss_steps": 3, "steps": 2, "rounds": 1}
+    kit.run(__doc__, measure, quick, parts=["balance"], **usual)

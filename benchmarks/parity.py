@@ -1,11 +1,10 @@
-"""What rounds cost in loss: 4 replicas that average every 10, 50 or 100 inner steps against one process, at equal
-tokens.
+"""What rounds cost in loss: 4 replicas that average every 10, 50 or 100 inner steps against one process.
 
-One process trains with the replicas' microbatches together in each step, at three learning rates; the best one is the
-baseline for the best of two or three settings of the rounds. The replicas read the same microbatches, dealt in turn, in
-lock-step. Their rounds are real (runner, round machine, gRPC with mutual TLS on loopback); a reference in plain torch
-takes each outer step, too. `--difference` holds 20 rounds of 2 inner steps only, and says how far the replicas'
-parameters are from those of a reference that trains its own replicas.
+Both sides train on the same tokens. One process takes the replicas' microbatches together in each step, at three
+learning rates; the best one is the baseline for the best of two or three settings of the rounds. Rounds are real
+(runner, round machine, gRPC with mutual TLS on loopback) and in lock-step; a reference in plain torch takes each outer
+step, too. `--difference` holds 20 rounds of 2 inner steps only, and compares the replicas' parameters with those of a
+reference that trains its own replicas.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ import numpy as np
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import READER, Learner, run_of, tell
-from benchmarks.round_peer import RoundPeer
+from benchmarks.averaging import RoundPeer
+from benchmarks.kit import READER, Learner, run_of, size_of, tell
 from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
@@ -47,7 +46,6 @@ from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
 
 REPLICAS: Final = 4
-"""Replicas of the one module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,44 +60,40 @@ class Task:
     rows: int = 8
     microbatches: int = 1
     steps: int = 3000
-    common_steps: int = 800
-    """The first steps, which one process takes for all replicas."""
+    common_steps: int = 800  # taken by one process for all replicas
     warmup_steps: int = 50
     beta2: float = 0.95
     held_out_microbatches: int = 128
 
     @property
     def tokens(self) -> int:
-        """That each side is trained on."""
+        """Tokens that each side is trained on."""
         return self.steps * REPLICAS * self.microbatches * self.rows * self.sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How replicas are trained between rounds and what a round does."""
+    """How replicas are trained between rounds and what a round does. `inner_rate` is the peak."""
 
     inner_steps: int
     inner_rate: float
-    """At its peak."""
-    final_ratio: float
-    """Learning rate at the last step over its peak. Averaging removes noise, so replicas may stay faster."""
+    final_ratio: float  # learning rate at the last step over its peak
     outer_rate: float
     outer_momentum: float
 
 
 def manifest_of(task: Task, seed: int, inner_rate: float, replicas: int, rule: Rule | None = None) -> Manifest:
-    """A run of one module whose inner step has the tokens of so many replicas."""
+    """A run of one module whose inner step has the tokens of `replicas` replicas."""
     of_all = REPLICAS * task.microbatches * task.rows * task.sequence
     outer: dict[str, Any] = {}
     if rule is not None:
-        outer = {"inner_steps": rule.inner_steps}
-        outer["outer"] = {"learning_rate": rule.outer_rate, "momentum": rule.outer_momentum}
+        sgd = {"learning_rate": rule.outer_rate, "momentum": rule.outer_momentum}
+        outer = {"inner_steps": rule.inner_steps, "outer": sgd}
     return run_of(
         "parity",
         [task.blocks],
         seed=seed,
-        **{key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows")},
-        microbatches=replicas * task.microbatches,
+        **size_of(task) | {"microbatches": replicas * task.microbatches},
         data={"held_out": 0.05},
         inner={"learning_rate": inner_rate, "beta2": task.beta2},
         schedule={
@@ -137,7 +131,7 @@ class Replica(Learner):
 
 
 class Dealer:
-    """Deals the microbatches of one feed to the replicas in turn; together they read what one process reads."""
+    """Deals the microbatches of one feed to the replicas in turn, or to one process."""
 
     def __init__(self, manifest: Manifest, documents: Documents, microbatches: int, start: Cursor = START) -> None:
         self._feed = TrainingFeed(manifest, documents, READER, start)
@@ -145,17 +139,16 @@ class Dealer:
 
     @property
     def cursor(self) -> Cursor:
-        """Where in the text the next step begins."""
         return self._feed.cursor
 
-    def a_step(self) -> list[list[Microbatch]]:
-        """What each replica gets for its next inner step."""
-        dealt = [self._feed.next() for _ in range(REPLICAS * self._microbatches)]
-        return [dealt[replica::REPLICAS] for replica in range(REPLICAS)]
-
     def a_whole_step(self) -> list[Microbatch]:
-        """The same for one process."""
+        """The next inner step of one process."""
         return [self._feed.next() for _ in range(REPLICAS * self._microbatches)]
+
+    def a_step(self) -> list[list[Microbatch]]:
+        """The next inner step of each replica."""
+        dealt = self.a_whole_step()
+        return [dealt[replica::REPLICAS] for replica in range(REPLICAS)]
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -164,8 +157,7 @@ class Dealer:
 class OuterReference:
     """torch.optim.SGD on the mean of (anchor - replica), weighted by tokens (Douillard et al. 2023, arXiv:2311.08105).
 
-    It has an anchor and a momentum of its own, which nothing sets right, so that a difference to the real rounds stays
-    or grows.
+    Its anchor and momentum are never corrected, so a difference to the real rounds stays or grows.
     """
 
     def __init__(self, start: Vector, rule: Rule) -> None:
@@ -176,7 +168,7 @@ class OuterReference:
         )
 
     def step(self, replicas: Sequence[Vector], tokens: Sequence[int]) -> Vector:
-        """The new anchor, from the replicas' parameters [elements] and the tokens of each in this round."""
+        """The new anchor, from the parameters [elements] and the tokens of each replica."""
         anchor = self._anchor.detach()
         gradient = torch.zeros_like(anchor)
         for replica, share in zip(replicas, np.array(tokens, np.float64) / sum(tokens), strict=True):
@@ -188,7 +180,7 @@ class OuterReference:
 
 
 class Reference:
-    """The whole algorithm: learners that step in turn, and an outer step of the reference after each round."""
+    """The whole algorithm: learners step in turn, and the reference takes an outer step after each round."""
 
     def __init__(self, learners: Sequence[Replica], rule: Rule) -> None:
         self._learners = learners
@@ -196,7 +188,7 @@ class Reference:
         self._outer = OuterReference(learners[0].vector(), rule)
 
     def a_round(self, steps: Sequence[Sequence[Sequence[Microbatch]]]) -> Vector:
-        """Takes these inner steps (of each, what each replica gets) and the outer step; returns the new anchor."""
+        """Takes inner steps (each with every replica's microbatches) and the outer step; returns the new anchor."""
         tokens = [0] * len(self._learners)
         for dealt in steps:
             for number, (learner, microbatches) in enumerate(zip(self._learners, dealt, strict=True)):
@@ -212,31 +204,31 @@ class Reference:
 
 # ---- real rounds -----------------------------------------------------------------------------------------------------
 
-PATIENCE_S = 60.0
-"""Nobody fails here, and a busy machine must not change who takes part."""
+PATIENCE_S: Final = 60.0  # long: no replica fails here, and a busy machine must not change the members
 
 
+@dataclass(frozen=True, slots=True)
 class Hall:
     """Replicas with their peers of rounds."""
 
-    def __init__(self, replicas: Sequence[Replica], peers: Sequence[RoundPeer]) -> None:
-        self._replicas, self._peers = replicas, peers
+    replicas: Sequence[Replica]
+    peers: Sequence[RoundPeer]
 
     async def step(self, dealt: Sequence[Sequence[Microbatch]]) -> None:
-        """An inner step of every replica, one after the other."""
-        for replica, peer, microbatches in zip(self._replicas, self._peers, dealt, strict=True):
+        """Takes an inner step of every replica, one after the other."""
+        for replica, peer, microbatches in zip(self.replicas, self.peers, dealt, strict=True):
             await peer.compute.run(Priority.UPKEEP, partial(_inner_step, replica, peer, microbatches))
 
     async def a_round(self) -> Anchor:
-        """Holds a round and returns its anchor. Raises StateError when not all took part, or they do not agree."""
-        for peer in self._peers:
+        """Holds a round and returns its anchor. Raises StateError when the replicas differ or one is missing."""
+        for peer in self.peers:
             peer.runner.stepped()
         async with asyncio.timeout(PATIENCE_S):
-            settled = [await peer.settled.get() for peer in self._peers]
+            settled = [await peer.settled.get() for peer in self.peers]
         versions = {version for version, _ in settled}
-        if len(versions) > 1 or any(len(event.members) != len(self._peers) for _, event in settled):
+        if len(versions) > 1 or any(len(event.members) != len(self.peers) for _, event in settled):
             raise StateError(f"round {settled[0][0].round} was not one of all replicas")
-        return self._peers[0].runner.anchor
+        return self.peers[0].runner.anchor
 
 
 def _inner_step(replica: Replica, peer: RoundPeer, microbatches: Sequence[Microbatch]) -> None:
@@ -246,7 +238,7 @@ def _inner_step(replica: Replica, peer: RoundPeer, microbatches: Sequence[Microb
 
 @asynccontextmanager
 async def hall(replicas: Sequence[Replica], manifest: Manifest) -> AsyncIterator[Hall]:
-    """Peers around these replicas, which are equal. The rounds' rules are the manifest's."""
+    """Peers around these replicas, which are equal."""
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ExitStack())
         peers = [_peer(replica, manifest, threads) for replica in replicas]
@@ -290,27 +282,22 @@ def _peer(replica: Replica, manifest: Manifest, stack: ExitStack) -> RoundPeer:
 
 TASK: Final = Task()
 BASELINE_RATES: Final = (12e-3, 24e-3, 48e-3)
-"""Learning rates of one process; the best one, seed by seed, is the baseline."""
 COMMON_RATE: Final = 24e-3
 RULES: Final = {
     10: (Rule(10, 40e-3, 0.0, 1.0, 0.0), Rule(10, 24e-3, 0.0, 0.8, 0.5), Rule(10, 12e-3, 0.0, 0.8, 0.5)),
     50: (Rule(50, 24e-3, 0.0, 0.8, 0.5), Rule(50, 16e-3, 0.0, 0.8, 0.5)),
     100: (Rule(100, 24e-3, 0.0, 0.8, 0.5), Rule(100, 16e-3, 0.0, 0.8, 0.5)),
 }
-"""Two or three settings each; the best one, seed by seed, is held against the best of the baseline's three."""
 TARGETS: Final = {10: 1.01, 50: 1.02, 100: 1.03}
-"""Held-out loss over that of the baseline."""
 DIFFERENCE_ROUNDS: Final = 20
-DIFFERENCE_RULE: Final = Rule(2, 1e-3, 0.0, 0.7, 0.9)
-"""Few steps between rounds: training is chaotic, and float32's rounding errors grow from step to step."""
+DIFFERENCE_RULE: Final = Rule(2, 1e-3, 0.0, 0.7, 0.9)  # few steps: float32's rounding errors grow with each
 
 
 class Run:
-    """One seed: its text and what is measured on it."""
+    """The measurements of one seed."""
 
     def __init__(self, task: Task, seed: int) -> None:
-        self._task = task
-        self._seed = seed
+        self._task, self._seed = task, seed
         manifest = self.manifest(COMMON_RATE, REPLICAS)
         self._documents: Documents = open_documents(manifest)
         self._held_out = list(held_out_microbatches(manifest, task.held_out_microbatches, self._documents))
@@ -319,7 +306,6 @@ class Run:
         return manifest_of(self._task, self._seed, inner_rate, replicas, rule)
 
     def dealer(self, start: Cursor = START) -> Dealer:
-        """A new one, which begins there in the text."""
         return Dealer(self.manifest(COMMON_RATE, REPLICAS), self._documents, self._task.microbatches, start)
 
     def held_out_loss(self, learner: Replica) -> float:
@@ -327,16 +313,22 @@ class Run:
 
     def baseline(self, inner_rate: float) -> float:
         """The loss of one process after all steps."""
+        return self.held_out_loss(self._alone(inner_rate, self._task.steps)[0])
+
+    def _alone(self, inner_rate: float, steps: int) -> tuple[Replica, Cursor]:
+        """One process after some steps, and its position in the text."""
         learner, dealer = Replica(self.manifest(inner_rate, REPLICAS)), self.dealer()
-        for _ in range(self._task.steps):
+        for _ in range(steps):
             learner.step(dealer.a_whole_step())
-        return self.held_out_loss(learner)
+        return learner, dealer.cursor
 
     async def rounds(self, rule: Rule) -> dict[str, Any]:
-        """The loss of replicas that average, and how far the reference's outer steps led away from theirs."""
+        """The loss of replicas that average, and the largest difference of an outer step to the reference's."""
         dealer = self.dealer(self._common_start[1])
         manifest = self.manifest(rule.inner_rate, 1, rule)
-        learners = self._replicas(manifest)
+        learners = [Replica(manifest) for _ in range(REPLICAS)]
+        for learner in learners:
+            learner.follow(self._common_start[0])
         reference = OuterReference(learners[0].vector(), rule)
         largest = 0.0
         rounds = (self._task.steps - self._task.common_steps) // rule.inner_steps
@@ -351,18 +343,7 @@ class Run:
 
     @cached_property
     def _common_start(self) -> tuple[Replica, Cursor]:
-        """One process after the common steps, and where in the text it stands."""
-        learner, dealer = Replica(self.manifest(COMMON_RATE, REPLICAS)), self.dealer()
-        for _ in range(self._task.common_steps):
-            learner.step(dealer.a_whole_step())
-        return learner, dealer.cursor
-
-    def _replicas(self, manifest: Manifest) -> list[Replica]:
-        """Copies of the common start."""
-        learners = [Replica(manifest) for _ in range(REPLICAS)]
-        for learner in learners:
-            learner.follow(self._common_start[0])
-        return learners
+        return self._alone(COMMON_RATE, self._task.common_steps)
 
 
 def _difference(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
@@ -370,8 +351,7 @@ def _difference(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> floa
 
 
 async def difference(task: Task, seed: int, rule: Rule, rounds: int) -> float:
-    """The largest difference of any parameter after so many rounds from the first step on, between real rounds and the
-    whole algorithm in one process."""
+    """Largest difference of a parameter after some rounds, between real rounds and the algorithm in one process."""
     torch.set_num_threads(1)
     manifest = manifest_of(task, seed, rule.inner_rate, 1, rule)
     documents = open_documents(manifest)
@@ -419,11 +399,7 @@ def measure(options: Any) -> dict[str, Any]:
     return {"task": dataclasses.asdict(task), "tokens": task.tokens, "summary": summary, "seeds": seeds}
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"seeds": [1, 2, 3], "inner_steps": tuple(RULES), "steps": TASK.steps}
     quick = {"seeds": [1], "difference": True, "difference_rounds": 2}
     kit.run(__doc__, measure, quick, difference=False, difference_rounds=DIFFERENCE_ROUNDS, **usual)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,39 +1,56 @@
-"""Path choice in virtual time: the node's planner against other rules, over unlike problems.
+"""Path choice: the node's planner against SWARM's rule and greedy earliest finish.
 
-    python benchmarks/paths.py [--problems 22] [--instances FILE...] [--seeds 1] [--seconds 300]
-        [--arms ours swarm greedy] [--kill 0.2]
+`virtual`: each run is `skipstone simulate`: the node's own decisions on the computers and links of a generated problem,
+at staleness 0 (steps wait for each other) and 1 (data nodes launch freely).
 
-Each run is `skipstone simulate`: the node's own machines on the computers and links of a problem, in both regimes
-(staleness 0: steps wait for each other; 1: data nodes launch freely). Prints one JSON object; progress goes to stderr.
+`live`: twelve real nodes on this machine, in three regions. Computations and links take emulated times
+(`tests/e2e/emulated.py`), so the choice of paths is measured and not the cores. `CELLS` are the settings and the bars.
+The arms of a seed run one after the other in random order on the same machines and links. Announced speeds are wrong by
+up to a factor of 2. A swarm is measured after every replica has had ten visits, or after the longest warm-up.
+`share_of_bound`: throughput over that of the slowest stage if its replicas never idled. `machine_load`: busy share of
+the cores; above 0.7 the emulated times are not true.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import asyncio
+import itertools
+import random
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import kit
+from benchmarks.kit import all_serve, emulated, median, rounded, tell
 from lab.simulate import Simulated, read_instance, simulated
-from lab.world.arms import OURS, RULES
+from lab.world.arms import OURS, RULES, SWARM
 from lab.world.problems import problem
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, assign_modules
+from protocol.manifest.manifest import Manifest
+from tests.e2e.emulated import Network, Spec
+from tests.e2e.small_run import HOME, LOST, FlightMark, read_flights, small_run, write_text
+
+# ---- virtual time ----------------------------------------------------------------------------------------------------
 
 REGIMES: Final = (0, 1)
 
 
 def spread(run: Simulated) -> float:
-    """The most visited stage's visits less the least visited one's, over the mean."""
+    """Difference between the visits of the most and the least visited stage, over the mean."""
     return (run.visits_most - run.visits_least) / max(1e-9, statistics.fmean(run.visits.values()))
 
 
 def compared(runs: Sequence[Simulated]) -> dict[str, Any]:
-    """Our pace over each other arm's: geometric mean and least, by regime; and the mean spread of visits."""
+    """Our throughput over that of each arm (geometric mean and least) and its mean spread of visits, by regime."""
     found: dict[str, Any] = {}
     for arm in dict.fromkeys(run.arm for run in runs):
         for regime in REGIMES:
@@ -49,25 +66,310 @@ def compared(runs: Sequence[Simulated]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=int, default=22, help="generated problems: 1 to so many")
-    parser.add_argument("--instances", type=Path, nargs="*", default=[], help="problems as JSON")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=300.0, help="virtual seconds of each run")
-    parser.add_argument("--arms", nargs="+", default=list(RULES))
-    parser.add_argument("--kill", type=float, default=0.0, help="share of the peers that die each minute")
-    options = parser.parse_args()
-    everything = [*map(read_instance, options.instances), *map(problem, range(1, options.problems + 1))]
+def measure_virtual(options: Any) -> dict[str, Any]:
+    problems = [*map(read_instance, options.instances or []), *map(problem, range(1, options.problems + 1))]
+    runs: list[Simulated] = []
+    for one, seed, regime, arm in itertools.product(problems, range(1, options.seeds + 1), REGIMES, options.arms):
+        runs.append(simulated(one, arm, options.seconds, seed, regime, options.kill))
+        tell(f"{one.name}, {arm}, staleness {regime}: {runs[-1].completed}")
+    return {"compared": compared(runs), "runs": [asdict(run) for run in runs]}
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+PEERS: Final = 12
+BLOCKS: Final = (1, 1, 1, 1, 1)
+"""With twelve peers: three data nodes, three replicas of stage 1 and two of each other stage."""
+SKIPPABLE: Final = len(BLOCKS) - 1
+WINDOW: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A setting of the swarm. An arm is a rule, with a visit ratio (`ours-1.5`) or full paths (`ours-full`)."""
+
+    about: str
+    bar: tuple[str, str, float]
+    """Two arms, and the ratio of their figures that is wanted: at most for seconds a step, at least for tokens/s."""
+    arms: tuple[str, ...] = RULES
+    per_step: int = 4  # microbatches of a step of one data node
+    staleness: int = 2
+    per_path: int = SKIPPABLE
+    links: float = 1.0  # factor on the delays between regions
+    bytes_per_s: float | None = None
+    slots: int | None = None
+
+    @property
+    def figure(self) -> str:
+        return "tokens_per_s" if self.staleness else "step_s"
+
+    def manifest(self, text: Path, arm: str) -> Manifest:
+        """A model so small that computing it takes little next to what is emulated, without rounds."""
+        _, _, variant = arm.partition("-")
+        return small_run(
+            text,
+            blocks=BLOCKS,
+            per_path=self.visited(arm),
+            visit_ratio=float(variant) if variant.startswith("1") else 1.0,
+            inner_tokens=small_run(text).microbatch_tokens * self.per_step,
+            inner_steps=1_000_000,
+            round_seconds=1e6,
+            staleness=self.staleness,
+        )
+
+    def visited(self, arm: str) -> int:
+        """Stages after stage 0 on a path."""
+        return SKIPPABLE if arm.endswith("-full") else self.per_path
+
+
+CELLS: Final[Mapping[str, Cell]] = {
+    "A1": Cell("steps wait, 2 microbatches each", (OURS, SWARM, 0.85), per_step=2, staleness=0),
+    "A2": Cell("steps wait, far, 100 Mbit/s", (OURS, SWARM, 0.85), staleness=0, links=3.0, bytes_per_s=12.5e6),
+    "B1": Cell("free, 2 slots a hop", (OURS, SWARM, 1.2), slots=2),
+    "B3": Cell("free, 2 slots a hop, far", (OURS, SWARM, 1.2), slots=2, links=3.0),
+    "D": Cell(
+        "free, partial paths, unequal visits",
+        ("ours-1.5", OURS, 1.18),
+        (OURS, "ours-1.25", "ours-1.5", SWARM),
+        per_path=3,
+    ),
+    "E": Cell("free", (OURS, SWARM, 1.0)),
+    "S": Cell(
+        "free, partial paths against full ones",
+        (OURS, "ours-full", 1.2),
+        (OURS, "ours-full", SWARM, "swarm-full"),
+        per_path=3,
+    ),
+}
+
+
+# ---- machines and links ----------------------------------------------------------------------------------------------
+
+DATA_FORWARD_S: Final = 0.005
+FASTEST_S: Final = 0.06
+SLOWEST: Final = 4.0  # forward time of the slowest replica over that of the fastest, at most
+REGIONS: Final = ("a", "b", "c")
+INSIDE_S: Final = 0.002
+ACROSS_S: Final = (0.040, 0.150)
+MISANNOUNCED: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The machines, by index of the peer, and the delays between their regions."""
+
+    stages: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    announced: tuple[float, ...]  # announced over true speed
+    regions: tuple[str, ...]
+    one_way_s: dict[str, dict[str, float]]
+
+    def replicas(self, stage: int) -> list[int]:
+        return [index for index, own in enumerate(self.stages) if own == stage]
+
+    def bound_per_s(self, per_path: int) -> float:
+        """Microbatches per second if the slowest stage never idled, with equal visits to every stage."""
+        stages = range(1, max(self.stages) + 1)
+        rates = [sum(1 / Spec(self.forward_s[index], "").visit_s for index in self.replicas(at)) for at in stages]
+        return min(rates) * len(rates) / per_path
+
+
+def make_environment(seed: int, links: float = 1.0) -> Environment:
+    """Random speeds, log-uniform; the replicas of each stage are in different regions."""
+    rng = random.Random(seed)
+    stages = tuple(module.stage for module in assign_modules(PEERS, BLOCKS))
+    forward = [DATA_FORWARD_S if stage == 0 else round(FASTEST_S * SLOWEST ** rng.random(), 4) for stage in stages]
+    decks = {stage: itertools.cycle(rng.sample(REGIONS, len(REGIONS))) for stage in set(stages)}
+    one_way = {region: {region: INSIDE_S} for region in REGIONS}
+    for one, other in itertools.combinations(REGIONS, 2):
+        one_way[one][other] = one_way[other][one] = round(links * rng.uniform(*ACROSS_S), 4)
+    announced = [round(MISANNOUNCED ** rng.uniform(-1, 1), 3) for _ in stages]
+    return Environment(stages, tuple(forward), tuple(announced), tuple(next(decks[stage]) for stage in stages), one_way)
+
+
+# ---- one swarm -------------------------------------------------------------------------------------------------------
+
+WARM_VISITS: Final = 10
+LOOK_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One swarm; the nodes write into `folder`."""
+
+    name: str
+    arm: str
+    seed: int
+    environment: Environment
+    folder: Path
+
+    @property
+    def cell(self) -> Cell:
+        return CELLS[self.name]
+
+    def spec(self, index: int) -> Spec:
+        is_data_node = self.environment.stages[index] == 0
+        return Spec(
+            self.environment.forward_s[index],
+            str(self.folder / "network.json"),
+            bytes_per_s=self.cell.bytes_per_s,
+            rule=self.arm.partition("-")[0],
+            window=WINDOW,
+            slots=None if is_data_node else self.cell.slots,
+            announced_factor=self.environment.announced[index],
+            flights=str(self.flights(index)) if is_data_node else None,
+            seed=index,
+        )
+
+    def flights(self, index: int) -> Path:
+        return self.folder / f"flights-{index}.jsonl"
+
+    def marks(self) -> dict[int, list[FlightMark]]:
+        """The launches and ends of microbatches so far, by index of the data node."""
+        return {index: read_flights(self.flights(index)) for index in self.environment.replicas(0)}
+
+
+def trials(options: Any, folder: Path) -> list[Trial]:
+    """The swarms, seed by seed and cell by cell; the order of the arms is random but repeatable."""
+    planned = []
+    for seed, name in itertools.product(range(1, options.seeds + 1), options.cells):
+        environment = make_environment(seed, CELLS[name].links)
+        arms = [arm for arm in CELLS[name].arms if arm.partition("-")[0] in options.arms]
+        random.Random(f"order {name} {seed}").shuffle(arms)
+        planned += [Trial(name, arm, seed, environment, folder / f"{name}-{seed}-{arm}") for arm in arms]
+    return planned
+
+
+async def observe(trial: Trial, text: Path, options: Any) -> dict[str, Any]:
+    """Runs one swarm. Raises RuntimeError when a node does not come up."""
+    trial.folder.mkdir(parents=True)
+    manifest = trial.cell.manifest(text, trial.arm)
+    least_s, most_s = options.warm
+    async with LocalSwarm(
+        manifest, LocalSwarmOptions(peers=PEERS, threads=1), places=lambda index: emulated(trial.spec(index))
+    ) as swarm:
+        regions = {str(peer.peer): trial.environment.regions[peer.index] for peer in swarm.peers}
+        Network(regions, trial.environment.one_way_s).write(trial.folder / "network.json")
+        await all_serve(swarm)
+        indices = {str(peer.peer): peer.index for peer in swarm.peers}
+        start = time.monotonic()
+        cold = [index for index, stage in enumerate(trial.environment.stages) if stage]
+        while (past := time.monotonic() - start) < least_s or (cold and past < most_s):
+            await asyncio.sleep(LOOK_S)
+            visits = visits_of([mark for marks in trial.marks().values() for mark in marks], indices)
+            cold = [index for index in cold if visits[index] < WARM_VISITS]
+        begun, before = time.monotonic(), cpu_ticks()
+        await asyncio.sleep(options.live_seconds)
+        ended, after = time.monotonic(), cpu_ticks()
+        await swarm.stop()
+        failures = sum(end.exit_code != 0 for end in swarm.ends.values())
+    busy, whole = (late - early for early, late in zip(before, after, strict=True))
+    own = {"machine_load": round(busy / max(1, whole), 3), "cold_replicas": cold, "failures": failures}
+    return figures(trial, trial.marks(), indices, (begun, ended), manifest.microbatch_tokens) | own
+
+
+def visits_of(marks: Sequence[FlightMark], indices: Mapping[str, int]) -> Counter[int]:
+    """Visits of completed microbatches, by index of the replica."""
+    return Counter(indices[peer] for mark in marks if mark.kind == HOME for peer in mark.peers)
+
+
+def figures(
+    trial: Trial,
+    flights: Mapping[int, Sequence[FlightMark]],
+    indices: Mapping[str, int],
+    span: tuple[float, float],
+    tokens: int,
+) -> dict[str, Any]:
+    """The figures of one swarm between two times; `tokens` are those of a microbatch."""
+    environment, bound = trial.environment, trial.environment.bound_per_s(trial.cell.visited(trial.arm))
+    within = {own: [mark for mark in marks if span[0] <= mark.at < span[1]] for own, marks in flights.items()}
+    completed = [(own, mark) for own, marks in within.items() for mark in marks if mark.kind == HOME]
+    per_s, visits = len(completed) / (span[1] - span[0]), visits_of([mark for _, mark in completed], indices)
+    paths = [(own, *(indices[peer] for peer in mark.peers), own) for own, mark in completed]
+    links = [link for path in paths for link in itertools.pairwise(path)]
+    crossed = sum(environment.regions[one] != environment.regions[other] for one, other in links)
+    steps = [seconds for marks in flights.values() for seconds in steps_s(marks, trial.cell.per_step, span)]
+    return {
+        "cell": trial.name,
+        "arm": trial.arm,
+        "seed": trial.seed,
+        "tokens_per_s": round(per_s * tokens, 1),
+        "step_s": rounded(statistics.fmean(steps)) if steps and not trial.cell.staleness else None,
+        "share_of_bound": round(per_s / bound, 3),
+        "hops_between_regions": round(crossed / max(1, len(links)), 3),
+        "visits_per_replica": {index: visits[index] for index, stage in enumerate(environment.stages) if stage},
+        "completed": len(completed),
+        "abandoned": sum(mark.kind == LOST for marks in within.values() for mark in marks),
+    }
+
+
+def steps_s(marks: Sequence[FlightMark], per_step: int, span: tuple[float, float]) -> list[float]:
+    """Seconds of each step of one data node that lies between two times."""
+    home = [mark.at for mark in marks if mark.kind == HOME]
+    ends = [at for at in home[per_step - 1 :: per_step] if span[0] <= at < span[1]]
+    return [later - earlier for earlier, later in itertools.pairwise(ends)]
+
+
+def cpu_ticks() -> tuple[int, int]:
+    """Busy and all ticks of the machine's cores. Idle priority counts as not busy; zeros without Linux's /proc."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0, 0
+    ticks = [int(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks) - ticks[1] - ticks[3] - ticks[4], sum(ticks)
+
+
+def report(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By cell: medians of each arm, ratios of the bar's arms by seed, and whether the bar is held."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(run["cell"] for run in runs):
+        cell, own = CELLS[name], [run for run in runs if run["cell"] == name]
+        one, other, limit = cell.bar
+        values = {(run["arm"], run["seed"]): run[cell.figure] for run in own if run[cell.figure]}
+        ratios = [
+            value / values[other, seed]
+            for (arm, seed), value in values.items()
+            if arm == one and (other, seed) in values
+        ]
+        mean = statistics.geometric_mean(ratios) if ratios else None
+        held = mean is not None and (mean >= limit if cell.staleness else mean <= limit)
+        found[name] = {
+            "about": cell.about,
+            "figure": cell.figure,
+            "arms": {
+                arm: {
+                    key: median(run[key] for run in own if run["arm"] == arm)
+                    for key in (cell.figure, "share_of_bound", "hops_between_regions", "machine_load")
+                }
+                for arm in dict.fromkeys(run["arm"] for run in own)
+            },
+            "ratios": {f"{one} / {other}": [round(ratio, 3) for ratio in ratios]},
+            "bar": {"limit": limit, "is": rounded(mean), "held": held},
+        }
+    return found
+
+
+async def measure_live(options: Any) -> dict[str, Any]:
     runs = []
-    for one in everything:
-        for seed in range(1, options.seeds + 1):
-            for regime in REGIMES:
-                for arm in options.arms:
-                    runs.append(simulated(one, arm, options.seconds, seed, regime, options.kill))
-                    print(f"{one.name}, {arm}, staleness {regime}: {runs[-1].completed}", file=sys.stderr, flush=True)
-    print(json.dumps({"benchmark": "paths", "compared": compared(runs), "runs": [asdict(run) for run in runs]}))
+    with tempfile.TemporaryDirectory(prefix="skipstone-paths-") as folder:
+        text = write_text(Path(folder) / "text")
+        for trial in trials(options, Path(folder)):
+            try:
+                runs.append(await observe(trial, text, options))
+            except RuntimeError as error:  # a node did not come up; the other swarms are worth having
+                tell(f"left out: {trial.folder.name}: {error}")
+            else:
+                tell(runs[-1])
+    return {"cells": report(runs), "runs": runs}
+
+
+def measure(options: Any) -> dict[str, Any]:
+    found = measure_virtual(options) if "virtual" in options.parts else {}
+    return found | ({"live": asyncio.run(measure_live(options))} if "live" in options.parts else {})
 
 
 if __name__ == "__main__":
-    main()
+    virtual = {"problems": 22, "instances": [Path], "seeds": 1, "seconds": 300.0, "arms": RULES, "kill": 0.0}
+    live = {"cells": tuple(CELLS), "live_seconds": 30.0, "warm": [20.0, 45.0]}
+    quick = {"problems": 1, "seconds": 20.0, "cells": ["E"], "live_seconds": 10.0, "warm": [2.0, 10.0]}
+    kit.run(__doc__, measure, quick, parts=["virtual"], **virtual, **live)

@@ -1,36 +1,52 @@
-"""What each step of the reachability ladder costs: bytes and training to a peer, against one that is dialled directly.
+"""What each step of the reachability ladder costs a peer: direct, mapped, reverse, relay.
 
-Everything runs in network namespaces of this machine (root, `ip` and `nft`; `mapped` also miniupnpd): public hosts on
-one wire, and a home behind a router with address translation. Each peer finds its step itself, and another step than
-the wanted one is an error. Medians of the rounds: `connect_s`, until a stranger on a public host has a link to the
-peer; `mb_per_s` of tensors of 8.39 MB, 4 at a time, from the stranger to the peer; `tokens_per_s` of a small run of
-three stages with one node each: the data node on a public host, the peer, and a third one on a public host. For `relay`
-the third one cannot be dialled either, and the data node relays between the two.
+Network namespaces of this machine (root, `ip` and `nft`; `mapped` also miniupnpd): public hosts on one wire, and a home
+behind a router with address translation. Each peer finds its step itself, and another step than the wanted one is an
+error. Medians of the rounds: `connect_s`, until a stranger on a public host has a link to the peer; `mb_per_s` of
+tensors of 8.39 MB, 4 at a time, from the stranger to the peer; `tokens_per_s` of a small run of three stages with one
+node each: the data node on a public host, the peer, and a third one on a public host. For `relay` the third one cannot
+be dialled either, and the data node relays between the two. `python -m benchmarks.reach peer JSON` is a peer of the
+first two figures; it writes JSON lines and ends when its stdin does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import uvloop
+
 from benchmarks import kit
-from benchmarks.kit import medians, tell
+from benchmarks.kit import PATIENCE_S, medians, rate, tell
+from benchmarks.transport import TensorCounter, confirm_batches, send_batches
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
-from node.observability.events import NodeStatus, Step
+from node.network.reach_status import ReachMode
+from node.network.session import NetworkSession, Whereabouts, present
+from node.observability.events import Event, NodeStatus, Reach, Step
+from node.reachability.monitor import reachable
+from protocol.dht.directory import DirectorySettings
+from protocol.identity.keys import Identity
+from protocol.interfaces.clock import SystemClock
+from protocol.manifest.join_link import parse_link
+from swarm.vocabulary.pipeline_messages import MicrobatchControl, MicrobatchTensor
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 from tests.e2e.home_network import (
     HomeNetwork,
     WatchedNode,
@@ -42,27 +58,132 @@ from tests.e2e.home_network import (
 )
 from tests.e2e.small_run import Watch, small_run, write_text
 
-RELAYED_BYTES = 10**12
-"""More than is sent."""
-PUBLIC_HOSTS = 5
-BYSTANDER, _, _, STRANGER, DIRECT_PLACE = range(PUBLIC_HOSTS)
-"""The first three are where a run begins, with one node for each of its stages."""
+RELAYED_BYTES: Final = 10**12  # more than is sent
+PUBLIC_HOSTS: Final = 5
+BYSTANDER, _, _, STRANGER, DIRECT_PLACE = range(PUBLIC_HOSTS)  # the first three begin the run, a node a stage
+BATCHES: Final = 6
+
+
+# ---- a peer ----------------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Keeps the first `Reach` of a node's events."""
+
+    def __init__(self) -> None:
+        self.found: asyncio.Future[Reach] = asyncio.get_running_loop().create_future()
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Reach) and not self.found.done():
+            self.found.set_result(event)
+
+
+class SessionCounter(TensorCounter):
+    """Counts tensors that a node's session receives."""
+
+    def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
+        self.whole.set()
+
+
+def say(**words: object) -> None:
+    print(json.dumps(words), flush=True)
+
+
+async def settled(session: NetworkSession, events: Listener) -> Reach:
+    """The peer's reach, once a hidden peer has restarted its DHT as a client, which ends the old one's tunnels."""
+    reach = await events.found
+    async with asyncio.timeout(PATIENCE_S):
+        while reach.step == "reverse":
+            figures = session.directory.statistics
+            if figures.running and figures.restarts > 0:
+                break
+            await asyncio.sleep(0.1)
+    return reach
+
+
+async def receive(session: NetworkSession, counter: SessionCounter, events: Listener) -> None:
+    """Serves, reports its step, and confirms every batch; until cancelled."""
+    session.own.take(ModuleId(1))
+    session.own.state = PeerState.SERVING
+    session.membership_sync.announce()
+    say(peer=session.own.peer, link=str(session.link))
+
+    async def tell_step() -> None:
+        reach = await settled(session, events)
+        say(step=reach.step, reason=reach.reason)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(tell_step())
+        await confirm_batches(session.transport, counter)
+
+
+async def send(session: NetworkSession, counter: SessionCounter, events: Listener, receiver: PeerId, step: str) -> None:
+    """Waits until the receiver announces its step, and reports the MB/s of each batch."""
+    async with asyncio.timeout(PATIENCE_S):
+        if step == "relay":
+            # A peer that does not know yet that it cannot be dialled would call the other and wait for it.
+            await settled(session, events)
+        while not _is_announced(session, receiver, step):
+            session.membership_sync.changed.clear()
+            await session.membership_sync.changed.wait()
+    began = time.perf_counter()
+    await session.transport.connect(receiver)
+    say(connected_s=round(time.perf_counter() - began, 4))
+    say(mb_per_s=await send_batches(session.transport, counter, session.own.peer, receiver, BATCHES))
+
+
+def _is_announced(session: NetworkSession, receiver: PeerId, step: str) -> bool:
+    known = session.membership.get(receiver)
+    if known is None or not known.is_reachable or bool(known.via) != (step not in ("direct", "mapped")):
+        return False
+    return step != "relay" or any(via is not None and via.relay for via in map(session.membership.get, known.via))
+
+
+async def be_a_peer(
+    listen: str, run: str = "", link: str = "", to: str = "", step: str = "", relay_bytes: int = 0
+) -> None:
+    """Runs until stdin ends. Joins the run of `link`; sends to the peer `to`, which has this step, or receives."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        loop.call_soon_threadsafe(over.set)
+
+    threading.Thread(target=wait, daemon=True).start()
+    joined = parse_link(link) if link else None
+    peers = joined.peers if joined else ()
+    settings = DirectorySettings(listen, 0, (), peers, relay_bytes_per_hour=relay_bytes)
+    counter, events, where = SessionCounter(), Listener(), Whereabouts(listen=listen)
+    own_run = joined.run if joined else RunId(run)
+    async with present(Identity.generate(), own_run, where, settings, SystemClock(), events) as session:
+        receiving = session.dispatcher.registered(
+            tensors={MicrobatchTensor: counter}, messages={MicrobatchControl: counter.receive}
+        )
+        with receiving:
+            async with reachable(ReachMode.AUTO, None, session, events):
+                given = session, counter, events
+                work = asyncio.create_task(send(*given, PeerId(to), step) if to else receive(*given))
+                ending = asyncio.create_task(over.wait())
+                await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)
+                ending.cancel()
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+
+
+# ---- the ladder ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A step of the ladder, and the surroundings in which a peer finds it."""
+    """A step of the ladder, and how a peer gets there."""
 
     step: str
-    place: int | str
-    """Of the peer that is reached, in the `HomeNetwork`."""
+    place: int | str  # of the peer, in the `HomeNetwork`
     surroundings: Callable[[HomeNetwork, Path], AbstractContextManager[None]] = lambda network, folder: nullcontext()
     why_not: Callable[[], str | None] = lambda: None
-    """What this machine lacks for it, besides `why_no_home`."""
-    found: str = ""
-    """What the peer says of itself, if not the step."""
-    stranger_is_shut: bool = False
-    """The stranger cannot be dialled either."""
+    found: str = ""  # the step that the peer itself reports, if another
+    stranger_is_shut: bool = False  # the stranger cannot be dialled either
 
 
 WAYS = (
@@ -71,15 +192,15 @@ WAYS = (
     Way("reverse", "home"),
     Way("relay", "home", found="reverse", stranger_is_shut=True),
 )
-"""In this order, the first is what the others are compared with."""
+"""The others are compared with the first."""
 
 
 @contextmanager
-def peer_at(network: HomeNetwork, where: int | str, *arguments: str) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Runs `benchmarks/reach_peer.py` somewhere in the network; gives a function that hears the next thing it says."""
+def peer_at(network: HomeNetwork, where: int | str, **words: object) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Runs a peer somewhere in the network; a function that returns its next JSON line."""
     listen = "0.0.0.0" if isinstance(where, str) else network.place(where).host
-    script = str(Path(__file__).parent / "reach_peer.py")
-    command = (*network.inside(where), sys.executable, script, "--listen", listen, *arguments)
+    own = json.dumps({"listen": listen, **words})
+    command = (*network.inside(where), sys.executable, str(Path(__file__)), "peer", own)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment(), **pipes)
 
@@ -97,22 +218,26 @@ def peer_at(network: HomeNetwork, where: int | str, *arguments: str) -> Iterator
 
 def measure_link(network: HomeNetwork, way: Way) -> tuple[float, float]:
     """Seconds to connect, and MB/s, from a stranger."""
-    relaying = ("--relay-bytes", str(RELAYED_BYTES)) if way.stranger_is_shut else ()
-    with peer_at(network, BYSTANDER, "--run", secrets.token_hex(32), *relaying) as bystander:
+    relayed = RELAYED_BYTES if way.stranger_is_shut else 0
+    with peer_at(network, BYSTANDER, run=secrets.token_hex(32), relay_bytes=relayed) as bystander:
         link = str(bystander()["link"])
-        with peer_at(network, way.place, "--link", link) as receiver:
+        with peer_at(network, way.place, link=link) as receiver:
             peer, found = str(receiver()["peer"]), receiver()
             if found["step"] != (way.found or way.step):
                 raise SystemExit(f"wanted the step {way.step}, found {found['step']}: {found['reason']}")
-            with peer_at(network, STRANGER, "--link", link, "--to", peer, "--step", way.step) as stranger:
+            with peer_at(network, STRANGER, link=link, to=peer, step=way.step) as stranger:
                 return float(stranger()["connected_s"]), statistics.median(stranger()["mb_per_s"])
 
 
 async def measure_training(network: HomeNetwork, way: Way, folder: Path, steps: int) -> float:
-    """Tokens per second of so many steps of a run that the peer is needed for."""
+    """Tokens per second over some steps of a run that needs the peer."""
     manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1))
     options = LocalSwarmOptions(peers=3, threads=1)
-    async with LocalSwarm(manifest, options, places=lambda index: _place(network, index)) as swarm:
+
+    def place(index: int) -> Place:
+        return network.relaying_place(index) if index == BYSTANDER else network.place(index)
+
+    async with LocalSwarm(manifest, options, places=place) as swarm:
         watch = Watch(swarm)
         await watch.step(1)
         link = str(swarm.link)
@@ -126,35 +251,26 @@ async def measure_training(network: HomeNetwork, way: Way, folder: Path, steps: 
                 swarm.terminate(index)
                 while index not in swarm.ends:
                     await watch.until(lambda event: True)
-            first = await _step(watch, swarm.progress.step + 2)
-            began, before = time.perf_counter(), first.tokens
-            last = await _step(watch, first.step + steps)
-            rate = (last.tokens - before) / (time.perf_counter() - began)
+            times = []
+            for number in (swarm.progress.step + 2, swarm.progress.step + 2 + steps):
+                event = await watch.step(number)
+                assert isinstance(event, Step)
+                times.append((time.perf_counter(), event.tokens))
             swarm.request_stop()
             await watch.to_the_end(swarm)
-    return rate
-
-
-def _place(network: HomeNetwork, index: int) -> Place:
-    return network.relaying_place(index) if index == BYSTANDER else network.place(index)
+    return rate(times)
 
 
 async def _serving_at(node: WatchedNode, step: str) -> None:
-    """Until the node serves, and stands where it should."""
+    """Waits until the node serves. Raises SystemExit if it is reached in another way."""
     reached = await node.reached()
     if reached.step != step:
         raise SystemExit(f"wanted the step {step}, found {reached.step}: {reached.reason}")
     await node.until(NodeStatus, lambda event: event.state == "serving")
 
 
-async def _step(watch: Watch, number: int) -> Step:
-    event = await watch.step(number)
-    assert isinstance(event, Step)
-    return event
-
-
 def measure_way(way: Way, training_steps: int) -> dict[str, float]:
-    """In a network of its own, made and removed."""
+    """Measures one step of the ladder in a network of its own."""
     with tempfile.TemporaryDirectory() as name, home_network(PUBLIC_HOSTS) as network:
         folder = Path(name)
         if way.stranger_is_shut:
@@ -169,15 +285,14 @@ def measure(options: Any) -> dict[str, Any]:
     wanted = [way for way in WAYS if way.step in options.steps]
     lacks = {way.step: why_no_home() or way.why_not() for way in wanted}
     found: dict[str, list[dict[str, float]]] = {}
-    for number in range(options.rounds):
-        for way in wanted:
-            if lacks[way.step] is not None:
-                continue
-            try:
-                found.setdefault(way.step, []).append(measure_way(way, options.training_steps))
-                tell(f"round {number + 1}, {way.step}: {found[way.step][-1]}")
-            except SystemExit as failure:
-                lacks[way.step] = f"it failed: {failure}"
+    for number, way in itertools.product(range(options.rounds), wanted):
+        if lacks[way.step] is not None:
+            continue
+        try:
+            found.setdefault(way.step, []).append(measure_way(way, options.training_steps))
+            tell(f"round {number + 1}, {way.step}: {found[way.step][-1]}")
+        except SystemExit as failure:
+            lacks[way.step] = f"it failed: {failure}"
     results = {step: {"skipped": lack} if lack else medians(found[step]) for step, lack in lacks.items()}
     direct = results.get(WAYS[0].step, {})
     for own in results.values():
@@ -187,10 +302,9 @@ def measure(options: Any) -> dict[str, Any]:
     return {"rounds": options.rounds, "steps": results}
 
 
-def main() -> None:
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["peer"]:
+        uvloop.run(be_a_peer(**json.loads(sys.argv[2])))
+        sys.exit()
     quick = {"rounds": 1, "training_steps": 3, "steps": ["direct"]}
     kit.run(__doc__, measure, quick, steps=tuple(way.step for way in WAYS), rounds=3, training_steps=40)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,16 @@
-"""What skipping stages costs in loss, how well half of the model does alone, and what skipping is worth at equal time.
+"""What skipping stages costs in loss at equal tokens and at equal time, and how well half of the model does alone.
 
-One model of 12 stages, trained by the product's own loop (`node.solo.trainer`) on the same text in the same order; a
-token is a byte. `tokens`: all arms at equal tokens. An arm called by a fraction has paths through that share of the
-stages, stage 0 always, as the planner chooses them; the others are variations of 1/2: `spread` chooses stages evenly
-spread over the depth, `swap` visits two neighbouring stages in the other order (SkipPipe). `behind` is how far the full
-model's perplexity is above that of `full`, `half_spread_drop` and `half_random_drop` how far that of half of the stages
-(evenly spread; 8 random draws) is above the same full model's.
+One model of 12 stages, trained by the product's own loop on the same text in the same order; a token is a byte.
+`tokens`: an arm called by a fraction has paths through that share of the stages, stage 0 always, as the planner chooses
+them. `spread` chooses half of the stages evenly over the depth, `swap` visits two neighbouring stages in reverse order
+(SkipPipe). `behind`: the full model's perplexity over that of `full`, minus 1. `half_spread_drop`, `half_random_drop`:
+the same for half of the stages (evenly spread; 8 random draws) over the same full model.
 
 `time`: all arms get the emulated seconds in which full paths make `--steps` steps. Each stage after stage 0 has two
-replicas of 1 to 4 visits a second, log-uniform by seed; the first full stage sets the pace; an arm that is faster
-trains on more text. `r` is the largest ratio of visits between stages (`stages.visit_ratio`), dealt as a data node does
-(`swarm.routing.visit_shares`). `time_share` is the share of the seconds after which the arm is first below the last
-loss of full paths (null: never). `summary` has medians over the seeds.
+replicas of 1 to 4 visits a second, log-uniform by seed; the first full stage sets the pace, and a faster arm trains on
+more text. `r` is the largest ratio of visits between stages (`stages.visit_ratio`), dealt as a data node does.
+`time_share`: share of the seconds after which the arm is first below the last loss of full paths (null: never).
+`summary` has medians over the seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,11 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import medians, reached, run_of, source_of, tell
-from node.data.feed import held_out_microbatches, open_documents
-from node.data.packing import Microbatch
+from benchmarks.kit import Solo, curve_of, medians, reached, run_of, size_of, source_of, tell
 from node.pipeline.admission import path_rules
-from node.solo.trainer import ChooseStages, SoloTrainer, WholeModel, planned_stages
+from node.solo.trainer import ChooseStages, planned_stages
 from protocol.manifest.manifest import Manifest
 from swarm.routing.path_rules import PathRules
 from swarm.routing.prices import visit_shares
@@ -47,10 +43,8 @@ STAGES: Final = 12
 HALF: Final = PathRules(STAGES, STAGES // 2 - 1)
 RANDOM_PARTS: Final = 8
 REPLICAS: Final = 2
-FASTEST: Final = 4.0
-"""Visits per second of a replica; the slowest may serve 1."""
+FASTEST: Final = 4.0  # visits per second of a replica; the slowest may serve 1
 POINTS: Final = 12
-"""Of a curve, after the one before training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +69,12 @@ class Task:
 
 
 def manifest_of(task: Task, seed: int, visited: int) -> Manifest:
-    """A run whose paths visit so many stages, stage 0 included; its rounds change nothing."""
-    size = {key: getattr(task, key) for key in ("hidden", "heads", "feed_forward", "sequence", "rows", "microbatches")}
+    """A run whose paths have `visited` stages, stage 0 included; its rounds change nothing."""
     return run_of(
         "skipping",
         [1] * STAGES,
         seed=seed,
-        **size,
+        **size_of(task),
         stages={"per_path": visited - 1},
         data={"source": task.source, "held_out": 0.15},
         inner={"learning_rate": task.learning_rate},
@@ -90,37 +83,16 @@ def manifest_of(task: Task, seed: int, visited: int) -> Manifest:
     )
 
 
-class Trained:
-    """A model in training, and the held-out text."""
-
-    def __init__(self, manifest: Manifest, choose: ChooseStages, held_out: int) -> None:
-        documents = open_documents(manifest)
-        self._texts: list[Microbatch] = list(held_out_microbatches(manifest, held_out, documents))
-        self._model = WholeModel(manifest, torch.device("cpu"))
-        self._trainer = SoloTrainer(manifest, self._model, documents, choose)
-
-    def step(self) -> None:
-        self._trainer.step(lambda: False)
-
-    def loss(self, paths: Sequence[Sequence[int]]) -> float:
-        """Held-out nats per token, the mean over the paths."""
-        return statistics.fmean(self._model.loss(text, path) for path in paths for text in self._texts)
-
-
 # ---- equal tokens ----------------------------------------------------------------------------------------------------
 
 
-def planned(manifest: Manifest, task: Task) -> ChooseStages:
-    return planned_stages(manifest)
-
-
-def spread(manifest: Manifest, task: Task) -> ChooseStages:
+def spread(manifest: Manifest) -> ChooseStages:
     rules = path_rules(manifest)
     return lambda number: spread_stages(rules, number)
 
 
-def swapped(manifest: Manifest, task: Task) -> ChooseStages:
-    """Two neighbours of each path change places, which ones moves on with the number."""
+def swapped(manifest: Manifest) -> ChooseStages:
+    """Two neighbours of each path change places, another pair for each microbatch."""
 
     def choose(number: int) -> Sequence[int]:
         path = list(planned_stages(manifest)(number))
@@ -131,15 +103,15 @@ def swapped(manifest: Manifest, task: Task) -> ChooseStages:
     return choose
 
 
-ARMS: Final[dict[str, tuple[int, Callable[[Manifest, Task], ChooseStages]]]] = {
-    "full": (STAGES, planned),
-    "3/4": (STAGES * 3 // 4, planned),
-    "2/3": (STAGES * 2 // 3, planned),
-    "1/2": (STAGES // 2, planned),
+ARMS: Final[dict[str, tuple[int, Callable[[Manifest], ChooseStages]]]] = {
+    "full": (STAGES, planned_stages),
+    "3/4": (STAGES * 3 // 4, planned_stages),
+    "2/3": (STAGES * 2 // 3, planned_stages),
+    "1/2": (STAGES // 2, planned_stages),
     "spread": (STAGES // 2, spread),
     "swap": (STAGES // 2, swapped),
 }
-"""How many stages a path visits, stage 0 included, and how they are chosen."""
+"""Stages of a path, stage 0 included, and how they are chosen."""
 
 
 def random_parts(seed: int) -> list[tuple[int, ...]]:
@@ -151,10 +123,10 @@ def at_equal_tokens(task: Task, seed: int, name: str) -> dict[str, Any]:
     """Trains one arm and measures the whole model and its halves."""
     visited, choose = ARMS[name]
     manifest = manifest_of(task, seed, visited)
-    trained = Trained(manifest, choose(manifest, task), task.held_out_microbatches)
+    trained = Solo(manifest, task.held_out_microbatches, choose(manifest))
     for _ in range(task.steps):
         trained.step()
-    full, halves = trained.loss([all_stages(STAGES)]), trained.loss(ring_of_subsets(HALF))
+    full, halves = trained.loss(), trained.loss(ring_of_subsets(HALF))
     drawn = trained.loss(random_parts(seed))
     return {
         "loss": full,
@@ -173,7 +145,7 @@ TIMED_ARMS: Final = {
     "2/3": (STAGES * 2 // 3, 1.0),
     "2/3, r 1.5": (STAGES * 2 // 3, 1.5),
 }
-"""How many stages a path visits, and the largest ratio of visits."""
+"""Stages of a path, stage 0 included, and the largest ratio of visits."""
 
 
 def shares_of(name: str, capacities: Sequence[float]) -> list[float]:
@@ -198,26 +170,24 @@ def stages_at(shares: Sequence[float], turn: int) -> tuple[int, ...]:
 
 
 def capacities(seed: int) -> list[float]:
-    """Visits per second of each stage after stage 0: those of its replicas together."""
+    """Visits per second of each stage after stage 0, the sum over its replicas."""
     random = Random(seed)
     return [sum(FASTEST ** random.random() for _ in range(REPLICAS)) for _ in range(STAGES - 1)]
 
 
 def at_equal_time(task: Task, seed: int, name: str) -> dict[str, Any]:
-    """Trains one arm for as many seconds as full paths need for the task's steps."""
+    """Trains one arm for the seconds that full paths need for the task's steps."""
     speeds = capacities(seed)
     shares, full = shares_of(name, speeds), shares_of("full", speeds)
     rate, seconds = rate_of(shares, speeds), task.paths / rate_of(full, speeds)
     steps = int(seconds * rate / task.microbatches)
     manifest = manifest_of(dataclasses.replace(task, steps=steps), seed, TIMED_ARMS[name][0])
-    trained = Trained(manifest, partial(stages_at, shares), task.held_out_microbatches)
-    measured_at = {round(steps * point / POINTS) for point in range(POINTS + 1)}
-    curve = []
-    for step in range(steps + 1):
-        if step:
-            trained.step()
-        if step in measured_at:
-            curve.append([round(step * task.microbatches / rate, 2), trained.loss([all_stages(STAGES)])])
+    trained = Solo(manifest, task.held_out_microbatches, partial(stages_at, shares))
+
+    def look(step: int) -> list[float]:
+        return [round(step * task.microbatches / rate, 2), trained.loss()]
+
+    curve = curve_of(steps, POINTS, trained.step, look)
     return {
         "microbatches_per_s": rate,
         "most_visits": max(shares),
@@ -228,11 +198,8 @@ def at_equal_time(task: Task, seed: int, name: str) -> dict[str, Any]:
     }
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
-
 def compared(arms: dict[str, dict[str, Any]]) -> None:
-    """Adds how each arm stands beside the full one, where that has been trained."""
+    """Adds each arm's distance to full paths, if those were trained."""
     full = arms.get("full")
     for found in arms.values() if full else ():
         found["behind"] = math.expm1(found["loss"] - full["loss"])
@@ -259,11 +226,7 @@ def measure(options: Any) -> dict[str, Any]:
     return {"stages": STAGES, "task": dataclasses.asdict(task) | {"source": task.source.partition(":")[0]}, **found}
 
 
-def main() -> None:
+if __name__ == "__main__":
     usual = {"parts": ("tokens", "time"), "arms": tuple(ARMS), "timed_arms": tuple(TIMED_ARMS), "steps": 1000}
     quick = {"seeds": [1], "steps": 2, "arms": ["full", "1/2"], "timed_arms": ["full", "2/3, r 1.5"]}
     kit.run(__doc__, measure, quick, seeds=[1, 2, 3], text=Path, **usual)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
-"""A swarm under churn: peers are killed and join at random for minutes, and afterwards everything has to add up.
+"""A swarm under churn: peers are killed and join at random for minutes, and afterwards all counts have to add up.
 
 A peer is killed with SIGKILL every `--every` seconds on average and another one joins as often; a module's last replica
-is spared. Then the same run is trained undisturbed for as many tokens. Figures: held-out losses, the verdict of
+is spared. Then the same run is trained undisturbed for the same tokens. Figures: held-out losses, the verdict of
 `skipstone check` on the event logs, the longest time without a step while every module was served, and how memory and
 open files of the longest-lived nodes grew. `--keep` is a folder for the event logs.
 """
@@ -15,7 +15,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,32 +23,27 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import ROOT, median, tell
-from node.local_swarm.default_manifest import default_manifest
+from benchmarks.kit import ROOT, demo_run, median, tell, verdict
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import CaughtUp, RoundCommitted
-from protocol.manifest.manifest import Manifest, manifest_from_table
+from protocol.manifest.manifest import Manifest
 
 SAMPLE_S = 5.0
-SETTLING_S = 90.0
-"""Of a node's life before its memory is looked at: imports, first buffers, first rounds."""
+SETTLING_S = 90.0  # imports, first buffers, first rounds: memory is not compared before
 LONG_LIFE_S = 180.0
 EVALUATED = 32
 
 
 def soak_run(seed: int) -> Manifest:
-    """The demo model in four stages, with rounds often enough that churn meets many of them."""
-    table = default_manifest(seed, "soak").model_dump(mode="json", exclude_none=True)
-    table["stages"]["blocks"] = [0, 1, 1, 2]
-    table["training"] |= {"staleness": 1, "inner_steps": 10, "outer": {"learning_rate": 0.7, "momentum": 0.5}}
-    table["training"]["schedule"] |= {"kind": "constant", "total_steps": 1_000_000}
-    return manifest_from_table(table)
+    """The demo model in four stages; rounds are frequent, so that churn affects many of them."""
+    inner = {"staleness": 1, "inner_steps": 10, "outer": {"learning_rate": 0.7, "momentum": 0.5}}
+    return demo_run("soak", [0, 1, 1, 2], seed=seed, **inner)
 
 
 @dataclass(slots=True)
 class Life:
-    """What was seen of one node's process, in order of time: seconds, MiB resident, open files."""
+    """Samples of one node's process: time in seconds, resident MiB, open files."""
 
     samples: list[tuple[float, float, int]] = field(default_factory=list)
 
@@ -61,10 +55,7 @@ class Life:
             self.samples.append((now, int(resident.split()[1]) / 1024, files))
 
     def growth(self) -> tuple[float, float] | None:
-        """Of memory and open files: the last third's median over the first third's, after settling; None for a short
-        life."""
-        if not self.samples:
-            return None
+        """Growth of memory and of open files: medians of the last third over the first. None for a short life."""
         settled = [sample for sample in self.samples if sample[0] - self.samples[0][0] > SETTLING_S]
         if len(settled) < 6 or settled[-1][0] - settled[0][0] < LONG_LIFE_S:
             return None
@@ -79,30 +70,37 @@ class Life:
 
 @dataclass(slots=True)
 class Account:
-    """What is counted while a swarm runs."""
+    """Figures of one swarm."""
 
     rounds: int = 0
     caught_up: int = 0
     killed: int = 0
     joined: int = 0
-    longest_pause_s: float = 0.0
-    """Without a microbatch completed, while every module had a replica that served."""
+    longest_pause_s: float = 0.0  # without a completed microbatch while every module was served
     lives: dict[int, Life] = field(default_factory=dict)
+    tokens: int = 0
+    loss: float = 0.0
+    failures: dict[int, int] = field(default_factory=dict)
+    check: dict[str, object] = field(default_factory=dict)
+
+    def growth(self) -> dict[str, object]:
+        """Growth of memory and open files of the nodes that lived long."""
+        lives = [ratios for life in self.lives.values() if (ratios := life.growth()) is not None]
+        table: dict[str, object] = {"long_lives": len(lives)}
+        for name, ratios in (("memory", [life[0] for life in lives]), ("open_files", [life[1] for life in lives])):
+            table[name] = {"median": median(ratios), "largest": max(ratios, default=None)}
+        return table
 
 
 class Soak:
-    """One swarm, watched and, if asked, disturbed."""
+    """Watches one swarm; kills and starts nodes if asked."""
 
     def __init__(self, swarm: LocalSwarm, stages: int, randomness: random.Random) -> None:
-        self.account = Account()
-        self.victims: set[int] = set()
-        self._swarm = swarm
-        self._stages = stages
-        self._random = randomness
+        self.account, self.victims = Account(), set[int]()
+        self._swarm, self._stages, self._random = swarm, stages, randomness
 
     async def run(self, *, every_s: float | None, until_s: float = float("inf"), tokens: int | None = None) -> None:
-        """Until the time is over or so many tokens are trained; `every_s` is the mean time between two kills, and two
-        joins."""
+        """Runs for a time or a number of tokens. `every_s`: mean time between two kills, and between two joins."""
         tasks = [asyncio.create_task(part) for part in (self._watch(), self._sample())]
         if every_s is not None:
             tasks += [asyncio.create_task(part) for part in (self._kill(every_s), self._join(every_s))]
@@ -127,7 +125,7 @@ class Soak:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def failures(self) -> dict[int, int]:
-        """Exit codes of the nodes that ended otherwise than in good order or by our hand."""
+        """Exit codes other than 0 of the nodes that we did not kill."""
         return {i: end.exit_code for i, end in self._swarm.ends.items() if end.exit_code and i not in self.victims}
 
     async def _watch(self) -> None:
@@ -157,9 +155,8 @@ class Soak:
         while True:
             await asyncio.sleep(self._random.expovariate(1 / every_s))
             live = [peer.stage for peer in self._swarm.progress.peers.values() if peer.exit_code is None]
-            self._swarm.start_peer(
-                min(range(self._stages), key=lambda stage: (live.count(stage), self._random.random()))
-            )
+            stages = range(self._stages)
+            self._swarm.start_peer(min(stages, key=lambda stage: (live.count(stage), self._random.random())))
             self.account.joined += 1
 
     async def _sample(self) -> None:
@@ -170,33 +167,25 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    account: Account
-    tokens: int
-    loss: float
-    """Held out, through the swarm as it is at the end."""
-    failures: dict[int, int]
-    """Exit codes that are not 0 of nodes that were not killed."""
-
-
 async def soak(
     options: Any, logs: Path, *, every_s: float | None, until_s: float = float("inf"), tokens: int | None = None
-) -> Result:
-    """One swarm from start to end, with an event log for each node."""
+) -> Account:
+    """Runs one swarm from start to end, with an event log for each node."""
     manifest = soak_run(options.seed)
     swarm_options = LocalSwarmOptions(peers=options.peers, steps=None, threads=1, log_dir=logs)
     async with LocalSwarm(manifest, swarm_options) as swarm:
         watched = Soak(swarm, manifest.stages.count, random.Random(options.seed))
+        account = watched.account
         await watched.run(every_s=every_s, until_s=until_s, tokens=tokens)
-        trained = swarm.progress.tokens  # goes on while the loss is measured, in both runs
-        loss = await asyncio.to_thread(held_out_loss, str(swarm.link))
+        account.tokens = swarm.progress.tokens  # goes on while the loss is measured, in both runs
+        account.loss = await asyncio.to_thread(held_out_loss, str(swarm.link))
         await swarm.stop()
-    return Result(watched.account, trained, loss, watched.failures())
+    account.failures, account.check = watched.failures(), verdict(logs)
+    return account
 
 
 def held_out_loss(link: str) -> float:
-    """Asked as a person would."""
+    """Held-out loss as `skipstone eval` gives it."""
     command = [sys.executable, "-m", "node", "eval", link, "--microbatches", str(EVALUATED), "--json"]
     for _ in range(3):  # the data node asked first may be one that has just been killed
         asked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=120)
@@ -205,49 +194,27 @@ def held_out_loss(link: str) -> float:
     raise RuntimeError(f"eval failed: {asked.stderr.decode()[-2000:]}")
 
 
-def verdict(logs: Path) -> dict[str, object]:
-    """What `skipstone check` says of the logs."""
-    command = [sys.executable, "-m", "node", "check", str(logs), "--json"]
-    checked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=600)
-    return {"exit_code": checked.returncode, "report": json.loads(checked.stdout or "null")}
-
-
-def growth(result: Result) -> dict[str, object]:
-    """Of the nodes that lived long: their memory and open files, late over early."""
-    lives = [ratios for life in result.account.lives.values() if (ratios := life.growth()) is not None]
-    table: dict[str, object] = {"long_lives": len(lives)}
-    for name, ratios in (("memory", [life[0] for life in lives]), ("open_files", [life[1] for life in lives])):
-        table[name] = {"median": median(ratios), "largest": max(ratios, default=None)}
-    return table
-
-
 async def measure(options: Any) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="skipstone-soak-") as temporary:
-        folder = options.keep or Path(temporary)
-        logs = [folder / "disturbed", folder / "undisturbed"]
-        disturbed = await soak(options, logs[0], every_s=options.every, until_s=60 * options.minutes)
-        tell(f"undisturbed, for {disturbed.tokens} tokens")
-        calm = await soak(options, logs[1], every_s=None, tokens=disturbed.tokens)
-        checks = [verdict(log) for log in logs]
-    account = disturbed.account
+    with kit.folder(options.keep, "disturbed") as logs:
+        disturbed = await soak(options, logs, every_s=options.every, until_s=60 * options.minutes)
+    tell(f"undisturbed, for {disturbed.tokens} tokens")
+    with kit.folder(options.keep, "undisturbed") as logs:
+        calm = await soak(options, logs, every_s=None, tokens=disturbed.tokens)
+    both = {"disturbed": disturbed, "undisturbed": calm}
     return {
         "minutes": options.minutes,
         "peers": options.peers,
         "every_s": options.every,
-        **{key: getattr(account, key) for key in ("killed", "joined", "rounds", "caught_up", "longest_pause_s")},
-        "tokens": {"disturbed": disturbed.tokens, "undisturbed": calm.tokens},
-        "loss": {"disturbed": disturbed.loss, "undisturbed": calm.loss, "ratio": disturbed.loss / calm.loss},
+        **{key: getattr(disturbed, key) for key in ("killed", "joined", "rounds", "caught_up", "longest_pause_s")},
+        "tokens": {name: of.tokens for name, of in both.items()},
+        "loss": {**{name: of.loss for name, of in both.items()}, "ratio": disturbed.loss / calm.loss},
         "target_ratio": 1.03,
         "failures": disturbed.failures | calm.failures,
-        "check": dict(zip(("disturbed", "undisturbed"), checks, strict=True)),
-        "growth": {"disturbed": growth(disturbed), "undisturbed": growth(calm)},
+        "check": {name: of.check for name, of in both.items()},
+        "growth": {name: of.growth() for name, of in both.items()},
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     quick = {"minutes": 0.4, "peers": 5, "every": 8.0}
     kit.run(__doc__, measure, quick, minutes=20.0, peers=8, every=20.0, seed=1, keep=Path)
-
-
-if __name__ == "__main__":
-    main()

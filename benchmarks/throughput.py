@@ -28,14 +28,8 @@ TARGET = 0.8
 
 def large_run(hidden: int) -> Manifest:
     """Eight blocks in two stages behind a data node that has only embedding and head."""
-    size = {
-        "hidden": hidden,
-        "heads": 8,
-        "feed_forward": 11 * hidden // 4,
-        "sequence": 256,
-        "rows": 4,
-        "microbatches": 16,
-    }
+    size = {"hidden": hidden, "heads": 8, "feed_forward": 11 * hidden // 4}
+    size |= {"sequence": 256, "rows": 4, "microbatches": 16}
     return run_of("throughput", [0, 4, 4], seed=5, model={"kv_heads": 4}, staleness=1, **size)
 
 
@@ -53,8 +47,7 @@ def solo_process(connection: Connection, hidden: int, steps: int) -> None:
             times.append((time.perf_counter(), event.tokens))
 
     train_solo(large_run(hidden), steps=steps, device=torch.device("cpu"), on_event=hear)
-    (began, before), (ended, after) = times[0], times[-1]
-    connection.send((after - before) / (ended - began))
+    connection.send(kit.rate(times))
 
 
 def split_of(events: list[Event]) -> dict[str, float]:
@@ -86,9 +79,5 @@ def measure(options: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    kit.run(__doc__, measure, {"steps": 2, "rounds": 1, "hidden": 64}, steps=8, rounds=3, hidden=512)
-
-
 if __name__ == "__main__":
-    main()
+    kit.run(__doc__, measure, {"steps": 2, "rounds": 1, "hidden": 64}, steps=8, rounds=3, hidden=512)

@@ -12,13 +12,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,6 +31,7 @@ from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Contact, Question, Topic
+from protocol.transport import grpc_streams
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
@@ -46,7 +47,6 @@ TENSORS_PER_BATCH: Final = 32
 IN_FLIGHT: Final = 4
 END_OF_BATCH: Final = b"."
 LONGEST_MESSAGE: Final = 8 * MIB
-PLAIN_OPTIONS: Final = [("grpc.max_receive_message_length", LONGEST_MESSAGE)]
 
 
 # ---- bare streams ----------------------------------------------------------------------------------------------------
@@ -60,9 +60,17 @@ async def echo_batches(_requests: object, context: Any) -> None:
             await stream.write(END_OF_BATCH)
 
 
-def receiving_process(connection: Connection) -> None:
-    """Says what a sender needs (contact and credentials), then receives batches until it is killed."""
-    keep_freed_memory()
+def prepare(plain: bool) -> None:
+    """Leaves gRPC and the allocator as they come, or takes our settings."""
+    if plain:
+        grpc_streams._SERVER_OPTIONS = grpc_streams._CHANNEL_OPTIONS = ()  # type: ignore[misc, assignment]
+    else:
+        keep_freed_memory()
+
+
+def receiving_process(connection: Connection, plain: bool) -> None:
+    """Sends its contact and a sender's credentials, then receives batches until it is killed."""
+    prepare(plain)
     identity = Identity.generate()
     own, sender = make_credentials(identity, RUN), make_credentials(Identity.generate(), RUN)
 
@@ -75,41 +83,33 @@ def receiving_process(connection: Connection) -> None:
     uvloop.run(main())
 
 
-def sending_process(connection: Connection, receiver: Contact, credentials: TlsCredentials, batch_bytes: int) -> None:
+def sending_process(
+    connection: Connection, receiver: Contact, credentials: TlsCredentials, batch_bytes: int, plain: bool
+) -> None:
     """Answers each message size with the MB/s of a batch of such messages."""
-    keep_freed_memory()
+    prepare(plain)
 
     async def main() -> None:
-        stream = dialled(receiver, credentials)
+        address = receiver.addresses[0]
+        stream = DialledStream(open_channel(receiver, address, credentials, max_frame_bytes=LONGEST_MESSAGE))
         connection.send("ready")
         while size := connection.recv():
-            connection.send(await batch_mb_per_s(stream.write, stream.read, size, batch_bytes))
+            message, started = bytes(size), time.perf_counter()
+            for _ in range(batch_bytes // size):
+                await stream.write(message)
+            await stream.write(END_OF_BATCH)
+            await stream.read()
+            connection.send(batch_bytes / (time.perf_counter() - started) / 1e6)
 
     uvloop.run(main())
 
 
-def dialled(contact: Contact, credentials: TlsCredentials) -> DialledStream:
-    return DialledStream(open_channel(contact, contact.addresses[0], credentials, max_frame_bytes=LONGEST_MESSAGE))
-
-
-async def batch_mb_per_s(
-    write: Callable[[bytes], Awaitable[Any]], read: Callable[[], Awaitable[Any]], size: int, batch_bytes: int
-) -> float:
-    """From the first write to the receiver's answer that it has read everything."""
-    message, started = bytes(size), time.perf_counter()
-    for _ in range(batch_bytes // size):
-        await write(message)
-    await write(END_OF_BATCH)
-    await read()
-    return batch_bytes / (time.perf_counter() - started) / 1e6
-
-
 @contextmanager
-def bare_stream(batch_bytes: int) -> Iterator[Callable[[int], float]]:
+def bare_stream(batch_bytes: int, plain: bool = False) -> Iterator[Callable[[int], float]]:
     """A function that measures the MB/s of one batch of messages of a size."""
     with (
-        process(receiving_process) as receiver,
-        process(sending_process, *hear(receiver), batch_bytes) as sender,
+        process(receiving_process, plain) as receiver,
+        process(sending_process, *hear(receiver), batch_bytes, plain) as sender,
     ):
         hear(sender)
 
@@ -125,56 +125,11 @@ def raw_mb_per_s(rate: Callable[[int], float], size: int, repeats: int) -> float
     return statistics.median([rate(size) for _ in range(1 + repeats)][1:])
 
 
-def plain_receiving_process(connection: Connection, credentials: TlsCredentials) -> None:
-    """The same without our transport's settings and allocator: gRPC as it comes."""
-
-    async def serve(_requests: object, context: Any) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            if message == END_OF_BATCH:
-                await context.write(END_OF_BATCH)
-
-    async def main() -> None:
-        server = grpc.aio.server(options=PLAIN_OPTIONS)
-        method = grpc.stream_stream_rpc_method_handler(serve)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Plain", {"Stream": method}),))
-        keys = [(credentials.private_key_pem, credentials.certificate_pem)]
-        secured = grpc.ssl_server_credentials(keys, credentials.authority_pem, True)
-        connection.send(server.add_secure_port("127.0.0.1:0", secured))
-        await server.start()
-        await server.wait_for_termination()
-
-    uvloop.run(main())
-
-
-def plain_sending_process(connection: Connection, batch_bytes: int, repeats: int, sizes: list[int]) -> None:
-    """Sends the median rate for each message size, as `raw_mb_per_s`."""
-    identity = Identity.generate()
-    server, own = make_credentials(identity, RUN), make_credentials(Identity.generate(), RUN)
-
-    async def main(port: int) -> None:
-        secured = grpc.ssl_channel_credentials(server.certificate_pem, own.private_key_pem, own.certificate_pem)
-        options = [*PLAIN_OPTIONS, ("grpc.ssl_target_name_override", identity.peer)]
-        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", secured, options=options) as channel:
-            stream = channel.stream_stream("/Plain/Stream")()
-            for size in sizes:
-                rates = [await batch_mb_per_s(stream.write, stream.read, size, batch_bytes) for _ in range(1 + repeats)]
-                connection.send(statistics.median(rates[1:]))
-
-    with process(plain_receiving_process, server) as receiver:
-        uvloop.run(main(hear(receiver)))
-
-
-def plain_rates(sizes: list[int], *, batch_bytes: int = 256 * MIB, repeats: int = 5) -> list[float]:
-    """Median MB/s of gRPC as it comes, by message size."""
-    with process(plain_sending_process, batch_bytes, repeats, sizes, grace_s=5.0) as sender:
-        return [float(hear(sender)) for _ in sizes]
-
-
 # ---- tensors through the transport -----------------------------------------------------------------------------------
 
 
 class Book:
-    """An address book with these contacts; a receiver need not know who sends."""
+    """An address book with these contacts; receivers need none of their senders."""
 
     def __init__(self, *contacts: Contact) -> None:
         self.contacts = {contact.peer: contact for contact in contacts}
@@ -189,10 +144,8 @@ class TensorCounter:
     def __init__(self) -> None:
         self._free = [memoryview(bytearray(TENSOR.byte_length)) for _ in range(2 * IN_FLIGHT)]
         self._received = 0
-        self.batches: asyncio.Queue[PeerId] = asyncio.Queue()
-        """Senders of the batches that are whole."""
-        self.whole = asyncio.Event()
-        """Set when the other side has said that a batch is whole."""
+        self.batches: asyncio.Queue[PeerId] = asyncio.Queue()  # senders of whole batches
+        self.whole = asyncio.Event()  # the other side has confirmed a batch
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview:
         return self._free.pop()
@@ -233,7 +186,7 @@ class LinkCounter(TensorCounter):
 
 
 async def confirm_batches(transport: Any, counter: TensorCounter) -> None:
-    """Tells the sender of each batch that it is whole, until cancelled."""
+    """Confirms each whole batch to its sender, until cancelled."""
     while True:
         peer = await counter.batches.get()
         await transport.tell(peer, Close(MicrobatchId(peer, 0), "whole"))
@@ -260,25 +213,26 @@ async def send_batches(transport: Any, counter: TensorCounter, own: PeerId, peer
     return rates[1:]
 
 
-def transport_of(identity: Identity, counter: LinkCounter, *others: Contact) -> tuple[GrpcTransport, TlsCredentials]:
-    credentials = make_credentials(identity, RUN)
-    book, clock, settings = Book(*others), SystemClock(), TransportSettings()
-    return GrpcTransport(credentials, book, counter, clock, settings, own_record=lambda: b""), credentials
+def transport_of(identity: Identity, handler: Any, book: Book) -> tuple[GrpcTransport, Contact]:
+    """A transport, and its contact, which lacks the address."""
+    credentials, clock = make_credentials(identity, RUN), SystemClock()
+    transport = GrpcTransport(credentials, book, handler, clock, TransportSettings(), own_record=lambda: b"")
+    return transport, Contact(identity.peer, (), credentials.certificate_der)
 
 
 def tensor_process(connection: Connection, receiver: Contact | None, batches: int) -> None:
-    """Receives tensors and says how it is reached; with a receiver, sends to it and says the rates."""
+    """Sends its contact and receives tensors; with a receiver, sends tensors to it and reports the rates."""
     keep_freed_memory()
     identity = Identity.generate()
 
     async def main() -> None:
         counter = LinkCounter()
-        transport, credentials = transport_of(identity, counter, *([receiver] if receiver else []))
+        transport, contact = transport_of(identity, counter, Book(*([receiver] if receiver else [])))
         async with transport:
             if receiver is not None:
                 connection.send(await send_batches(transport, counter, identity.peer, receiver.peer, batches))
                 return
-            connection.send(Contact(identity.peer, (f"127.0.0.1:{transport.port}",), credentials.certificate_der))
+            connection.send(replace(contact, addresses=(f"127.0.0.1:{transport.port}",)))
             await confirm_batches(transport, counter)
 
     uvloop.run(main())
@@ -290,12 +244,11 @@ def skipstone_mb_per_s(batches: int) -> float:
 
 
 def measure(options: Any) -> dict[str, Any]:
-    sizes, batch_bytes = options.chunk_sizes, options.batch_mib * MIB
-    plain = plain_rates(sizes, batch_bytes=batch_bytes, repeats=options.rounds)
+    batch_bytes = options.batch_mib * MIB
     chunks, raw, tensors = list[dict[str, float]](), list[float](), list[float]()
-    with bare_stream(batch_bytes) as raw_rate:
-        for size, without in zip(sizes, plain, strict=True):
-            rate = raw_mb_per_s(raw_rate, size, options.rounds)
+    with bare_stream(batch_bytes) as raw_rate, bare_stream(batch_bytes, plain=True) as plain_rate:
+        for size in options.chunk_sizes:
+            rate, without = (raw_mb_per_s(of, size, options.rounds) for of in (raw_rate, plain_rate))
             chunks.append({"chunk_bytes": size, "mb_per_s": round(rate, 1), "plain_mb_per_s": round(without, 1)})
             tell(f"raw messages of {size // 1024} KiB: {rate:.0f} MB/s, as gRPC comes {without:.0f} MB/s")
         best = max(chunks, key=lambda chunk: chunk["mb_per_s"])["chunk_bytes"]
@@ -308,10 +261,6 @@ def measure(options: Any) -> dict[str, Any]:
     return {"chunks": chunks, "best_mb_per_s": round(statistics.median(raw), 1), "skipstone": skipstone}
 
 
-def main() -> None:
+if __name__ == "__main__":
     quick = {"rounds": 1, "batch_mib": 16, "chunk_sizes": [2**19]}
     kit.run(__doc__, measure, quick, rounds=5, batch_mib=256, chunk_sizes=list(CHUNK_SIZES))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,16 @@
-"""The audit of a run's event logs: does what the nodes report add up? It reads them for `skipstone check`.
+"""The audit of a run's event logs, for `skipstone check`: do the reports of all nodes add up?
 
 Exactly once: each completed microbatch counts once at every stage of its final path, over all replicas, and nowhere
-else. A Retracted takes back the Visit of the same replica before it, if any. A missing visit is tolerated, and counted,
-if a process was killed: the replica, or the data node, which then could not tell the replica.
+else. A Retracted cancels the same replica's Visit before it. A missing visit is tolerated, and counted, if the replica
+or the data node was killed.
 
-Anchors: within one log the round of a peer and module never falls. Two digests of one (module, round) are a fork, which
-a partition can cause. It has healed if all peers of the other sides have joined one side: a later `caught_up` or
-`restored`, or anything in a later life, names a (round, digest) that this side has held since. Killed peers, peers that
-moved to another module, and peers that stopped before they served need not join. At the end, replicas that left within
-END_MS of the last one hold the same anchor; one may be a single round behind, since it may leave while a round is
-applied. Two behind means that it missed a round.
+Anchors: within one log the round of a peer and module never falls. Two digests of one (module, round) are a fork, as a
+partition can cause. It has healed if all peers of the other sides joined one side: a later `caught_up` or `restored`,
+or any entry after a restart, names a (round, digest) that this side has held since. Killed peers, and peers that moved
+or stopped before they served, need not join. Replicas that leave within END_MS of the last one must hold the same
+anchor. One round behind is allowed, since a replica may leave while a round is applied.
 
-Tokens: they count when their microbatch is completed, and step follows step.
+Tokens: they count when their microbatch is completed, and steps have no gaps.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from node.observability.events import (
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.vocabulary.types import PeerId, Route, short
 
+# Replicas that leave within this time of the last one are compared.
 END_MS = 60_000
 JOINING = "joining"
 _LOG_NAME = re.compile(r"(?P<life>.+-(?P<began>\d+))(?:\.(?P<part>\d+))?\.jsonl")
@@ -79,7 +79,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken rule, and the line where it shows first."""
+    """A broken rule, and the first line that shows it."""
 
     rule: str
     spot: Spot | None
@@ -87,7 +87,7 @@ class Violation:
 
 
 class LogCheck:
-    """One of the audit's checks: takes all events, a peer's in the order of its logs, then judges."""
+    """One check of the audit: takes all events, in log order for each peer, then judges."""
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
@@ -100,7 +100,7 @@ class LogCheck:
         """Takes one event of the log."""
 
     def judge(self) -> None:
-        """Judges what can only be judged at the end."""
+        """Judges rules that need all logs."""
 
     def violate(self, rule: str, spot: Spot | None, message: str) -> None:
         self.violations.append(Violation(rule, spot, message))
@@ -125,7 +125,7 @@ class _Done:
 
 
 class VisitCheck(LogCheck):
-    """The check of exactly once."""
+    """The check that each microbatch counts exactly once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +133,7 @@ class VisitCheck(LogCheck):
         self._visits: defaultdict[str, list[_Counted]] = defaultdict(list)
         self._completed: dict[str, _Done] = {}
         self._abandoned: dict[str, Spot] = {}
+        # By the identity of the life: one entry per process.
         self._tallies: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._before: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._accounts: dict[int, tuple[Spot, MicrobatchCounts]] = {}
@@ -161,7 +162,7 @@ class VisitCheck(LogCheck):
     def judge(self) -> None:
         for number, (spot, counts) in self._accounts.items():
             self._judge_account(spot, counts, self._before[number], self._tallies[number])
-        # A killed data node leaves no figures: its microbatches in flight are unknown, and not counted.
+        # A killed data node leaves no summary, so its microbatches in flight are not counted.
         self.count("started", sum(tally.completed + tally.abandoned for tally in self._tallies.values()))
         for microbatch, done in self._completed.items():
             self._judge_completed(microbatch, done)
@@ -170,6 +171,7 @@ class VisitCheck(LogCheck):
     def _take_back(self, life: Life, peer: str, microbatch: str) -> None:
         self.count("retracted")
         counted = self._visits[microbatch]
+        # Only the latest visit of the same process can be retracted.
         for at in reversed(range(len(counted))):
             if counted[at].peer == peer and counted[at].life is life:
                 del counted[at]
@@ -180,7 +182,7 @@ class VisitCheck(LogCheck):
         self.count("completed")
         before = self._completed.setdefault(microbatch, done)
         if before is not done:
-            self.violate("completed once", done.spot, f"{microbatch} is completed again, after {before.spot}")
+            self.violate("completed once", done.spot, f"{microbatch} is completed again after {before.spot}")
 
     def _tally(self, life: Life, counts: MicrobatchCounts) -> None:
         self._tallies[id(life)] = self._tallies[id(life)].plus(counts)
@@ -188,13 +190,13 @@ class VisitCheck(LogCheck):
     def _judge_account(
         self, spot: Spot, counts: MicrobatchCounts, before: MicrobatchCounts, tally: MicrobatchCounts
     ) -> None:
-        """Compares a data node's final figures with its own log."""
+        """Compares a data node's summary with its own log."""
         for what, said, logged in (
             ("completed", counts.completed - before.completed, tally.completed),
             ("abandoned", counts.abandoned - before.abandoned, tally.abandoned),
         ):
             if said != logged:
-                message = f"the data node says {said} {what}, its log has {logged}"
+                message = f"the data node reports {said} {what}, but its log has {logged}"
                 self.violate("account", spot, message)
         under_way = counts.started - counts.completed - counts.abandoned
         if under_way < 0:
@@ -209,6 +211,7 @@ class VisitCheck(LogCheck):
         if microbatch in self._abandoned:
             message = f"{microbatch} is completed and also abandoned at {self._abandoned[microbatch]}"
             self.violate("completed once", done.spot, message)
+        # `hops` leaves out stage 0, which is the data node itself.
         wanted = {"0": ("0.0", done.life.peer)}
         for hop in done.hops:
             module, _, peer = hop.partition("@")
@@ -244,12 +247,12 @@ class VisitCheck(LogCheck):
         if lives and not all(life.ended_well for life in (*lives, done.life)):
             self.count("lost with a killed peer")
             return
-        why = "" if lives else "; there is no log of that peer"
+        why = "" if lives else "; that peer has no log"
         message = f"{microbatch} does not count at stage {stage} by {peer}, which its path names{why}"
         self.violate("exactly once", done.spot, message)
 
     def _judge_visits_of_others(self) -> None:
-        """A visit is logged only after its data node has logged the completion."""
+        """Finds visits without a completion. A visit is logged only after its data node logged the completion."""
         known = {short(PeerId(peer)) for peer in self._lives}
         for microbatch, found in self._visits.items():
             if not found or microbatch in self._completed:
@@ -279,7 +282,7 @@ History = list[_Entry]
 
 
 class RoundCheck(LogCheck):
-    """The check of anchors."""
+    """The check of rounds and anchors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,6 +336,7 @@ class RoundCheck(LogCheck):
         self.count("rounds")
         if len(sides) == 1:
             return
+        # One side suffices: the others must have joined it.
         unhealed = [self._not_joined(module, digest, sides, histories) for digest in sides]
         fewest = min(unhealed, key=len)
         if not fewest:
@@ -348,7 +352,7 @@ class RoundCheck(LogCheck):
     def _not_joined(
         self, module: str, digest: str, sides: dict[str, dict[str, int]], histories: dict[str, History]
     ) -> list[str]:
-        """Returns the peers that have not joined the side of `digest`."""
+        """Returns the peers that did not join the side of `digest`."""
         lineage = {held.anchor for peer, at in sides[digest].items() for held in histories[peer][at:]}
         apart = []
         for other, peers in sides.items():
@@ -371,6 +375,7 @@ class RoundCheck(LogCheck):
         last_ms = max((ended_ms for ended_ms, _ in ends.values()), default=0)
         together = {peer: held for peer, (ended_ms, held) in ends.items() if last_ms - ended_ms <= END_MS}
         for peer, held in sorted(together.items()):
+            # Rounds after the peer left are not its fault.
             left_ms = self._left_ms.get(peer, ends[peer][0])
             others = [[each for each in histories[other] if each.at_ms <= left_ms] for other in together]
             newest = max((history[-1] for history in others if history), key=lambda each: each.round, default=held)
@@ -390,7 +395,7 @@ class RoundCheck(LogCheck):
                 self.violate("the same end", held.spot, message)
 
     def _held_it(self, peer: str, module: str) -> bool:
-        """Whether the peer still hosted and served the module at its end."""
+        """Whether the peer still served the module at its end."""
         return self._last_modules.get(peer, module) == module and peer not in self._joining
 
 
@@ -411,11 +416,13 @@ class TokenCheck(LogCheck):
     def take(self, life: Life, spot: Spot, event: Event) -> None:
         account = self._accounts[id(life)]
         match event:
+            # After a resume, and in old logs, the tokens are unknown until the next step.
             case Continued() | Completed(tokens=None):
                 account.tokens = None
             case Completed(tokens=int(tokens)):
                 account.completed += tokens
             case Step() if event.peer == life.peer:
+                # A resumed data node may start at any step.
                 if account.step and event.step != account.step + 1:
                     self.violate("steps go forward", spot, f"step {event.step} follows step {account.step}")
                 counted = None if account.tokens is None else event.tokens - account.tokens
@@ -433,7 +440,7 @@ def is_rerouted(event: Event | None) -> bool:
 
 
 class RouteCount(LogCheck):
-    """The completed microbatches of a run with experts, by module and route."""
+    """Counts of completed microbatches by module and route, in a run with experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +470,7 @@ class RouteCount(LogCheck):
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The result of an audit."""
+    """Counts and violations that an audit found."""
 
     logs: int
     ended_well: int
@@ -488,7 +495,7 @@ class AuditReport:
 
 
 class Audit:
-    """Reads logs one after the other, a peer's in the order of their start, and judges them together."""
+    """Reads logs in turn, a peer's in the order of their start, and judges them together."""
 
     def __init__(self) -> None:
         self._own = LogCheck()
@@ -498,13 +505,14 @@ class Audit:
         self._torn = 0
 
     def read(self, lines: Iterable[Line]) -> None:
-        """Reads all lines of one process, with their line ends. Only its last line may be cut off."""
+        """Reads all lines of one process, with line ends. Only the last one may be truncated."""
         life: Life | None = None
         parts = 0
         cut: Spot | None = None
         for spot, line in lines:
+            # Only a killed process truncates a line, and only its last one.
             if cut is not None:
-                self._own.violate("log", cut, "a line is cut off, and others follow it")
+                self._own.violate("log", cut, "a line is truncated, but others follow it")
             cut = None if line.endswith(b"\n") else spot
             event = None if cut is not None else self._event(spot, line)
             if isinstance(event, Started):
@@ -526,7 +534,7 @@ class Audit:
         self._torn += cut is not None
 
     def _event(self, spot: Spot, line: bytes) -> Event | None:
-        """Returns None for a wrong line, and for an event of a later version."""
+        """Parses a line; None if it is malformed or from a later version."""
         try:
             return event_from_json(line)
         except ProtocolViolation as error:
@@ -535,7 +543,7 @@ class Audit:
 
     def report(self) -> AuditReport:
         if not self._lives:
-            self._own.violate("log", None, "there is no log")
+            self._own.violate("log", None, "no log found")
         for check in self._checks:
             check.judge()
         counts = {what: number for check in self._checks for what, number in check.counts.items()}
@@ -552,7 +560,7 @@ class Audit:
 
 
 def check_logs(logs: Sequence[Iterable[Line]]) -> AuditReport:
-    """Audits logs, given in the order of their processes' start."""
+    """Audits logs, in the order of their processes' start."""
     audit = Audit()
     for lines in logs:
         audit.read(lines)
@@ -567,7 +575,7 @@ def check_folder(folder: Path) -> AuditReport:
 def _lives_in(folder: Path) -> list[list[Path]]:
     """Returns the files of each process, in the order of their start."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder", hint="Name the folder that the nodes were given as --log-dir.")
+        raise ConfigError(f"{folder} is not a folder", hint="Choose the folder that --log-dir named.")
     found: dict[tuple[int, str], list[tuple[int, Path]]] = {}
     for path in folder.iterdir():
         name = _LOG_NAME.fullmatch(path.name)
@@ -577,7 +585,7 @@ def _lives_in(folder: Path) -> list[list[Path]]:
 
 
 def _lines_of(parts: list[Path]) -> Iterator[tuple[Spot, bytes]]:
-    """Yields the lines of a process's files. A line that is too long comes in pieces, which are no events."""
+    """Yields the lines of a process's files. An overlong line comes in pieces, which fail to parse."""
     for path in parts:
         try:
             with path.open("rb") as file:
@@ -586,7 +594,7 @@ def _lines_of(parts: list[Path]) -> Iterator[tuple[Spot, bytes]]:
                     number += 1
                     yield Spot(path.name, number), line
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _stage(module: str) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lab.report import Result
 
 SHOWN = 20
+# Interval of progress rows, in seconds.
 TOLD_EVERY_S = 10.0
 MAX_LINE = 1000
 NO_NETEM = "the emulation is a proxy and does not use netem"
@@ -34,25 +35,28 @@ app.command()(simulate)
 @app.command()
 def wan(
     scenario: Annotated[
-        Path | None, typer.Argument(metavar="SCENARIO", help="A TOML file; docs/LAB.md has one.")
+        Path | None, typer.Argument(metavar="SCENARIO", help="Scenario as a TOML file; docs/lab.md has an example.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder for logs, metrics, plots and the report.")] = None,
-    profile: Annotated[str | None, typer.Option(help="All peers behind this link, whatever the scenario says.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for logs, metrics, plots and report; required.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Put all peers behind this link profile [default: as in the scenario]")
+    ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Then the same without links and events, for as many tokens.")
+        bool, typer.Option("--compare", help="Then repeat the run without links and events, for equally many tokens.")
     ] = False,
-    profiles: Annotated[bool, typer.Option("--profiles", help="List the links that have a name, and end.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    profiles: Annotated[bool, typer.Option("--profiles", help="List the link profiles and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Run a scenario: a local swarm behind slow, far or faulty links. Ctrl-C ends it early, with a report."""
-    announce(
-        "skipstone wan: links that have a name" if profiles else "skipstone wan: reading the scenario", as_json=json
-    )
+    """Run a local swarm behind slow, distant or faulty links.
+
+    Ctrl-C ends it early and still writes the report. Exits with 1 if the event logs do not add up.
+    """
+    announce("skipstone wan: link profiles" if profiles else "skipstone wan: reading the scenario", as_json=json)
     if profiles:
         _list_profiles(as_json=json)
         return
     if scenario is None or out is None:
-        raise ConfigError("wan needs a scenario and a folder", hint="Write `skipstone wan SCENARIO --out DIR`.")
+        raise ConfigError("wan needs a scenario and a folder", hint="Run `skipstone wan SCENARIO --out DIR`.")
     from lab.run import Experiment
     from lab.scenario import read_scenario
     from node.data.places import as_written
@@ -60,10 +64,11 @@ def wan(
 
     read, text = read_scenario(scenario)
     if profile is not None:
+        # The folder keeps the scenario as it ran.
         read, text = read.everywhere(profile), f"# run with --profile {profile}\n{text}"
     data = read.manifest.data
     if data.is_of_files:
-        open_source(data, as_written(data).text)  # else every node would report a missing folder
+        open_source(data, as_written(data).text)  # report a missing folder once, not in every node
     teller = Teller(as_json=json)
     stop = asyncio.Event()
     experiment = Experiment(out, teller.tell, stop)
@@ -79,13 +84,17 @@ def wan(
 @app.command()
 def chaos(
     scenarios: Annotated[
-        list[str] | None, typer.Argument(metavar="SCENARIO...", help="Names, TOML files, or `all`.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="SCENARIO", help="Names of scenarios, TOML files, or `all`.", show_default=False),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder for logs and the report.")] = None,
-    listing: Annotated[bool, typer.Option("--list", help="List the scenarios that come along, and end.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    out: Annotated[Path | None, typer.Option(help="New folder for logs and report; required.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the included scenarios and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Break a local swarm on purpose and judge the result. Exits with 1 if a scenario fails. See docs/CHAOS.md."""
+    """Inject faults into a local swarm and judge its recovery.
+
+    Exits with 1 if a scenario fails. See docs/lab.md.
+    """
     announce("skipstone chaos: reading the scenarios", as_json=json)
     from lab.scenario import find_scenarios, known_scenarios, read_scenario
 
@@ -98,13 +107,13 @@ def chaos(
             _show_columns(faults)
         return
     if not scenarios or out is None:
-        raise ConfigError("chaos needs scenarios and a folder", hint="Write `skipstone chaos all --out DIR`.")
+        raise ConfigError("chaos needs scenarios and a folder", hint="Run `skipstone chaos all --out DIR`.")
     read = [read_scenario(path) for path in find_scenarios(scenarios)]
     if len({scenario.name for scenario, _ in read}) < len(read):
-        raise ConfigError("two of the scenarios have the same name", hint="Their folders would be the same.")
+        raise ConfigError("two scenarios have the same name", hint="Rename one: each needs its own folder.")
     for scenario, _ in read:
         if scenario.chaos is None:
-            raise ConfigError(f"{scenario.name}: chaos is missing", hint="Use `skipstone wan`, or add [chaos].")
+            raise ConfigError(f"{scenario.name} has no [chaos] table", hint="Use `skipstone wan`, or add [chaos].")
     from lab.report import suite_json
     from lab.run import Experiment
 
@@ -116,17 +125,20 @@ def chaos(
         print_json(suite_json(done))
     else:
         passed = sum(each.passed for each in done)
-        typer.echo(f"{passed} of {len(done)} passed, of {len(read)} asked for; begin with {out / 'report.md'}")
+        typer.echo(f"{passed} of {len(done)} passed, {len(read)} requested; see {out / 'report.md'}")
     all_passed = len(done) == len(read) and all(each.passed for each in done)
     raise typer.Exit(exit_code or (0 if all_passed else 1))
 
 
 @app.command()
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="LOGDIR", help="The folder named by --log-dir.")],
-    json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON object.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="LOGDIR", help="Folder with event logs, as given to --log-dir.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the whole report as one JSON object.")] = False,
 ) -> None:
-    """Check the event logs of a run: every microbatch exactly once, one anchor a round. Exits with 1 if not."""
+    """Check that a run's event logs add up.
+
+    Every microbatch must count exactly once, and each round have one anchor. Exits with 1 if not.
+    """
     announce(f"skipstone check: reading {folder}", as_json=json)
     from lab.audit import check_folder
 
@@ -139,7 +151,7 @@ def check(
 
 
 class Teller:
-    """Writes progress, for JSON to standard error."""
+    """Writes progress to standard output; with --json to standard error."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._stream = sys.stderr if as_json else sys.stdout
@@ -147,7 +159,7 @@ class Teller:
         self._loss: float | None = None
 
     def tell(self, news: str | Row | Mark) -> None:
-        """Writes a run's news. A text begins another run or ends one."""
+        """Writes a row at most every `TOLD_EVERY_S`, and marks at once. A text starts or ends a run."""
         from lab.outcome import Row
 
         if isinstance(news, str):
@@ -156,6 +168,7 @@ class Teller:
         elif not isinstance(news, Row):
             self._write(f"  {duration(news.at_s)}  {news.what}")
         else:
+            # A row without a step has no loss: show the previous one.
             self._loss = self._loss if news.loss is None else news.loss
             if news.at - self._told_at >= TOLD_EVERY_S:
                 self._told_at = news.at
@@ -170,7 +183,7 @@ class Teller:
         )
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the reader may have gone: the experiment goes on
+        with contextlib.suppress(OSError, ValueError):  # the reader may be gone; the experiment continues
             self._stream.write(harmless(line, MAX_LINE) + "\n")
             self._stream.flush()
 
@@ -194,7 +207,8 @@ def _show_columns(abouts: dict[str, str]) -> None:
 def _show_result(result: Result, folder: Path) -> None:
     outcome = result.outcome
     assert outcome is not None
-    share = "" if outcome.share_of_compute is None else f", {outcome.share_of_compute:.0%} of what it could compute"
+    share = "" if outcome.share_of_compute is None else f", {outcome.share_of_compute:.0%} of its compute capacity"
+    # Prefer the held-out loss, which does not depend on the last microbatches.
     loss = outcome.loss_last if outcome.held_out_loss is None else outcome.held_out_loss
     held_out = "" if outcome.held_out_loss is None else "held-out "
     typer.echo(
@@ -202,12 +216,12 @@ def _show_result(result: Result, folder: Path) -> None:
         f"{loss_text(loss)}"
     )
     if outcome.loss_ratio is not None:
-        typer.echo(f"the undisturbed run, at equal tokens: {outcome.loss_ratio:.4f} times its loss")
+        typer.echo(f"loss relative to the undisturbed run at equal tokens: {outcome.loss_ratio:.4f}")
     violations = len(outcome.report.violations)
     typer.echo(f"skipstone check: {f'{violations} violations' if violations else 'ok'}")
     if result.why_no_plots is not None:
         typer.echo(result.why_no_plots)
-    typer.echo(f"all of it is in {folder}; begin with {folder / 'report.md'}")
+    typer.echo(f"all results are in {folder}; see {folder / 'report.md'}")
 
 
 def _show_check(report: AuditReport) -> None:

@@ -1,5 +1,7 @@
-"""`python lab/faulty_node.py [--clock SECONDS] [--step SECONDS] [--protocol LOWEST-HIGHEST] -- ARGUMENTS`: a node whose
-wall clock is wrong, or is set at SIGUSR1, or that speaks other protocol versions. Its DHT process has the right clock.
+"""A node with a wrong wall clock or other protocol versions.
+
+`python lab/faulty_node.py [--clock SECONDS] [--step SECONDS] [--protocol LOWEST-HIGHEST] -- ARGUMENTS`; SIGUSR1 moves
+the clock by `--step`. The DHT process keeps the right clock.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 
 
 def main() -> None:
-    """Installs the faults before anything else is imported, then runs `skipstone ARGUMENTS`."""
+    """Installs the faults before other imports, then runs `skipstone ARGUMENTS`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--clock", type=float, default=0.0)
     parser.add_argument("--step", type=float, default=0.0)
@@ -32,7 +34,7 @@ def _speak(versions: str) -> None:
     from swarm.vocabulary import types as vocabulary
 
     lowest, _, highest = versions.partition("-")
-    # Everybody imports the name from here, and nobody has yet.
+    # All modules import the name from here, and none has done so yet.
     setattr(vocabulary, "PROTOCOL_VERSIONS", vocabulary.VersionRange(int(lowest), int(highest)))  # noqa: B010
 
 
@@ -40,7 +42,7 @@ def _set_clock(ahead_s: float, step_s: float) -> None:
     from protocol.interfaces import clock
 
     class WrongClock(clock.SystemClock):
-        """A machine whose clock was set by hand."""
+        """The clock of a machine that was set by hand."""
 
         ahead_s: float
 

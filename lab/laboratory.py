@@ -1,4 +1,4 @@
-"""The laboratory: a local swarm behind the emulated network, and everything that can be done to it."""
+"""The laboratory: a local swarm behind the emulated network, and all faults that can be injected."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ from node.observability.events import (
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import SkipstoneError
 
+# Short, because a round's exchange may last only a moment.
 READ_EVERY_S = 0.02
 READ_BYTES = 1 << 20
+# The current anchor and the previous one, for `agree`.
 ANCHORS_KEPT = 2
 _EVENT = b'{"event":"'
+# Most lines are of these kinds; their names are compared as bytes, without parsing.
 _COMPLETED, _VISIT = Completed.NAME.encode(), Visit.NAME.encode()
 _READ = {kind.NAME.encode() for kind in (RoundProgress, RoundCommitted, CaughtUp, Restored, ReplicaAccused)}
 
@@ -54,7 +57,7 @@ class Held:
 
 @dataclass(slots=True)
 class Accused:
-    """A replica accused of lying, and the rounds that its accusers have committed since."""
+    """An accused replica, and its accusers' rounds since then."""
 
     by: set[str] = field(default_factory=set)
     commits: int = 0
@@ -62,7 +65,7 @@ class Accused:
 
 
 class LogWatch:
-    """Follows the event logs in a folder, while `run` runs. `now` returns seconds since the run began."""
+    """Follows the event logs in a folder while `run` runs. `now` returns seconds since the run began."""
 
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self.completed: list[float] = []
@@ -76,7 +79,7 @@ class LogWatch:
         self._wanted: dict[asyncio.Future[RoundProgress], Callable[[RoundProgress], bool]] = {}
 
     async def run(self) -> None:
-        """Reads new lines, until cancelled."""
+        """Reads new lines until cancelled."""
         try:
             while True:
                 self._look()
@@ -86,7 +89,7 @@ class LogWatch:
                 os.close(file)
 
     async def until(self, wanted: Callable[[RoundProgress], bool]) -> RoundProgress:
-        """Waits for the next progress of a round that is wanted."""
+        """Waits for the next round progress that `wanted` accepts."""
         found: asyncio.Future[RoundProgress] = asyncio.get_running_loop().create_future()
         self._wanted[found] = wanted
         try:
@@ -100,13 +103,14 @@ class LogWatch:
                 self._files[path] = os.open(path, os.O_RDONLY), b""
         for path, (file, rest) in tuple(self._files.items()):
             if new := os.read(file, READ_BYTES):
+                # The last line may be incomplete: keep it for the next read.
                 *lines, rest = (rest + new).split(b"\n")
                 self._files[path] = file, rest
                 for line in lines:
                     self._take(path.name.partition("-")[0], line)
 
     def _take(self, peer: str, line: bytes) -> None:
-        name = line.removeprefix(_EVENT).partition(b'"')[0]  # most lines need not be parsed
+        name = line.removeprefix(_EVENT).partition(b'"')[0]  # most lines need no parsing
         if name == _COMPLETED:
             self.completed.append(self._now())
             if b'"route"' in line and is_rerouted(event_from_json(line)):
@@ -157,7 +161,8 @@ class Mark:
 
 
 def place(index: int) -> Place:
-    """Returns a node's place: it listens at a loopback address of its own and advertises its proxy's."""
+    """Returns a node's place: it listens at its own loopback address and advertises its proxy's."""
+    # Loopback is a whole /8, so each node gets two addresses.
     rest = f"{index // 250}.{index % 250 + 1}"
     return Place(host=f"127.77.{rest}", advertise=f"127.78.{rest}")
 
@@ -184,7 +189,7 @@ class Laboratory:
         self.killed: set[int] = set()
         self.frozen: Counter[int] = Counter()
         self.odd: dict[int, bool] = {}
-        """Peers with a fault of their own, and whether the others should work with them."""
+        """Peers started with a fault, and whether others should work with them."""
         self.liars: set[str] = set()
         self.marks: list[Mark] = []
         self.missed: list[str] = []
@@ -198,7 +203,7 @@ class Laboratory:
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
-        """Runs the swarm within the block. Raises ResourceExhausted if a port or a process is not available."""
+        """Runs the swarm within the block. Raises ResourceExhausted if a port or process is unavailable."""
         async with task_scope() as self._group:
             try:
                 async with self.swarm:
@@ -222,19 +227,19 @@ class Laboratory:
         return time.monotonic() - self._began if self._began < math.inf else -1.0
 
     def serving(self) -> dict[int, PeerProgress]:
-        """Returns the living nodes that serve, frozen ones included, by index."""
+        """Returns the living nodes that serve, including frozen ones, by index."""
         peers = self.swarm.progress.peers.items()
         return {index: peer for index, peer in peers if peer.exit_code is None and peer.state == "serving"}
 
     @property
     def failures(self) -> dict[int, int]:
-        """Exit codes of nodes that failed by themselves."""
+        """Exit codes of nodes that failed on their own."""
         ends = self.swarm.ends.items()
         return {peer: end.exit_code for peer, end in ends if end.exit_code and peer not in self.killed}
 
     def kill(self, peer: int) -> None:
         self.killed.add(peer)
-        self.thaw((peer,) * self.frozen[peer])  # else its children could not see its end
+        self.thaw((peer,) * self.frozen[peer])  # otherwise its children could not see its end
         self.swarm.kill(peer)
 
     def start(self, stage: int, site: Site, command: Sequence[str] | None = None, expert: int = 0) -> int:
@@ -253,7 +258,7 @@ class Laboratory:
     async def ended(self, peer: int) -> ChildEnd:
         """Waits until the peer's process and all its children are gone."""
         await until(lambda: peer in self.swarm.ends and peer not in self.swarm.processes())
-        await asyncio.sleep(LOOK_S)  # the swarm drops its handle
+        await asyncio.sleep(LOOK_S)  # lets the swarm drop its handle
         return self.swarm.ends[peer]
 
     async def until_visited(self, peer: int) -> None:
@@ -264,7 +269,8 @@ class Laboratory:
         await until(lambda: self.swarm.progress.peers[peer].state == "serving")
 
     def freeze(self, peers: Sequence[int]) -> None:
-        """Stops all processes of these peers with SIGSTOP, until each freeze is taken back."""
+        """Stops all processes of these peers with SIGSTOP until each freeze is undone."""
+        # Freezes may overlap, so count them.
         self.frozen.update(peers)
         send_signal(self.processes_of(set(peers)), signal.SIGSTOP)
 
@@ -273,7 +279,7 @@ class Laboratory:
         send_signal(self.processes_of(set(peers) - self.frozen.keys()), signal.SIGCONT)
 
     def processes_of(self, peers: set[int]) -> Iterator[int]:
-        """Yields the processes of these peers. The DHT's is in another session, so a process group is not enough."""
+        """Yields the processes of these peers. The DHT runs in another session, so a process group is not enough."""
         roots = {pid for index, pid in self.swarm.processes().items() if index in peers}
         return (pid for _, pid in descendants(roots)) if roots else iter(())
 
@@ -287,7 +293,7 @@ class Laboratory:
         return await asyncio.to_thread(self._callers.caller, source, target)
 
     def attempt(self, name: str, action: Callable[[], None]) -> None:
-        """Carries an action out; an error of ours is a missed event and does not end the run."""
+        """Carries out an action. Our own errors become missed events and do not end the run."""
         try:
             action()
         except SkipstoneError as error:
@@ -315,6 +321,7 @@ class Laboratory:
         async def mend_later() -> None:
             try:
                 await asyncio.sleep(for_s)
+            # Also if the run ends early.
             finally:
                 mend()
             self.end(f"over: {what}")
@@ -322,7 +329,7 @@ class Laboratory:
         self.later(mend_later(), f"the end of: {what}")
 
     async def end_what_lasts(self) -> None:
-        """Mends all faults and cancels what is still to come, so that nodes can stop in good order."""
+        """Mends all faults and cancels pending events, so that nodes can stop cleanly."""
         await cancelled(self._later)
         self.calm()
 
@@ -331,7 +338,7 @@ class Laboratory:
         self.emulation.clear()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Starts a task that ends with the laboratory; its error ends everything."""
+        """Starts a task that ends with the laboratory. Its error ends everything."""
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -347,7 +354,7 @@ class Laboratory:
         self._mark(Mark(self.now(), Kind.NOTE, what))
 
     def miss(self, what: str) -> None:
-        """Notes an event that was not possible."""
+        """Notes an event that was impossible."""
         self.missed.append(what)
         self.note(what)
 

@@ -1,6 +1,6 @@
-"""`python lab/lying_node.py --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in every role.
+"""A node that computes honestly but cheats in rounds: `python lab/lying_node.py --seed N -- ARGUMENTS`.
 
-A seed chooses one lie for each round. The real node does the rest, so the liar is invited, leads and reduces in turn.
+The seed chooses one lie per round. The real node does the rest, so the liar is invited, leads and reduces in turn.
 """
 
 from __future__ import annotations
@@ -46,37 +46,39 @@ from swarm.vocabulary.averaging_messages import (
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
+# How much longer a pseudo-gradient gets; how many rounds ahead a liar claims to be.
 LONG: Final = 1000.0
 STRETCH: Final = 2.0
 PIECES_FALSIFIED: Final = 4
 FAR: Final = 2**24
 
+# Keep the order: a seed chooses by position.
 LIES: Final = (
-    "contributes the opposite, a thousand times as long",
-    "contributes numbers that are none",
-    "contributes other bytes than it has signed",
+    "contributes the negative, a thousand times as long",
+    "contributes NaN",
+    "contributes bytes that it did not sign",
     "contributes more than it declares",
     "claims far more steps and tokens",
-    "claims a result that nobody has made",
-    "reduces to the opposite of the mean",
-    "reduces to nothing",
+    "claims an invented result",
+    "reduces to the negative mean",
+    "reduces to zero",
     "reduces to noise of the same length",
     "reduces to twice the mean",
     "falsifies one piece in four",
-    "sends other results than it has signed",
-    "leaves a member out of its rosters",
+    "sends results that it did not sign",
+    "omits a member from its rosters",
     "changes an entry in its rosters",
     "sends each member another roster",
-    "commits what nobody has prepared",
-    "dissolves every attempt that it convenes",
-    "rejects what everybody sends",
-    "waits for everybody",
-    "prepares another result than the others",
+    "commits an unprepared result",
+    "dissolves every attempt that it leads",
+    "rejects the data of every member",
+    "waits for every member",
+    "prepares a different result",
     "refuses audits",
-    "shows auditors signatures that nobody has made",
-    "accuses in place of auditing",
+    "shows auditors forged signatures",
+    "accuses instead of auditing",
     "announces a round far ahead",
-    "gives away other state than its digest names",
+    "serves state that does not match its digest",
 )
 
 
@@ -107,7 +109,7 @@ class LyingSource(Source):
         np.multiply(out, np.float32(self.factor), out=out)
 
     def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
-        # A codec cannot encode NaN; without one it is sent as it is.
+        # A codec cannot encode NaN; without a codec it is sent as is.
         values = np.empty(part.stop - part.start, np.float32)
         self.write(part, values, 1.0)
         encode_into(codec, np.nan_to_num(values) if codec is not Codec.NONE else values, out)
@@ -134,9 +136,9 @@ def _lie_as_contributor(liar: Liar) -> None:
 
     async def snapshot(self: ReplicaSync) -> Snapshot:
         honest = await fix(self)
-        if liar.tells("contributes the opposite, a thousand times as long"):
+        if liar.tells("contributes the negative, a thousand times as long"):
             return replace(honest, source=_times(honest.source, -LONG), norm=honest.norm * LONG)
-        if liar.tells("contributes numbers that are none"):
+        if liar.tells("contributes NaN"):
             return replace(honest, source=_times(honest.source, float("nan")))
         if liar.tells("contributes more than it declares"):
             return replace(honest, norm=honest.norm * 1e-30)
@@ -145,7 +147,7 @@ def _lie_as_contributor(liar: Liar) -> None:
     def sign(self: EntrySeal, entry: Entry) -> Entry:
         if liar.tells("claims far more steps and tokens"):
             entry = replace(entry, steps=2**31, tokens=2**47)
-        if liar.tells("claims a result that nobody has made"):
+        if liar.tells("claims an invented result"):
             made_up = AnchorVersion(entry.round.number, 1, 2**40, entry.base.fragment, os.urandom(32))
             entry = replace(entry, staged=made_up)
         return seal(self, entry)
@@ -160,9 +162,9 @@ def _lie_as_reducer(liar: Liar) -> None:
 
     def finish(self: Reduction, piece: Piece) -> memoryview:
         total = self._sum(piece)
-        if liar.tells("reduces to the opposite of the mean"):
+        if liar.tells("reduces to the negative mean"):
             np.multiply(total, np.float32(-1), out=total)
-        elif liar.tells("reduces to nothing"):
+        elif liar.tells("reduces to zero"):
             total.fill(0.0)
         elif liar.tells("reduces to noise of the same length"):
             noise = liar.noise.standard_normal(len(total)).astype(np.float32)
@@ -186,9 +188,9 @@ def _lie_in_messages(liar: Liar) -> None:
         self: GrpcTransport, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview
     ) -> None:
         other_bytes = (
-            (isinstance(message, Contribution) and liar.tells("contributes other bytes than it has signed"))
-            or (isinstance(message, StateChunk) and liar.tells("gives away other state than its digest names"))
-            or (isinstance(message, Reduced) and liar.tells("sends other results than it has signed"))
+            (isinstance(message, Contribution) and liar.tells("contributes bytes that it did not sign"))
+            or (isinstance(message, StateChunk) and liar.tells("serves state that does not match its digest"))
+            or (isinstance(message, Reduced) and liar.tells("sends results that it did not sign"))
         )
         await send_honestly(self, peer, message, tensor, memoryview(os.urandom(data.nbytes)) if other_bytes else data)
 
@@ -198,7 +200,7 @@ def _lie_in_messages(liar: Liar) -> None:
 def _told(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
     """Returns the message that replaces an honest one."""
     match message:
-        case SignedRoster(entries=entries) if liar.tells("leaves a member out of its rosters"):
+        case SignedRoster(entries=entries) if liar.tells("omits a member from its rosters"):
             others = [entry for entry in entries if entry.peer not in (peer, message.round.convener)]
             return replace(message, entries=tuple(entry for entry in entries if entry not in others[:1]))
         case SignedRoster(entries=entries) if liar.tells("changes an entry in its rosters"):
@@ -207,21 +209,21 @@ def _told(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
             return replace(
                 message, entries=tuple(entry for entry in entries if entry.peer in (peer, message.round.convener))
             )
-        case Pulse(attempt) if liar.tells("dissolves every attempt that it convenes"):
+        case Pulse(attempt) if liar.tells("dissolves every attempt that it leads"):
             return Dissolved(attempt, "for no reason")
-        case Pulse() if liar.tells("rejects what everybody sends"):
+        case Pulse() if liar.tells("rejects the data of every member"):
             return replace(message, rejected=(peer,))
-        case Pulse() if liar.tells("waits for everybody"):
+        case Pulse() if liar.tells("waits for every member"):
             return replace(message, waiting_for=(peer,))
-        case Prepared(_, version) if liar.tells("prepares another result than the others"):
+        case Prepared(_, version) if liar.tells("prepares a different result"):
             return replace(message, version=replace(version, digest=os.urandom(32)))
-        case Commit(_, version) if liar.tells("commits what nobody has prepared"):
+        case Commit(_, version) if liar.tells("commits an unprepared result"):
             return replace(message, version=replace(version, digest=os.urandom(32)))
         case Evidence(attempt, first, end) if liar.tells("refuses audits"):
             return AuditRefused(attempt, first, end)
-        case Evidence(signed=signed) if liar.tells("shows auditors signatures that nobody has made"):
+        case Evidence(signed=signed) if liar.tells("shows auditors forged signatures"):
             return replace(message, signed=tuple(replace(each, signature=os.urandom(64)) for each in signed))
-        case AuditRequest(attempt, first, end) if liar.tells("accuses in place of auditing"):
+        case AuditRequest(attempt, first, end) if liar.tells("accuses instead of auditing"):
             return Accusation(attempt, first, end, ())
         case Progress() if liar.tells("claims far more steps and tokens"):
             return replace(message, steps=2**31, tokens=2**47)
@@ -243,7 +245,8 @@ def _lie_in_announcements(liar: Liar) -> None:
 
 def _replace(kind: type, **functions: Callable[..., Any]) -> None:
     for name, function in functions.items():
-        assert callable(getattr(kind, name)), f"{kind.__name__}.{name} has gone: the lie would not be told"
+        # A renamed method must fail loudly.
+        assert callable(getattr(kind, name)), f"{kind.__name__}.{name} is gone, so the lie would have no effect"
         setattr(kind, name, function)
 
 

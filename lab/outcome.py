@@ -1,8 +1,7 @@
-"""The outcome of a run: its figures, how soon it recovered from each fault, and the objections to it.
+"""The outcome of a run: its figures, the recovery from each fault, and objections.
 
-The swarm has recovered when, for WINDOW_S, it completes at least a share of the microbatches of such a window before
-the first fault (their median: a slow start or a pause of the machine does not count), and every module has a serving
-replica. A recovery lasts until such a window begins. It counts from the fault, or from the fault's end.
+The swarm has recovered once, for WINDOW_S, it completes a share of the microbatches of a median window before the first
+fault, and every module has a serving replica. A recovery counts from the fault, or from the fault's end.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from swarm.vocabulary.types import PeerId, short
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of the swarm at one moment: a line of metrics.jsonl."""
+    """Figures of the swarm at one moment: a line of metrics.jsonl."""
 
     at: float
     step: int
@@ -40,7 +39,7 @@ class Row:
     serving: int
     waiting: tuple[str, ...]
     links: dict[str, int]
-    """Bytes delivered since the last row by way, such as `0>3`; `-` is a caller from outside."""
+    """Bytes delivered since the last row, by way such as `0>3`; `-` is a caller outside the swarm."""
     up: dict[str, int]
     down: dict[str, int]
 
@@ -53,7 +52,7 @@ class Peaks:
 
 
 class Recorder:
-    """Makes rows. `passed` is what the emulation has delivered before the first row."""
+    """Collects rows. `passed` are the bytes delivered before the first row."""
 
     def __init__(self, passed: dict[Way, int]) -> None:
         self.peaks = Peaks()
@@ -89,11 +88,12 @@ class Recorder:
         )
 
     def sample(self, pids: Iterable[int]) -> None:
+        # The kernel forgets these figures when a process ends.
         for pid in pids:
             try:
                 status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
                 descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             self.peaks = Peaks(
                 max(self.peaks.memory_bytes, 1024 * int(status.get("VmRSS", "0 kB").split()[0])),
@@ -107,21 +107,25 @@ def _name(member: int | None) -> str:
 
 
 WINDOW_S: Final = 3.0
+# A node notices an unserved module a moment later.
 NOTICED_S: Final = 1.0
 LAST_SHARE: Final = 0.1
+# Bounds of one node; beyond them it leaks.
 MAX_DESCRIPTORS: Final = 512
 MAX_THREADS: Final = 256
 MAX_MEMORY_BYTES: Final = 2 * 2**30
+# Below this many microbatches per second a recovery cannot be measured.
 LEAST_PACE: Final = 0.5
 REFUSALS: Final = frozenset(range(65, 79)) - {70}
-"""Exit codes of nodes that gave up; 70 would be a defect."""
+"""Exit codes of nodes that gave up; 70 would be a bug."""
+# Share of rounds that may still include a liar after it was accused.
 COMPANY: Final = 0.25
 _STEP_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The recovery from a fault or after its end. Seconds; infinite if it never came."""
+    """Recovery from a fault or after its end, in seconds; infinite if it never came."""
 
     mark: Mark
     pace_s: float
@@ -129,7 +133,7 @@ class Recovery:
 
     @property
     def counts(self) -> bool:
-        """Whether the limit holds for it: not while a fault lasts."""
+        """Whether the limit applies: not while the fault lasts."""
         return not self.mark.lasts
 
     @property
@@ -148,7 +152,8 @@ class Recovery:
 
 
 def pace_before(times: Sequence[float], until_s: float) -> float:
-    """Returns the completed microbatches per second before `until_s`, or 0 if that is too short. Times ascend."""
+    """Returns completed microbatches per second before `until_s`; 0 if that is too short. `times` ascend."""
+    # The median ignores a slow start and pauses of the machine.
     starts = [start * _STEP_S for start in range(math.ceil(max(0.0, until_s - WINDOW_S) / _STEP_S))]
     return statistics.median(_in_window(times, start) / WINDOW_S for start in starts) if starts else 0.0
 
@@ -156,7 +161,7 @@ def pace_before(times: Sequence[float], until_s: float) -> float:
 def pace_back_after(
     times: Sequence[float], since_s: float, pace: float, end_s: float, share: float = PACE_SHARE
 ) -> float:
-    """Returns the seconds from `since_s` until a share of the pace is back, infinite if not before `end_s`."""
+    """Returns the seconds from `since_s` until a share of the pace is back; infinite if not before `end_s`."""
     needed = share * pace * WINDOW_S
     first = bisect_left(times, since_s)
     for start in (since_s, *times[first:]):
@@ -168,7 +173,7 @@ def pace_back_after(
 
 
 def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float:
-    """Returns the seconds from `since_s` until all modules are served. `changes` hold (time, all are served)."""
+    """Returns the seconds from `since_s` until all modules are served. `changes` hold (time, all served)."""
     for at, (gap_s, served) in enumerate(changes):
         if served or gap_s > since_s + NOTICED_S:
             continue
@@ -179,7 +184,7 @@ def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float
 
 
 def rerouted_after(changes: Sequence[tuple[float, bool]], rerouted: Sequence[float]) -> float | None:
-    """Seconds from full service to the last rerouted microbatch; None if some module is not served at the end."""
+    """Returns the seconds from full service to the last rerouted microbatch; None if a module stays unserved."""
     if not changes or not changes[-1][1]:
         return None
     return max(0.0, rerouted[-1] - changes[-1][0]) if rerouted else 0.0
@@ -190,7 +195,7 @@ def _in_window(times: Sequence[float], start: float) -> int:
 
 
 def agree(replicas: Iterable[Sequence[Held]]) -> bool:
-    """Whether the replicas of each module hold one anchor, or the one before it, by each replica's last anchors."""
+    """Whether the replicas of each module hold the newest anchor or the one before it."""
     by_module: defaultdict[str, list[Sequence[Held]]] = defaultdict(list)
     for anchors in replicas:
         by_module[anchors[-1].module].append(anchors)
@@ -198,6 +203,7 @@ def agree(replicas: Iterable[Sequence[Held]]) -> bool:
 
 
 def _module_agrees(histories: list[Sequence[Held]]) -> bool:
+    # Replicas that are behind must hold the anchor that the others held before.
     newest = max(anchors[-1].round for anchors in histories)
     ahead = [anchors for anchors in histories if anchors[-1].round == newest]
     behind = {anchors[-1] for anchors in histories if anchors[-1].round != newest}
@@ -206,19 +212,19 @@ def _module_agrees(histories: list[Sequence[Held]]) -> bool:
 
 
 def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> tuple[float, ...]:
-    """Sums the announced speeds (stage, tokens per second) of all replicas: what each stage could compute."""
+    """Sums the announced speeds (stage, tokens per second) of all replicas into the capacity of each stage."""
     count = manifest.stages.count
     visited = manifest.stages.visited_per_path
     sums = [0.0] * count
     for stage, speed in speeds:
         if 0 <= stage < count and math.isfinite(speed):
-            # Where paths skip stages, each stage is visited by a share of them only.
+            # If paths skip stages, a stage sees only a share of the microbatches.
             sums[stage] += speed * ((count - 1) / visited if stage and visited else 1.0)
     return tuple(sums)
 
 
 def utilization_of(progress: SwarmProgress) -> float | None:
-    """Returns the share of their time that the peers after stage 0 computed, by their own account."""
+    """Returns the share of time that peers after stage 0 spent computing, by their own summaries."""
     busy = [peer.summary.busy_s for peer in progress.peers.values() if peer.summary is not None and peer.stage > 0]
     computed_s = sum(each.compute + each.idle_work for each in busy)
     lived_s = computed_s + sum(each.wait for each in busy)
@@ -227,7 +233,7 @@ def utilization_of(progress: SwarmProgress) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of one run, from its beginning to the end of its time."""
+    """Outcome of one run."""
 
     scenario: Scenario
     started_after_s: float
@@ -256,7 +262,7 @@ class Outcome:
 
     @property
     def slowest(self) -> tuple[float, int] | None:
-        """The least capacity of a stage, and that stage; None if no speed is known."""
+        """Smallest capacity of a stage, and that stage; None if no speed is known."""
         return min(((speed, stage) for stage, speed in enumerate(self.capacity) if speed > 0), default=None)
 
     @property
@@ -272,7 +278,7 @@ class Outcome:
 
     @property
     def loss_ratio(self) -> float | None:
-        """Held-out loss over the undisturbed run's; the training loss where one was not measured."""
+        """Held-out loss relative to the undisturbed run's, else the training loss; None without such a run."""
         if self.undisturbed is None:
             return None
         other = self.undisturbed
@@ -283,7 +289,7 @@ class Outcome:
 
     @property
     def counted(self) -> tuple[Recovery, ...]:
-        """The recoveries for which the limit holds."""
+        """Recoveries to which the limit applies."""
         return tuple(each for each in self.recoveries if each.counts)
 
     @property
@@ -304,7 +310,7 @@ class Outcome:
 
     @property
     def objections(self) -> tuple[str, ...]:
-        """The objections to the run; none if it has passed."""
+        """Objections to the run; empty if it passed."""
         return (
             *(["the run was cut short"] if self.cut_short else []),
             *(f"check: {found.rule}: {found.message}" for found in self.report.violations),
@@ -314,7 +320,7 @@ class Outcome:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the JSON object of the run. Null seconds mean never."""
+        """Encodes the run as JSON. Null seconds mean never."""
         calm, expected = self.undisturbed, self.scenario.chaos
         objections = self.objections
         return {
@@ -358,40 +364,40 @@ class Outcome:
 
 
 def _of_peers(outcome: Outcome) -> list[str]:
-    """Objections to what nodes did: failures, faulty peers, liars. What liars say is no evidence."""
+    """Collects objections to failed nodes, faulty peers and liars. Accusations by liars do not count."""
     found = [
         f"peer {peer} ended with exit code {code}"
         for peer, code in sorted(outcome.failures.items())
-        # A faulty peer that is excluded may give up, but not break.
+        # An excluded faulty peer may give up, but not crash.
         if outcome.odd.get(peer, (True, 0))[0] or code not in REFUSALS
     ]
     for peer, (works, visits) in outcome.odd.items():
         if works and not visits:
-            found.append(f"nobody worked with peer {peer}")
+            found.append(f"no microbatch visited peer {peer}")
         if not works and visits:
-            found.append(f"{visits} microbatches visited peer {peer}, which should have been left out")
+            found.append(f"{visits} microbatches visited peer {peer}, which should be excluded")
     for name, about in outcome.accused.items():
         honest = about.by - outcome.liars
         if name not in outcome.liars and honest:
-            found.append(f"{short(PeerId(name))} was accused by {len(honest)} honest replicas, and did not lie")
+            found.append(f"{short(PeerId(name))} was accused by {len(honest)} honest replicas, but did not lie")
     for liar in outcome.liars:
         about = outcome.accused.get(liar, Accused())
         if not about.by - outcome.liars:
-            found.append(f"nobody has named {short(PeerId(liar))}, which lies")
+            found.append(f"no honest replica accused the liar {short(PeerId(liar))}")
         elif about.with_it > COMPANY * about.commits:
-            found.append(f"{about.with_it} of {about.commits} rounds had a liar in them after it was named")
+            found.append(f"{about.with_it} of {about.commits} rounds included a liar after it was accused")
     return found
 
 
 def _of_expectations(outcome: Outcome, expected: Expectations) -> list[str]:
     counts, peaks = outcome.report.counts, outcome.peaks
     found = [
-        f"{name}: {counts.get(name, 0)}, at least {least} wanted"
+        f"{name}: {counts.get(name, 0)}, but at least {least} expected"
         for name, least in expected.at_least.items()
         if counts.get(name, 0) < least
     ]
     found += [
-        f"{name}: {counts.get(name, 0)}, at most {most} allowed"
+        f"{name}: {counts.get(name, 0)}, but at most {most} allowed"
         for name, most in expected.at_most.items()
         if counts.get(name, 0) > most
     ]
@@ -401,29 +407,29 @@ def _of_expectations(outcome: Outcome, expected: Expectations) -> list[str]:
         ("bytes of memory", peaks.memory_bytes, MAX_MEMORY_BYTES),
     ):
         if most > limit:
-            found.append(f"a node had {most} {what}, {limit} are allowed")
+            found.append(f"a node used {most} {what}, but only {limit} are allowed")
     return found + _of_recoveries(outcome, expected) + _of_loss(outcome, expected)
 
 
 def _of_recoveries(outcome: Outcome, expected: Expectations) -> list[str]:
     found = []
     if outcome.pace < LEAST_PACE:
-        few = f"{outcome.pace:.2f} microbatches a second before the first fault"
-        found.append(f"{few} are too few to measure a recovery by")
+        few = f"{outcome.pace:.2f} microbatches per second before the first fault"
+        found.append(f"{few} are too few to measure a recovery")
     for each in outcome.counted:
         if each.seconds > expected.recovery_s and outcome.pace >= LEAST_PACE:
             took = "not recovered" if math.isinf(each.seconds) else f"recovered after {each.seconds:.1f} s"
-            found.append(f"{took} ({each.mark.what}); {expected.recovery_s:g} s are allowed")
+            found.append(f"{took} ({each.mark.what}); {expected.recovery_s:g} s allowed")
         if expected.pace_within_s is not None and each.pace_s > expected.pace_within_s:
             late = f"the pace was back after {each.pace_s:.1f} s ({each.mark.what})"
-            found.append(f"{late}; {expected.pace_within_s:g} s are allowed")
+            found.append(f"{late}; {expected.pace_within_s:g} s allowed")
     if expected.rerouted_for_s is None:
         return found
     if outcome.rerouted_for_s is None:
         found.append("not all modules are served again")
     elif outcome.rerouted_for_s > expected.rerouted_for_s:
         late = f"documents went to other experts for {outcome.rerouted_for_s:.1f} s after all modules were served again"
-        found.append(f"{late}; {expected.rerouted_for_s:g} s are allowed")
+        found.append(f"{late}; {expected.rerouted_for_s:g} s allowed")
     return found
 
 
@@ -432,10 +438,10 @@ def _of_loss(outcome: Outcome, expected: Expectations) -> list[str]:
         return []
     calm, ratio = outcome.undisturbed, outcome.loss_ratio
     if ratio is None or calm is None or calm.held_out_loss is None or outcome.held_out_loss is None:
-        return ["the held-out losses with and without the faults could not be measured at as many tokens"]
+        return ["the held-out losses with and without faults could not be measured at equal tokens"]
     if ratio <= expected.loss_ratio:
         return []
-    return [f"the held-out loss is {ratio:.3f} of the undisturbed run's; {expected.loss_ratio:g} is allowed"]
+    return [f"the held-out loss is {ratio:.3f} times the undisturbed run's, but {expected.loss_ratio:g} is allowed"]
 
 
 def _finite(value: float) -> float | None:

@@ -16,12 +16,13 @@ from swarm.vocabulary.types import PeerId, short
 
 SHOWN_OBJECTIONS = 10
 MAX_LINES = 12
+# Inches.
 _SIZE = (9, 4.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A scenario and its outcome; None if the swarm could not be started."""
+    """A scenario and its outcome, which is None if the swarm did not start."""
 
     scenario: Scenario
     outcome: Outcome | None
@@ -58,22 +59,22 @@ def suite_json(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def suite_text(results: Sequence[Result]) -> str:
-    """Returns a suite's report.md: a row and a section for each scenario."""
+    """Formats a suite's report.md: one row and one section per scenario."""
     head = ["scenario", "fault", "passed", "recovery s", "pace back s", "all served s", "pace before /s", "lost"]
     parts = [
         "# Chaos",
         f"{sum(each.passed for each in results)} of {len(results)} scenarios passed.",
         _table(head, (_cells(each) for each in results)),
-        f"Recovery: seconds until a window of {WINDOW_S:g} s begins in which at least {PACE_SHARE:g} of the pace before"
-        " the first fault is made, and every module has a serving replica; the longest of the scenario, from the fault,"
-        " or from its end where it lasts.",
+        f"Recovery: seconds until a window of {WINDOW_S:g} s with at least {PACE_SHARE:g} of the pace before the first"
+        " fault, and with every module served. It counts from the fault, or from its end if it lasts. The table shows"
+        " the longest.",
         *(f"## {each.scenario.name}\n\n{_section(each, f'{each.scenario.name}/')}" for each in results),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def report_text(result: Result) -> str:
-    """Returns the report.md of a single scenario."""
+    """Formats the report.md of a single scenario."""
     return f"# {result.scenario.name}\n\n{_section(result, '')}\n"
 
 
@@ -85,14 +86,14 @@ def _section(result: Result, folder: str) -> str:
         for group, members in zip(scenario.groups, scenario.members_of.values(), strict=True)
     )
     ran = (
-        f"{groups}; {stages.count} stages, of which a path visits {stages.visited_per_path} after stage 0; "
+        f"{groups}; {stages.count} stages, a path visits {stages.visited_per_path} of them after stage 0; "
         f"seed {scenario.seed}."
     )
     objections = [f"* **{each}**" for each in result.objections[:SHOWN_OBJECTIONS]]
     if len(result.objections) > SHOWN_OBJECTIONS:
         objections.append(f"* and {len(result.objections) - SHOWN_OBJECTIONS} more")
     if outcome is not None:
-        ran += f" {outcome.seconds:.1f} s from its beginning, {outcome.started_after_s:.1f} s after the start."
+        ran += f" It ran {outcome.seconds:.1f} s, after {outcome.started_after_s:.1f} s of start-up."
     parts = ["" if scenario.chaos is None else f"{scenario.chaos.fault}.", ran, "\n".join(objections)]
     if outcome is not None:
         parts += [_figures(outcome), _check(outcome), _traffic(outcome), _diary(outcome)]
@@ -118,7 +119,7 @@ def _figures(outcome: Outcome) -> str:
         columns["undisturbed, equal tokens"] = _column(outcome.undisturbed)
     rows = [[what, *(column[what] for column in columns.values())] for what in columns["this run"]]
     if outcome.undisturbed is not None:
-        rows.append(["loss over the undisturbed one's", _number(outcome.loss_ratio, 4), "1"])
+        rows.append(["loss relative to the undisturbed run", _number(outcome.loss_ratio, 4), "1"])
     return _table(["figure", *columns], rows)
 
 
@@ -129,9 +130,9 @@ def _column(outcome: Outcome) -> dict[str, str]:
         "steps": str(outcome.steps),
         "tokens": str(outcome.tokens),
         "tokens/s": f"{outcome.tokens_per_s:.0f}",
-        "what the slowest stage could compute, tokens/s": slowest,
+        "capacity of the slowest stage, tokens/s": slowest,
         "share of compute": _number(outcome.share_of_compute, 3),
-        "peers after stage 0: share of their time computing": _number(outcome.utilization, 3),
+        "time spent computing, peers after stage 0": _number(outcome.utilization, 3),
         "training loss, first step": _number(outcome.loss_first, 4),
         "training loss, last tenth of the tokens": _number(outcome.loss_last, 4),
         "held-out loss": _number(outcome.held_out_loss, 4),
@@ -148,12 +149,12 @@ def _check(outcome: Outcome) -> str:
         f"{check.logs} logs, {check.ended_well} with a clean end; {counts}."
     ]
     lines += [
-        f"{short(PeerId(peer))} was accused by {len(about.by)}; of {about.commits} rounds that they committed since,"
-        f" {about.with_it} had it in."
+        f"{short(PeerId(peer))} was accused by {len(about.by)} peers; {about.with_it} of their {about.commits} later"
+        " rounds included it."
         for peer, about in outcome.accused.items()
     ]
     most = f"{peaks.memory_bytes / 2**20:.0f} MiB, {peaks.descriptors} descriptors, {peaks.threads} threads"
-    return "\n".join([*lines, f"Most of a node: {most}."])
+    return "\n".join([*lines, f"Largest use of a node: {most}."])
 
 
 def _traffic(outcome: Outcome) -> str:
@@ -163,8 +164,8 @@ def _traffic(outcome: Outcome) -> str:
         sizes = [up.get(peer, 0) / 1e6, down.get(peer, 0) / 1e6]
         rates = (f"{size * 8 / outcome.seconds:.2f}" for size in sizes)
         rows.append([peer, *(f"{size:.1f}" for size in sizes), *rates])
-    table = _table(["peer", "sent MB", "got MB", "sent Mbit/s", "got Mbit/s"], rows)
-    return f"Traffic, TLS and the DHT included:\n\n{table}" if rows else ""
+    table = _table(["peer", "sent MB", "received MB", "sent Mbit/s", "received Mbit/s"], rows)
+    return f"Traffic, including TLS and the DHT:\n\n{table}" if rows else ""
 
 
 def _diary(outcome: Outcome) -> str:
@@ -175,7 +176,7 @@ def _diary(outcome: Outcome) -> str:
         if (recovery := recoveries.get(mark)) is not None:
             after = f"; pace back after {_seconds(recovery.pace_s)} s, all served after {_seconds(recovery.served_s)} s"
         lines.append(f"* {mark.at_s:.1f} s: {mark.what}{after}")
-    return "\n".join(["What happened:", "", *lines]) if lines else ""
+    return "\n".join(["Events:", "", *lines]) if lines else ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -192,16 +193,17 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}" if math.isfinite(value) else "never"
 
 
+# Runs by their name in the legend.
 Runs = Mapping[str, Sequence[Row]]
 
 
 def draw(folder: Path, outcome: Outcome) -> tuple[str, ...]:
-    """Draws loss, throughput and traffic; returns the files' names. Raises ConfigError without matplotlib."""
+    """Draws loss, throughput and traffic; returns the file names. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "there are no plots: drawing needs matplotlib, which is not installed",
+            "no plots: matplotlib is not installed",
             hint='Run `pip install "skipstone[plot]"`.',
         ) from None
     runs: Runs = {run.scenario.name: run.rows for run in (outcome, outcome.undisturbed) if run is not None}
@@ -215,13 +217,14 @@ def draw(folder: Path, outcome: Outcome) -> tuple[str, ...]:
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.subplots()
         plot(axes)
+        # Marks have times, not token counts.
         if name != "loss_over_tokens.png":
             for mark in outcome.marks:
                 axes.axvline(mark.at_s, color="0.75", linewidth=0.8, zorder=0)
         try:
             figure.savefig(folder / name)
         except OSError as error:
-            raise ConfigError(f"{folder / name} cannot be written: {error.strerror or error}") from None
+            raise ConfigError(f"cannot write {folder / name}: {error.strerror or error}") from None
     return tuple(plots)
 
 
@@ -238,6 +241,7 @@ def _links(axes: Any, rows: Sequence[Row]) -> None:
     sums: Counter[str] = Counter()
     for row in rows:
         sums.update(row.links)
+    # Only the busiest links: more lines are unreadable.
     for link, _ in sums.most_common(MAX_LINES):
         axes.plot([row.at for row in rows], [row.links.get(link, 0) / 1e6 for row in rows], label=link, linewidth=1)
     axes.set_xlabel("seconds")

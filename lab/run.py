@@ -1,4 +1,4 @@
-"""The run of a scenario: starts its swarm, lets events happen, measures, and ends it in good order."""
+"""One run of a scenario: starts its swarm, follows the timeline, measures, and stops cleanly."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ from swarm.vocabulary.errors import ConfigError, SkipstoneError, Stalled
 log = logging.getLogger(__name__)
 
 ROW_S = 1.0
+# Limits, in seconds, for a swarm to train and for events that take longer than planned.
 START_LIMIT_S = 180.0
 LATER_LIMIT_S = 150.0
+# Data nodes ask after silent microbatches once in this time, so the logs settle meanwhile.
 CALM_S = ASK_S + 1.0
 ASK_LIMIT_S = 120.0
 ASK_TRIES = 2
@@ -55,7 +57,7 @@ Tell = Callable[[str | Row | Mark], None]
 
 
 class Run:
-    """One run of a scenario into an existing folder; without expectations it ends after `longest_s` or `tokens`."""
+    """One run of a scenario in an existing folder. Without expectations it ends after `longest_s` or `tokens`."""
 
     def __init__(
         self,
@@ -88,11 +90,11 @@ class Run:
         self._held_out_loss: float | None = None
 
     def kill(self) -> None:
-        """Kills every node now; a signal handler may call it. `stop` must be set, too."""
+        """Kills every node now. A signal handler may call it; `stop` must be set too."""
         self.lab.swarm.signal_all(signal.SIGKILL)
 
     async def to_the_end(self) -> Outcome:
-        """Runs to the end. Raises SkipstoneError if the swarm does not start or does not train."""
+        """Runs to the end. Raises SkipstoneError if the swarm does not start or train."""
         started = time.monotonic()
         self.logs.mkdir(exist_ok=True)
         async with self.lab.started(), task_scope() as tasks:
@@ -105,7 +107,8 @@ class Run:
             observing = tasks.create_task(self._observe())
             await self._until_over(timeline)
             await cancelled({timeline, observing})
-            self._seconds, self._progress = self.lab.now(), self.lab.swarm.progress  # it trains on while it is asked
+            # The swarm trains on while it is queried, so take the figures first.
+            self._seconds, self._progress = self.lab.now(), self.lab.swarm.progress
             await self.lab.end_what_lasts()
             if not self._stop.is_set():
                 await self._ask()
@@ -119,15 +122,15 @@ class Run:
         def begins() -> bool:
             if time.monotonic() > deadline:
                 raise Stalled(
-                    f"the swarm is not at work after {START_LIMIT_S:.0f} s",
-                    hint=f"Look into {self.logs}; a link may be too slow for the run.",
+                    f"the swarm does not train after {START_LIMIT_S:.0f} s",
+                    hint=f"Look into {self.logs}. A link may be too slow for the run.",
                 )
             progress = self.lab.swarm.progress
             if self.scenario.chaos is None:
                 return progress.step > 0 or progress.is_over
             if progress.is_over:
-                raise Stalled("the swarm has ended before it was at work", hint=f"Look into {self.logs}.")
-            # A peer that does not serve yet could not be missed.
+                raise Stalled("the swarm ended before it trained", hint=f"Look into {self.logs}.")
+            # The loss of a peer that does not serve yet would not show.
             all_serve = len(self.lab.serving()) == len(progress.peers)
             return all_serve and progress.step > 0 and bool(self.lab.watch.completed)
 
@@ -144,6 +147,7 @@ class Run:
                 )
             )
             return
+        # Wait for the planned end, then for late events, then for the recovery.
         await self._until(lambda: timeline.done() and lab.now() >= self.scenario.duration_s)
         limit_s = max([lab.now(), *(event.over_s for event in self.scenario.events)]) + LATER_LIMIT_S
         await self._until(lambda: not lab.waiting or lab.now() > limit_s)
@@ -175,10 +179,10 @@ class Run:
                 self._recorder.step(event)
 
     async def _observe(self) -> None:
-        """Notes which modules are served and writes a row a second, until cancelled."""
+        """Records which modules are served, and one row per second, until cancelled."""
         lab = self.lab
         self._recorder = Recorder(lab.emulation.passed())
-        with self._metrics.open("w", buffering=1) as file:  # the file is read while it grows
+        with self._metrics.open("w", buffering=1) as file:  # line-buffered: people read it while it grows
             while True:
                 modules = {peer.module for index, peer in lab.serving().items() if index not in lab.frozen}
                 served = len(modules) == len(self.scenario.manifest.modules())
@@ -194,20 +198,20 @@ class Run:
 
     async def _ask(self) -> None:
         link = self.lab.swarm.link
-        if self.scenario.chaos is None:  # with expectations, the peers in the link may be gone
+        if self.scenario.chaos is None:  # under chaos, the peers in the link may be gone
             self._status = await self._asked(lambda: query_status(link))
         if self.scenario.held_out:
             answer = await self._asked(lambda: query_evaluation(link, self.scenario.held_out))
             self._held_out_loss = None if answer is None else float(answer["loss"])
 
     async def _asked(self, question: Callable[[], Awaitable[Answer]]) -> Answer | None:
-        """Returns an answer of the swarm, or None: the peers that were asked may just have been killed."""
+        """Asks the swarm; None if it does not answer, since the asked peers may just have been killed."""
         for _ in range(ASK_TRIES):
             try:
                 async with asyncio.timeout(ASK_LIMIT_S):
                     return await unless(self._stop, question())
             except (SkipstoneError, TimeoutError) as error:
-                log.info("the swarm was asked in vain: %s", error)
+                log.info("the swarm did not answer: %s", error)
         return None
 
     @property
@@ -216,12 +220,12 @@ class Run:
 
     @property
     def pace(self) -> float:
-        """Completed microbatches per second before the first event: also a newcomer takes the machine's time."""
+        """Completed microbatches per second before the first event. Even a newcomer takes the machine's time."""
         firsts = [*(mark.at_s for mark in self.lab.marks), *(event.at_s for event in self.scenario.events[:1])]
         return pace_before(self.completed, min(firsts, default=self.lab.now()))
 
     def recoveries(self, until_s: float) -> tuple[Recovery, ...]:
-        """Returns the recoveries from each fault and after its end, as seen by then."""
+        """Returns the recovery from each fault and after its end, as of `until_s`."""
         completed, pace = [at for at in self.completed if at <= until_s], self.pace
         share = PACE_SHARE if self.scenario.chaos is None else self.scenario.chaos.pace_share
         return tuple(
@@ -237,7 +241,7 @@ class Run:
         announced = () if self._status is None else self._status.peers
         numbers = ((str(peer.module).partition(".")[0], peer.tokens_per_s) for peer in announced)
         speeds = ((int(number) if number.isdecimal() else -1, speed) for number, speed in numbers)
-        # Without expectations the run does not wait: what is still to come was not in vain.
+        # Without expectations the run does not wait for late events, so none is missed.
         in_vain = lab.waiting if self.scenario.chaos is not None else []
         return Outcome(
             scenario=self.scenario,
@@ -254,7 +258,7 @@ class Run:
             marks=tuple(lab.marks),
             report=report,
             failures=lab.failures,
-            missed=(*lab.missed, *(f"in vain: waited for {what}" for what in in_vain)),
+            missed=(*lab.missed, *(f"waited in vain for {what}" for what in in_vain)),
             cut_short=self._stop.is_set(),
             pace=self.pace,
             recoveries=self.recoveries(self._seconds),
@@ -272,7 +276,7 @@ LONGEST_CALM = 3.0
 
 @dataclass(slots=True, eq=False)
 class Experiment:
-    """Runs scenarios into a folder. `stop` ends the current run soon, in good order, and starts no other."""
+    """Runs scenarios in a folder. `stop` ends the current run cleanly and starts no other."""
 
     folder: Path
     tell: Tell
@@ -284,14 +288,14 @@ class Experiment:
             self._running.kill()
 
     async def run(self, scenario: Scenario, text: str, *, compare: bool) -> Result:
-        """Runs one scenario, whose file holds `text`. Raises as `Run.to_the_end`; ConfigError for a used folder."""
+        """Runs one scenario; `text` is its file. Raises as `Run.to_the_end`, and ConfigError for a used folder."""
         self.tell(f"{scenario.name}: starting the swarm")
         result = await self._one(scenario, text, self.folder, compare=compare)
         (self.folder / "report.md").write_text(report_text(result))
         return result
 
     async def run_suite(self, scenarios: Sequence[tuple[Scenario, str]]) -> list[Result]:
-        """Runs scenarios one after the other; writes the report after each, so that a broken-off suite has one."""
+        """Runs scenarios in turn. Writes the report after each, so that an interrupted suite has one."""
         make_folder(self.folder)
         results: list[Result] = []
         for scenario, text in scenarios:
@@ -315,6 +319,7 @@ class Experiment:
         return results
 
     async def _one(self, scenario: Scenario, text: str, folder: Path, *, compare: bool) -> Result:
+        # Refuse a used folder before the swarm starts.
         make_folder(folder, text)
         outcome = await self._carry_out(Run(scenario, folder, self.tell, self.stop))
         if compare and not self.stop.is_set():
@@ -326,7 +331,7 @@ class Experiment:
         return Result(scenario, outcome, outcome.objections, plots)
 
     async def _undisturbed(self, outcome: Outcome, folder: Path) -> Outcome | None:
-        """Runs the scenario undisturbed for as many tokens. None if it did not come that far: nothing to compare."""
+        """Repeats the scenario undisturbed for equally many tokens; None if it does not get that far."""
         without = outcome.scenario.undisturbed()
         self.tell(f"{without.name}: starting the swarm")
         make_folder(folder)
@@ -341,12 +346,12 @@ class Experiment:
 
 
 def make_folder(folder: Path, scenario: str | None = None) -> None:
-    """Makes a run's folder with the scenario's text. Raises ConfigError if it is not empty, or cannot be made."""
+    """Creates a run's folder with the scenario's text. Raises ConfigError if it is not empty or not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty", hint="Name a new folder with --out.")
+            raise ConfigError(f"{folder} is not empty", hint="Choose a new folder with --out.")
         if scenario is not None:
             (folder / "scenario.toml").write_text(scenario)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from None
+        raise ConfigError(f"cannot create {folder}: {error.strerror or error}") from None

@@ -1,4 +1,4 @@
-"""The scenario of an experiment: the swarm, its links, what happens when, and what is expected of it."""
+"""A scenario: the swarm, its links, its timeline of events, and its expectations."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ from swarm.vocabulary.errors import ConfigError
 LONGEST_S = 7 * 24 * 3600.0
 MAX_TEXT = 100
 MAX_REPLACEMENTS: Final = 10_000
+# Programs that a node starts, by the name in the file.
 CHILDREN: Final = {"dht": "protocol.dht.process", "p2pd": "p2pd"}
+# Percent of an exchange that count as its middle.
 IN_AN_EXCHANGE = range(1, 100)
 OUTLIVED_S = 65.0
-"""Longer than any record of a peer is valid, in seconds."""
+"""Longer than any peer's record is valid, in seconds."""
 MAX_CLOCK_S: Final = 10 * 365 * 24 * 3600.0
 
 
@@ -54,11 +56,11 @@ def _printable(text: str) -> str:
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_printable)]
 Moment = Annotated[float, Field(ge=0, le=LONGEST_S)]
 Span = Annotated[float, Field(ge=0.1, le=LONGEST_S)]
-"""A duration in seconds. A default of 0 means never, or no end."""
+"""A duration in seconds. A default of 0 means never, or without end."""
 
 
 class ScenarioTable(BaseModel):
-    """A strict table of a scenario file. The field `for_s` or `from_` is the key `for` or `from`."""
+    """A strict table of a scenario file. The fields `for_s` and `from_` are the keys `for` and `from`."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -104,7 +106,7 @@ _Rate = Annotated[float, Field(ge=0.01, le=1e6)]
 
 
 class LinkTable(ScenarioTable):
-    """The changes of a link; None leaves the value as it is."""
+    """Changes of a link; None keeps a value."""
 
     latency_ms: _Delay | None = None
     jitter_ms: _Delay | None = None
@@ -119,7 +121,7 @@ class LinkTable(ScenarioTable):
         return Site(replace(site.shape, **changes), site.region)
 
     def link_in_words(self) -> tuple[str, ...]:
-        """Returns the changes in words, for the diary."""
+        """Describes the changes for the diary."""
         words = tuple(text.format(getattr(self, key)) for key, (_, _, text) in self._given().items())
         return words if self.fault is None else (*words, f"fault {self.fault.value}")
 
@@ -151,11 +153,11 @@ def _explained(error: Mapping[str, Any], where: str) -> str:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     match error["type"]:
         case "extra_forbidden":
-            return f"{path} is no key of a scenario here"
+            return f"{path} is not a key here"
         case "missing":
             return f"{path} is missing"
         case "tuple_type":
-            return f"{path} must be tables: write [[{path}]]"
+            return f"{path} must be a list of tables: write [[{path}]]"
         case "value_error":
             return f"{path}: {error['ctx']['error']}"
         case _:
@@ -163,23 +165,23 @@ def _explained(error: Mapping[str, Any], where: str) -> str:
 
 
 class ScenarioEvent(ScenarioTable):
-    """Something that happens at a moment; `NAME` is its action in the file."""
+    """An event on the timeline; `NAME` is its action in the file."""
 
     NAME: ClassVar[str]
     at_s: Moment
 
     @property
     def over_s(self) -> float:
-        """The end of the event, as far as the file says."""
+        """End of the event, as far as the file tells."""
         return self.at_s + float(getattr(self, "for_s", 0.0))
 
     @abstractmethod
     def do(self, lab: Laboratory) -> None:
-        """Starts the event and notes it in the diary. Raises SkipstoneError if it is not possible now."""
+        """Starts the event and notes it in the diary. Raises SkipstoneError if it is impossible now."""
 
 
 class Reshape(ScenarioEvent, LinkTable):
-    """Gives peers another link: a profile's, then the changes."""
+    """Gives peers another link: a profile, then changes to it."""
 
     NAME = "shape"
     peers: Peers
@@ -190,7 +192,7 @@ class Reshape(ScenarioEvent, LinkTable):
             before = lab.emulation.site(peer) if self.profile is None else profile_of(self.profile).site
             lab.emulation.place(peer, self.applied_to(before))
         what = ", ".join(filter(None, (self.profile, *self.link_in_words())))
-        lab.fault(f"{named(self.peers)} got another link: {what or 'the same'}")
+        lab.fault(f"{named(self.peers)} get another link: {what or 'the same'}")
 
 
 class Kill(ScenarioEvent):
@@ -216,7 +218,7 @@ class Stop(ScenarioEvent):
 
 
 class Start(ScenarioEvent):
-    """Starts a peer, behind the first group's link if no other is named."""
+    """Starts a peer, behind the first group's link unless a profile is given."""
 
     NAME = "start"
     stage: Stage
@@ -242,13 +244,14 @@ class Freeze(ScenarioEvent):
 
 
 class Partition(ScenarioEvent):
-    """Silently cuts the sides off from each other, for a while or until a `Heal`."""
+    """Silently separates the sides, for a while or until a `Heal`."""
 
     NAME = "partition"
     sides: Sides
     for_s: Span = 0.0
 
     def do(self, lab: Laboratory) -> None:
+        # Without `for` the partition lasts until a `Heal` event.
         lab.emulation.partition(self.sides)
         what = f"partition: {' | '.join(named(side) for side in self.sides)}"
         if self.for_s:
@@ -273,9 +276,10 @@ class Churn(ScenarioEvent):
     for_s: Span = 0.0
 
     def moments(self, peers: int, seed: int) -> Sequence[float]:
-        """Returns the times of the replacements: the same with the same seed."""
+        """Returns the times of the replacements, always the same for a seed."""
         slice_s = 60.0 / (self.share_per_minute * peers)
         lots = random.Random(f"{seed} churn {self.at_s:g}")  # noqa: S311 - no secret
+        # One replacement per slice, at a random moment in it.
         number = min(round(self.for_s / slice_s), MAX_REPLACEMENTS)
         return [self.at_s + (turn + lots.random()) * slice_s for turn in range(number)]
 
@@ -289,14 +293,15 @@ class Churn(ScenarioEvent):
 
 
 def replace_one(lab: Laboratory) -> None:
-    """Kills a random peer and starts another for its module, at its site. Spares a module's last replica."""
+    """Kills a random peer and starts another one for its module at its site. Spares a module's last replica."""
     serving: dict[str | None, list[int]] = {}
     for index, peer in lab.serving().items():
+        # A killed peer may look alive for a moment.
         if index not in lab.killed:
             serving.setdefault(peer.module, []).append(index)
     spare = [index for replicas in serving.values() if len(replicas) > 1 for index in sorted(replicas)]
     if not spare:
-        lab.fault("nobody could be spared to be replaced")
+        lab.fault("no peer replaced: every module has only one replica")
         return
     victim = lab.lots.choice(spare)
     before, site = lab.swarm.progress.peers[victim], lab.emulation.site(victim)
@@ -315,6 +320,7 @@ class Worsen(ScenarioEvent, LinkTable):
 
     def do(self, lab: Laboratory) -> None:
         emulation = lab.emulation
+        # Other events may have changed the links, so remember the current ones.
         before = {peer: emulation.site(peer) for peer in self.peers}
         for peer, site in before.items():
             emulation.place(peer, self.applied_to(site))
@@ -327,7 +333,7 @@ class Worsen(ScenarioEvent, LinkTable):
 
 
 class OneWay(ScenarioEvent):
-    """Blocks what some peers send to others; the way back stays open."""
+    """Blocks traffic from some peers to others. The other direction stays open."""
 
     NAME = "one_way"
     from_: Peers
@@ -342,7 +348,7 @@ class OneWay(ScenarioEvent):
 
 
 class Resets(ScenarioEvent):
-    """Resets connections to peers in mid frame, again and again."""
+    """Resets connections of peers repeatedly, in the middle of frames."""
 
     NAME = "resets"
     peers: Peers
@@ -360,7 +366,7 @@ class Resets(ScenarioEvent):
 
 
 class Child(ScenarioEvent):
-    """Kills or stops one child of each node: the DHT's process, or its p2pd."""
+    """Kills or stops one child of each node: the DHT process or its p2pd."""
 
     NAME = "child"
     peers: Peers
@@ -372,17 +378,17 @@ class Child(ScenarioEvent):
         pids = [pid for pid in lab.processes_of(set(self.peers)) if _runs(pid, program)]
         what = f"{len(pids)} processes {program} of {named(self.peers)}"
         if len(pids) < len(self.peers):
-            lab.miss(f"only {what} were there")
+            lab.miss(f"found only {what}")
         if not self.for_s:
             send_signal(pids, signal.SIGKILL)
             lab.fault(f"{what} killed")
             return
         send_signal(pids, signal.SIGSTOP)
-        lab.lasts(f"{what} stand still", self.for_s, lambda: send_signal(pids, signal.SIGCONT))
+        lab.lasts(f"{what} stopped", self.for_s, lambda: send_signal(pids, signal.SIGCONT))
 
 
 class FullDisk(ScenarioEvent):
-    """Makes every write to a file fail, as on a full disk (EFBIG in place of ENOSPC)."""
+    """Makes every write to a file fail, as on a full disk (EFBIG instead of ENOSPC)."""
 
     NAME = "full_disk"
     peers: Peers
@@ -392,6 +398,7 @@ class FullDisk(ScenarioEvent):
         pids = [pid for peer, pid in lab.swarm.processes().items() if peer in self.peers]
         limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
         for pid, (_, most) in limits.items():
+            # The soft limit only, so that it can be raised again.
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
 
         def free() -> None:
@@ -404,7 +411,7 @@ class FullDisk(ScenarioEvent):
 
 def _known_point(name: str) -> str:
     if name not in POINTS:
-        raise ValueError(f"{name!r} is none of {', '.join(POINTS)}")
+        raise ValueError(f"{name!r} is not one of {', '.join(POINTS)}")
     return name
 
 
@@ -419,6 +426,7 @@ class Crash(ScenarioEvent):
     leave_after_s: Span = 0.0
 
     def do(self, lab: Laboratory) -> None:
+        # The variable must reach this node only, not the whole swarm.
         command = ("/usr/bin/env", f"{VARIABLE}={crash_at(self.point, self.nth)}", *node_command())
         peer = lab.start(self.stage, lab.sites[0], command)
         lab.note(f"peer {peer} started for stage {self.stage}; it will kill itself at `{self.point}`")
@@ -429,6 +437,7 @@ class Crash(ScenarioEvent):
             await lab.until_serving(peer)
             await asyncio.sleep(self.leave_after_s)
             lab.swarm.terminate(peer)
+        # The crash is planned, so it is no failure.
         lab.killed.add(peer)
         end = await lab.ended(peer)
         if end.exit_code != 128 + signal.SIGKILL:
@@ -441,7 +450,7 @@ class Crash(ScenarioEvent):
 
 
 class Restart(ScenarioEvent):
-    """Ends peers and starts them again with their identities."""
+    """Stops peers and starts them again with their identities."""
 
     NAME = "restart"
     peers: Peers
@@ -484,14 +493,14 @@ class Odd(ScenarioEvent):
     @model_validator(mode="after")
     def _is_odd(self) -> Self:
         if not self.oddities:
-            raise ValueError("clock and step and protocol are missing: there is nothing odd")
+            raise ValueError("clock, step and protocol are missing: one is needed")
         if bool(self.step_s) != bool(self.step_after_s):
-            raise ValueError("step and step_after go together: one says how far, the other when")
+            raise ValueError("step and step_after go together: the jump and its time")
         return self
 
     @property
     def oddities(self) -> tuple[str, ...]:
-        """The options of `lab.faulty_node`."""
+        """Options of `lab.faulty_node`."""
         given = {"clock": self.clock_s and f"{self.clock_s:g}", "step": self.step_s and f"{self.step_s:g}"}
         return tuple(f"--{key}={value}" for key, value in (given | {"protocol": self.protocol}).items() if value)
 
@@ -499,9 +508,9 @@ class Odd(ScenarioEvent):
         peer = lab.start(self.stage, lab.sites[0], _module_command("faulty_node", *self.oddities))
         lab.odd[peer] = self.works
         if self.step_s:
-            lab.later(self._step(lab, peer), f"peer {peer} to be worked with after its clock was set")
+            lab.later(self._step(lab, peer), f"peer {peer} to get work after its clock was set")
         elif self.works:
-            lab.later(lab.until_visited(peer), f"somebody to work with peer {peer}")
+            lab.later(lab.until_visited(peer), f"a microbatch to visit peer {peer}")
         lab.fault(f"peer {peer} started for stage {self.stage} with {' '.join(self.oddities)}")
 
     async def _step(self, lab: Laboratory, peer: int) -> None:
@@ -509,17 +518,20 @@ class Odd(ScenarioEvent):
         await asyncio.sleep(self.step_after_s)
         if starts_right:
             await lab.until_visited(peer)
+        # `lab.faulty_node` moves its clock on SIGUSR1.
         send_signal((lab.swarm.processes()[peer],), signal.SIGUSR1)
         lab.fault(f"the clock of peer {peer} is set")
+        # Its records from before the jump must expire.
         if starts_right:
             await asyncio.sleep(OUTLIVED_S)
+        # Only visits after the jump count.
         lab.watch.visits.pop(lab.swarm.peers[peer].peer, None)
         await lab.until_visited(peer)
-        lab.note(f"peer {peer} is worked with after its clock was set")
+        lab.note(f"peer {peer} gets work after its clock was set")
 
 
 class Lie(ScenarioEvent):
-    """Starts a replica that lies in rounds (`lab.lying_node`)."""
+    """Starts a replica that cheats in rounds (`lab.lying_node`)."""
 
     NAME = "lie"
     stage: Stage
@@ -528,9 +540,9 @@ class Lie(ScenarioEvent):
     def do(self, lab: Laboratory) -> None:
         peer = lab.start(self.stage, lab.sites[0], _module_command("lying_node", f"--seed={self.seed}"))
         lab.liars.add(lab.swarm.peers[peer].peer)
-        lab.killed.add(peer)  # however it ends
+        lab.killed.add(peer)  # its end is never a failure
         lab.later(lab.until_visited(peer), f"peer {peer} to be at work")
-        lab.note(f"peer {peer} started for stage {self.stage}; it lies in rounds")
+        lab.note(f"peer {peer} started for stage {self.stage}; it cheats in rounds")
 
 
 class FreezeLeader(ScenarioEvent):
@@ -548,7 +560,7 @@ class FreezeLeader(ScenarioEvent):
         progress = await lab.watch.until(self._is_it)
         peer = next(each.index for each in lab.swarm.peers if each.peer == progress.peer)
         lab.freeze((peer,))
-        what = f"peer {peer}, convener of round {progress.round}, frozen at {progress.percent} %"
+        what = f"peer {peer}, leader of round {progress.round}, frozen at {progress.percent} %"
         lab.lasts(what, self.for_s, lambda: lab.thaw((peer,)))
 
     def _is_it(self, progress: RoundProgress) -> bool:
@@ -565,14 +577,14 @@ def named(peers: Sequence[int]) -> str:
 
 
 def _module_command(module: str, *options: str) -> tuple[str, ...]:
-    # By its path: an installation names the packages of the wheel only, which `lab` is none of.
+    # By path, because an editable install finds only the wheel's packages, not `lab`.
     return (sys.executable, "-P", str(Path(__file__).with_name(f"{module}.py")), *options, "--")
 
 
 def _runs(pid: int, program: str) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
     return program in words if program == CHILDREN["dht"] else Path(words[0]).name == program
 
@@ -582,8 +594,8 @@ ALL: Final = "all"
 MAX_PEERS: Final = 256
 PACE_SHARE: Final = 0.5
 
-# Faults show as well in a small model, which leaves the machine time for them. The links are long enough to bound the
-# pace: else the machine would, and every process that starts would show.
+# A small model shows faults as well, and leaves machine time for them. The link latency must bound the pace: if the
+# machine did, every starting process would look like a fault.
 CHAOS_DEFAULTS: Final[Mapping[str, Any]] = {
     "held_out": 0,
     "group": ({"name": "peers", "peers": 5, "profile": "none", "latency_ms": 20},),
@@ -604,7 +616,7 @@ Counts = dict[str, Annotated[int, Field(ge=0, le=2**53)]]
 
 
 class Group(LinkTable):
-    """A group of peers with the same link: a profile's, and the changes to it."""
+    """A group of peers with the same link: a profile, then changes to it."""
 
     name: Text
     peers: Annotated[int, Field(ge=1, le=MAX_PEERS)]
@@ -616,7 +628,7 @@ class Group(LinkTable):
 
 
 class Expectations(ScenarioTable):
-    """What is broken, and what must hold besides the rules of `skipstone check`."""
+    """The fault of a scenario, and limits that must hold in addition to `skipstone check`."""
 
     fault: Text
     recovery_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 30.0
@@ -630,7 +642,7 @@ class Expectations(ScenarioTable):
 
 
 class Scenario(ScenarioTable):
-    """A scenario as read; times count from the moment when the run begins."""
+    """A scenario as read from its file. Time zero is the begin of the run."""
 
     name: Text
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
@@ -646,6 +658,7 @@ class Scenario(ScenarioTable):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults(cls, table: Any) -> Any:
+        # Only chaos scenarios get the small defaults.
         if not isinstance(table, dict) or "chaos" not in table:
             return table
         own = table.get("manifest", {})
@@ -656,7 +669,7 @@ class Scenario(ScenarioTable):
     def _losses_are_compared_where_they_are_measured(self) -> Self:
         if self.chaos is not None and (self.chaos.loss_ratio is None) != (self.held_out == 0):
             raise ValueError(
-                "chaos.loss_ratio and held_out go together: one says of how many microbatches, the other how large"
+                "chaos.loss_ratio and held_out go together: the largest ratio, and the microbatches that measure it"
             )
         return self
 
@@ -684,7 +697,7 @@ class Scenario(ScenarioTable):
 
     @cached_property
     def members_of(self) -> dict[str, tuple[int, ...]]:
-        """The first peers by group, counted through all groups from 0."""
+        """The first peers by group, numbered through all groups from 0."""
         ends = [sum(group.peers for group in self.groups[: number + 1]) for number in range(len(self.groups))]
         return {group.name: tuple(range(end - group.peers, end)) for group, end in zip(self.groups, ends, strict=True)}
 
@@ -693,7 +706,7 @@ class Scenario(ScenarioTable):
         return [group.site for group in self.groups for _ in range(group.peers)]
 
     def members(self, named: Any) -> tuple[int, ...]:
-        """Returns the peers in a list of indices and names of groups. Raises ValueError."""
+        """Resolves a list of indices and group names to peers. Raises ValueError."""
         if not isinstance(named, list):
             raise ValueError("must be a list of peers")
         peers = len(self.sites)
@@ -706,11 +719,11 @@ class Scenario(ScenarioTable):
             else:
                 raise ValueError(f"{item!r} is neither a group nor a peer from 0 to {peers - 1}")
         if not members:
-            raise ValueError("names nobody")
+            raise ValueError("must name at least one peer")
         return tuple(dict.fromkeys(members))
 
     def everywhere(self, profile: str) -> Scenario:
-        """Returns the scenario with all peers, later ones too, behind this profile. Raises ConfigError."""
+        """Returns the scenario with all peers, also later ones, behind this profile. Raises ConfigError."""
         profile_of(profile)
         events = (
             each.model_copy(update={"profile": profile}) if isinstance(each, Start) else each for each in self.events
@@ -719,13 +732,13 @@ class Scenario(ScenarioTable):
         return self.model_copy(update={"groups": tuple(groups), "events": tuple(events)})
 
     def undisturbed(self) -> Scenario:
-        """Returns the scenario without events. One without expectations gets an ideal network, too."""
+        """Returns the scenario without events; without expectations also on an ideal network."""
         calm = self if self.chaos is not None else self.everywhere("none")
         return calm.model_copy(update={"name": f"{self.name}, undisturbed", "events": (), "chaos": None})
 
 
 def find_scenarios(names: list[str]) -> list[Path]:
-    """Returns the files meant by names, paths, and `all`, each once. Raises ConfigError for anything else."""
+    """Returns the files of names, paths and `all`, each once. Raises ConfigError for anything else."""
     known = known_scenarios()
     found: list[Path] = []
     for name in names:
@@ -735,7 +748,7 @@ def find_scenarios(names: list[str]) -> list[Path]:
             found.append(known.get(name, Path(name)))
         else:
             raise ConfigError(
-                f"{name!r} is neither a scenario nor a file", hint="`skipstone chaos --list` shows the scenarios."
+                f"{name!r} is neither a scenario nor a file", hint="`skipstone chaos --list` lists the scenarios."
             )
     return list(dict.fromkeys(found))
 
@@ -745,31 +758,32 @@ def known_scenarios() -> dict[str, Path]:
 
 
 def read_scenario(path: Path) -> tuple[Scenario, str]:
-    """Reads a scenario and its text from a file. Raises ConfigError, and ManifestError for a key under `manifest`."""
+    """Reads a scenario and its text from a file. Raises ConfigError, or ManifestError for a key under `manifest`."""
     try:
         text = path.read_text(encoding="utf-8")
         table = tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"the scenario {path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"cannot read the scenario {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"the scenario {path} is not TOML: {error}") from None
     return scenario_from_table(table), text
 
 
 def scenario_from_table(table: Mapping[str, Any]) -> Scenario:
-    """Makes a scenario from a table. Raises as `read_scenario`; a ConfigError names the key."""
+    """Builds a scenario from a table. Raises as `read_scenario`; a ConfigError names the key."""
     scenario = read_table(Scenario, {key: value for key, value in table.items() if key != "event"})
     if len(scenario.members_of) < len(scenario.groups):
-        raise ConfigError("group: there are two groups of the same name")
+        raise ConfigError("group: two groups have the same name")
     peers, stages = len(scenario.sites), scenario.manifest.stages.count
     if peers < stages:
         raise ConfigError(f"group: {peers} peers cannot host {stages} stages")
     listed = table.get("event", [])
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise ConfigError("event must be tables: write [[event]]")
+        raise ConfigError("event must be a list of tables: write [[event]]")
+    # Events refer to groups and stages, so read them last.
     events = [_event(item, f"event[{number}]", scenario) for number, item in enumerate(listed)]
     if sum(len(each.moments(peers, 0)) for each in events if isinstance(each, Churn)) >= MAX_REPLACEMENTS:
-        raise ConfigError(f"event: {MAX_REPLACEMENTS} replacements are too many")
+        raise ConfigError(f"event: churn must replace fewer than {MAX_REPLACEMENTS} peers")
     return scenario.model_copy(update={"events": tuple(sorted(events, key=lambda event: event.at_s))})
 
 
@@ -777,8 +791,9 @@ def _event(values: dict[str, Any], where: str, scenario: Scenario) -> ScenarioEv
     keys = {key: value for key, value in values.items() if key != "action"}
     kind = EVENTS.get(str(values.get("action")))
     if kind is None:
-        raise ConfigError(f"{where}.action: {values.get('action')!r} is none of {', '.join(EVENTS)}")
+        raise ConfigError(f"{where}.action: {values.get('action')!r} is not one of {', '.join(EVENTS)}")
     event = read_table(kind, keys, where, scenario)
+    # Without `for`, churn lasts until the end of the scenario.
     if isinstance(event, Churn) and not event.for_s:
         return event.model_copy(update={"for_s": max(0.1, scenario.duration_s - event.at_s)})
     return event

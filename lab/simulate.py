@@ -1,4 +1,4 @@
-"""`skipstone simulate`: how many microbatches would such a swarm complete, and which stages would they visit?"""
+"""`skipstone simulate`: completed microbatches and stage visits of a swarm in virtual time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ if TYPE_CHECKING:
     from swarm.routing.cost_model import PeerRoute
     from swarm.vocabulary.types import PeerId
 
+# Schedules of a solver can be large, but not unbounded.
 MAX_FILE_BYTES = 2**31
 REPLAY = "replay:"
 
 
 def simulate(
-    instance: Annotated[Path, typer.Option(help="The problem as JSON: fixed peers, stages and costs.")],
+    instance: Annotated[Path, typer.Option(help="JSON file with the peers, stages and costs of a swarm.")],
     arm: Annotated[
-        str, typer.Option(help="How paths are chosen: `ours`, `swarm`, `greedy`, or `replay:FILE` for a schedule.")
+        str, typer.Option(help="How to choose paths: `ours`, `swarm`, `greedy`, or `replay:FILE` for a schedule.")
     ] = "ours",
-    seconds: Annotated[float, typer.Option(min=1, max=86400, help="Virtual seconds.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Seed of message delays and deaths.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, max=86400, help="Length of the run, in virtual seconds.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of message delays and failures.")] = 1,
     staleness: Annotated[
         int,
-        typer.Option(min=0, max=1, help="0: a data node's steps wait for each other. 1: they do not."),
+        typer.Option(min=0, max=1, help="Steps that a data node may run ahead: 0 waits for each step, 1 overlaps two."),
     ] = 1,
-    kill: Annotated[float, typer.Option(min=0, max=5, help="Share of peers that die each minute and return.")] = 0.0,
+    kill: Annotated[
+        float, typer.Option(min=0, max=5, help="Share of peers that fail and return per minute (0: none).")
+    ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Train in virtual time on a swarm that a file describes, and count what it completes."""
+    """Run a swarm described in a file in virtual time, and count its microbatches."""
     announce("skipstone simulate: virtual time", as_json=json)
     report = asdict(simulated(read_instance(instance), arm, seconds, seed, staleness, kill))
     if json:
@@ -47,11 +50,11 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a swarm did.
+    """Results of a simulated swarm.
 
     Args:
         pace: completed microbatches per second.
-        visits: completed visits by stage after stage 0; the least and the most visited stage beside it.
+        visits: completed visits by stage after stage 0; then those of the least and the most visited stage.
         planning_cpu_seconds: per data node.
         alive_share: mean share of the swarm's compute that was alive.
     """
@@ -79,18 +82,16 @@ class Simulated:
 def simulated(
     problem: Instance, arm: str, seconds: float, seed: int, staleness: int = 1, kill: float = 0.0
 ) -> Simulated:
-    """Runs a swarm in virtual time.
-
-    Raises:
-        ConfigError: there is no such arm, or the schedule cannot be replayed.
-    """
+    """Runs a swarm in virtual time. Raises ConfigError for an unknown arm or a schedule that cannot be replayed."""
     from lab.world.arms import RULES, planner_of
     from lab.world.churn import run_churn
     from lab.world.world import TOKENS
 
     schedule = read_schedule(Path(arm.removeprefix(REPLAY)), problem) if arm.startswith(REPLAY) else None
     if schedule is None and arm not in RULES:
-        raise ConfigError(f"simulate knows no arm {arm!r}", hint=f"Name {', '.join(RULES)} or {REPLAY}FILE.")
+        raise ConfigError(
+            f"{arm!r} is not an arm of simulate", hint=f"Choose one of {', '.join(RULES)} or {REPLAY}FILE."
+        )
     done = run_churn(problem, seconds, kill, seed, staleness, planner_of(arm, seed, TOKENS, schedule))
     visits = {str(stage): done.accumulated.get(stage, 0) for stage in range(1, problem.rules.stages)}
     return Simulated(
@@ -116,21 +117,16 @@ def simulated(
 
 
 def read_instance(path: Path) -> Instance:
-    """The instance in a JSON file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no instance.
-    """
+    """Reads an instance from a JSON file. Raises ConfigError."""
     from lab.world.instance import from_json
 
     return from_json(_read_json(path))
 
 
 def read_schedule(path: Path, problem: Instance) -> dict[PeerId, list[PeerRoute]]:
-    """The routes of each data node in launch order, from `{"paths": [{"data_node": p, "peers": [q, ...]}, ...]}`.
+    """Reads each data node's routes in launch order, from `{"paths": [{"data_node": p, "peers": [q, ...]}, ...]}`.
 
-    Raises:
-        ConfigError: it cannot be read, or a path of it is not legal in this problem.
+    Raises ConfigError if the file is unreadable or a path breaks the problem's rules.
     """
     from lab.world.instance import peer_of
 
@@ -142,12 +138,13 @@ def read_schedule(path: Path, problem: Instance) -> dict[PeerId, list[PeerRoute]
             route = tuple(peer_of(int(peer)) for peer in peers)
             fault = problem.rules.fault([stage_of[peer] for peer in route])
             if fault is not None:
-                raise ConfigError(f"{path} has a path that is not legal: {fault}")
+                raise ConfigError(f"{path} has an illegal path: {fault}")
             routes[data_node].append(route)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no schedule of {problem.name}: {error!r}") from error
+        raise ConfigError(f"{path} is not a schedule of {problem.name}: {error!r}") from error
+    # A data node without a path would be idle for the whole run.
     if not all(routes.values()):
-        raise ConfigError(f"{path} has no path for some data node of {problem.name}")
+        raise ConfigError(f"{path} has no path for at least one data node of {problem.name}")
     return routes
 
 
@@ -157,9 +154,9 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
         value = json_module.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} is not a JSON object")
     return value

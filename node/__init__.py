@@ -1,1 +1,1 @@
-"""The process: command line, configuration, stages, model, data, metrics."""
+"""The process: command line, runtime, model, data and network."""

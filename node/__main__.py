@@ -1,4 +1,4 @@
-"""The entry point `python -m node`, which is `skipstone`: the commands of `node`, and those of a checkout's `lab`."""
+"""Entry point `python -m node`: the commands of `node`, and those of `lab` in a checkout."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from typing import Final
 
 import typer
 
-from node.cli.app import app, main
+from node.cli.app import LABORATORY, LOOK, app, main
 from node.doctor.doctor import doctor
 from swarm.vocabulary.errors import ConfigError
 
 CHECKOUT: Final = Path(__file__).parent.parent
-LABORATORY: Final = {
-    "check": "Check the event logs of a run: every microbatch exactly once, one anchor a round.",
-    "wan": "Run a local swarm behind slow, far or faulty links.",
-    "chaos": "Break a local swarm on purpose and judge what it makes of that.",
-    "simulate": "Train in virtual time on a swarm that a file describes, and count what it completes.",
+EXPERIMENTS: Final = {
+    "check": "Check that a run's event logs add up.",
+    "wan": "Run a local swarm behind slow, distant or faulty links.",
+    "chaos": "Inject faults into a local swarm and judge its recovery.",
+    "simulate": "Run a swarm described in a file in virtual time.",
 }
 
 
 def experiment(context: typer.Context) -> None:
-    """Runs a command of `lab`, which is beside `node` in a checkout and in no installation."""
+    """Runs a command of `lab`, which exists in a checkout but not in the wheel."""
     if not (CHECKOUT / "lab" / "__init__.py").is_file():
         raise ConfigError(
             f"`skipstone {context.info_name}` needs a checkout of Skipstone",
             hint="Clone the repository and install it with `pip install -e .`.",
         )
-    sys.path.append(str(CHECKOUT))  # an editable install names the packages of the wheel only
+    sys.path.append(str(CHECKOUT))  # an editable install finds only the wheel's packages
     from lab.commands import app as laboratory
 
     arguments = [str(context.info_name), *context.args]
     raise typer.Exit(laboratory(arguments, prog_name="skipstone", standalone_mode=False) or 0)
 
 
-app.command()(doctor)
-for name, purpose in LABORATORY.items():
+app.command(rich_help_panel=LOOK)(doctor)
+for name, purpose in EXPERIMENTS.items():
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(name, help=purpose, context_settings=settings, add_help_option=False)(experiment)
+    panel = LABORATORY
+    app.command(name, help=purpose, context_settings=settings, add_help_option=False, rich_help_panel=panel)(experiment)
 
 if __name__ == "__main__":
     main()

@@ -1,3 +1,1 @@
-"""Decisions, with no IO: vocabulary, membership, paths, placement, rounds. Imports neither torch, grpc, hivemind nor
-asyncio.
-"""
+"""Decisions without IO: membership, placement, paths, rounds. Imports only the standard library, without asyncio."""

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from swarm.vocabulary import errors
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("swarm", "protocol", "node", "lab")
 GENERATED = ROOT / "protocol" / "generated"
@@ -210,27 +208,6 @@ def test_what_is_public_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(tree), "the module has no docstring"
     silent = [node.name for node in public_definitions(tree) if not ast.get_docstring(node)]
     assert not silent
-
-
-def error_classes() -> dict[str, int]:
-    found = (value for value in vars(errors).values() if isinstance(value, type))
-    return {kind.__name__: kind.exit_code for kind in found if issubclass(kind, errors.SkipstoneError)}
-
-
-def test_the_exit_codes_in_the_readme_are_those_of_the_errors() -> None:
-    rows = re.findall(r"^\| (\d+) \|.*\|([^|]*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    listed = {name: int(code) for code, names in rows for name in re.findall(r"`(\w+)`", names)}
-    assert listed == error_classes()
-
-
-def test_every_command_is_in_the_readme() -> None:
-    from typer.main import get_command
-
-    from node.__main__ import app
-
-    commands = set(getattr(get_command(app), "commands"))  # noqa: B009 - typer's group type says nothing of it
-    listed = set(re.findall(r"^\| `skipstone (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert listed == commands
 
 
 def descriptor(generated: Path) -> bytes:

@@ -1,1 +1,1 @@
-"""The emulated network: links that delay, narrow and cut, for processes on one machine."""
+"""The emulated network: links with latency, rate limits and faults for processes on one machine."""

@@ -1,6 +1,6 @@
-"""The emulated network: the site of each member, partitions and faults, and the bytes that have passed.
+"""The emulated network: each member's site, partitions and faults, and the bytes delivered.
 
-Members are known by their index in the swarm. None is a caller from outside, with an ideal link.
+Members are known by their index in the swarm. None is a caller outside the swarm, with an ideal link.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from swarm.vocabulary.errors import ConfigError
 MBIT = 1_000_000 / 8
 
 # Measured between Google Cloud regions: gensyn-ai/skippipe, commit 7f20d8a, schedulers/communication_costs.py.
-# Delays are one way, both tables are symmetric; each row is one region's values to the regions before it. The source
-# has 0.24 MiB/s between NL and London, a hundredth of their neighbours' rates: we take it for a slip, times 100.
+# Delays are one-way and both tables symmetric; a row lists a region's values to the regions before it. The source has
+# 0.24 MiB/s between NL and London, 1 % of their neighbours' rates. That must be a slip, so we use 24.
 REGIONS: Final = (
     "australia",
     "belgium",
@@ -76,7 +76,7 @@ def region_delay_s(one: str, other: str) -> float:
 
 
 def region_bytes_per_s(one: str, other: str) -> float:
-    """Returns the rate between two machines in these regions, in bytes per second."""
+    """Returns the rate between machines in two regions, in bytes per second."""
     return (_SAME_MIB_PER_S if one == other else _cell(_MIB_PER_S, one, other)) * 2**20
 
 
@@ -96,7 +96,7 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """The link between a peer and the middle of the network."""
+    """The link between a peer and the core of the network."""
 
     latency_s: float = 0.0
     jitter_s: float = 0.0
@@ -106,6 +106,7 @@ class LinkShape:
 
     @property
     def carries_up(self) -> bool:
+        # On a half-open link the peer sends but receives nothing.
         return self.fault in (Fault.NONE, Fault.HALF_OPEN)
 
     @property
@@ -115,7 +116,7 @@ class LinkShape:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A peer's link and its region; between two regions the measured delay and rate are added."""
+    """A peer's link and region. Between two regions, the measured delay and rate are added."""
 
     shape: LinkShape = LinkShape()
     region: str | None = None
@@ -123,7 +124,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A site with a name."""
+    """A named site."""
 
     site: Site
     about: str
@@ -135,21 +136,21 @@ def _own(about: str, latency_ms: float, jitter_ms: float, up_mbit: float, down_m
 
 
 PROFILES: Final[Mapping[str, Profile]] = {
-    "none": Profile(Site(), "no emulation: loopback as it is"),
-    "home-adsl": _own("1 Mbit/s up, 16 down, 15 ms and up to 5 more to the middle", 15, 5, 1, 16),
-    "home-fibre": _own("100 Mbit/s each way, 5 ms and up to 2 more to the middle", 5, 2, 100, 100),
-    "mobile": _own("10 Mbit/s up, 30 down, 25 ms and up to 30 more to the middle", 25, 30, 10, 30),
-    "transatlantic": _own("1 Gbit/s each way, a round trip of 80 ms between any two peers", 20, 0.5, 1000, 1000),
+    "none": Profile(Site(), "no emulation, plain loopback"),
+    "home-adsl": _own("1 Mbit/s up, 16 down, 15 to 20 ms to the core", 15, 5, 1, 16),
+    "home-fibre": _own("100 Mbit/s each way, 5 to 7 ms to the core", 5, 2, 100, 100),
+    "mobile": _own("10 Mbit/s up, 30 down, 25 to 55 ms to the core", 25, 30, 10, 30),
+    "transatlantic": _own("1 Gbit/s each way, 80 ms round trip between any two peers", 20, 0.5, 1000, 1000),
 } | {
-    f"gcp-{region}": Profile(Site(region=region), f"a cloud machine in {region}; measured delays and rates")
+    f"gcp-{region}": Profile(Site(region=region), f"a cloud machine in {region}, with measured delays and rates")
     for region in REGIONS
 }
 
 
 def profile_of(name: str) -> Profile:
-    """Returns the profile with this name. Raises ConfigError if there is none."""
+    """Returns the profile with this name. Raises ConfigError if it is unknown."""
     if name not in PROFILES:
-        raise ConfigError(f"{name!r} is no profile", hint=f"Profiles are {', '.join(PROFILES)}.")
+        raise ConfigError(f"{name!r} is not a profile", hint=f"Choose one of {', '.join(PROFILES)}.")
     return PROFILES[name]
 
 
@@ -174,6 +175,7 @@ class Shaper:
         if math.isinf(self.bytes_per_s):
             return now
         self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_s
+        # A short burst may leave early, so that small messages do not wait.
         return max(now, self._free_at - BURST_S)
 
 
@@ -195,7 +197,7 @@ class _Breaks:
 
 
 class Emulation:
-    """The emulated network of one event loop. One seed draws the same jitter for the n-th connection of two members."""
+    """The emulated network of one event loop. A seed fixes the jitter of the n-th connection between two members."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -217,11 +219,11 @@ class Emulation:
         self._notify()
 
     def reshape(self, member: int, shape: LinkShape) -> None:
-        """Gives a member another link; its region stays."""
+        """Gives a member another link in the same region."""
         self.place(member, Site(shape, self._members[member].site.region))
 
     def partition(self, sides: Sequence[Sequence[int]]) -> None:
-        """Silently cuts the sides off from each other. Members of no side reach all."""
+        """Silently separates the sides. Members of no side reach everyone."""
         self._sides = {member: side for side, members in enumerate(sides) for member in members}
         self._notify()
 
@@ -230,12 +232,12 @@ class Emulation:
         self.partition(())
 
     def block(self, ways: Iterable[Way]) -> None:
-        """Silently blocks these ways, and only these."""
+        """Silently blocks exactly these ways."""
         self._blocked = frozenset(ways)
         self._notify()
 
     def break_every(self, member: int, size_bytes: int | None) -> None:
-        """Resets a connection to the member after every `size_bytes` that came to it; None stops that."""
+        """Resets a connection to the member after every `size_bytes` that it receives; None stops that."""
         if size_bytes is None:
             self._breaks.pop(member, None)
         else:
@@ -272,7 +274,7 @@ class Emulation:
         await self._changed.wait()
 
     def one_way_s(self, way: Way, randomness: random.Random) -> float:
-        """Draws the delay of the next piece, in seconds, without the time its bytes take."""
+        """Draws the delay of the next piece, in seconds, without its transmission time."""
         one, other = (self.site(member) for member in way)
         delay_s = one.shape.latency_s + other.shape.latency_s
         jitter_s = one.shape.jitter_s * randomness.random() + other.shape.jitter_s * randomness.random()
@@ -281,7 +283,7 @@ class Emulation:
         return delay_s + jitter_s
 
     def chunk_bytes(self, way: Way) -> int:
-        """Returns how much to read at once, so that connections share a narrow link piece by piece."""
+        """Returns the bytes to read at once, small enough for connections to share a narrow link."""
         source, target = way
         rate = min(self._access(source).up.bytes_per_s, self._access(target).down.bytes_per_s)
         return int(min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, rate * CHUNK_S)))
@@ -302,12 +304,12 @@ class Emulation:
         return between.grant(size_bytes, left_at)
 
     def arrive(self, way: Way, size_bytes: int, now: float) -> float:
-        """Counts a piece and returns when it is through the receiver's link."""
+        """Counts a piece, and returns when it has passed the receiver's link."""
         self._passed[way] += size_bytes
         return self._access(way[1]).down.grant(size_bytes, now)
 
     def before_break(self, way: Way, size_bytes: int) -> int | None:
-        """Counts a piece against the next reset; returns how much of it comes before one, None if all does."""
+        """Counts a piece towards the next reset; returns the bytes before a reset, None if all pass."""
         breaks = None if way[1] is None else self._breaks.get(way[1])
         if breaks is None:
             return None
@@ -324,5 +326,6 @@ class Emulation:
         return self._outside if member is None else self._members[member]
 
     def _notify(self) -> None:
+        # Waiters hold the old event; a new one serves the next change.
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -1,7 +1,7 @@
-"""The TCP proxy in front of one node: it delays, narrows and cuts connections as the emulated network would.
+"""The TCP proxy in front of one node: delays, limits and cuts connections like the emulated network.
 
-Callers reach a node only at its advertised address, where its proxy listens. A caller is known by the process that
-holds its socket (Linux's /proc, proc(5)), so both ends' links shape both directions of a connection.
+Callers reach a node only at its advertised address, where its proxy listens. A caller is identified by the process that
+holds its socket (Linux's /proc, proc(5)), so both ends' links shape both directions.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lab.emulation.emulation import MAX_CHUNK_BYTES, Emulation, Member, Way
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 
 Endpoint = tuple[str, int]
+# State LISTEN in the kernel's table.
 _LISTENS = 0x0A
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
@@ -41,11 +42,11 @@ class Socket:
 
 
 def require_proc() -> None:
-    """Raises ConfigError unless the kernel tells which process holds a socket."""
+    """Raises ConfigError unless the kernel reveals which process holds a socket."""
     if sys.platform != "linux" or not Path(_TABLES[0]).is_file():
         raise ConfigError(
-            "the WAN emulation needs Linux: it tells nodes apart by /proc",
-            hint="Run it in a container or a virtual machine with Linux.",
+            "the WAN emulation needs Linux, because it identifies nodes by /proc",
+            hint="Run it in a Linux container or virtual machine.",
         )
 
 
@@ -76,7 +77,7 @@ class Callers:
         self._roots = roots
 
     def caller(self, source: Endpoint, target: Endpoint) -> int | None:
-        """Returns the member, or None if it is none of them or its end is closed. Reads /proc: call it in a thread."""
+        """Returns the calling member, or None if it is outside or closed. Reads /proc, so call it in a thread."""
         inode = next((s.inode for s in read_sockets() if s.local == source and s.remote == target and s.inode), None)
         if inode is None:
             return None
@@ -102,8 +103,9 @@ def _processes() -> list[int]:
 def _parent(pid: int) -> int | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended
         return None
+    # The second field, the program's name, may contain spaces and parentheses.
     return int(stat.rpartition(")")[2].split()[1])
 
 
@@ -114,9 +116,9 @@ def _holds(pid: int, inode: int) -> bool:
             try:
                 if os.readlink(f"/proc/{pid}/fd/{name}") == wanted:
                     return True
-            except OSError:  # closed meanwhile
+            except OSError:  # closed in the meantime
                 continue
-    except OSError:  # it has ended, or is somebody else's
+    except OSError:  # ended, or owned by another user
         return False
     return False
 
@@ -135,11 +137,13 @@ def _endpoint(text: str) -> Endpoint:
 log = logging.getLogger(__name__)
 
 MAX_HELD_BYTES = 4 * 2**20
-"""Bytes in flight in one direction of a connection, before reading pauses."""
+"""Most bytes in flight in one direction of a connection; beyond this, reading pauses."""
 RECEIVE_BUFFER_BYTES = 256 * 1024
 LOOK_EVERY_S = 0.2
 CONNECT_TIMEOUT_S = 5.0
+# A read that returns within this time found its bytes waiting.
 AT_ONCE_S = 0.0002
+# SO_LINGER with timeout 0: closing sends a reset.
 _LINGER_RESET = struct.pack("ii", 1, 0)
 
 Now = Callable[[], float]
@@ -148,7 +152,7 @@ FindCaller = Callable[[Endpoint, Endpoint], Awaitable[Member]]
 
 
 class ConnectionReset(Exception):
-    """Raised when one side has reset the connection, so that the other side is reset as well."""
+    """Raised if one side resets the connection, so that the other side is reset too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class Pipe:
-    """One direction of a connection: holds its bytes as long as the network would. Tests pass their own clock."""
+    """One direction of a connection: delays its bytes like the network. Tests pass their own clock."""
 
     emulation: Emulation
     way: Way
@@ -190,9 +194,10 @@ class Pipe:
             left_at = self.emulation.leave(self.way, len(data), ready_at)
             slept = await self._until(left_at)
             late_s = max(0.0, self.now() - left_at)
+            # Only a sleep can oversleep. If there was no sleep, the lateness can only shrink.
             self._late_s = late_s if slept else min(self._late_s, late_s)
             delay_s = self.emulation.one_way_s(self.way, self._randomness)
-            self._arrives_at = max(self._arrives_at, left_at + delay_s)  # jitter keeps the order
+            self._arrives_at = max(self._arrives_at, left_at + delay_s)  # jitter must not reorder bytes
             self._held.append(_Held(self._arrives_at, data, reset))
             self._held_bytes += len(data)
             self._moved.set()
@@ -200,7 +205,7 @@ class Pipe:
                 return
 
     async def _read(self) -> tuple[bytes, bool, float]:
-        """Returns the next bytes, whether the sender reset the stream, and when the link could take them."""
+        """Reads the next bytes. Also returns whether the sender reset the stream, and when the link could take them."""
         now = self.now()
         await self.emulation.passable(self.way)
         while self._held_bytes >= MAX_HELD_BYTES:
@@ -211,8 +216,8 @@ class Pipe:
         except OSError:
             reset = True
         read_at = self.now()
-        # Bytes that were here already waited for this process, which a busy machine wakes late. We take the oversleep
-        # back, or else a busy machine would make the link narrower.
+        # Waiting bytes were delayed by this process, which a busy machine wakes late. Subtract the oversleep, or a busy
+        # machine would narrow the link.
         return data, reset, read_at - self._late_s if read_at - now < AT_ONCE_S else read_at
 
     async def _hand_on(self, taking: asyncio.Task[None]) -> None:
@@ -226,7 +231,7 @@ class Pipe:
             if not held.data:
                 self._end(reset=held.reset)
                 return
-            # It came when it was due, not when this process woke.
+            # The piece arrived when it was due, not when this process woke.
             came_at = self.now() if blocked else held.due_at
             await self._until(self.emulation.arrive(self.way, len(held.data), came_at))
             whole = self.emulation.before_break(self.way, len(held.data))
@@ -241,7 +246,7 @@ class Pipe:
             self._moved.set()
 
     async def _write(self, data: bytes) -> bool:
-        """Returns False if the receiver is gone; the other direction tells the sender."""
+        """Writes data; False if the receiver is gone. The other direction tells the sender."""
         if self.writer.is_closing():
             return False
         self.writer.write(data)
@@ -272,7 +277,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class ProxiedPort:
-    """A port of a node: the address that others call, and the one where it listens."""
+    """A port of a node: the address that peers call, and the one where it listens."""
 
     member: int
     outside: Endpoint
@@ -281,14 +286,14 @@ class ProxiedPort:
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """The proxy of one port. Its own is open while the node's is, so a missing node refuses calls."""
+    """The proxy of one port. It listens only while the node does, so a missing node refuses calls."""
 
     _port: ProxiedPort
     _emulation: Emulation
     _find_caller: FindCaller
 
     async def run(self, watch: ListenWatch) -> None:
-        """Listens and carries connections, until cancelled."""
+        """Listens and carries connections until cancelled."""
         async with asyncio.TaskGroup() as connections:
             while True:
                 await self._until_wanted(watch, wanted=True)
@@ -307,7 +312,7 @@ class Proxy:
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if is_open:
                 connections.create_task(self._carry(reader, writer))
-            else:  # accepted by the kernel before the port was closed
+            else:  # the kernel accepted it before the port was closed
                 _reset(writer)
 
         try:
@@ -315,6 +320,7 @@ class Proxy:
         except OSError as error:
             host, port = self._port.outside
             raise ResourceExhausted(f"the proxy cannot listen on {host}:{port}: {error.strerror or error}") from error
+        # A small buffer, so that the sender feels the emulated link.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         server = await asyncio.start_server(accept, sock=listener, limit=MAX_CHUNK_BYTES)
         try:
@@ -337,7 +343,7 @@ class Proxy:
 
     async def _connect_and_pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         source, target = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
-        if source is None or target is None:  # the caller is gone already
+        if source is None or target is None:  # the caller is gone
             raise ConnectionReset
         member = self._port.member
         caller = await self._find_caller((source[0], source[1]), (target[0], target[1]))
@@ -345,7 +351,7 @@ class Proxy:
             raise ConnectionReset
         there, back = (caller, member), (member, caller)
         randomness = self._emulation.randomness(there)
-        # The kernel's handshake over loopback took no time.
+        # The kernel's handshake over loopback took no time, so wait one round trip here.
         await asyncio.sleep(self._emulation.one_way_s(there, randomness) + self._emulation.one_way_s(back, randomness))
         await self._emulation.passable(there)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -371,7 +377,7 @@ class Proxy:
 
 
 class ListenWatch:
-    """Watches the listening ports of this machine, while `run` runs."""
+    """Watches the listening ports of this machine while `run` runs."""
 
     def __init__(self) -> None:
         self._seen: frozenset[Endpoint] = frozenset()

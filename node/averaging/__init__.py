@@ -1,1 +1,1 @@
-"""Rounds of one replica: anchor, exchange, downloads, audits."""
+"""Averaging of one replica with the other replicas of its module: anchor, rounds, downloads, audits."""

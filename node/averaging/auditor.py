@@ -1,7 +1,7 @@
-"""Audits of committed rounds: one random piece of another's shard is summed again from what its contributors signed.
+"""Audits of committed rounds: members recompute a random piece of another member's shard from signed contributions.
 
-The auditor tells all members of a finding, and each of them audits the piece itself. The poisoned anchor stays: else
-one accuser could cost a round.
+An auditor sends its finding to all members, and each of them audits the piece itself. A wrong anchor stays in use,
+because otherwise a single accuser could cost a round.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ log = logging.getLogger(__name__)
 
 
 class Recount:
-    """The recount of one piece of another's shard. Raises StateError if its memory was reused meanwhile."""
+    """Recomputation of one piece of another member's shard. Raises StateError if its memory was reused meanwhile."""
 
     def __init__(self, record: ExchangeRecord, piece: Piece, momentum: float) -> None:
         plan, source = record.plan, record.source
         if source is None or record.anchor is None:
-            raise StateError("the next exchange has begun")
+            raise StateError("the next exchange has started")
         self._record, self._piece = record, piece
-        # The mean of the piece follows from the two anchors' momentum.
+        # The two anchors' momentum gives the mean that was applied. Without all contributions, only rounding remains.
         self._rest: Vector = np.multiply(source.anchor.momentum[piece.part], np.float32(-momentum))
         np.add(record.anchor.momentum[piece.part], self._rest, out=self._rest)
         self._result = math.sqrt(squares(self._rest))
         member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)
         self._shares = [math.sqrt(piece.elements / (fragment.stop - fragment.start))]
+        # Our own contribution needs no download.
         if plan.contributes:
             data = record.encoded(piece)
             if data is None:
@@ -66,36 +67,41 @@ class Recount:
         accuser: PeerId | None,
         shown: Sequence[SignedHash],
     ) -> Mapping[PeerId, SignedHash] | Caught:
-        """The hash that each contributor but the reducer signed, or who is caught by that."""
+        """Returns the signed hash of each contributor except the reducer, or the member that the evidence convicts."""
         message, reducer = self._record.plan.contribution(self._piece), self._piece.reducer
         due = frozenset(self._record.plan.contributors) - {reducer}
         signed: dict[PeerId, SignedHash] = {}
+        # Check the reducer's evidence before the accuser's.
         for source, listed in ((reducer, () if evidence is None else evidence.signed), (accuser, shown)):
             for one in listed:
+                # Skip non-contributors and repetitions.
                 if one.peer not in due or one == signed.get(one.peer):
                     continue
                 if not signatures.holds(one.peer, message, one.hash, one.signature):
-                    why = f"shows a signature of {short(one.peer)} that does not hold"
+                    why = f"shows an invalid signature of {short(one.peer)}"
                     return self.caught(source or reducer, why)
+                # Two signatures on one piece prove a lie.
                 if one.peer in signed and signed[one.peer].hash != one.hash:
                     why = "signed two different contributions to one piece"
                     return self.caught(one.peer, why, (signed[one.peer], one))
                 signed[one.peer] = one
+            # A reducer keeps the signature of every contribution that it sums.
             if source == reducer and evidence is not None and due - signed.keys():
-                return self.caught(reducer, "cannot show what the contributors to its shard signed")
+                return self.caught(reducer, "cannot show the signed contributions to its shard")
         return signed if due <= signed.keys() else self.caught(accuser or reducer, "accuses without proof")
 
     def take_away(self, signed: SignedHash, data: memoryview) -> Caught | None:
         if hash_of_piece(data) != signed.hash:
-            return self.caught(signed.peer, "sent an auditor something else than what it had signed")
+            return self.caught(signed.peer, "sent an auditor other bytes than it had signed")
         plan = self._record.plan
         member = plan.members[signed.peer]
         try:
             room = np.empty(self._piece.elements, np.float32)
             values = read_encoding(plan.codecs.contribution, data, room)
         except ProtocolViolation as error:
-            return self.caught(self._piece.reducer, f"took a contribution that is none: {error}")
+            return self.caught(self._piece.reducer, f"accepted an invalid contribution: {error}")
         add_scaled(values, -member.coefficient, self._rest)
+        # With a codec that drops values, the encoding is shorter than the declared norm.
         if not plan.codecs.leave_over and member.norm:
             self._shares.append(math.sqrt(squares(values)) / member.norm)
         return None
@@ -113,7 +119,7 @@ class Recount:
 
 
 def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
-    """The probability with which a member audits one of these pieces, which are those of others' shards."""
+    """Returns the probability of auditing one of these pieces, all of other members' shards."""
     plan, codecs = record.plan, record.plan.codecs
     contributors, members = frozenset(plan.contributors), len(plan.members)
 
@@ -134,19 +140,19 @@ Result = TypeVar("Result")
 
 ANSWER_S: Final = 30.0
 PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)
-"""After a refusal: whoever is asked may be a little behind us."""
+"""Pauses before retries after a refusal, in seconds. The peer may be slightly behind us."""
 PATIENCE: Final = 3
-"""Unanswered audits of one reducer, or groundless accusations of one accuser, before it is an offence."""
+"""Unanswered audits of one reducer, or unfounded accusations by one accuser, before it is reported."""
 MOST_DOUBTS: Final = 256
 REQUESTS: Final = 32
-"""That one member may ask of us in one round: an audit of its own and some for accusations, each a few times."""
+"""Requests per member and round: its own audit and some for accusations, each with retries."""
 AT_ONCE: Final = 4
-"""Pieces in memory for audits of others, and for our own."""
+"""Pieces in memory at once, both for audits by others and for our own."""
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """A piece that we have asked for."""
+    """A requested piece."""
 
     spec: TensorSpec
     whole: asyncio.Future[memoryview | None]
@@ -154,7 +160,7 @@ class _Wanted:
 
 
 class Auditor:
-    """The audits of one replica, its own and those that it answers."""
+    """Audits by one replica, and its answers to audits by others."""
 
     def __init__(
         self,
@@ -166,7 +172,7 @@ class Auditor:
     ) -> None:
         self.sent_bytes = self.received_bytes = 0
         self.verdicts = 0
-        """Pieces that were summed again to the end, or somebody was caught."""
+        """Audits that reached a verdict."""
         self._own = own
         self._means = means
         self._send = send
@@ -174,7 +180,7 @@ class Auditor:
         self._begin = begin
         self._random = means.random
         self._records: list[ExchangeRecord] = []
-        """Of the latest two exchanges; only the last can be encoded again."""
+        """Latest two exchanges. Only the last one's contributions can be encoded again."""
         self._served: Counter[PeerId] = Counter()
         self._accusers: set[PeerId] = set()
         self._caught: set[PeerId] = set()
@@ -191,7 +197,7 @@ class Auditor:
         return self._under_way > 0
 
     def completed(self, record: ExchangeRecord) -> None:
-        """Notes a complete exchange: others that commit it before us may ask about it."""
+        """Records a complete exchange. Members that commit it before us may already ask about it."""
         self.exchange_begins()
         self._records = [*self._records, record][-2:]
         self._served.clear()
@@ -199,11 +205,11 @@ class Auditor:
         self._caught.clear()
 
     def exchange_begins(self) -> None:
-        """Drops the memory for encoding pieces of the last exchange again; hashes stay."""
+        """Drops the memory needed to encode pieces of the last exchange again, but keeps the hashes."""
         self._records = [replace(record, anchor=None, source=None, sent=None) for record in self._records]
 
     def committed(self, version: AnchorVersion) -> None:
-        """Notes that the latest exchange holds, and audits one of its pieces, or none."""
+        """Records the commit of the latest exchange and sometimes audits one of its pieces."""
         record = self._records[-1] if self._records else None
         if record is None or record.anchor is None or record.anchor.version != version:
             return
@@ -216,9 +222,10 @@ class Auditor:
         return traffic
 
     def receive(self, sender: PeerId, message: messages.AuditControl) -> None:
-        """Takes in a small message. Only members of the latest exchanges count, and only about those."""
+        """Handles a control message. Ignores peers that are not members of a recent exchange."""
         record = next((record for record in self._records if record.plan.roster.round == message.round), None)
         if record is None or sender not in record.plan.members:
+            # Refuse explicitly, or the peer would wait for a timeout.
             if isinstance(message, messages.AuditRequest):
                 self._refuse(sender, message)
             return
@@ -231,17 +238,17 @@ class Auditor:
                 self._accused(sender, record, message)
 
     def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal | None:
-        """Admits a piece that we have asked for; None if we have not."""
+        """Admits a piece we requested. Returns None for other pieces."""
         wanted = self._wanted.get((sender, message))
         if wanted is None:
             return None
         if wanted.buffer is not None or tensor != wanted.spec:
-            return Refusal(False, "this is not what was asked for")
+            return Refusal(False, "this piece differs from the request")
         wanted.buffer = np.empty(tensor.byte_length, np.uint8).data
         return wanted.buffer
 
     def received(self, sender: PeerId, message: Contribution, buffer: memoryview, whole: bool) -> bool:
-        """Takes an admitted piece; whether it was admitted here. If not `whole`, it was broken off."""
+        """Takes an admitted piece, incomplete unless `whole`. Returns False if it was not admitted here."""
         wanted = self._wanted.get((sender, message))
         if wanted is None or wanted.buffer is not buffer:
             return False
@@ -252,6 +259,7 @@ class Auditor:
 
     def _asked(self, sender: PeerId, record: ExchangeRecord, request: messages.AuditRequest) -> None:
         piece = record.plan.piece_at(request.first_chunk, request.end_chunk)
+        # Bounds the work that one member can cause.
         self._served[sender] += 1
         if piece is None or self._served[sender] > REQUESTS:
             self._refuse(sender, request)
@@ -279,14 +287,14 @@ class Auditor:
                     signed = replace(message, signature=record.own[piece].signature)
                     await self._means.transport.send(asker, signed, spec, data)
             except (PeerError, TimeoutError) as error:
-                log.debug("%s did not take a piece that it asked for: %s", short(asker), error)
+                log.debug("%s did not take a piece it had requested: %s", short(asker), error)
                 return
             self.sent_bytes += data.nbytes
 
     async def audit(
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None = None, shown: Sequence[SignedHash] = ()
     ) -> None:
-        """Sums a piece again and reports a liar. `accuser`, `shown`: who asked for it, and its signed hashes."""
+        """Audits a piece and reports a liar. `accuser` requested the audit, with the signed hashes `shown`."""
         self._under_way += 1
         try:
             async with self._auditing:
@@ -295,6 +303,7 @@ class Auditor:
             self._under_way -= 1
         if caught is None or caught.peer in self._caught:
             return
+        # Report a proven liar once. Doubts may recur.
         if caught.certain:
             self._caught.add(caught.peer)
         self._report(caught)
@@ -305,14 +314,14 @@ class Auditor:
         try:
             recount = await self._on_thread(partial(Recount, record, piece, self._means.rule.momentum))
         except StateError as error:
-            log.debug("no audit of round %d: %s", record.plan.roster.round.number, error)
+            log.debug("cannot audit round %d: %s", record.plan.roster.round.number, error)
             return None
         others = frozenset(record.plan.contributors) - {self._own, piece.reducer}
         signed: Mapping[PeerId, SignedHash] = {}
         if others:
             evidence = await self._evidence_of(record, piece)
             if evidence is None and not shown:
-                why = "does not say what the contributors to its shard signed"
+                why = "does not show the signed contributions to its shard"
                 return self._doubted(self._unanswered, recount.caught(piece.reducer, why, certain=False))
             if evidence is not None:
                 self._unanswered.pop(piece.reducer, None)
@@ -325,22 +334,25 @@ class Auditor:
             *(self._take_away(record, piece, recount, signed[peer]) for peer in sorted(others))
         )
         found = next((one for one in fetched if isinstance(one, Caught)), None)
+        # A contribution is missing, so there is no verdict.
         if found is None and False in fetched:
             return None
         self.verdicts += 1
         found = found or await self._on_thread(partial(recount.judge, signed))
         if found is None and accuser is not None:
-            why = f"accuses {short(piece.reducer)} of a piece that is as it should be"
+            why = f"accuses {short(piece.reducer)} of a piece that is correct"
             return self._doubted(self._groundless, recount.caught(accuser, why, certain=False))
         if found is not None and accuser is None and signed:
             self._accuse(record, piece, found.peer, signed)
         return found
 
     def _doubted(self, doubts: Counter[PeerId], caught: Caught) -> Caught | None:
+        # A peer may be slow or restarting, so only repeated doubts count.
         doubts[caught.peer] += 1
         if doubts[caught.peer] >= PATIENCE:
             del doubts[caught.peer]
             return caught
+        # Bounds the memory. Forgetting a doubt does no harm.
         if len(doubts) > MOST_DOUBTS:
             doubts.clear()
         return None
@@ -350,6 +362,7 @@ class Auditor:
     ) -> None:
         message = record.plan.contribution(piece)
         accusation = messages.Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
+        # The other members audit the piece themselves.
         for peer in record.plan.others:
             if peer != culprit:
                 self._send(peer, accusation)
@@ -370,7 +383,7 @@ class Auditor:
     async def _take_away(
         self, record: ExchangeRecord, piece: Piece, recount: Recount, signed: SignedHash
     ) -> Caught | bool:
-        """Fetches what a contributor has signed and takes its part away from the rest. False when it cannot be had."""
+        """Fetches a signed contribution and subtracts it from the remainder. Returns False if it is not available."""
         async with self._fetching:
             data = await self._fetch(record, piece, signed.peer)
             if data is None:
@@ -406,6 +419,7 @@ class Auditor:
         piece = record.plan.piece_at(accusation.first_chunk, accusation.end_chunk)
         if piece is None or piece.reducer in (self._own, sender) or sender in self._accusers:
             return
+        # Members that commit late may accuse a peer already caught, or refer to an older exchange.
         if piece.reducer in self._caught or record is not self._records[-1]:
             return
         self._accusers.add(sender)
@@ -416,7 +430,7 @@ class Auditor:
 
 
 async def _several_times(ask: Callable[[], Awaitable[Answer | None]]) -> Answer | None:
-    """The first answer that is none of None; None when the time is over."""
+    """Asks until it gets an answer. Returns None after ANSWER_S or the last retry."""
     try:
         async with asyncio.timeout(ANSWER_S):
             for pause_s in PAUSES_S:

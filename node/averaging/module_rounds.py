@@ -1,4 +1,4 @@
-"""The rounds of a node's module, joined to the rest of the node, and the first state of a new replica."""
+"""Rounds of a node's module, connected to the rest of the node, and the first state of a new replica."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 
 ACCUSED_KEPT: Final = 8
 CLIPPED: Final = 0.1
-"""Factor below which a clipped update hardly counts."""
+"""Clipping factor below which an update counts as clipped."""
 CLIPPED_ROUNDS: Final = 3
-"""Clipped rounds in a row after which a person is warned, once."""
+"""Consecutive clipped rounds before a single warning."""
 PROGRESS_S: Final = 1.0
 
 
@@ -77,14 +77,15 @@ class RoundNews:
         self._clipped = self._clipped + 1 if clipping < CLIPPED else 0
         if self._clipped == CLIPPED_ROUNDS:
             text = (
-                f"in {CLIPPED_ROUNDS} rounds in a row this replica's update of stage {self._module} counted "
-                f"less than {CLIPPED:.0%}, because the"
-                " others declare far shorter ones: either it has diverged, or they lie to slow training down"
+                f"this replica's update of stage {self._module} counted less than {CLIPPED:.0%} in {CLIPPED_ROUNDS} "
+                "rounds in a row, because the other replicas declare far smaller updates. "
+                "Either this replica diverged, or they lie to slow training down."
             )
             self._events.emit(events.Note("warning", text))
         self._events.emit(event)
 
     def accused(self, caught: Caught) -> None:
+        # Several members may accuse the same peer of the same round; report it once.
         if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
             return
         self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
@@ -107,6 +108,7 @@ class RoundNews:
         if self._download is None:
             return
         self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
+        # Limits the rate of events.
         now = self._clock.monotonic()
         if now - self._told >= PROGRESS_S:
             self._told = now
@@ -115,7 +117,7 @@ class RoundNews:
     def caught_up(
         self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
     ) -> None:
-        """Reports a fetched anchor. `known`: ours before; `received`: bytes by donor."""
+        """Reports a downloaded anchor. `known` was our anchor before; `received` has bytes by donor."""
         size = sum(len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
         reached, seconds = (anchor.version.round, anchor.version.digest.hex()), self._clock.monotonic() - self._began
         of_each = tuple(received.get(donor, 0) for donor in donors)
@@ -139,9 +141,9 @@ _ELEMENTS = 2**20
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
 ALONE_AFTER_S = 4.0
-"""Seconds for which a resumed replica looks for others: their announcements took 1.8 s on a busy machine."""
+"""Seconds in which a resumed replica looks for others. Announcements took 1.8 s on a busy machine."""
 RESUMING_WITHIN_S = 12.0
-"""Seconds for which those that resume at the same time are waited for."""
+"""Seconds to wait for replicas that resume at the same time."""
 
 
 def rungs_to(limit: Codec) -> tuple[Rung, ...]:
@@ -154,7 +156,7 @@ def rung_of(codecs: RoundCodecs) -> Rung:
 
 
 class ModuleRounds:
-    """The rounds of a node's module. It is also the rounds' view of the node (`RoundHost`)."""
+    """Rounds of a node's module, and the RoundHost through which they see the node."""
 
     def __init__(self, given: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
         manifest, own, session, module = given.manifest, given.session.own, given.session, given.module
@@ -209,7 +211,7 @@ class ModuleRounds:
             self._given.events.emit(restored)
 
     async def prepare(self) -> None:
-        """Waits until the replica holds what its module holds. With nobody else, that is its own state."""
+        """Waits until the replica has the module's agreed state. Without other replicas, that is its own."""
         await self._given.session.membership_sync.looked.wait()
         await self._settled_down()
         if self._store.current.version == self._resumed:
@@ -222,9 +224,11 @@ class ModuleRounds:
             await asyncio.sleep(LOOK_S)
 
     async def _seen_who_resumes_with_us(self) -> None:
+        # Replicas that resume together must find each other first, or each would train a separate anchor.
         clock = self._own.clock
         begun = clock.monotonic()
         while (waited := clock.monotonic() - begun) < RESUMING_WITHIN_S:
+            # The lowest peer id stops waiting early; the others wait for it.
             here = [known for known in self._given.session.membership.peers() if known.module == self._given.module]
             first = not any(known.peer < self._own.peer for known in here)
             if self._machine.in_company or (first and waited >= ALONE_AFTER_S):
@@ -240,12 +244,12 @@ class ModuleRounds:
         return Agreed(self._store.saved(), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
-        """Finishes the current round before leaving: our work since the anchor is in it."""
+        """Finishes the current round before leaving, because it contains our work since the anchor."""
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
     def others(self) -> tuple[OtherReplica, ...]:
-        """The other replicas. Before we serve, leaving ones count as well: one may be the last with the state."""
+        """Returns the other replicas. Until we serve, leaving ones count too: one may be the last with the state."""
         found = (
             OtherReplica(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
             for known in self._given.session.membership.with_state(self._given.module)
@@ -268,8 +272,10 @@ class ModuleRounds:
 
     def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
         self.news.committed(event, reason, clipping)
+        # Another anchor may have been adopted meanwhile.
         if version == self._store.current.version:
             self._given.proofs.shared_round(frozenset(map(PeerId, event.contributors)) - {self._own.peer})
+        # Rounds may be short, so limit the saves.
         now = self._own.clock.monotonic()
         if now - self._saved_at >= BETWEEN_SAVES_S:
             self._saved_at = now
@@ -280,7 +286,7 @@ class ModuleRounds:
 async def module_rounds(
     given: ModuleContext, replica: LocalReplica, first: Anchor | None = None
 ) -> AsyncIterator[ModuleRounds]:
-    """Runs the rounds of the hosted module within the block. `first`: the anchor to put the replica on, if any."""
+    """Runs the rounds of the hosted module within the block. `first` replaces the replica's state, if given."""
     start = await given.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
     saved, since = given.resumed.state, Work()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
@@ -291,7 +297,7 @@ async def module_rounds(
         rounds = ModuleRounds(given, replica, start, averaging)
         if first is None:
             rounds.resume(since)
-        del start, first, saved  # what is not the current anchor any more is not to be kept here
+        del start, first, saved  # references here would keep old anchors in memory
         async with task_scope() as tasks:
             running = tasks.create_task(rounds.run())
             try:
@@ -326,7 +332,7 @@ def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Ancho
     try:
         return restored_anchor(layout, saved)
     except CorruptSnapshot as error:
-        given.events.emit(events.Note("warning", f"{error}; the parameters saved with it are taken for the anchor"))
+        given.events.emit(events.Note("warning", f"{error}. The parameters saved with it become the anchor."))
         return None
 
 
@@ -342,7 +348,8 @@ class FirstState:
 
 
 async def first_state(given: ModuleContext) -> FirstState:
-    """Gets the anchor for the node's replica, however long that takes. Raises ConfigError, ResourceExhausted."""
+    """Gets the replica's initial anchor, waiting as long as needed. Raises ConfigError, ResourceExhausted."""
+    # Weights from the seed or a checkpoint need no download.
     if given.manifest.start is None or given.resumed.state is not None:
         return FirstState()
     allowance = given.options.allowance
@@ -353,7 +360,7 @@ async def first_state(given: ModuleContext) -> FirstState:
 
 
 class _Fetch:
-    """The download of a replica's first anchor."""
+    """Download of a replica's first anchor."""
 
     def __init__(self, given: ModuleContext) -> None:
         session, manifest, module = given.session, given.manifest, given.module
@@ -380,8 +387,11 @@ class _Fetch:
                 return await self._agreed() or await self._from_the_start()
             except (NoQuorum, Stalled) as error:
                 log.info("module %s: %s", self._given.module, error)
+                # Tell the user once.
                 if pause_s == PAUSE_S:
-                    self._given.events.emit(Note("info", f"waits for the weights of module {self._given.module}"))
+                    self._given.events.emit(
+                        Note("info", f"waiting for a peer that has the weights of module {self._given.module}")
+                    )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -395,15 +405,15 @@ class _Fetch:
         try:
             with self._news.fetching(version):
                 return await self._downloads.catch_up(version, donors)
-        except (NoQuorum, Stalled) as error:  # they may have gone on, or may never have had it
+        except (NoQuorum, Stalled) as error:  # they may have moved on, or never had it
             log.info("module %s: %s", module, error)
             return None
 
     async def _from_the_start(self) -> Anchor:
-        """The module's part of the existing model. Raises NoQuorum or Stalled."""
+        """Downloads the module's part of the existing model. Raises NoQuorum or Stalled."""
         known = list(self._given.session.membership.peers())
-        self._random.shuffle(known)  # more than are asked at once are asked in turns
-        # Peers that announce it, then data nodes (the author runs one), then all others.
+        self._random.shuffle(known)  # only some are asked at once; each attempt picks others
+        # First peers that announce this state, then data nodes (the author runs one), then all others.
         known.sort(key=lambda a: (a.anchor != self._first, a.module is None or a.module.stage > 0))
         with self._news.fetching(self._first):
             parameters = await self._downloads.parameters(self._first, [a.peer for a in known][:MOST_ASKED])

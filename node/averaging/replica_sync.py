@@ -1,4 +1,4 @@
-"""A replica between its anchors: snapshots, carrying over, adoption, and the work since the anchor."""
+"""A replica between two anchors: snapshots, carry-over, adoption, and the work since the anchor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swarm.vocabulary.errors import StateError
 log = logging.getLogger(__name__)
 
 SLICE: Final = 2**22
-"""Elements per job on the compute thread (16 MiB): a few milliseconds."""
+"""Elements per job on the compute thread (16 MiB), which takes a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +46,26 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A fixed pseudo-gradient."""
+    """A fixed pseudo-gradient, and the work in it."""
 
     source: Source
     part: slice
     norm: float
-    """Euclidean; not finite if the replica is broken."""
+    """Euclidean norm. Not finite if the replica diverged."""
     done: Work
     since_anchor: Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteppedTo:
-    """The anchor of an outer step without company, and its tokens."""
+    """Anchor of an outer step without peers, and its tokens."""
 
     anchor: Anchor
     tokens: int
 
 
 class ReplicaSync:
-    """The event loop's access to one replica. `averaging`: the thread for arithmetic on anchors."""
+    """Access to one replica from the event loop. `averaging` is the thread for arithmetic on anchors."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class ReplicaSync:
         clock: Clock,
     ) -> None:
         self.is_alone: Callable[[], bool] = lambda: False
-        """Whether nobody else serves the module; asked on the compute thread at each inner step."""
+        """Tells whether no other peer serves the module. Called on the compute thread at each inner step."""
         self.lost = Work()
-        """Work given up by adopting other anchors, since the start."""
+        """Work discarded by adopting other anchors, since the start."""
         self._replica = replica
         self._store = store
         self._compute = compute
@@ -104,23 +104,25 @@ class ReplicaSync:
         self._done, self._at_anchor = since, Work()
 
     def trained_by(self, replicas: int) -> None:
-        """Sets how many replicas train the module: the learning rate follows the tokens of all."""
+        """Sets the number of replicas that train the module. The learning rate follows the tokens of all."""
         self._replica.optimizer.replicas = max(1, replicas)
 
     def after_inner_step(self, figures: StepFigures) -> SteppedTo | None:
-        """Counts an inner step, in the same job; returns the outer step that went before it, if any."""
+        """Counts an inner step in the same job. Returns the outer step that preceded it, if any."""
         self._done += Work(1, figures.tokens)
         stepped_to, self._stepped_to = self._stepped_to, None
         return stepped_to
 
     async def snapshot(self) -> Snapshot:
-        """Fixes the pseudo-gradient of the fragment whose turn it is, in the memory of the one before."""
+        """Fixes the pseudo-gradient of the fragment that is due. Reuses the memory of the previous snapshot."""
         async with self._turn:
+            # Zeroing takes long, so it runs on the averaging thread.
             if self._room is None:
                 parts = [self._store.layout.range_of(*fragment) for fragment in self._store.layout.fragments]
                 largest = max(part.stop - part.start for part in parts)
                 room = partial[Vector](np.full, largest, 0, np.float32)
                 self._room = await self._averaging.run(Priority.UPKEEP, room)
+            # One job, so that anchor and counters belong together.
             base, done, since = await self._compute.run(
                 Priority.UPKEEP, lambda: (self._store.current, self._done, self.since_anchor)
             )
@@ -130,23 +132,24 @@ class ReplicaSync:
             return Snapshot(source, part, math.sqrt(squares), done, since)
 
     def committed(self, snapshot: Snapshot) -> None:
-        """Notes that the anchor of this snapshot is current: work after the snapshot counts from it."""
+        """Records that this snapshot's anchor became current. Work after the snapshot counts from there."""
         self._stand(snapshot.done)
 
     async def carry(self, snapshot: Snapshot, anchor: Anchor, sent: SentParts | None) -> None:
-        """Puts the replica on the new anchor, plus the work since the snapshot and what the codec left out."""
+        """Moves the replica to the new anchor, plus the work since the snapshot and the values the codec dropped."""
         async with self._turn:
             before, after = snapshot.source.snapshot, anchor.parameters
             if sent is not None:
                 base = snapshot.source.anchor.parameters
                 await self._averaging.run(Priority.UPKEEP, partial(sent.rewrite, base, before))
+            # Slices let the compute thread run microbatches in between.
             for piece in _slices(snapshot.part):
                 job = partial(self._carry, piece, before, after, done=snapshot.done if sent is None else None)
                 await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
 
     async def adopt(self, anchor: Anchor) -> None:
-        """Puts the replica on the current anchor; drops its own work and inner optimizer state."""
+        """Moves the replica to the current anchor. Discards its own work and its inner optimizer state."""
         self.lost += self.since_anchor
         self._stand(self._done)
         async with self._turn:
@@ -157,8 +160,8 @@ class ReplicaSync:
             await self._compute.run(Priority.UPKEEP, partial(self._start_anew, anchor))
 
     def _before_inner_step(self) -> None:
-        """Takes the outer step that is due when nobody else serves the module. On the compute thread."""
-        # `solo` steps at the same places, so one replica per stage computes what one process does.
+        """Takes the outer step if one is due and no other peer serves the module. Runs on the compute thread."""
+        # `solo` takes its outer steps at the same points, so one replica per stage computes the same as one process.
         if not self.is_alone():
             return
         self.trained_by(1)
@@ -169,7 +172,8 @@ class ReplicaSync:
         try:
             anchor = step_alone(self._replica, self._store, self._outer, work.steps, work.tokens)
         except StateError as error:
-            log.warning("%s; it starts again from its anchor", error)
+            # Restart from the last anchor instead of spreading the divergence.
+            log.warning("%s. It restarts from its anchor.", error)
             for part, array in before.parameters.pieces():
                 self._replica.write(part, array)
             self._start_anew(before)
@@ -179,6 +183,7 @@ class ReplicaSync:
 
     async def _copy(self, part: slice, source: Source) -> float:
         norms = []
+        # The norm of one slice is computed while the next is copied.
         async with asyncio.TaskGroup() as tasks:
             for piece in _slices(part):
                 await self._compute.run(Priority.UPKEEP, partial(self._replica.read, piece, source.snapshot[piece]))
@@ -187,6 +192,7 @@ class ReplicaSync:
         return math.fsum(norm.result() for norm in norms)
 
     def _carry(self, piece: slice, before: Vector | SharedVector, after: SharedVector, done: Work | None) -> None:
+        # Without inner steps since the snapshot, copy the anchor, because the sum would round.
         if done == self._done:
             self._replica.write(piece, after[piece])
         else:

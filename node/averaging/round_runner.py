@@ -1,4 +1,4 @@
-"""The runner of one replica's round machine: messages, snapshots, exchanges, anchors, and their tasks."""
+"""Runner of one replica's round machine: messages, snapshots, exchanges, anchors, and their tasks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_WAITING_MESSAGES: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRound:
-    """A complete result with its snapshot and what was sent."""
+    """A complete result, its snapshot, and the encoded contributions."""
 
     anchor: Anchor
     snapshot: Snapshot
@@ -49,7 +49,7 @@ class StagedRound:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of pieces of one round, over all attempts."""
+    """Bytes of pieces in one round, over all attempts."""
 
     number: int
     sent: int = 0
@@ -57,7 +57,7 @@ class Traffic:
 
 
 class RoundHost(Protocol):
-    """The interface of a replica's rounds to the rest of the node."""
+    """The node as seen by the rounds of a replica."""
 
     def others(self) -> tuple[events.OtherReplica, ...]: ...
 
@@ -66,18 +66,18 @@ class RoundHost(Protocol):
         ...
 
     def anchored(self, anchor: Anchor) -> None:
-        """Takes note of another anchor. Its arrays hold until the round after the next."""
+        """Called with each new anchor. Its arrays stay valid until the round after the next."""
         ...
 
     def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
-        """Takes note of a committed round, why its codec was chosen, and the factor that clipped our update."""
+        """Called with each committed round, why its codec was chosen, and the factor that clipped our update."""
         ...
 
     def accused(self, caught: events.Caught) -> None: ...
 
 
 class RoundRunner(MachineRunner[events.Event, events.Action]):
-    """One replica's rounds: its messages, snapshot, exchange and complete results."""
+    """Rounds of one replica: its messages, snapshot, exchange and complete results."""
 
     def __init__(
         self,
@@ -128,6 +128,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
 
     def after_inner_step(self, figures: StepFigures) -> None:
         step = self.replica_sync.after_inner_step(figures)
+        # Runs on the compute thread.
         if step is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
 
@@ -170,7 +171,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
             case events.DropStaged(version):
                 self.drop_staged(version)
             case events.Release(number, why):
-                log.debug("rounds up to %d are over: %s", number, why)
+                log.debug("rounds up to %d have ended: %s", number, why)
                 self.begin(self.release(number))
             case events.CommitStaged():
                 self._commit(action)
@@ -186,19 +187,20 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
     _not_sent = link_down
 
     async def _take_snapshot(self, action: events.TakeSnapshot) -> None:
+        # All attempts of a round count towards its duration.
         number = action.round.number
         if self._begun[0] != number:
             self._begun = (number, self.clock.monotonic())
         snapshot = await self.take_snapshot(action.round)
         if snapshot is None:
-            log.debug("round %d was over before its snapshot", number)
+            log.debug("round %d ended before its snapshot", number)
         elif math.isfinite(snapshot.norm):
             work, rates = snapshot.since_anchor, self.incoming.bytes_per_s()
             bandwidth = max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
             taken = events.SnapshotTaken(action.round, work.steps, work.tokens, snapshot.norm, bandwidth, rates)
             self.handle(taken)
         else:
-            log.warning("this replica's parameters are not finite; it starts again from its anchor")
+            log.warning("this replica diverged: its parameters are not finite. It restarts from its anchor.")
             await self.replica_sync.adopt(self._store.current)
             self.handle(events.SnapshotBroken(action.round))
 
@@ -209,7 +211,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except SkipstoneError as error:
             log.warning("%s", error)
             others = tuple(peer for peer in action.roster.peers if peer != self._own)
-            self._start_catching_up(events.CatchUp(action.version, others, "its result was not kept", by_most=True))
+            self._start_catching_up(events.CatchUp(action.version, others, "its result was dropped", by_most=True))
             return
         self._store.put(staged.anchor)
         crash_point("committing")
@@ -247,20 +249,19 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         )
         clipping = own.coefficient / own.share if own.share else 1.0
         self._host.settled(version, event, roster.codec_reason, clipping)
-        # Not before: the replica's standing on its anchor is what others wait for.
+        # Other members wait for this replica to reach the anchor, so audit only afterwards.
         self.auditor.committed(version)
 
     def _start_catching_up(self, action: events.CatchUp) -> None:
+        # Only the newest target matters.
         if self._catching is not None:
             self._catching.cancel()
         self._catching = self.begin(self._catch_up(action))
 
     def gave_other_state(self, donor: PeerId, detail: str) -> None:
-        """Notes a donor of wrong state. Its memory may be at fault, so it is no certain lie."""
+        """Reports a donor that sent wrong state. Its memory may be faulty, so this does not prove a lie."""
         number = self._store.current.version.round
-        self.handle(
-            events.Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False)
-        )
+        self.handle(events.Caught(donor, number, f"sent another state than the agreed one: {detail}", certain=False))
 
     async def _catch_up(self, action: events.CatchUp) -> None:
         log.info("catching up with round %d: %s", action.version.round, action.why)
@@ -269,13 +270,14 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except (PeerError, StateError, ResourceExhausted) as error:
             self.handle(events.CatchUpFailed(action.version, str(error)))
             return
+        # A minority's anchor is accepted only if honest training could have moved that far since we last met.
         if not action.by_most:
             measure = partial(distance_between, self._store.current, anchor)
             distance = await self._means.thread.run(Priority.UPKEEP, measure)
             farthest = self._drift.farthest(self.clock.wall())
             if not distance <= farthest:
-                why = f"it is {distance:.3g} from ours, where {farthest:.3g} can be since we were together"
-                log.warning("the anchor of round %d is not followed: %s", action.version.round, why)
+                why = f"its distance from ours is {distance:.3g}, more than the {farthest:.3g} that training explains"
+                log.warning("not adopting the anchor of round %d: %s", action.version.round, why)
                 self.handle(events.CatchUpFailed(action.version, why, action.donors))
                 return
         self._store.put(anchor)
@@ -284,10 +286,11 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self.handle(events.CaughtUp(anchor.version))
 
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
-        """Takes the snapshot of this round, or returns the one there is. None if the round is over meanwhile."""
+        """Takes this round's snapshot, or returns the existing one. None if the round ended meanwhile."""
         self._expect(round_id)
         releases = self._releases
         async with self._turn:
+            # The round may have ended while we waited for the lock.
             if self._store.current.version.round >= round_id.number or releases != self._releases:
                 return None
             snapshot = self.snapshot
@@ -305,12 +308,12 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         arrivals = self._arrivals
         async with self._turn:
             await self._end_exchange()
-            # While the one before was ended, the next attempt may have begun: its pieces are not for this exchange.
+            # The next attempt may have started while we stopped the last exchange. Its pieces do not belong here.
             if self._wanted is roster and self._arrivals is arrivals:
                 try:
                     self._begin_exchange(roster)
                 except SkipstoneError as error:
-                    log.warning("no part in round %d: %s", roster.round.number, error)
+                    log.warning("cannot take part in round %d: %s", roster.round.number, error)
 
     async def release(self, number: int) -> None:
         self._releases += 1
@@ -331,25 +334,26 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
             self._store.give_back(staged.anchor.parameters, staged.anchor.momentum)
 
     def take_staged(self, version: AnchorVersion) -> StagedRound:
-        """Removes and returns a complete result. Raises SkipstoneError if it is not of the current anchor."""
+        """Removes and returns a complete result. Raises SkipstoneError if its base is not the current anchor."""
         staged = self._staged.pop(version.digest, None)
         if (
             staged is None
             or staged.snapshot is not self.snapshot
             or staged.snapshot.source.anchor is not self._store.current
         ):
-            raise SkipstoneError(f"round {version.round} cannot be committed here: its result was not kept")
+            raise SkipstoneError(f"cannot commit round {version.round}, because its result was dropped")
         self.snapshot = None
         self._drop_staged(version.round)
         return staged
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
+        # Pieces for our audits have the same message type.
         if isinstance(message, Contribution):
             audited = self.auditor.admit(sender, message, tensor)
             if audited is not None:
                 return audited
         if self._arrivals is None:
-            return Refusal(False, "no round is under way here")
+            return Refusal(False, "no round is in progress here")
         admitted = self._arrivals.admit(sender, message, tensor)
         if not isinstance(admitted, Refusal):
             self.incoming.began(sender)
@@ -381,8 +385,9 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
     def _begin_exchange(self, roster: Roster) -> None:
         snapshot, arrivals = self.snapshot, self._arrivals
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
-            raise ProtocolViolation("its roster starts from another anchor, or we never entered")
+            raise ProtocolViolation("its roster has another base anchor, or we never joined it")
         plan = Plan(self._own, self._store.current.layout, roster)
+        # Old encodings use memory that this exchange overwrites.
         self.auditor.exchange_begins()
         vectors = self._store.spare(plan.layout.range_of(plan.first_chunk, plan.end_chunk))
         exchange = AllReduce(
@@ -405,7 +410,9 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         exchange, task = running
         task.cancel()
         await asyncio.wait((task,))
+        # Wait for jobs of the cancelled exchange that still run on the averaging thread.
         await self._means.thread.run(Priority.UPKEEP, lambda: None)
+        # A complete result owns the vectors until it is committed or dropped.
         if not exchange.complete.is_set():
             self._store.give_back(*exchange.vectors)
         exchange.let_go()
@@ -433,9 +440,9 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
 
 
 async def _run(exchange: AllReduce) -> None:
-    """Runs an exchange. To the others, a failed one is a silent member."""
+    """Runs an exchange. If it fails, the other members see a silent member."""
     try:
         await exchange.run()
         exchange.let_go()
     except SkipstoneError as error:
-        log.warning("the exchange of round %d broke off: %s", exchange.plan.roster.round.number, error)
+        log.warning("the exchange of round %d failed: %s", exchange.plan.roster.round.number, error)

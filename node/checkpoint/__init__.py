@@ -1,9 +1,9 @@
-"""Checkpoints: a folder with the run's manifest, and for every peer its newest two snapshots.
+"""Checkpoints: a folder with the run's manifest and the two newest snapshots of every peer.
 
-    manifest.toml                    the run's manifest, signed
+    manifest.toml                    the run's signed manifest
     <peer id>/state-7.safetensors    a replica's tensors: parameters, optimizer, anchor
-    <peer id>/state-7.json           its counters, size and BLAKE3 of the other file, and a BLAKE3 over all that
+    <peer id>/state-7.json           its counters, size and BLAKE3 of the tensors, and a BLAKE3 of the json itself
 
-No two processes write the same file, so peers may share a folder. The json is renamed into place last and makes the
-snapshot exist. Unapplied gradients are not saved: the saved data position lies before their texts.
+No two processes write the same file, so peers can share a folder. The json is renamed into place last, which completes
+the snapshot. Unapplied gradients are not saved: the saved data position lets a resumed node read their texts again.
 """

@@ -1,4 +1,4 @@
-"""A run's checkpoint folder: writing a snapshot, finding the newest intact one, and gathering a whole model."""
+"""The checkpoint folder of a run: writes snapshots, finds the newest intact one, and gathers a whole model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HASH_CHARACTERS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The replica that a snapshot is of."""
+    """The replica to which a snapshot belongs."""
 
     run: RunId
     peer: PeerId
@@ -61,7 +61,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """The record of a file that belongs to a snapshot: its length and hash."""
+    """Size and hash of a file in a snapshot."""
 
     name: str
     size: int
@@ -70,13 +70,13 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The content of a snapshot's json: everything but the tensors."""
+    """Content of a snapshot's json: everything except the tensors."""
 
     owner: Owner
     number: int
     steps: int
     adam_steps: dict[str, int]
-    """Inner steps of each parameter that the optimizer has a state of."""
+    """Steps of each parameter that has optimizer state."""
     counters: Counters
     anchor: AnchorVersion | None
     data: DataState | None
@@ -84,7 +84,7 @@ class Header:
 
 
 def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Floats]:
-    """A replica's own tensors as `local/NAME`, and the inner optimizer's such as `exp_avg/NAME`."""
+    """Returns a replica's own tensors as `local/NAME`, and optimizer state such as `exp_avg/NAME`."""
     named: dict[str, Floats] = {f"local/{name}": tensor for name, tensor in local.items()}
     for name, own in inner.parameters.items():
         named |= {f"{slot}/{name}": tensor for slot, tensor in own.tensors.items()}
@@ -93,12 +93,13 @@ def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Flo
 
 
 def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
-    """The bytes of a safetensors file with all tensors as float32: those still to be copied come first."""
+    """Yields a safetensors file with all tensors as float32, starting with those still being copied."""
     own = own_tensors(state.local, state.inner)
     copying = () if state.copying is None else state.copying.names
     rest = {name: tensor for name, tensor in own.items() if name not in copying}
     groups: list[tuple[str, Mapping[str, Floats]]] = [("", rest)]
     if state.anchor is not None:
+        # The anchor is immutable, so it needs no copy.
         groups += [("anchor/", state.anchor.parameters), ("momentum/", state.anchor.momentum or {})]
     shapes = {name: tuple(own[name].shape) for name in copying}
     for prefix, tensors in groups:
@@ -125,8 +126,8 @@ def _parts_of(tensors: Mapping[str, Floats], name: str) -> Iterator[Tensor]:
 
 
 def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:
-    """The head of a safetensors file with float32 tensors in this order."""
-    # Written here, so that gigabytes are hashed on the way (https://github.com/huggingface/safetensors#format).
+    """Returns the header of a safetensors file with float32 tensors in this order."""
+    # We write the format ourselves to hash gigabytes while writing (https://github.com/huggingface/safetensors#format).
     table: dict[str, object] = {}
     end = 0
     for name, shape in shapes.items():
@@ -148,34 +149,34 @@ def check_file(folder: Path, record: FileRecord) -> None:
     except OSError as error:
         raise CorruptSnapshot(f"{path} cannot be read: {error.strerror}") from None
     if size != record.size:
-        raise CorruptSnapshot(f"{path} has {size} bytes, {record.size} were written")
+        raise CorruptSnapshot(f"{path} has {size} bytes instead of {record.size}")
     if hasher.hexdigest() != record.blake3:
-        raise CorruptSnapshot(f"{path} is not what was written: its BLAKE3 differs from the one noted with it")
+        raise CorruptSnapshot(f"{path} is damaged: its BLAKE3 differs from the recorded one")
 
 
 def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
-    """The tensors of one group by parameter name, from a checked file. Raises CorruptSnapshot."""
+    """Returns the tensors of one group by parameter name, from a verified file. Raises CorruptSnapshot."""
     prefix = f"{group}/"
     with opened_tensors(path) as opened:
         names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-        # Copies: the library's tensors are windows into the file, and the file will be removed one day.
+        # Copy, because the library's tensors are views of the file, which is removed later.
         return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
 
 
 @contextmanager
 def opened_tensors(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file. Raises StateError without one, CorruptSnapshot if it is damaged."""
+    """Opens a safetensors file. Raises StateError if it is missing, CorruptSnapshot if it is damaged."""
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened
     except FileNotFoundError:
-        raise StateError(f"there is no file {path}") from None
+        raise StateError(f"{path} does not exist") from None
     except (OSError, SafetensorError) as error:
         raise CorruptSnapshot(f"{path} cannot be read: {error}") from error
 
 
 def read_state(folder: Path, header: Header) -> ReplicaState:
-    """The state that a header describes, from a checked file. Raises CorruptSnapshot."""
+    """Reads the state that a header describes, from a verified file. Raises CorruptSnapshot."""
     path = folder / header.file.name
     anchor = None
     if header.anchor is not None:
@@ -192,7 +193,7 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
 
 
 def header_bytes(header: Header) -> bytes:
-    """Serialises the json, with a BLAKE3 over all the rest of it."""
+    """Serialises the json, including a BLAKE3 of everything else in it."""
     table: dict[str, Any] = {"format": FORMAT, **dataclasses.asdict(header)}
     if header.anchor is not None:
         table["anchor"]["digest"] = header.anchor.digest.hex()
@@ -200,28 +201,28 @@ def header_bytes(header: Header) -> bytes:
 
 
 def parse_header(text: bytes) -> Header:
-    """Parses what `header_bytes` wrote. Raises CorruptSnapshot: it is anything else, down to a byte."""
+    """Parses the output of `header_bytes`. Raises CorruptSnapshot if a single byte differs."""
     try:
         table = json.loads(text)
         stated = table.pop("blake3")
         if stated != blake3(_canonical(table)).hexdigest() or text != _canonical(table | {"blake3": stated}):
-            raise CorruptSnapshot("its own BLAKE3 differs from the one noted in it")
+            raise CorruptSnapshot("its BLAKE3 differs from the recorded one")
         if table["format"] != FORMAT:
-            raise CorruptSnapshot(f"format {table['format']} is not the {FORMAT} that this version reads")
+            raise CorruptSnapshot(f"this version reads format {FORMAT}, not {table['format']}")
         return _header(table)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ProtocolViolation) as error:
-        raise CorruptSnapshot(f"it is not the json of a snapshot: {type(error).__name__}: {error}") from None
+        raise CorruptSnapshot(f"it is not a snapshot's json: {type(error).__name__}: {error}") from None
 
 
 def _header(table: dict[str, Any]) -> Header:
     owner, anchor, data, record = table["owner"], table["anchor"], table["data"], FileRecord(**table["file"])
     if Path(record.name).name != record.name or len(record.blake3) != _HASH_CHARACTERS:
-        raise CorruptSnapshot(f"it names a file that cannot be a snapshot's: {record.name!r}")
+        raise CorruptSnapshot(f"it names an invalid file: {record.name!r}")
     if anchor is not None:
         anchor = AnchorVersion(**(anchor | {"digest": bytes.fromhex(anchor["digest"])}))
     if data is not None:
         cursor = data["cursor"]
-        cursor.pop("routed_by", None)  # of versions whose router went on learning
+        cursor.pop("routed_by", None)  # written by older versions, whose router kept learning
         data = DataState(**(data | {"cursor": Cursor(**(cursor | {"block": Place(**cursor["block"])}))}))
     return Header(
         Owner(RunId(owner["run"]), PeerId(owner["peer"]), ModuleId(**owner["module"])),
@@ -240,7 +241,7 @@ def _canonical(table: dict[str, Any]) -> bytes:
 
 
 class Storage:
-    """File operations on the disk. Each raises OSError on failure; tests replace them by ones that fail or die."""
+    """File operations on the disk, which raise OSError. Tests replace them to inject failures."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -249,11 +250,11 @@ class Storage:
         with path.open("wb", buffering=0) as file:
             for piece in pieces:
                 rest = piece
-                while len(rest):  # a write may take less than it was given
+                while len(rest):  # a write may be partial
                     rest = rest[file.write(rest) :]
 
     def sync(self, path: Path) -> None:
-        """Makes a file's contents, or a folder's names, survive a power failure."""
+        """Makes a file's contents or a folder's names survive a power failure."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -274,7 +275,7 @@ class Storage:
 
 
 def write_durably(storage: Storage, target: Path, beside: Path, pieces: Iterable[memoryview]) -> None:
-    """Writes a file durably and atomically: whatever happens, the target is the old file or the new one."""
+    """Replaces a file durably and atomically: after any failure, the target is the old or the new file."""
     crash_point("before write")
     storage.write(beside, pieces)
     crash_point("before sync")
@@ -299,7 +300,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """The place of one run's checkpoint, and the run's identity that is written with it."""
+    """Location of one run's checkpoint, and the identity written with it."""
 
     path: Path
     run: RunId
@@ -307,16 +308,16 @@ class CheckpointFolder:
     storage: Storage = field(default_factory=Storage)
     router: bytes = b""
     written: dict[Path, FileRecord] = field(default_factory=dict)
-    """Files that this process wrote, hashed on the way to the disk."""
+    """Files written by this process, whose hashes are known."""
 
     def of(self, peer: PeerId) -> Path:
-        """The folder of a peer's snapshots."""
+        """Returns the folder of a peer's snapshots."""
         return self.path / peer
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A file of a snapshot that cannot be used, and why."""
+    """An unusable file of a snapshot, and the reason."""
 
     file: Path
     why: str
@@ -327,7 +328,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The newest intact snapshot, if there is one, and what was wrong with newer ones."""
+    """The newest intact snapshot, and the damage found in newer ones."""
 
     header: Header
     state: ReplicaState
@@ -335,34 +336,33 @@ class Loaded:
 
 
 def save_state(folder: CheckpointFolder, peer: PeerId, module: ModuleId, state: ReplicaState) -> Header:
-    """Writes a replica's snapshot and removes old ones; one writer a peer. Raises ResourceExhausted, StateError."""
+    """Writes a snapshot and removes old ones. Only one writer per peer. Raises ResourceExhausted, StateError."""
     header = write_snapshot(folder, peer, module, state)
     remove_older(folder, peer)
     return header
 
 
 def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, state: ReplicaState) -> Header:
-    """Writes a replica's snapshot, as `save_state`, without removing anything."""
+    """Writes a snapshot without removing old ones. Raises the errors of `save_state`."""
     place = folder.of(peer)
     try:
         _write_manifest(folder, peer)
         folder.storage.make_folder(place)
+        # Makes the new folder's name durable.
         folder.storage.sync(folder.path)
         number = max(_numbers(folder.storage, place), default=0) + 1
         header = _write_pair(folder.storage, place, Owner(folder.run, peer, module), number, state)
     except OSError as error:
-        message = f"the checkpoint of module {module} could not be written to {place}: {error.strerror or error}"
+        message = f"cannot write the checkpoint of module {module} to {place}: {error.strerror or error}"
         if error.errno in _FULL:
-            raise ResourceExhausted(message, hint="Free some space there; the snapshots before are kept.") from error
-        raise StateError(
-            message, hint="Check the folder and its permissions; the snapshots before are kept."
-        ) from error
+            raise ResourceExhausted(message, hint="Free some space there. Earlier snapshots are intact.") from error
+        raise StateError(message, hint="Check the folder and its permissions. Earlier snapshots are intact.") from error
     folder.written[place / header.file.name] = header.file
     return header
 
 
 def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
-    """Removes all but the newest `KEPT` intact snapshots, and nothing while none is intact."""
+    """Removes all but the newest KEPT intact snapshots. Removes nothing if no snapshot is intact."""
     place, kept = folder.of(peer), set[str]()
     whole = 0
     for header in whole_snapshots(folder, peer, [], known=folder.written):
@@ -372,35 +372,36 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
             break
     if not whole:
         return
-    # A json goes before its data: a snapshot ends as it began, with its json.
+    # Sorting removes each json before its tensors, so that no snapshot remains without tensors.
     rest = sorted(name for name in folder.storage.names(place) if _OWN_NAME.fullmatch(name) and name not in kept)
     for name in rest:
         folder.written.pop(place / name, None)
         try:
             folder.storage.remove(place / name)
         except OSError as error:
-            log.warning("%s could not be removed: %s", place / name, error.strerror)
+            log.warning("cannot remove %s: %s", place / name, error.strerror)
 
 
 def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None = None) -> Loaded | None:
-    """The peer's newest intact snapshot, of `module` or any; None without any. Raises CorruptSnapshot, StateError."""
+    """Loads a peer's newest intact snapshot (of `module`, if given), or None. Raises CorruptSnapshot, StateError."""
     check_run(folder)
     problems: list[Problem] = []
     for header in whole_snapshots(folder, peer, problems):
         if module in (None, header.owner.module):
             return Loaded(header, read_state(folder.of(peer), header), tuple(problems))
     if problems:
-        raise CorruptSnapshot("no snapshot is whole: " + "; ".join(str(problem) for problem in problems))
+        raise CorruptSnapshot("no snapshot is intact: " + "; ".join(str(problem) for problem in problems))
     return None
 
 
 def whole_snapshots(
     folder: CheckpointFolder, peer: PeerId, problems: list[Problem], known: Mapping[Path, FileRecord] | None = None
 ) -> Iterator[Header]:
-    """A peer's intact snapshots, newest first. Adds others to `problems`; of `known` files only the size is checked."""
+    """Yields a peer's intact snapshots, newest first, and appends others to `problems`. Trusts hashes in `known`."""
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
         path = folder.of(peer) / header.file.name
         try:
+            # Hashing gigabytes takes long, so trust files that this process wrote.
             if (
                 known is None
                 or known.get(path) != header.file
@@ -415,17 +416,17 @@ def whole_snapshots(
 
 
 def read_manifest(path: Path) -> SignedManifest:
-    """The signed manifest of a checkpoint. Raises ConfigError if there is none, ManifestError if it is damaged."""
+    """Reads the signed manifest of a checkpoint. Raises ConfigError if it is missing, ManifestError if damaged."""
     try:
         with (path / MANIFEST_NAME).open("rb") as file:
-            text = file.read(MAX_MANIFEST_BYTES + 1)  # one more than may be: the parser refuses it
+            text = file.read(MAX_MANIFEST_BYTES + 1)  # if it is too long, the parser rejects it
     except OSError as error:
         raise ConfigError(f"{path} is not a checkpoint: {MANIFEST_NAME} cannot be read: {error.strerror}") from None
     return read_signed_manifest(text, None)
 
 
 def check_run(folder: CheckpointFolder) -> None:
-    """Checks that the folder is empty or this run's. Raises StateError."""
+    """Raises StateError unless the folder is empty or belongs to this run."""
     if not (folder.path / MANIFEST_NAME).exists():
         return
     try:
@@ -433,10 +434,10 @@ def check_run(folder: CheckpointFolder) -> None:
     except ManifestError as error:
         raise StateError(
             f"{folder.path / MANIFEST_NAME} is damaged: {error}",
-            hint="If the folder is this run's, remove that file: it is written anew.",
+            hint="If the folder belongs to this run, remove the file. The node rewrites it.",
         ) from None
     if found != folder.run:
-        raise StateError(f"{folder.path} holds the checkpoint of another run", hint="Name another or an empty folder.")
+        raise StateError(f"{folder.path} has the checkpoint of another run", hint="Choose another folder.")
 
 
 def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
@@ -451,7 +452,7 @@ def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
 
 
 def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state: ReplicaState) -> Header:
-    """The data first, the json last. What a failure leaves is cleared away, so that the next attempt has room."""
+    """Writes the tensors, then the json. After a failure, removes partial files to free their space."""
     data, json = place / f"state-{number}.safetensors", place / _header_name(number)
     hasher, size = blake3(), 0
 
@@ -473,6 +474,7 @@ def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state:
         with suppress(OSError):
             storage.remove(place / _DATA_BESIDE)
             storage.remove(place / _HEADER_BESIDE)
+            # With a json, the snapshot is complete and keeps its tensors.
             if json.name not in storage.names(place):
                 storage.remove(data)
         raise
@@ -480,7 +482,7 @@ def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state:
 
 
 def _headers(storage: Storage, place: Path, run: RunId, problems: list[Problem]) -> Iterator[Header]:
-    """The jsons that are what was written here, newest first; each is read when it is asked for."""
+    """Yields the valid jsons, newest first, and appends others to `problems`."""
     for number in sorted(_numbers(storage, place), reverse=True):
         file = place / _header_name(number)
         try:
@@ -494,11 +496,11 @@ def _headers(storage: Storage, place: Path, run: RunId, problems: list[Problem])
 
 def _check_belongs(header: Header, run: RunId, peer: PeerId, number: int) -> None:
     if header.owner.run != run:
-        raise CorruptSnapshot(f"it is of another run, {header.owner.run}")
+        raise CorruptSnapshot(f"it belongs to another run, {header.owner.run}")
     if header.owner.peer != peer:
-        raise CorruptSnapshot(f"it is of another peer, {header.owner.peer}")
+        raise CorruptSnapshot(f"it belongs to another peer, {header.owner.peer}")
     if header.number != number or header.file.name != f"state-{number}.safetensors":
-        raise CorruptSnapshot(f"it is snapshot {header.number} under another number")
+        raise CorruptSnapshot(f"it is snapshot {header.number} under a different name")
 
 
 def _read_bounded(file: Path) -> bytes:
@@ -513,8 +515,9 @@ def _read_bounded(file: Path) -> bytes:
 
 
 def _numbers(storage: Storage, place: Path) -> list[int]:
-    """Of the snapshots that have a json."""
+    """Returns the numbers of the snapshots that have a json."""
     found = (_HEADER_NAME.fullmatch(name) for name in storage.names(place))
+    # Leading zeros would give two names for one number.
     return [int(match[1]) for match in found if match is not None and match[1] == str(int(match[1]))]
 
 
@@ -527,17 +530,17 @@ _Progress = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A checkpoint's model."""
+    """The model in a checkpoint."""
 
     signed: SignedManifest
     modules: Mapping[ModuleId, dict[str, Tensor]]
-    """Float32 parameters by name, read when they are asked for."""
+    """Float32 parameters by name, read on access."""
     problems: tuple[Problem, ...]
-    """Damaged files that were left out."""
+    """Damaged files that were ignored."""
 
 
 def gather_modules(path: Path) -> Gathered:
-    """The token-weighted mean of each module's newest anchor. Raises ConfigError, ManifestError, StateError."""
+    """Gathers the token-weighted mean of each module's newest anchor. Raises ConfigError, ManifestError, StateError."""
     signed = read_manifest(path)
     folder, problems = CheckpointFolder(path, signed.run, signed.text), list[Problem]()
     peers = sorted(PeerId(entry.name) for entry in os.scandir(path) if entry.is_dir())
@@ -547,13 +550,14 @@ def gather_modules(path: Path) -> Gathered:
         of_module = [header for header in replicas if header.owner.module == module]
         if not of_module:
             raise _missing(path, module, problems)
+        # Replicas may be a round apart, so only average those on the newest anchor.
         newest = max(of_module, key=_progress).anchor
         modules[module] = [header for header in of_module if header.anchor == newest]
     return Gathered(signed, _Means(path, modules), tuple(problems))
 
 
 class _Means(Mapping[ModuleId, dict[str, Tensor]]):
-    """Reads a module's replicas anew each time it is asked for: a whole model may be more than fits into memory."""
+    """Means of replicas, read at every access, because a whole model may exceed the memory."""
 
     def __init__(self, path: Path, replicas: dict[ModuleId, list[Header]]) -> None:
         self._path = path
@@ -570,7 +574,7 @@ class _Means(Mapping[ModuleId, dict[str, Tensor]]):
 
 
 def _newest_of_each_module(folder: CheckpointFolder, peer: PeerId, problems: list[Problem]) -> list[Header]:
-    """A peer that has moved has snapshots of both modules for a while."""
+    """Returns the newest header per module. A peer that moved has snapshots of both modules for a while."""
     newest: dict[ModuleId, Header] = {}
     for header in whole_snapshots(folder, peer, problems):
         newest.setdefault(header.owner.module, header)
@@ -578,17 +582,19 @@ def _newest_of_each_module(folder: CheckpointFolder, peer: PeerId, problems: lis
 
 
 def _progress(header: Header) -> tuple[_Progress, bytes]:
-    """Order of anchors. The digest only settles which of two that cannot both be right is taken."""
+    """Orders snapshots by the progress of their anchors."""
+    # If two anchors are equally far, the digest decides the same way everywhere.
     anchor = header.anchor
     return ((-1, 0, 0), b"") if anchor is None else ((anchor.round, anchor.steps, anchor.tokens), anchor.digest)
 
 
 def _mean(path: Path, headers: list[Header]) -> dict[str, Tensor]:
-    """Summed in float64, one replica in memory at a time."""
+    """Averages replicas in float64, with one of them in memory at a time."""
     files = [path / header.owner.peer / header.file.name for header in headers]
     if len(headers) == 1:
         return read_tensors(files[0], "local")
     weights = [header.counters.tokens_since_anchor for header in headers]
+    # Without training since the anchor, all replicas count equally.
     if not any(weights):
         weights = [1] * len(headers)
     total: dict[str, Tensor] = {}
@@ -602,8 +608,8 @@ def _mean(path: Path, headers: list[Header]) -> dict[str, Tensor]:
 def _missing(path: Path, module: ModuleId, problems: list[Problem]) -> StateError:
     if problems:
         names = "; ".join(str(problem) for problem in problems)
-        return CorruptSnapshot(f"{path}: no snapshot of module {module} is whole: {names}")
+        return CorruptSnapshot(f"{path}: no snapshot of module {module} is intact: {names}")
     return StateError(
         f"{path} has no snapshot of module {module}",
-        hint="A checkpoint of a swarm needs the folders of its peers, at least one for each module.",
+        hint="Collect the folders of the swarm's peers, at least one per module.",
     )

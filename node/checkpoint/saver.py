@@ -1,4 +1,4 @@
-"""Capture of a replica between two inner steps, its restoration, and its saving out of the way of training."""
+"""Captures a replica between inner steps, restores it, and saves it in the background."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def capture_module(
     tokens: int,
     agreed: Agreed | None = None,
 ) -> ReplicaState:
-    """Captures a replica between two inner steps; `post` copies tensors while they are written (None: at once)."""
-    optimizer.before_change()  # the copy before this one ends here
+    """Captures a replica between two inner steps. `post` copies tensors while they are written (None: at once)."""
+    optimizer.before_change()  # finishes the previous copy
     names, floats = parameters_of(*parts), floats_of(*parts)
     since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
     counters, anchor = Counters(tokens, visits, *since), None if agreed is None else agreed.anchor
@@ -46,7 +46,7 @@ def capture_module(
     own, inner = optimizer.moved(names), optimizer.shared_state(names)
     copying = StateCopy(own_tensors({name: floats[name] for name in names if name in own}, inner), post)
     optimizer.before_change = copying.finish
-    # Only the optimizer waits for the copy; others may move a router's tables at any time.
+    # Only the optimizer waits for the copy. A router's tables may change at any time, so copy them now.
     local = {name: tensor if name in own else copied(tensor) for name, tensor in names.items()}
     return ReplicaState(local, inner, counters, anchor, copying=copying)
 
@@ -57,7 +57,7 @@ def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, stat
     parameters = parameters_of(*parts)
     saved, own = ({name: t.shape for name, t in tensors.items()} for tensors in (state.local, parameters))
     if saved != own:
-        raise StateError("the snapshot is of a model with other parameters than this version builds from the manifest")
+        raise StateError("the snapshot has other parameters than the manifest's model")
     optimizer.import_state(parameters, state.inner)
     agreed = 0 if state.anchor is None else state.anchor.version.tokens
     optimizer.tokens = agreed + state.counters.tokens_since_anchor
@@ -69,21 +69,21 @@ def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, stat
 
 
 class SaveRequests:
-    """Requests for a save, from any part of a node. Several requests before a save are one."""
+    """Save requests from all parts of a node. Several requests before a save are merged."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
         self.reason = ""
 
     def request_save(self, reason: str) -> None:
-        """Requests a snapshot, on the event loop; returns at once. No effect without checkpoints."""
+        """Requests a snapshot from the event loop and returns at once. No effect without checkpoints."""
         self.reason = reason
         self.wanted.set()
 
 
 @dataclass(slots=True, eq=False)
 class Saver:
-    """Captures a replica on the compute thread and writes it on its own, every `every_s` seconds or on request."""
+    """Periodic and requested saves of a replica, captured on the compute thread and written in the background."""
 
     capture: Callable[[], ReplicaState]
     write: Callable[[ReplicaState], Header]
@@ -98,10 +98,11 @@ class Saver:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # A save in progress is completed.
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     async def run(self) -> None:
-        """Saves at every request and interval until cancelled. A failed save is a warning."""
+        """Saves at every interval and request until cancelled. A failed save is only a warning."""
         while True:
             await set_or_after(self.requests.wanted, self.every_s)
             reason, self.requests.reason = self.requests.reason, ""
@@ -115,7 +116,7 @@ class Saver:
         await self._save("the node stops")
 
     def _written(self, state: ReplicaState) -> Header:
-        """On the saver's own thread."""
+        """Writes a snapshot on the saver's thread."""
         try:
             return self.write(state)
         finally:
@@ -123,6 +124,7 @@ class Saver:
 
     async def _save(self, reason: str) -> None:
         state = await self.compute.run(Priority.UPKEEP, self.capture)
+        # Nothing new to save since the last snapshot.
         if not reason and state.inner.steps == self._saved_steps:
             _no_more(state)
             return
@@ -141,6 +143,6 @@ class Saver:
 
 
 def _no_more(state: ReplicaState) -> None:
-    """Nothing of it is to be copied any more."""
+    """Stops copying the state."""
     if state.copying is not None:
         state.copying.give_up()

@@ -1,4 +1,4 @@
-"""The saved state of a replica as plain data, and its copy on the way to a checkpoint."""
+"""Saved state of a replica as plain data, and its incremental copy to a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId
 SLICE: Final = 2**20
 LEAST_ROOM: Final = 64 * 2**20
 SHARE: Final = 8
-"""Share (1/8) of a copy that may wait to be written."""
+"""Inverse of the share of a copy that may wait in memory to be written."""
 
 Post = Callable[[Callable[[], None]], "Future[None]"]
 
@@ -31,7 +31,7 @@ _Slice = tuple[Floats, slice]
 
 
 class StateCopy:
-    """A float32 copy of tensors at one moment, taken slice by slice; a change of the replica waits for `finish`."""
+    """A consistent float32 copy of tensors, made slice by slice. Changes of the replica wait for `finish`."""
 
     def __init__(self, tensors: Mapping[str, Floats], post: Post, room: int | None = None) -> None:
         self.names = tuple(tensors)
@@ -46,7 +46,8 @@ class StateCopy:
         self._given_up = False
 
     def advance(self) -> None:
-        """Copies as many slices as there is room for, or fewer: other work waits."""
+        """Copies a few slices if the buffer has room, then lets other work run."""
+        # Few slices per call, so that microbatches wait only some milliseconds.
         for _ in range(4):
             with self._changed:
                 if not self._has_room():
@@ -54,7 +55,7 @@ class StateCopy:
             self._copy_next()
 
     def finish(self) -> None:
-        """Copies all that is left, as the writer makes room. Returns at once when it has given up."""
+        """Copies the rest as fast as the writer drains the buffer. Returns at once after `give_up`."""
         while self._next is not None:
             with self._changed:
                 self._changed.wait_for(lambda: self._given_up or self._has_room())
@@ -64,7 +65,7 @@ class StateCopy:
             self._copy_next()
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes of all tensors in order, read once. Raises StateError if the compute thread stops early."""
+        """Yields the bytes of all tensors in order, once. Raises StateError if the compute thread stops early."""
         asked: Future[None] | None = None
         while True:
             piece = self._take()
@@ -76,14 +77,14 @@ class StateCopy:
                 asked = self._post(self.advance)
                 asked.add_done_callback(self._tell)
             else:
-                # Not for the job alone: it may wait behind the one that finishes, which waits for us.
+                # Do not wait for the job only: it may be queued behind `finish`, which waits for this thread.
                 self._wait_for(asked)
                 if asked.done():
                     asked.result()
                     asked = None
 
     def give_up(self) -> None:
-        """Takes no more; what is copied already is dropped."""
+        """Stops reading and drops the buffer."""
         with self._changed:
             self._given_up = True
             self._waiting.clear()
@@ -141,14 +142,14 @@ def _length(piece: _Slice) -> int:
 
 
 class TensorsInParts(Mapping[str, Tensor], ABC):
-    """Tensors by name that lie in memory in several parts, to be written part by part without a copy of the whole."""
+    """Tensors by name, stored in several parts that can be written without a copy of the whole."""
 
     @abstractmethod
     def shape_of(self, name: str) -> tuple[int, ...]: ...
 
     @abstractmethod
     def parts_of(self, name: str) -> Iterator[Tensor]:
-        """Its elements, one-dimensional tensors one after the other."""
+        """Yields the elements as consecutive one-dimensional tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +163,7 @@ class Agreed:
 
 @dataclass(slots=True, eq=False)
 class Resumed:
-    """The state from which a starting node goes on: nothing, or its own snapshot."""
+    """State from which a node resumes: its own snapshot, or nothing."""
 
     module: ModuleId | None = None
     state: ReplicaState | None = None
@@ -179,7 +180,7 @@ class AnchorState:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The counts of a replica's work, counting only what has gone into its parameters."""
+    """Counts of the work that a replica's parameters contain."""
 
     tokens: int
     visits: int
@@ -189,7 +190,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class DataState:
-    """The additional state of a data node, besides its replica of stage 0."""
+    """State of a data node in addition to its replica of stage 0."""
 
     cursor: Cursor
     next_number: int
@@ -201,13 +202,13 @@ class DataState:
     steps: int | None = None
 
     def steps_done(self, per_step: int) -> int:
-        """The completed steps; where they are not said, as many as there were so many microbatches."""
+        """Returns the completed steps. Estimates them from microbatches if an old snapshot lacks the count."""
         return self.completed // per_step if self.steps is None else self.steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaState:
-    """The state of one replica of a module at one moment."""
+    """State of one replica of a module at one moment."""
 
     local: Tensors
     inner: InnerState

@@ -26,18 +26,39 @@ from node.observability.version import installed_version
 from swarm.vocabulary.errors import SkipstoneError
 from swarm.vocabulary.types import PROTOCOL_VERSIONS
 
+# Exit code of a shell after SIGINT.
 _INTERRUPTED = 130
 _MAX_MESSAGE_CHARACTERS = 2000
 
+# `\b` keeps click from filling the lines of a paragraph.
+HELP = """Train a language model on other people's computers.
+
+\b
+Try it:       skipstone up
+Join a run:   skipstone join LINK
+Start a run:  skipstone new run.toml, then skipstone join run.toml
+"""
+RUN, LOOK, USE, LABORATORY = "Run", "Look", "Use the model", "Laboratory (needs a checkout)"
+
 
 class ErrorReportingGroup(TyperGroup):
-    """Turns what a command raises into a message for people and an exit code."""
+    """Reports an exception of a command as one message and an exit code; groups the commands in `--help`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        # The help has no rich markup, so typer would ignore the panels.
+        width = max(map(len, self.commands))
+        limit = formatter.width - width - 6
+        for panel in (RUN, LOOK, USE, LABORATORY):
+            with formatter.section(panel):
+                rows = [(n, c) for n, c in self.commands.items() if getattr(c, "rich_help_panel", None) == panel]
+                formatter.write_dl([(name.ljust(width), each.get_short_help_str(limit)) for name, each in rows])
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except SkipstoneError as error:
             raise _reported(error, debug=ctx.params["debug"]) from None
+        # Task groups wrap the error of one node in a group.
         except ExceptionGroup as group:
             only = _only_error(group)
             if only is None:
@@ -50,48 +71,49 @@ class ErrorReportingGroup(TyperGroup):
 app = typer.Typer(
     cls=ErrorReportingGroup,
     name="skipstone",
-    help="Train a language model together, on computers that do not belong together.",
+    help=HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it would take the brackets out of the help
+    rich_markup_mode=None,  # with markup, rich would swallow `[default: ...]`
 )
 
 
 @app.callback()
 def _settings(
     debug: Annotated[
-        bool, typer.Option("--debug", envvar="SKIPSTONE_DEBUG", help="Show where an error comes from.")
+        bool, typer.Option("--debug", envvar="SKIPSTONE_DEBUG", help="Print the traceback of an error.")
     ] = False,
 ) -> None:
-    """Settings of all commands."""
+    """Options of all commands."""
 
 
-@app.command()
 def version() -> None:
     """Print the versions of Skipstone and of its protocol."""
     typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
 
 
-for command in (new, up, join, leave, status, solo):
-    app.command()(command)
-app.command("eval")(evaluate)
-for command in (export, generate, tokenize):
-    app.command()(command)
+for command in (up, join, leave, new, tokenize, solo):
+    app.command(rich_help_panel=RUN)(command)
+app.command(rich_help_panel=LOOK)(status)
+app.command(rich_help_panel=LOOK)(version)
+app.command(rich_help_panel=USE)(generate)
+app.command("eval", rich_help_panel=USE)(evaluate)
+app.command(rich_help_panel=USE)(export)
 
 
 def main() -> None:
     """Entry point of the `skipstone` command."""
-    # Taking down an interpreter with torch and grpc costs a second of CPU a node, so the exit is cut short.
+    # Tearing down torch and grpc costs about 1 s of CPU per node, so `leave` skips it.
     code: str | int | None = 1
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            with contextlib.suppress(OSError, ValueError):  # the reader has closed the pipe
                 stream.flush()
         os._exit(code if isinstance(code, int) else 1)
 
-    atexit.register(leave)  # the first to be registered is the last to be called
+    atexit.register(leave)  # registered first, so it runs last
     try:
         app(prog_name="skipstone")
     except SystemExit as end:
@@ -99,6 +121,7 @@ def main() -> None:
         raise
 
 
+# Never hide an unknown error behind a known one: the caller prints the whole group instead.
 def _only_error(group: ExceptionGroup[Exception]) -> SkipstoneError | None:
     ours, others = group.split(SkipstoneError)
     first = None if ours is None or others is not None else leaves(ours)[0]
@@ -108,5 +131,6 @@ def _only_error(group: ExceptionGroup[Exception]) -> SkipstoneError | None:
 def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:
     if debug:
         traceback.print_exception(error)
+    # The message may quote text from a peer.
     typer.echo(f"error: {harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)
     return typer.Exit(error.exit_code)

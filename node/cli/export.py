@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="LINK|SOURCE", help="A swarm's join link, or a checkpoint's or an exported folder.")
+        str, typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write: new or empty.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must be new or empty.")],
     tokenizer: Annotated[Path | None, TokenizerPlace] = None,
     path: Annotated[str | None, PathChoice] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Every module of a run with experts, in a folder that only skipstone reads.")
+        bool, typer.Option("--all", help="Write every module of a run with experts, in a format only Skipstone reads.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write the model as a Llama folder that `transformers` loads.
+    """Write the model as a Hugging Face folder.
 
-    Of a running swarm each module comes as of its last round. A run with experts is as many such models as it has
-    paths: --path names one.
+    A running swarm gives each module as of its last round. A run with experts holds one model per path; --path chooses
+    one.
     """
     if every and path is not None:
-        raise typer.BadParameter("goes without --path", param_hint="--all")
+        raise typer.BadParameter("cannot be combined with --path", param_hint="--all")
     announce("skipstone export: gathering the modules", as_json=json)
     done = run_loop(_export(source, folder, tokenizer, (path, every), replace=force, as_json=json))
     if json:
@@ -54,14 +54,14 @@ async def _export(
     replace: bool,
     as_json: bool,
 ) -> Export:
-    """`chosen`: the path, and whether to write every module instead."""
+    """Writes the export. `chosen` is the path and whether to write every module instead."""
     from node.data.places import ToldPlaces
     from node.export.open_model import open_model
     from node.export.source import parse_path
     from node.export.writer import export as write
     from node.export.writer import export_all, require_free
 
-    require_free(folder, replace=replace)  # said before anything is gathered for nothing
+    require_free(folder, replace=replace)  # fail before a long download
     with download_bar(silent=as_json) as on_progress:
         async with open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer)) as opened:
             path, every = chosen

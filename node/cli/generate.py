@@ -1,4 +1,4 @@
-"""`skipstone generate`: text that goes on where a prompt ends."""
+"""`skipstone generate`: text that continues a prompt."""
 
 from __future__ import annotations
 
@@ -27,28 +27,32 @@ if TYPE_CHECKING:
 
 def generate(
     source: Annotated[
-        str, typer.Argument(metavar="LINK|SOURCE", help="A swarm's join link, or a checkpoint's or an exported folder.")
+        str, typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
     ],
-    prompt: Annotated[str, typer.Argument(help="What the text begins with; empty for the beginning of a document.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue; empty for a new document.")],
     tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Choose among so many of the likeliest [default: all]")] = None,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest that have this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same text [default: a new one]")] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Randomness of the choice; 0 always takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Choose among this many likeliest tokens [default: all]")] = None,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens with this total probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed; the same seed gives the same text [default: random]")] = None,
     stages_per_path: Annotated[int | None, StagesPerPath] = None,
     path: Annotated[str | None, PathChoice] = None,
     again_every: Annotated[
         int | None,
-        typer.Option(min=1, help="Of a run with experts: choose the path anew by the last so many tokens, as often."),
+        typer.Option(
+            min=1, help="With experts: choose the path again every N tokens, by those N tokens [default: never]"
+        ),
     ] = None,
     tokenizer: Annotated[Path | None, TokenizerPlace] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
+    device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
-    """Continue a prompt. Standard output has the text alone, as it comes; it ends with its document or after --tokens.
+    """Continue a prompt. Standard output holds only the text, as it is generated.
 
-    The model sees the last `model.sequence` tokens; when they are full, the older half is forgotten. Of a run with
-    experts only the modules of the text's path are fetched.
+    Generation ends with the document or after --tokens. The model sees the last `model.sequence` tokens; when they are
+    full, it drops the older half. From a run with experts, only the modules of the text's path are fetched.
     """
     tell("skipstone generate: reading the model")
     from node.model.decoder import Sampling
@@ -82,13 +86,13 @@ async def _generate(source: str, tokenizer_file: Path | None, asked: _Asked, *, 
         on_progress = stack.enter_context(download_bar(silent=as_json))
         opened = await stack.enter_async_context(open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer_file)))
         (stages,) = AskedPaths(asked.stages_per_path).of(opened.source.signed.manifest)
-        tokenizer = opened.tokenizer()  # a small file that may not be there, before the large ones
+        tokenizer = opened.tokenizer()  # may be missing, so look before the large downloads
         prompt = tokenizer.encode(asked.prompt).tolist()
         model, route = await model_on_path(opened.source, where, asked.path, prompt)
         decoder = (await model.decoder(route)).through(stages)
         window = asked.again_every if model.has_paths else None
         if window is None:
-            await stack.aclose()  # all that is needed is here
+            await stack.aclose()  # nothing more to fetch: leave the swarm
         _tell_of(asked, decoder, route, len(prompt))
         text, routes = Continuation(decoder, tokenizer, prompt, asked.limit, asked.sampling), [route]
         output = _Output(tokenizer, silent=as_json)
@@ -109,13 +113,13 @@ def _tell_of(asked: _Asked, decoder: Decoder, route: Route | None, prompt_tokens
     if asked.stages_per_path is not None:
         tell(path_text(decoder.stages))
     if route is not None:
-        tell(f"the path is {name_of_route(route)}")
+        tell(f"path: {name_of_route(route)}")
     if prompt_tokens > decoder.sequence:
         tell(f"the prompt has {count(prompt_tokens)} tokens; the model sees the last {count(decoder.sequence)}")
 
 
 class _Output:
-    """The text on standard output, as it comes, or all of it in the end as JSON."""
+    """Generated text on standard output as it comes, or as one JSON object at the end."""
 
     def __init__(self, tokenizer: Tokenizer, *, silent: bool) -> None:
         self._stream, self._end, self._silent = tokenizer.text_stream(), tokenizer.end_of_document, silent
@@ -134,10 +138,10 @@ class _Output:
         ended = self._chosen[-1] == self._end
         if not self._silent:
             typer.echo(harmless_lines(self._pieces[-1]))
-            why = "to the end of the document" if ended else "as many as asked for"
+            why = "end of the document" if ended else "the limit of --tokens"
             tell(f"{count(len(self._chosen))} tokens, {why}; seed {seed}")
             if len(routes) > 1:
-                tell(f"its paths were {', then '.join(routes)}")
+                tell(f"paths: {', then '.join(routes)}")
             return
         print_json(
             {

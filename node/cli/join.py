@@ -1,4 +1,4 @@
-"""`skipstone join` runs one node in the foreground, with its owner's consent; `skipstone leave` asks it to leave."""
+"""`skipstone join` runs one node in the foreground after its owner agrees; `skipstone leave` stops it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from swarm.vocabulary.types import Reasoned
 
 
+# Columns of a plain terminal.
+_LINE_WIDTH: Final = 80
+# Bytes read from the terminal for an answer.
 _LONGEST_ANSWER: Final = 4096
 
 
@@ -40,17 +44,22 @@ async def ask_consent(
     fits: Reasoned[tuple[int, ...]],
     own: bool,
 ) -> bool:
-    """Asks at a terminal, unless --yes was given or the run is this machine's own. Services have no terminal."""
-    stream = sys.stderr if options.as_json else sys.stdout  # standard output may be for a program
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+    """Asks for consent at a terminal, unless --yes is set or this machine signed the run."""
+    stream = sys.stderr if options.as_json else sys.stdout  # with --json, standard output is for programs
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
         for line in description(signed, options, text, fits, own=own):
-            typer.echo(line, file=stream)
-    # A node that stops when standard input ends cannot ask there: two would read it.
+            # Only people read at a terminal; programs get one line per item.
+            typer.echo(_wrapped(line) if stream.isatty() else line, file=stream)
+    # With --stop-on-eof another thread reads standard input. A service has no terminal to ask at.
     unasked = options.yes or options.stop_on_eof or own
     if unasked or not (sys.stdin.isatty() and stream.isatty()):
         return True
     typer.echo("Join this run? [y/N] ", file=stream, nl=False)
     return (await aside(_line_typed, None)).strip().lower() in ("y", "yes")
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, _LINE_WIDTH, subsequent_indent=" " * len("may use   "), break_on_hyphens=False)
 
 
 def description(
@@ -61,7 +70,7 @@ def description(
     *,
     own: bool,
 ) -> tuple[str, ...]:
-    """The run and what it does here, a line each; made harmless for a terminal."""
+    """Describes the run and its use of this machine, one terminal-safe line per item."""
     manifest = signed.manifest
     lines = (
         f"run       {manifest.name}, {signed.run}",
@@ -69,9 +78,8 @@ def description(
         f"model     {count(_parameters(manifest))} parameters in {_number(manifest.stages.count, 'stage')}"
         f"{_experts(manifest.stages)}",
         f"reads     {_reading(manifest, options, text)}",
-        "sends     hidden states of the run's text, gradients and parameters to the peers of this run; "
-        "whoever serves the next stage can turn"
-        " hidden states back into text",
+        "sends     hidden states of the run's text, gradients and parameters to peers of this run; "
+        "the peer with the next stage can turn hidden states back into text",
         f"fits      {fits.reason}",
         f"may use   {_use(options)}",
     )
@@ -86,7 +94,7 @@ def _experts(stages: StagesSection) -> str:
 
 
 def _parameters(manifest: Manifest) -> int:
-    """The parameters of all modules, computed: a manifest may describe a model that is too large to build."""
+    """Counts the parameters of all modules without building them: the model may be too large for this machine."""
     from protocol.manifest.manifest import block_parameters
 
     model, blocks = manifest.model, manifest.stages.blocks
@@ -104,12 +112,12 @@ def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[Places | N
     said = [f"{place.absolute()}, {text.reason}" if place is not None else text.reason]
     if manifest.data.files is not None:
         files = manifest.data.files
-        said.append(f"if it is the run's text ({_number(files.count, 'file')}, {count(files.bytes)} bytes)")
+        said.append(f"if it matches the run's text ({_number(files.count, 'file')}, {count(files.bytes)} bytes)")
     if tokenizer is not None:
         said.append(f"and {tokenizer.absolute()}")
     elif manifest.data.tokenizer_sha256 is not None:
-        said.append("and the run's tokenizer, which peers give")
-    return f"{', '.join(said)}; as a data node only"
+        said.append("and the run's tokenizer, fetched from peers")
+    return f"{', '.join(said)}; only as a data node"
 
 
 def _use(options: NodeOptions) -> str:
@@ -118,10 +126,10 @@ def _use(options: NodeOptions) -> str:
     threads = "all CPU threads" if options.threads is None else _number(options.threads, "CPU thread")
     saved = "no disk" if options.checkpoint_dir is None else f"disk below {options.checkpoint_dir}"
     ports = " and ".join("any" if port == 0 else str(port) for port in (options.port, options.dht_port))
-    router = ", and may ask the router for one" if options.reach is ReachMode.AUTO else ""
+    router = "and may ask the router to open one" if options.reach is ReachMode.AUTO else ""
     graphs = options.graph_bytes
     kept = "memory for its stage" if graphs is None else f"memory for its stage and {count(graphs)} bytes"
-    carried = f"; carries {count(options.relay_bytes_per_hour)} bytes an hour for others" * bool(
+    carried = f"; relays up to {count(options.relay_bytes_per_hour)} bytes per hour" * bool(
         options.relay_bytes_per_hour
     )
     return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{carried}"
@@ -145,15 +153,16 @@ def join(
             metavar="LINK|FILE",
             envvar=variable("link"),
             show_envvar=False,
-            help="A join link or a file with one, or a manifest to begin with.",
+            help="Join link, a file that holds one, or the manifest of a new run.",
         ),
     ],
     **settings: Any,
 ) -> None:
-    """Run one node of a swarm. Ctrl-C or `skipstone leave` stops it in good order, a second Ctrl-C at once.
+    """Run one node of a swarm. Ctrl-C or `skipstone leave` stops it cleanly, a second Ctrl-C at once.
 
-    Variables can say the same: SKIPSTONE_LINK the link, SKIPSTONE_DHT_PORT what --dht-port says, and so on.
+    Every option can be an environment variable: SKIPSTONE_LINK, SKIPSTONE_DHT_PORT for --dht-port, and so on.
     """
+    # Print first: the imports below take a second.
     if not settings["as_json"]:
         announce("skipstone join: starting a node", as_json=False)
     logging.basicConfig(
@@ -169,6 +178,7 @@ async def _join(options: NodeOptions) -> int:
     loop = asyncio.get_running_loop()
 
     def ask() -> None:
+        # A hung event loop must not keep the process alive.
         end_by(STOP_LIMIT_S)
         loop.call_soon_threadsafe(stop.set)
 
@@ -191,16 +201,18 @@ def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
     if not path.is_file():
         raise ConfigError(
             f"{target!r} is neither a join link nor a manifest file",
-            hint="A link begins with `skipstone:`; a manifest is written by `skipstone new FILE`.",
+            hint="A link begins with `skipstone:`. `skipstone new FILE` writes a manifest.",
         )
     return None, path
 
 
 def leave(
-    identity: Annotated[Path | None, setting("identity", "The key file that the node was started with.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    identity: Annotated[
+        Path | None, setting("identity", "Key file of the node that should leave [default: this machine's key]")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Ask this machine's node to leave in good order, and wait until it has."""
+    """Ask this machine's node to leave cleanly, and wait until it has."""
     announce("skipstone leave: asking the node to leave", as_json=json)
     from node.context.options import default_identity_path
     from node.runtime.leave_socket import ask_to_leave
@@ -210,4 +222,4 @@ def leave(
     if json:
         print_json({"left": str(path)})
     else:
-        typer.echo("it has left")
+        typer.echo("the node has left")

@@ -1,4 +1,4 @@
-"""The manifest of a command: a file's or the default one, with the changes that the command line asks for."""
+"""The manifest of a command: a file's or the default one, with the changes of the command line."""
 
 from __future__ import annotations
 
@@ -19,59 +19,69 @@ if TYPE_CHECKING:
     from node.experts.router import Router
     from protocol.manifest.manifest import Manifest
 
+# Defaults of `new --from-model`: rows per step, and the learning rate.
 FINE_TUNING_ROWS: Final = 16
 FINE_TUNING_RATE: Final = 3e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestChanges:
-    """The options of `skipstone new` that replace keys of the manifest; None leaves a key as it is."""
+    """Options of `skipstone new` that replace keys of the manifest; None keeps a key."""
 
-    name: Annotated[str | None, "name", typer.Option(help="The run's name.")] = None
+    name: Annotated[str | None, "name", typer.Option(help="Name of the run [default: the file's name]")] = None
     source: Annotated[
         str | None,
         "data.source",
-        typer.Option("--data", help="python-stdlib, path:FILE-OR-FOLDER or huggingface:NAME[:...]."),
+        typer.Option(
+            "--data",
+            help="Text: path:FILE-OR-FOLDER, huggingface:NAME[:...] or tokens:FOLDER [default: python-stdlib]",
+        ),
     ] = None
     revision: Annotated[
         str | None,
         "data.revision",
-        typer.Option(help="With huggingface:NAME: its commit [default: the newest, asked of the hub]"),
+        typer.Option(help="Commit of a Hugging Face data set [default: the newest]"),
     ] = None
     labels: Annotated[
         str | None,
         "data.labels",
-        typer.Option(help="all, or assistant: --data is conversations, and only the assistant's words are learnt."),
+        typer.Option(
+            help="Tokens that count in the loss: all, or assistant for --data with conversations [default: all]"
+        ),
     ] = None
     blocks: Annotated[
-        str | None, "stages.blocks", typer.Option("--stages", help="Blocks of each stage, such as 0,2,2,2.")
+        str | None,
+        "stages.blocks",
+        typer.Option("--stages", help="Blocks per stage, such as 0,2,2,2 [default: 0,1,1,1,1]"),
     ] = None
     stages_per_path: Annotated[int | None, "stages.per_path", VisitedPerPath] = None
     visit_ratio: Annotated[float | None, "stages.visit_ratio", VisitRatio] = None
     experts: Annotated[
         str | None,
         "stages.experts",
-        typer.Option(help="Modules of each stage but the first, such as 2; or of each stage: 1,2,1,4."),
+        typer.Option(help="Experts per stage after stage 0, such as 2, or one number per stage: 1,2,1,4 [default: 1]"),
     ] = None
     attention: Annotated[
         str | None,
         "model.attention",
-        typer.Option(help="documents: whole documents, each by itself; causal: one stream cut into rows."),
+        typer.Option(
+            help="documents: attention within each document; causal: one stream cut into rows [default: documents]"
+        ),
     ] = None
     inner: Annotated[
-        str | None, "training.inner.name", typer.Option(help="The inner optimizer: adamw, soap or muon.")
+        str | None, "training.inner.name", typer.Option(help="Inner optimizer: adamw, soap or muon [default: adamw]")
     ] = None
     total_tokens: Annotated[
         int | None,
         "training.schedule.total_tokens",
-        typer.Option(help="Tokens of the whole run after which the learning rate is at its end."),
+        typer.Option(help="Length of the learning-rate schedule, in tokens [default with --size: 20 per parameter]"),
     ] = None
     seed: Annotated[
-        int | None, "seed", typer.Option(help="Weights, document order and held-out text follow from it.")
+        int | None, "seed", typer.Option(help="Seed of weights, document order and held-out text [default: 0]")
     ] = None
 
     def keys(self) -> dict[str, Any]:
-        """The values to set, by the dotted key of the manifest."""
+        """Returns the values to set, by dotted manifest key."""
         hints = typing.get_type_hints(type(self), include_extras=True)
         found = {hint.__metadata__[0]: getattr(self, name) for name, hint in hints.items()}
         if self.blocks is not None:
@@ -83,7 +93,7 @@ class ManifestChanges:
 
 
 def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
-    """The file's manifest or the default one, with the changes. Raises ConfigError, ManifestError."""
+    """Reads the file's manifest, or the default one, and applies the changes. Raises ConfigError, ManifestError."""
     if path is None:
         from node.local_swarm.default_manifest import default_manifest
 
@@ -92,7 +102,7 @@ def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
 
 
 def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
-    """The manifest with the changes and with what pins its text; raises as `chosen_manifest`."""
+    """Applies the changes and pins the text's files by hash. Raises as `chosen_manifest`."""
     from protocol.manifest.manifest import manifest_from_table
 
     manifest = manifest_from_table(_changed(base.model_dump(), changes))
@@ -105,12 +115,13 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
     place = as_written(data).text
     assert place is not None, "it is a path"
     table = manifest.model_dump()
-    table["data"]["files"] = files_at(place).listing.section().model_dump()  # for others to compare theirs with
+    # Pinned, so that other data nodes can compare their copy.
+    table["data"]["files"] = files_at(place).listing.section().model_dump()
     return manifest_from_table(table)
 
 
 def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks: bool) -> Manifest:
-    """The manifest `base` with the model, tokenizer and weights of a folder. Raises ConfigError, ManifestError."""
+    """Returns `base` with the model, tokenizer and weights of a folder. Raises ConfigError, ManifestError."""
     from node.data.tokenizers import tokenizer_keys
     from node.dial.dial import spread
     from node.start.cut_model import TOKENIZER, CutModel, ModelFolder, blocks_of, model_table
@@ -120,19 +131,20 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
     table = base.model_dump()
     model = model_table(folder.config, None if is_default else base.model.sequence)
     table["model"] = {"dtype": base.model.dtype, "attention": base.model.attention, **model}
-    folder.tokenizer()  # must be in the folder itself
+    folder.tokenizer()  # raises if the folder has no tokenizer
     table["data"] |= tokenizer_keys(path / TOKENIZER)
     if not keeps_blocks:
         table["stages"] |= {"blocks": spread(blocks_of(folder.config), base.stages.count), "per_path": None}
     if is_default:
         table["training"] = _fine_tuning(model, table["training"])
+    # The digests need the final model and stages, so the manifest is made twice.
     manifest = manifest_from_table(table | {"start": None})
     start = {"modules": CutModel(manifest, folder).digests()}
     return manifest_from_table(manifest.model_dump() | {"start": start})
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
-    """The router beside the manifest's file; None without one. Raises ConfigError, StateError."""
+    """Loads the router next to the manifest's file, or None. Raises ConfigError, StateError."""
     from node.experts.router import load_router
 
     return None if path is None else load_router(path, manifest)
@@ -152,7 +164,7 @@ def _read(path: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"the manifest {path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read the manifest {path}: {error.strerror or error}") from error
     table = parse_toml(text)
     return read_signed_manifest(text, None).manifest if "signature" in table else manifest_from_table(table)
 
@@ -163,16 +175,17 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
 
         table["data"] |= source_keys(changes.source, changes.revision)
     if changes.blocks is not None:
-        table["stages"]["per_path"] = None
+        table["stages"]["per_path"] = None  # the old value may exceed the new number of stages
     if changes.experts is not None:
-        table["routing"] = None
+        table["routing"] = None  # a router fits one layout of experts only
     if changes.total_tokens is not None:
-        # The warm-up stays the same share of the schedule.
+        # Keep the warm-up's share of the schedule.
         schedule = table["training"]["schedule"]
         unit = "steps" if schedule["total_tokens"] is None else "tokens"
         warmup, total = schedule[f"warmup_{unit}"], schedule[f"total_{unit}"]
         schedule["warmup_tokens"] = changes.total_tokens * warmup // total
     for key, value in changes.keys().items():
+        # `source_keys` has set these two already, the source in its full form.
         if changes.source is None or key not in ("data.source", "data.revision"):
             *sections, last = key.split(".")
             reduce(getitem, sections, table)[last] = value
@@ -182,6 +195,6 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
 def _fine_tuning(model: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
     step = FINE_TUNING_ROWS * model["sequence"]
     schedule = training["schedule"] | {"warmup_tokens": 20 * step, "total_tokens": 1000 * step}
-    # Large steps would undo what the model has learnt.
+    # Large steps would undo the pretraining.
     inner = training["inner"] | {"learning_rate": FINE_TUNING_RATE, "weight_decay": 0.0}
     return {**training, "rows": 1, "inner_tokens": step, "inner": inner, "schedule": schedule}

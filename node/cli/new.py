@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,34 +27,36 @@ if TYPE_CHECKING:
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _NAME_WIDTH: Final = len("feed-forward")
-_VALUE_WIDTH: Final = 34
+# Columns of a plain terminal.
+_LINE_WIDTH: Final = 80
+# Above this many hours a duration is shown in days.
 _HOURS_TOLD: Final = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialOptions:
-    """The options of `skipstone new` that choose a run by its size."""
+    """Options of `skipstone new` that choose a run by its size."""
 
     size: Annotated[
-        str | None, typer.Option(help="Choose everything for so many parameters, such as 160m or 7b, and say why.")
+        str | None, typer.Option(help="Number of parameters, such as 160m or 7b: choose the whole run for it.")
     ] = None
-    card: Annotated[str | None, typer.Option(help="With --size: memory of each peer's card [default: 12GB]")] = None
-    peers: Annotated[int | None, typer.Option(help="With --size: how many there are; a stage for each.")] = None
+    card: Annotated[str | None, typer.Option(help="With --size: memory of each peer's GPU [default: 12GB]")] = None
+    peers: Annotated[
+        int | None, typer.Option(help="With --size: number of peers, one stage each [default: as few as fit the card]")
+    ] = None
     tokenizer: Annotated[
-        Path | None, typer.Option(help="With --size: a tokenizer.json [default: the bytes themselves]")
+        Path | None, typer.Option(help="With --size: a tokenizer.json [default: raw bytes are the tokens]")
     ] = None
 
     def __post_init__(self) -> None:
         if self.size is None:
             for option in ("card", "peers", "tokenizer"):
                 if getattr(self, option) is not None:
-                    raise ConfigError(
-                        f"--{option} goes with --size", hint="Say how large the model should be: --size 160m."
-                    )
+                    raise ConfigError(f"--{option} goes with --size", hint="Add the model's size: --size 160m.")
 
 
 def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
-    """The run that the dial chooses. Raises ConfigError, ManifestError."""
+    """Chooses a run by its size. Raises ConfigError, ManifestError."""
     from node.dial.dial import BYTES, Wish, turn
     from node.dial.dial import Turned as Made
 
@@ -69,6 +72,7 @@ def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
     )
     turned = turn(wish, name)
     if tokenizer is None:
+        # The dial knows only the size of the vocabulary; name the file itself now.
         return turned
     from protocol.manifest.manifest import manifest_from_table
 
@@ -77,29 +81,30 @@ def turned_by(dial: DialOptions, changes: ManifestChanges, name: str) -> Turned:
 
 
 def told(dial: DialOptions, turned: Turned, manifest: Manifest) -> Iterator[str]:
-    """Lines with each choice, its reason, and the forecast for the manifest."""
+    """Yields lines with each choice, its reason, and the forecast for the manifest."""
     from node.dial.dial import COMMON_CARD, LARGE_CARD, LINKS_MBIT_S, forecast
     from swarm.membership.room import size_text
 
     for name, choice in turned.choices:
         value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
-        yield f"  {name:<{_NAME_WIDTH}}  {value:<{_VALUE_WIDTH}}  {choice.reason}"
+        line = f"  {name:<{_NAME_WIDTH}}  {value} ({choice.reason})"
+        yield textwrap.fill(line, _LINE_WIDTH, subsequent_indent=" " * (_NAME_WIDTH + 4), break_on_hyphens=False)
     card = _peers(dial).card or COMMON_CARD
     seen = forecast(manifest, card)
     kind = "an RTX 3090" if card >= LARGE_CARD else "an RTX 3060"
-    yield "Expected, with one peer a stage (estimated, not measured):"
+    yield "Expected with one peer per stage (estimated, not measured):"
     for who, need in (("data node", seen.data_node), ("stage peer", seen.stage)):
-        card_and_machine = f"{size_text(need.device)} of its card, {size_text(need.memory)} of the machine's memory"
+        card_and_machine = f"{size_text(need.device)} of GPU memory, {size_text(need.memory)} of main memory"
         yield f"  {who:<{_NAME_WIDTH}}  {card_and_machine}"
     if seen.stage_8bit.device < seen.stage.device:
-        yield f"  {'':<{_NAME_WIDTH}}  {size_text(seen.stage_8bit.device)} of its card with `join --moments 8bit`"
-    yield f"  {'a token':<{_NAME_WIDTH}}  each peer sends {count(seen.token_bytes)} bytes, and receives as many"
-    yield f"  {'a round':<{_NAME_WIDTH}}  a replica sends {size_text(seen.round_bytes)} at most, and receives as much"
-    yield f"  {'computing':<{_NAME_WIDTH}}  {count(seen.computed_per_s)} tokens/s at the slowest stage, on {kind}"
+        yield f"  {'':<{_NAME_WIDTH}}  {size_text(seen.stage_8bit.device)} of GPU memory with `join --moments 8bit`"
+    yield f"  {'a token':<{_NAME_WIDTH}}  each peer sends {count(seen.token_bytes)} bytes and receives as many"
+    yield f"  {'a round':<{_NAME_WIDTH}}  a replica sends at most {size_text(seen.round_bytes)} and receives as much"
+    yield f"  {'computing':<{_NAME_WIDTH}}  {count(seen.computed_per_s)} tokens/s at the slowest stage on {kind}"
     for mbit in LINKS_MBIT_S:
         speed = f"{count(seen.tokens_per_s[mbit])} tokens/s"
-        yield f"  {f'{mbit} Mbit/s':<{_NAME_WIDTH}}  {speed}: {_time(seen.seconds(mbit))} for all tokens"
-    yield "  Each further peer of every stage adds as much."
+        yield f"  {f'{mbit} Mbit/s':<{_NAME_WIDTH}}  {speed}: {_time(seen.seconds(mbit))} for the whole run"
+    yield "  Another peer for every stage adds the same throughput."
 
 
 def _time(seconds: float) -> str:
@@ -108,10 +113,10 @@ def _time(seconds: float) -> str:
 
 
 def parse_parameters(text: str) -> int:
-    """The number of parameters in `10m`, `160m`, `1.5b` or `7B`. Raises ConfigError."""
+    """Parses a number of parameters such as `10m`, `160m`, `1.5b` or `7B`. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
     if match is None:
-        raise ConfigError(f"--size {text!r} is no number of parameters", hint="Write it as 10m, 160m, 1.5b or 7b.")
+        raise ConfigError(f"--size {text!r} is not a number of parameters", hint="Write it as 10m, 160m, 1.5b or 7b.")
     return round(float(match[1]) * _UNITS[match[2]])
 
 
@@ -131,27 +136,33 @@ def _tokenizer(path: Path) -> tuple[Reasoned[int], dict[str, Any]]:
 
 @with_options(DialOptions, ManifestChanges)
 def new(
-    file: Annotated[Path, typer.Argument(help="The manifest to write.")],
+    file: Annotated[Path, typer.Argument(help="Manifest file to write.")],
     base: Annotated[
-        Path | None, typer.Option("--from", help="Start from this TOML file instead of the default.")
+        Path | None, typer.Option("--from", help="TOML file to start from [default: the small demo]")
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option("--from-model", help="Start from the model in this folder: Hugging Face Llama, Mistral or Qwen."),
+        typer.Option("--from-model", help="Hugging Face folder of a Llama, Mistral or Qwen model to train further."),
     ] = None,
     route_from: Annotated[
         str | None,
-        typer.Option(help="Text, as of --data, by which documents are routed to experts [default: by chance]"),
+        typer.Option(help="Text to fit the expert router to, written as for --data [default: random routes]"),
     ] = None,
-    identity: Annotated[Path | None, typer.Option(help="The key that signs; made when it is not there.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    identity: Annotated[
+        Path | None, typer.Option(help="Key file that signs; created if missing [default: this machine's key]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     **settings: Any,
 ) -> None:
-    """Write and sign a manifest: the one file that defines a run."""
+    """Write and sign a manifest, the file that defines a run.
+
+    An option that is not given keeps the value of --from, of --size, or of the small demo.
+    """
     if file.exists() and not force:
-        raise ConfigError(f"{file} exists already", hint="Name another file, or replace it with --force.")
+        raise ConfigError(f"{file} exists already", hint="Choose another name, or replace it with --force.")
     dial = DialOptions(**{name: settings.pop(name) for name in DialOptions.__slots__})
     changes = ManifestChanges(**settings)
+    # A run is named after its file unless something says otherwise.
     if changes.name is None and base is None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
         changes = dataclasses.replace(changes, name=name)
@@ -161,13 +172,16 @@ def new(
     else:
         for option, value in {"--from": base, "--from-model": model, "--stages": changes.blocks}.items():
             if value is not None:
-                raise ConfigError(f"--size and {option} both say how large the model is", hint="Give one of them.")
+                raise ConfigError(f"--size and {option} both set the size of the model", hint="Give one of them.")
         turned = turned_by(dial, changes, changes.name or "run")
+        # The dial has already placed `total_tokens` in the schedule.
         manifest = changed_manifest(turned.manifest, dataclasses.replace(changes, total_tokens=None))
     if model is not None:
         manifest = starting_from(model, manifest, is_default=base is None, keeps_blocks=changes.blocks is not None)
     elif manifest.start is not None and changes.blocks is not None:
-        raise ConfigError("--stages cuts the run's model anew", hint="Name the model's folder with --from-model.")
+        raise ConfigError(
+            "--stages cuts the model again, which needs its weights", hint="Add the model's folder with --from-model."
+        )
     router = None if base is None or manifest.routing is None else router_of(base, manifest)
     if route_from is not None:
         from node.data.feed import with_router
@@ -185,19 +199,19 @@ def new(
         if router is not None:
             write_whole(router_file(file), router.to_bytes())
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
     files = manifest.data.files
     text = "" if files is None else f", {count(files.count)} files, {count(files.bytes)} bytes"
     typer.echo(f"{file}: run {signed.run}")
     typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
     typer.echo(f"  text: {manifest.data.source}{text}")
     if manifest.stages.has_experts:
-        by = "by chance" if router is None else f"by {router_file(file)}, which belongs beside the manifest"
+        by = "at random" if router is None else f"by {router_file(file)}; keep it next to the manifest"
         typer.echo(f"  {len(manifest.modules())} modules; documents are routed to experts {by}")
     lines = [f"  memory: {_largest_need(manifest)}"] if turned is None else told(dial, turned, manifest)
     for line in lines:
         typer.echo(line)
-    typer.echo(f"Start its first node with: skipstone join {file}{'' if model is None else f' --model {model}'}")
+    typer.echo(f"Start the first node with: skipstone join {file}{'' if model is None else f' --model {model}'}")
 
 
 def _largest_need(manifest: Manifest) -> str:
@@ -208,9 +222,9 @@ def _largest_need(manifest: Manifest) -> str:
 
     needs = needs_of(manifest, DEFAULT_SLOTS)
     first = needs[ModuleId(0)]
-    said = f"{size_text(first.device)} on the compute device and {size_text(first.memory)} of the machine's"
+    said = f"{size_text(first.device)} on the compute device and {size_text(first.memory)} of main memory"
     others = [need for module, need in needs.items() if module.stage]
     if not others:
         return said
     most = max(others, key=lambda need: need.all)
-    return f"stage 0 takes {said}, the others at most {size_text(most.device)} and {size_text(most.memory)}"
+    return f"stage 0 needs {said}; other stages at most {size_text(most.device)} and {size_text(most.memory)}"

@@ -1,4 +1,4 @@
-"""Options that several commands have, and join links on the command line."""
+"""Options that several commands share, and join links on the command line."""
 
 from __future__ import annotations
 
@@ -21,34 +21,39 @@ if TYPE_CHECKING:
 
 
 VisitedPerPath: Final[Any] = typer.Option(
-    min=1, help="Train along paths that visit only so many of the stages after stage 0 [default: the manifest's]"
+    min=1,
+    help="Stages after stage 0 that each microbatch visits; it skips the others [default: all, or the manifest's]",
 )
 VisitRatio: Final[Any] = typer.Option(
     min=1.0,
     max=MAX_VISIT_RATIO,
-    help="Let stages be visited so many times as often as others [default: the manifest's]",
+    help="Most visits of a stage as a multiple of the least visited stage's [default: 1, or the manifest's]",
 )
 StagesPerPath: Final[Any] = typer.Option(
-    min=1, help="Run only so many of the stages after stage 0, evenly spread over the depth [default: all]"
+    min=1, help="Run this many of the stages after stage 0, evenly spread over the depth [default: all]"
 )
 
 PathChoice: Final[Any] = typer.Option(
-    "--path", metavar="S.E,...", help="Of a run with experts one path: a module of each stage, such as 1.0,2.1."
+    "--path", metavar="S.E,...", help="Path through a run with experts: one module per stage, such as 1.0,2.1."
 )
 
-MomentsChoice: Final[Any] = typer.Option("--moments", help="Of AdamW: 8bit takes a quarter of float32's memory.")
+MomentsChoice: Final[Any] = typer.Option(
+    "--moments", help="How to keep AdamW's moments; 8bit needs a quarter of float32's memory."
+)
 
 log = logging.getLogger(__name__)
 
+# A longer file is no join link and may be large.
 _LONGEST_BYTES: Final = 10_000
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:
-    """Adds an option to a command for each annotated field of the dataclasses; their values arrive in `**settings`."""
+    """Adds one option per annotated field of the dataclasses; the command receives their values in `**settings`."""
 
     def added(command: Any) -> Any:
         own = inspect.signature(command, eval_str=True)
         rows = [
+            # A field without a default comes from elsewhere, so its option is optional.
             row.replace(default=None) if made[name] is dataclasses.MISSING else row
             for table in tables
             for made in ({field.name: field.default for field in dataclasses.fields(table)},)
@@ -63,7 +68,7 @@ def with_options(*tables: type) -> Callable[[Any], Any]:
 
 
 def link_in(text: str) -> JoinLink | None:
-    """Parses the join link in `text` or in the file it names; None if it is neither. Raises ConfigError."""
+    """Parses the join link in `text` or in the file that it names; None if neither. Raises ConfigError."""
     from protocol.manifest.join_link import is_link, parse_link
 
     if is_link(text):
@@ -71,13 +76,13 @@ def link_in(text: str) -> JoinLink | None:
     try:
         with Path(text).open("rb") as file:
             inside = file.read(_LONGEST_BYTES).decode(errors="replace")
-    except (OSError, ValueError):  # ValueError: no path at all, such as one with a zero byte
+    except (OSError, ValueError):  # ValueError: not a path, for example a zero byte
         return None
     return parse_link(inside) if is_link(inside) else None
 
 
 class LinkFile:
-    """`EventSink` that keeps the newest join link in a file, and passes events on."""
+    """Event sink that keeps the newest join link in a file and forwards every event."""
 
     def __init__(self, path: Path, behind: EventSink) -> None:
         self._path = path
@@ -91,4 +96,4 @@ class LinkFile:
             try:
                 write_whole(self._path, f"{event.link}\n".encode())
             except OSError as error:
-                log.warning("the join link cannot be written to %s: %s", self._path, error.strerror or error)
+                log.warning("cannot write the join link to %s: %s", self._path, error.strerror or error)

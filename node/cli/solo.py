@@ -1,4 +1,4 @@
-"""`skipstone solo`: the same run in one process without any network, the baseline for a swarm."""
+"""`skipstone solo`: the same run in one process without a network, as the baseline for a swarm."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ if TYPE_CHECKING:
 
 
 def solo(
-    manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train [default: the manifest's schedule]")] = None,
-    data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
+    manifest: Annotated[Path | None, typer.Option(help="Manifest of the run [default: a small demo]")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for computing.")] = None,
+    device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all]")] = None,
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
-    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Seconds between two saves.")] = 300.0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
+    ] = None,
+    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Train the same run in one process, without any network."""
+    """Train a run in one process, without a network."""
     announce("skipstone solo: training in one process", as_json=json)
     chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data))
     stop = threading.Event()
@@ -65,11 +69,12 @@ def solo(
 
 
 def _checkpoint_folder(path: Path, manifest: Manifest, router: Router | None) -> CheckpointFolder:
-    """A folder whose manifest this machine has signed, so that `eval` opens the text that it names."""
+    """Opens a checkpoint folder with a manifest that this machine signs."""
     from node.checkpoint.folder import CheckpointFolder
     from node.context.options import default_identity_path
     from protocol.identity.keys import Identity
     from protocol.manifest.signing import sign_manifest
 
+    # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
     signed = sign_manifest(manifest, Identity.load_or_create(default_identity_path()))
     return CheckpointFolder(path, signed.run, signed.text, router=b"" if router is None else router.to_bytes())

@@ -1,4 +1,4 @@
-"""`skipstone status` and `skipstone eval`: questions to a swarm, or to a checkpoint."""
+"""`skipstone status` and `skipstone eval`: queries of a swarm or a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from swarm.workload.microbatch_sizes import SizeSummary
 def status(
     link: Annotated[
         str,
-        typer.Argument(envvar=variable("link"), show_envvar=False, help="The swarm's join link, or a file with it."),
+        typer.Argument(envvar=variable("link"), show_envvar=False, help="Join link, or a file that holds one."),
     ],
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a swarm's stages, replicas, speeds, loss, and the paths of its data nodes."""
+    """Show a swarm's stages, replicas, throughput, loss and paths."""
     announce("skipstone status: asking the swarm", as_json=json)
     from protocol.manifest.join_link import parse_link
 
@@ -42,19 +42,19 @@ def status(
 
 def evaluate(
     target: Annotated[
-        str, typer.Argument(metavar="LINK|SOURCE", help="A join link, or a checkpoint's or an exported folder.")
+        str, typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
     ],
     microbatches: Annotated[int, typer.Option(min=1, max=256, help="Held-out microbatches to measure.")] = 16,
     stages_per_path: Annotated[int | None, StagesPerPath] = None,
     every_subset: Annotated[
-        bool, typer.Option("--every-subset", help="With --stages-per-path: the mean over the ring of such choices.")
+        bool, typer.Option("--every-subset", help="With --stages-per-path: average over all evenly spread choices.")
     ] = False,
     text: Annotated[Path | None, TextPlace] = None,
     tokenizer: Annotated[Path | None, TokenizerPlace] = None,
     allow_hub: Annotated[bool, AllowHub] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure the loss on held-out text, of a running swarm, a checkpoint or an exported folder."""
+    """Measure the held-out loss of a swarm, checkpoint or export."""
     announce("skipstone eval: measuring the held-out loss", as_json=json)
     if every_subset and stages_per_path is None:
         raise typer.BadParameter("needs --stages-per-path", param_hint="--every-subset")
@@ -64,7 +64,7 @@ def evaluate(
 
     paths = AskedPaths(stages_per_path, every_subset)
     if is_link(target):
-        link = parse_link(target)  # before what takes long to load
+        link = parse_link(target)  # reject a bad link before slow imports
         from node.network.client import query_evaluation
 
         answer = run_loop(query_evaluation(link, microbatches, paths))
@@ -80,7 +80,7 @@ def evaluate(
     typer.echo(f"held-out loss {loss_text(answer['loss'])} nats per token  ({tokens} tokens, {number} microbatches)")
     sizes = from_json(SizeSummary, answer.get("sizes", {}), "sizes")
     if sizes.documents:
-        typer.echo(f"  a microbatch: {sizes_text(sizes)}")
+        typer.echo(f"  microbatch: {sizes_text(sizes)}")
     if stages_per_path is not None:
         for subset in answer["subsets"]:
             typer.echo(f"  {loss_text(subset['loss'])}  {path_text(subset['stages'])}")

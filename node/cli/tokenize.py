@@ -1,4 +1,4 @@
-"""`skipstone tokenize`: makes shards of tokens of a text, once for all data nodes and epochs."""
+"""`skipstone tokenize`: writes a text as token shards, once for all data nodes and epochs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Half a gigabyte at 4 bytes per token.
 SHARD_TOKENS: Final = 2**27
 
 
 def tokenize(
-    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
-    data: Annotated[str, typer.Option(help="path:FILE-OR-FOLDER or huggingface:NAME[:...], as of `new`.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json [default: the bytes themselves]")] = None,
-    revision: Annotated[str | None, typer.Option(help="Of a data set of the hub: its commit.")] = None,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard, about.")] = SHARD_TOKENS,
+    folder: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")],
+    data: Annotated[str, typer.Option(help="Text: path:FILE-OR-FOLDER or huggingface:NAME[:...], as in `new`.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json [default: raw bytes are the tokens]")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit of a Hugging Face data set [default: the newest]")
+    ] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Approximate tokens per shard.")] = SHARD_TOKENS,
 ) -> None:
-    """Tokenize a text into shards, in the format of Megatron-LM, for a run's tokens:FOLDER."""
+    """Write a text as Megatron-LM token shards for --data tokens:DIR."""
     from node.data.hub import source_keys
     from node.data.places import as_written
     from node.data.sources import ShardWriter, open_source
@@ -45,25 +48,26 @@ def tokenize(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty", hint="Name another folder.")
+            raise ConfigError(f"{folder} is not empty", hint="Choose another folder.")
         writer.write(_documents(source, cutter))
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
     made = f"{count(writer.documents)} documents, {count(writer.tokens)} tokens, {count(writer.shards)} shards"
     typer.echo(f"{folder}: {made}")
-    typer.echo(f"Train on them with: --data tokens:{folder}, and the same tokenizer in the manifest")
+    typer.echo(f"Train on them with --data tokens:{folder} and the same tokenizer in the manifest")
 
 
 def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Each with its end, as Megatron-LM's `--append-eod`; without those that are empty or cannot be read."""
+    """Yields the tokens of each document with its end mark, as Megatron-LM's `--append-eod`."""
     from node.data.documents import whole_text
 
     for name, read in _reads(source):
         try:
             tokens = whole_text(read(), tokenizer).tokens
         except OSError as error:
-            log.warning("document %s is left out: %s", name, error.strerror)
+            log.warning("document %s is skipped: %s", name, error.strerror)
             continue
+        # An empty document would become a lone end mark.
         if tokens.size:
             yield tokens
 

@@ -26,33 +26,41 @@ if TYPE_CHECKING:
     from node.local_swarm.setup import LocalSwarmOptions
     from protocol.manifest.manifest import Manifest
 
-STATE_LOST = "the swarm has ended and its state is lost; keep it with --checkpoint-dir FOLDER next time"
+STATE_LOST = "the swarm has ended and its state is lost; use --checkpoint-dir FOLDER to keep it next time"
 
 
 def up(
-    peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one for each module]")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train [default: the manifest's schedule]")] = None,
-    data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
-    manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
+    peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one per module]")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None,
+    manifest: Annotated[Path | None, typer.Option(help="Manifest of the run [default: a small demo]")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Folder of the model that the run starts from; its first node reads it.")
+        Path | None, typer.Option(help="Folder of the model that the run starts from; the first node reads it.")
     ] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
-    seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
-    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Seconds between two saves.")] = 300.0,
-    log_dir: Annotated[
-        Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for the nodes' event logs; see `check`.")
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each node.")] = None,
+    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs, which `skipstone check` reads [default: no logs]"
+        ),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE[,SIZE...]", help="Of all nodes or of each, such as 1GB,8GB,8GB.")
+        str | None,
+        typer.Option(metavar="SIZE[,SIZE...]", help="Memory limit of all nodes, or one per node, such as 1GB,8GB,8GB."),
     ] = None,
 ) -> None:
-    """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
+    """Train with a swarm of processes on this machine. Ctrl-C stops it cleanly, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
     changes = ManifestChanges(seed=seed, source=data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
     chosen = chosen_manifest(manifest, changes)
@@ -60,7 +68,7 @@ def up(
         from node.data.places import as_written
         from node.data.sources import open_source
 
-        # A missing folder is reported once, not by every node.
+        # Report a missing folder here once, not in every node.
         open_source(chosen.data, as_written(chosen.data).text)
     from node.context.options import default_identity_path, parse_size
     from node.local_swarm.setup import LocalSwarmOptions
@@ -77,14 +85,14 @@ def up(
         moments=moments,
         model=model,
         router=b"" if router is None else router.to_bytes(),
-        # Of what is kept this machine is the author: then `eval` opens the text that the manifest names.
+        # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
         author_path=None if checkpoint_dir is None else default_identity_path(),
     )
     raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
 
 
 async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) -> int:
-    """Runs the swarm to its end and returns the exit code: the signal's, else that of the first node that failed."""
+    """Runs the swarm to its end. Returns 128 + the stopping signal, else the first failing node's exit code."""
     from node.local_swarm.local_swarm import LocalSwarm
     from node.local_swarm.swarm_progress import summarize
 
@@ -97,13 +105,14 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
             typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages}. Join it with\n")
             typer.echo(f"  skipstone join {swarm.link}\n")
             if options.checkpoint_dir is not None:
-                typer.echo(f"Its state is saved in {options.checkpoint_dir}; the same command goes on from there.\n")
+                typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
         with Interrupts(
             lambda: loop.call_soon_threadsafe(swarm.request_stop), lambda _: _kill(loop, swarm)
         ) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)
             elif not sys.stdout.isatty():
+                # Without a terminal, one line per peer event would bury the steps.
                 await _follow(swarm, lambda event: sink.emit(event) if _is_of_the_whole(event) else None)
             else:
                 await _show(swarm, manifest.name)
@@ -139,7 +148,7 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
 
 
 def _kill(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
-    swarm.signal_all(signal.SIGKILL)  # even when the loop is stuck
+    swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs
     loop.call_soon_threadsafe(swarm.kill_all)
 
 

@@ -1,1 +1,1 @@
-"""Threads and tasks; knows nothing of training."""
+"""Threads, tasks and the runner of state machines; independent of training."""

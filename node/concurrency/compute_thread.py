@@ -1,4 +1,4 @@
-"""The thread that owns the compute device. `swarm.pipeline.compute_queue` decides what it runs next."""
+"""The thread that owns the compute device. `swarm.pipeline.compute_queue` chooses its next job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Runs jobs one at a time by priority, and chunks of idle work in between. Denormal numbers are zero there."""
+    """Runs jobs by priority, and chunks of idle work between them. Flushes denormal numbers to zero."""
 
     def __init__(
         self,
@@ -56,18 +56,20 @@ class ComputeThread:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout=60.0)
+        # Jobs that never ran raise StateError in their callers.
         for tell_its_caller in self._queue.clear():
             tell_its_caller()
 
     async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
-        """Queues a job; returns its result. Raises its error, ResourceExhausted, StateError if the thread stopped."""
+        """Queues a job and returns its result. Raises its error, ResourceExhausted, or StateError after the end."""
         return await asyncio.wrap_future(self.post(priority, job))
 
     def post(self, priority: Priority, job: Callable[[], Result]) -> Future[Result]:
-        """Queues a job from any thread but this one. Errors as `run`."""
+        """Queues a job from any other thread. Raises as `run`."""
         future: Future[Result] = Future()
 
         def work() -> Result:
+            # `__exit__` runs the remaining jobs elsewhere, so they must fail here.
             self._check_running()
             with device_errors():
                 return job()
@@ -79,15 +81,15 @@ class ComputeThread:
         return future
 
     def submit(self, chunks: Iterator[None], name: str) -> IdleWork:
-        """Takes chunks of work for idle time. Runs on the thread, as what it returns. Raises ResourceExhausted."""
+        """Queues chunks of work for idle time. Call it on the thread only. Raises ResourceExhausted."""
         return self._queue.submit(chunks, name)
 
     def expect(self, jobs: tuple[float, ...]) -> None:
-        """Sets when jobs are expected, by `time.monotonic`. Idle work that would last longer does not begin."""
+        """Sets when jobs are expected, by `time.monotonic`. Idle work that would last longer does not start."""
         self._queue.expected = jobs
 
     def give_up_idle_work(self) -> None:
-        """Cancels the submitted work. Runs on the thread, in a job."""
+        """Cancels the submitted idle work. Call it in a job on the thread."""
         self._queue.give_up_idle_work()
 
     def _check_running(self) -> None:
@@ -95,7 +97,7 @@ class ComputeThread:
             raise StateError("the compute thread has stopped")
 
     def _work(self) -> None:
-        flush_denormals()  # first: torch's workers do as the thread that starts them
+        flush_denormals()  # first, because torch's worker threads inherit the setting
         self._set_up()
         ended: float | None = None
         while (turn := self._next_turn()) is not None:
@@ -103,6 +105,7 @@ class ComputeThread:
             self.idle_s += 0.0 if ended is None else begun - ended
             if isinstance(turn, IdleWork):
                 turn.compute_chunk()
+                # Device work is asynchronous: wait for it, so that the chunk's time is known.
                 self._settle()
                 ended = time.perf_counter()
                 self.idle_work_s += ended - begun

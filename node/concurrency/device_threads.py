@@ -1,4 +1,4 @@
-"""The compute devices of one node. The first one's thread is the compute thread and gives the others their jobs."""
+"""The compute devices of one node. The first device's thread gives the others their jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class DeviceThreads:
-    """The devices of one node but the first, each with its thread. Several devices of kind cpu share the cores."""
+    """The devices of one node except the first, each with a thread. CPU devices share the cores."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
@@ -44,13 +44,13 @@ class DeviceThreads:
             thread.join(timeout=60.0)
 
     def set_up(self) -> None:
-        """Prepares the computing thread that calls it."""
+        """Flushes denormals to zero and limits the CPU threads of the calling compute thread."""
         flush_denormals()
         if self.devices[0].type == "cpu":
             torch.set_num_threads(self._cores)
 
     def settle(self) -> None:
-        """Waits for everything that this thread gave to the first device."""
+        """Waits until the first device has finished this thread's work."""
         kind = self.devices[0].type
         if kind == "cuda":
             torch.cuda.current_stream(self.devices[0]).synchronize()
@@ -58,12 +58,13 @@ class DeviceThreads:
             torch.mps.synchronize()
 
     def at_once(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one job for each device, the first in this thread. Raises the first failure that no other one caused."""
+        """Runs one job per device, the first in this thread. Raises the failure that caused the others."""
         futures: list[Future[Result]] = [Future() for _ in jobs]
         for queue, job, future in zip(self._queues, jobs[1:], futures[1:], strict=True):
             queue.put(partial(settle, future, job))
         settle(futures[0], jobs[0])
         failures = [error for future in futures if (error := future.exception()) is not None]
+        # A broken barrier is only the consequence of another job's failure.
         for error in sorted(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
         return [future.result() for future in futures]

@@ -1,4 +1,4 @@
-"""The runner of a pure state machine: feeds it with events and ticks, and carries out its actions."""
+"""The runner of a pure state machine: feeds it events and ticks, and carries out its actions."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
                 self._look_around()
                 self.handle(self._tick)
                 await set_or_after(self._wake, self._pause_s())
+            # `stop` ends the tasks too.
             self._tasks.cancel()
 
     def stop(self) -> None:
@@ -64,10 +65,11 @@ class MachineRunner(ABC, Generic[Event, Action]):
         self._wake.set()
 
     def handle(self, event: Event) -> None:
-        """Gives the event to the machine and carries out its actions; events that these cause come after it."""
+        """Passes the event to the machine and carries out its actions. Events caused by these follow after it."""
         if not self._tasks.are_running:
             return
         self._events.append(event)
+        # An action may cause events; the outer call handles them.
         if self._is_handling:
             return
         self._is_handling = True
@@ -79,15 +81,16 @@ class MachineRunner(ABC, Generic[Event, Action]):
             self._is_handling = False
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """Starts a task that ends with `run`; None when that is over already."""
+        """Starts a task that ends with `run`; None if that is over."""
         return self._tasks.begin(work)
 
     def send(self, to: PeerId, message: ControlMessage) -> bool:
-        """Sends a small message in its own task. False if too many are unsent to the peer."""
+        """Sends a control message in its own task. False if too many messages to the peer are unsent."""
         if not self._tasks.are_running:
+            # After the end nothing is sent, but the peer is not to blame.
             return True
         if self._waiting[to] >= self._most_waiting:
-            log.debug("%s reads nothing: %s is not sent", to, type(message).__name__)
+            log.debug("%s does not read: %s is not sent", to, type(message).__name__)
             return False
         self._waiting[to] += 1
         self._tasks.owe(self._send(to, message))
@@ -97,23 +100,23 @@ class MachineRunner(ABC, Generic[Event, Action]):
         try:
             await self.transport.tell(to, message)
         except PeerError as error:
-            log.debug("%s could not be sent to %s: %s", type(message).__name__, to, error)
+            log.debug("cannot send %s to %s: %s", type(message).__name__, to, error)
             self._not_sent(to, error)
         finally:
             self._waiting[to] -= 1
             if not self._waiting[to]:
                 del self._waiting[to]
 
-    # ---- what a runner says of its machine ---------------------------------------------------------------------------
+    # ---- for subclasses ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _carry_out(self, action: Action) -> None: ...
 
     def _look_around(self) -> None:
-        """Gives the machine what it needs besides, before each tick."""
+        """Updates the machine's inputs before each tick."""
 
     def _pause_s(self) -> float:
         return TICK_S
 
     def _not_sent(self, to: PeerId, error: PeerError) -> None:
-        """A small message could not be sent."""
+        """Called if a control message cannot be sent."""

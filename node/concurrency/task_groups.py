@@ -1,4 +1,4 @@
-"""Task groups that raise their first error itself, tasks that others wait for, waiting with a limit, threads."""
+"""Task groups that raise their first error itself, tasks that others wait for, and daemon threads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Result = TypeVar("Result")
 
 @asynccontextmanager
 async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
-    """An `asyncio.TaskGroup` that raises its first SkipstoneError, else its first error, instead of the group."""
+    """Opens a TaskGroup that raises its first SkipstoneError, else its first error, instead of the group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
         found = leaves(group)
+        # Callers handle our own errors, so prefer these.
         raise next((each for each in found if isinstance(each, SkipstoneError)), found[0]) from group
 
 
@@ -37,7 +38,7 @@ async def set_or_after(event: asyncio.Event, seconds: float) -> None:
 
 
 async def unless(stop: asyncio.Event, wanted: Awaitable[Result]) -> Result | None:
-    """The result of `wanted`, or None when `stop` is set first; then the work on it is cancelled."""
+    """Awaits `wanted`; returns None and cancels it if `stop` is set first."""
 
     async def getting() -> Result:
         return await wanted
@@ -53,14 +54,14 @@ async def unless(stop: asyncio.Event, wanted: Awaitable[Result]) -> Result | Non
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The errors in a group of groups, the first one first."""
+    """Flattens nested exception groups, first error first."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in leaves(inner)]
     return [error]
 
 
 class TaskTracker:
-    """Tasks that live inside `running`. What is begun outside of it is left undone."""
+    """Tasks that live inside `running`. Work begun outside is dropped."""
 
     def __init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
@@ -78,7 +79,7 @@ class TaskTracker:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the tasks within the block, which ends with the error of a failed task."""
+        """Runs the tasks within the block. The block raises the error of a failed task."""
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
@@ -87,9 +88,9 @@ class TaskTracker:
                 self._tasks = None
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any] | None:
-        """Starts a task; None outside of `running`."""
+        """Starts a task; None outside `running`."""
         if self._tasks is None:
-            work.close()
+            work.close()  # a coroutine that is never awaited would warn
             return None
         task = self._tasks.create_task(work)
         self._begun.add(task)
@@ -102,7 +103,7 @@ class TaskTracker:
             task.cancel()
 
     def owe(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task that others wait for. Counted from now on: the task may begin later."""
+        """Starts a task that `nothing_owed` waits for. It counts at once, even if it starts later."""
         task = self.begin(work)
         if task is not None:
             self._owed += 1
@@ -113,7 +114,7 @@ class TaskTracker:
         self._paid.set()
 
     async def nothing_owed(self, patience_s: float) -> None:
-        """Waits until all that is owed has been done, or so many seconds have passed."""
+        """Waits until all owed tasks are done, at most `patience_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while self._owed:
@@ -122,16 +123,16 @@ class TaskTracker:
 
 
 def settle(future: Future[Result], job: Callable[[], Result]) -> None:
-    """Runs the job for its future, unless that was cancelled."""
+    """Runs the job for its future unless that was cancelled."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(job())
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # the future passes it to the caller
             future.set_exception(error)
 
 
 async def aside(work: Callable[[], Result], limit_s: float | None) -> Result:
-    """Runs `work` in a daemon thread, which neither the loop nor the process waits for. Raises TimeoutError."""
+    """Runs `work` in a daemon thread, which blocks neither the loop nor the exit. Raises TimeoutError."""
     future: Future[Result] = Future()
     threading.Thread(target=settle, args=(future, work), name="aside", daemon=True).start()
     async with asyncio.timeout(limit_s):

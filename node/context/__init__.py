@@ -1,1 +1,1 @@
-"""The context of every part: options, and the module that it is about."""
+"""Options of a node, and the context that the parts of a module share."""

@@ -24,23 +24,23 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 
 @dataclass(frozen=True, slots=True)
 class ModuleContext:
-    """The identity, run, module, device and seams that the parts of a node's module are made from."""
+    """Identity, run, module, device and interfaces that the parts of a hosted module share."""
 
     options: NodeOptions
     session: NetworkSession
     manifest: Manifest
     module: ModuleId
     device: torch.device
-    """The node's first device, which holds the module's state."""
+    """First device of the node; holds the module's state."""
     threads: DeviceThreads
     compute: ComputeThread
     events: EventSink
     finished: Callable[[], None]
-    """Called when a data node has done its steps."""
+    """Called when a data node has finished its steps."""
     saves: SaveRequests
     proofs: Proofs
     resumed: Resumed
     start: CutModel | None
     router: Router | None
     text: Reasoned[Places | None]
-    """The places that may be opened for the run's text; never None for a data node."""
+    """Where the run's text may be opened; a data node always has a place."""

@@ -23,6 +23,7 @@ from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
 
+# Binary units have an `i`, as in MiB.
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MEGABYTE = 10**6
 
@@ -36,6 +37,8 @@ class LogLevel(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
+    """A predicate on the value of an option, and the message if it fails."""
+
     holds: Callable[[Any], bool]
     complaint: str
 
@@ -51,24 +54,24 @@ SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
 
 
 def variable(name: str) -> str:
+    """Returns the environment variable of an option."""
     return f"SKIPSTONE_{name.upper().replace('-', '_')}"
 
 
 def setting(name: str, help_text: str, off: str | None = None, **more: Any) -> Any:
-    """The option `--name` and its variable; a switch with its opposite if `off` is given."""
+    """Declares the option `--name` and its variable; a switch with its opposite if `off` is given."""
     flag = f"--{name}" if off is None else f"--{name}/--{off}"
     return typer.Option(..., flag, **{"envvar": variable(name), "show_envvar": False, "help": help_text, **more})
 
 
-TextPlace: Final[Any] = setting(
-    "text", "Where the run's text lies here; a path in somebody else's manifest is not opened."
-)
-TokenizerPlace: Final[Any] = setting("tokenizer", "Where the run's tokenizer file lies here; likewise.")
-AllowHub: Final[Any] = setting("allow-hub", "May fetch the run's text from the Hugging Face hub.")
+# A path in another author's manifest is never opened: only these options grant access.
+TextPlace: Final[Any] = setting("text", "Local copy of the run's text; needed to read another author's run.")
+TokenizerPlace: Final[Any] = setting("tokenizer", "Local copy of the run's tokenizer.json.")
+AllowHub: Final[Any] = setting("allow-hub", "Allow fetching the run's text from the Hugging Face hub.")
 
 
 def default_identity_path() -> Path:
-    """`$SKIPSTONE_HOME/identity.key`, else `skipstone/identity.key` in the XDG data folder."""
+    """Returns `$SKIPSTONE_HOME/identity.key`, else `skipstone/identity.key` in the XDG data folder."""
     home = os.environ.get("SKIPSTONE_HOME")
     if home:
         return Path(home) / "identity.key"
@@ -78,7 +81,7 @@ def default_identity_path() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """One node's settings. Without a link the node is the first of its run, without a manifest it asks peers for it."""
+    """One node's settings. Without a link it is the run's first node; without a manifest it asks peers for one."""
 
     link: JoinLink | None
     manifest_path: Path | None
@@ -86,68 +89,102 @@ class NodeOptions:
         str | None,
         setting(
             "stage",
-            "The stage to host, or one expert of it as 1.2 [default: the module that needs it most]",
+            "Stage to host, or one of its experts as 1.2 [default: where the swarm gains most]",
             metavar="N|N.E",
         ),
         MODULE,
     ] = None
     moving: Annotated[
-        bool | None, setting("move", "Change stages when needed [default: unless --stage is given]", off="stay")
+        bool | None,
+        setting("move", "Change stages when the swarm gains by it [default: unless --stage is given]", off="stay"),
     ] = None
-    reads_text: Annotated[bool, setting("data", "May take stage 0, which reads the text.", off="no-data")] = True
+    reads_text: Annotated[
+        bool, setting("data", "Whether this node may host stage 0, which reads the text.", off="no-data")
+    ] = True
     text: Annotated[Path | None, TextPlace] = None
     tokenizer: Annotated[Path | None, TokenizerPlace] = None
     model: Annotated[
         Path | None,
-        setting("model", "Folder of the model that the run starts from; others get their part from it."),
+        setting("model", "Folder of the model that the run starts from; peers fetch their part from it."),
     ] = None
     allow_hub: Annotated[bool, AllowHub] = False
-    yes: Annotated[bool, setting("yes", "Join without being asked.")] = False
-    identity_path: Annotated[Path, setting("identity", "The node's key file; made when it is not there.")] = field(
-        default_factory=default_identity_path
-    )
-    # A node exists to be reached from other machines; TLS decides who may speak.
+    yes: Annotated[bool, setting("yes", "Join without asking for consent.")] = False
+    identity_path: Annotated[
+        Path, setting("identity", "Key file of the node; created if missing [default: this machine's key]")
+    ] = field(default_factory=default_identity_path)
+    # Other machines must reach a node; mutual TLS authenticates them.
     listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
-    advertise: Annotated[str | None, setting("advertise", "Host that others reach this node at.")] = None
-    """None: the address that this machine uses to reach others."""
-    port: Annotated[int, setting("port", "Port of the node; 0 for any."), PORT] = 0
-    dht_port: Annotated[int, setting("dht-port", "Port of its DHT; 0 for any."), PORT] = 0
-    reach: Annotated[ReachMode, setting("reach", "auto asks the router for a port if need be.")] = ReachMode.AUTO
+    advertise: Annotated[
+        str | None, setting("advertise", "Host name or address that peers dial [default: detected]")
+    ] = None
+    port: Annotated[int, setting("port", "Port of the node (0: any free port)."), PORT] = 0
+    dht_port: Annotated[int, setting("dht-port", "Port of the DHT (0: any free port)."), PORT] = 0
+    reach: Annotated[
+        ReachMode, setting("reach", "auto asks the router to open a port if peers cannot reach this node.")
+    ] = ReachMode.AUTO
     relay_megabytes_per_hour: Annotated[
         int,
         setting(
             "serve-relay",
-            "Carry so much in an hour for peers that cannot dial each other; 0 carries nothing.",
+            "Relay traffic for peers behind NAT, in MB per hour (0: off).",
             metavar="MEGABYTES_PER_HOUR",
             min=0,
-            max=10**9,  # more than any line carries
+            max=10**9,  # more than any link carries
         ),
         NOT_NEGATIVE,
     ] = 0
-    device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto; or several, as cuda:0,cuda:1.")] = "auto"
-    threads: Annotated[int | None, setting("threads", "CPU threads for computing."), SOME] = None
-    slots: Annotated[int | None, setting("slots", "Microbatches held at a time."), SOME] = None
-    window: Annotated[int | None, setting("window", "Microbatches a data node has under way."), SOME] = None
-    memory: Annotated[str | None, setting("memory", "For kept graphs, such as 512MiB; 0 recomputes always."), SIZE] = (
+    device: Annotated[
+        str, setting("device", "Compute device: cpu, cuda, cuda:N, mps, auto, or several as cuda:0,cuda:1.")
+    ] = "auto"
+    threads: Annotated[int | None, setting("threads", "CPU threads [default: all]"), SOME] = None
+    slots: Annotated[int | None, setting("slots", f"Microbatches held at a time [default: {DEFAULT_SLOTS}]"), SOME] = (
         None
     )
+    window: Annotated[
+        int | None, setting("window", "Microbatches in flight per data node [default: measured]"), SOME
+    ] = None
+    memory: Annotated[
+        str | None,
+        setting(
+            "memory",
+            "Memory for kept activation graphs, such as 512MiB; 0 always recomputes [default: 2/5 of free GPU memory,"
+            " or 1/8 of main memory]",
+        ),
+        SIZE,
+    ] = None
     memory_limit: Annotated[
         str | None,
-        setting("memory-limit", "Take a stage of no more, such as 8GB; of the GPU's memory where there is one."),
+        setting(
+            "memory-limit",
+            "Most memory for a stage, such as 8GB: of the GPU if there is one, else of the machine"
+            " [default: all free memory]",
+        ),
         SIZE,
     ] = None
     moments: Annotated[
-        MomentType, setting("moments", "8bit keeps AdamW's in a quarter of the memory; averages with all others.")
+        MomentType, setting("moments", "How to keep AdamW's moments; 8bit needs a quarter of float32's memory.")
     ] = MomentType.FLOAT32
-    steps: Annotated[int | None, setting("steps", "A data node stops after so many steps."), SOME] = None
-    checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to, and to go on from.")] = None
-    checkpoint_every_s: Annotated[float, setting("checkpoint-every", "Seconds between two saves."), POSITIVE] = 300.0
-    log_dir: Annotated[Path | None, setting("log-dir", "Folder for the event log that `check` reads.")] = None
-    link_file: Annotated[Path | None, setting("link-file", "File to write the link to that others join with.")] = None
-    patience_s: Annotated[float, setting("patience", "Seconds to wait for the link's peers at the start.")] = 60.0
-    as_json: Annotated[bool, setting("json", "One JSON object a line.")] = False
+    steps: Annotated[
+        int | None, setting("steps", "Inner steps after which a data node stops [default: never]"), SOME
+    ] = None
+    checkpoint_dir: Annotated[
+        Path | None, setting("checkpoint-dir", "Folder to save to and to resume from [default: save nothing]")
+    ] = None
+    checkpoint_every_s: Annotated[
+        float, setting("checkpoint-every", "Interval between checkpoints, in seconds."), POSITIVE
+    ] = 300.0
+    log_dir: Annotated[
+        Path | None, setting("log-dir", "Folder for the event log, which `skipstone check` reads [default: no log]")
+    ] = None
+    link_file: Annotated[
+        Path | None, setting("link-file", "File that always holds this node's join link [default: none]")
+    ] = None
+    patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
+        60.0
+    )
+    as_json: Annotated[bool, setting("json", "Print one JSON object per line.")] = False
     stop_on_eof: Annotated[bool, setting("stop-on-eof", "Stop when standard input ends.", envvar=None)] = False
-    log_level: Annotated[LogLevel, setting("log-level", "Of the log on standard error.")] = LogLevel.WARNING
+    log_level: Annotated[LogLevel, setting("log-level", "Level of the log on standard error.")] = LogLevel.WARNING
 
     @property
     def slots_held(self) -> int:
@@ -168,11 +205,12 @@ class NodeOptions:
 
     @property
     def may_move(self) -> bool:
-        """By default a node moves unless it was told its stage."""
+        """Returns `--move`; by default a node moves unless --stage is given."""
         return self.stage is None if self.moving is None else self.moving
 
     @property
     def told(self) -> ToldPlaces:
+        # A model's folder usually contains its tokenizer.
         beside = None if self.model is None else self.model / "tokenizer.json"
         return ToldPlaces(text=self.text, tokenizer=self.tokenizer or beside, hub=self.allow_hub)
 
@@ -190,7 +228,8 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:
-            raise ConfigError("neither a join link nor a manifest was given")
+            raise ConfigError("neither a join link nor a manifest is given")
+        # Options may also come from the environment or from code, so check them here.
         for name, (_, *checks) in SETTINGS.items():
             value = getattr(self, name)
             for check in checks:
@@ -198,10 +237,11 @@ class NodeOptions:
                     raise ConfigError(f"{name} {check.complaint.format(value)}")
 
     def arguments(self) -> list[str]:
-        """The command-line arguments after `skipstone join` of a node with these settings."""
+        """Returns the arguments after `skipstone join` that give these settings."""
         words = [str(self.link or self.manifest_path)]
         for row in dataclasses.fields(self):
             value = getattr(self, row.name)
+            # Defaults are left out.
             if row.name not in SETTINGS or value == row.default:
                 continue
             on, _, off = SETTINGS[row.name][0].param_decls[0].partition("/")
@@ -217,12 +257,12 @@ SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     for name, hint in typing.get_type_hints(NodeOptions, include_extras=True).items()
     if typing.get_origin(hint) is Annotated
 }
-"""The option of each field, and its check if it has one."""
+"""Option of each field, then its checks."""
 VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
 
 
 def parse_size(text: str) -> int:
-    """The bytes in a text such as `1024`, `512MiB` or `2GB`; case does not matter. Raises ConfigError."""
+    """Parses bytes such as `1024`, `512MiB` or `2GB`; case does not matter. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is not a size", hint="Write it as 512MiB or 2GiB.")
@@ -230,12 +270,12 @@ def parse_size(text: str) -> int:
 
 
 def memory_limit_of(text: str | None) -> Reasoned[int] | None:
-    """The bytes of `--memory-limit` with their reason; None without one. Raises ConfigError."""
+    """Parses `--memory-limit` into bytes and their reason; None if not given. Raises ConfigError."""
     return None if text is None else Reasoned(parse_size(text), f"under --memory-limit {text}")
 
 
 def own_peer() -> PeerId | None:
-    """The peer id of this machine's default key; None without a usable one."""
+    """Returns the peer id of this machine's default key; None without a usable one."""
     try:
         return Identity.load(default_identity_path()).peer
     except IdentityError:
@@ -243,5 +283,5 @@ def own_peer() -> PeerId | None:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without this process's settings."""
+    """Returns the environment without the variables of node options."""
     return {name: value for name, value in environment.items() if name not in VARIABLES}

@@ -1,1 +1,1 @@
-"""Text into microbatches: sources, tokenizers, the order and split of documents, packing."""
+"""Turns text into microbatches: sources, tokenizers, order and split of documents, packing."""

@@ -1,7 +1,7 @@
-"""Documents as tokens and labels, in an order and split that follow from the seed and their names alone.
+"""Documents as tokens and labels. Their order and split depend only on the seed and their names.
 
-A data set read file by file walks the files in a random order, and each file's rows in theirs. A row's place is its
-file's rank and its number there, so a file's number of rows need not be known. The packer shuffles within its blocks.
+A data set of several files is read one file at a time: files in random order, rows in file order. A row's position
+combines the rank of its file and its row number, so files need not be counted. The packer shuffles within its blocks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 
 UNSCORED: Final = -100
-"""As `torch.nn.functional.cross_entropy` ignores by default."""
+"""Label of a token without loss, as in `torch.nn.functional.cross_entropy`."""
 ASSISTANT: Final = "assistant"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marked:
-    """A document's tokens, its end included; none of a document that is empty."""
+    """A document's tokens, including its end. Has no tokens if the document is empty."""
 
     tokens: Tokens
     wanted: Tokens | None = None
-    """The tokens as labels, UNSCORED where one is none; None where all are labels."""
+    """Labels, UNSCORED for tokens without loss. None if every token is a label."""
 
     @property
     def is_of_use(self) -> bool:
@@ -47,11 +47,11 @@ class Marked:
 
 
 Marking = Callable[[bytes], Marked]
-"""From a document's bytes to its tokens. Raises MalformedDocumentError."""
+"""Converts a document's bytes to tokens and labels. Raises MalformedDocumentError."""
 
 
 class MalformedDocumentError(Exception):
-    """A document is not what the run's documents are; it is left out."""
+    """A document that does not have the format of the run's documents, and is excluded."""
 
 
 class _Message(NamedTuple):
@@ -60,7 +60,7 @@ class _Message(NamedTuple):
 
 
 def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
-    """The way from the bytes of the run's documents to tokens and labels."""
+    """Chooses the conversion from bytes to tokens and labels for the run's documents."""
     if data.kind == "tokens":
         return lambda document: made_before(document, tokenizer)
     if data.labels == "assistant":
@@ -69,25 +69,26 @@ def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
 
 
 def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """A text, all of whose tokens are labels."""
+    """Converts text, with every token as a label."""
     tokens = tokenizer.encode(document)
     return Marked(np.append(tokens, tokenizer.end_of_document) if tokens.size else tokens)
 
 
 def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """Tokens made before, as READ_AS, with their end or not. Raises ConfigError if another tokenizer made them."""
+    """Converts tokens stored as READ_AS, and appends a missing end. Raises ConfigError for an unknown token."""
     tokens = np.frombuffer(document, dtype=READ_AS).astype(np.int64)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.size:
         raise ConfigError(
-            f"data.source has tokens from {tokens.min()} to {tokens.max()}, the run's tokenizer {tokenizer.size}",
+            f"data.source has tokens {tokens.min()} to {tokens.max()}, but the run's tokenizer has {tokenizer.size}",
             hint="Make the shards with the run's own tokenizer.",
         )
+    # Shards are written with or without end tokens.
     ends = not tokens.size or tokens[-1] == tokenizer.end_of_document
     return Marked(tokens if ends else np.append(tokens, tokenizer.end_of_document))
 
 
 def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """A conversation, of whose tokens only the assistant's are labels. Raises MalformedDocumentError."""
+    """Converts a conversation, with the assistant's tokens as labels. Raises MalformedDocumentError."""
     tokens, wanted = list[Tokens](), list[Tokens]()
     for text, is_said in _parts(_messages(document)):
         found = tokenizer.encode(text.encode(errors="replace"))
@@ -99,11 +100,12 @@ def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
 
 
 def _parts(messages: list[_Message]) -> Iterator[tuple[str, bool]]:
-    # ChatML. A tokenizer's own template is a Jinja program, and no stranger's program is run here.
+    # Always ChatML: a tokenizer's own template is a Jinja program, and untrusted programs must not run here.
     before = ""
     for role, content in messages:
         before += f"<|im_start|>{role}\n"
         said = f"{content}<|im_end|>"
+        # A role's header is never a label. The assistant's text and its end are.
         if role == ASSISTANT:
             yield before, False
             yield said, True
@@ -117,17 +119,17 @@ def _messages(document: bytes) -> list[_Message]:
     try:
         read: Any = json.loads(document)
     except (ValueError, RecursionError) as error:
-        raise MalformedDocumentError(f"it is no JSON: {str(error)[:100]}") from None
+        raise MalformedDocumentError(f"it is not JSON: {str(error)[:100]}") from None
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise MalformedDocumentError("it has no list of `messages`")
+        raise MalformedDocumentError("it has no `messages` list")
     return [_message(each) for each in messages]
 
 
 def _message(each: Any) -> _Message:
     role, content = (each.get("role"), each.get("content")) if isinstance(each, dict) else (None, None)
     if not (isinstance(role, str) and isinstance(content, str)):
-        raise MalformedDocumentError("a message has no `role` or no `content` that is text")
+        raise MalformedDocumentError("a message lacks a text `role` or `content`")
     return _Message(role, content)
 
 
@@ -137,30 +139,30 @@ def _message(each: Any) -> _Message:
 logger = logging.getLogger(__name__)
 
 MOST_TOLD: Final = 100
-"""Excluded documents that are logged."""
+"""Maximum number of excluded documents that are logged."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """The place of a token in the endless stream of documents. Later ones are greater."""
+    """Position of a token in the endless stream of documents, ordered by time."""
 
     epoch: int = 0
     position: int = 0
     offset: int = 0
-    """Tokens of that document before this one."""
+    """Tokens of the document before this one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
-    """The tokens of a document from a place on, its end included."""
+    """Tokens of a document from a position to its end."""
 
     start: Place
     tokens: Tokens
     name: str = ""
     opening: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """The document's beginning without its end token, by which its route is chosen."""
+    """First tokens of the document, without its end, which determine its route."""
     wanted: Tokens | None = None
-    """The tokens as labels; None if all are."""
+    """Labels. None if every token is a label."""
 
     @property
     def labels(self) -> Tokens:
@@ -168,17 +170,17 @@ class Fragment:
 
 
 def is_held_out(seed: int, name: str, share: float) -> bool:
-    """Whether a document is never trained on. Depends on no other document."""
+    """Tells whether a document is held out from training. Independent of all other documents."""
     return is_drawn(f"held-out:{seed}:{name}", share)
 
 
 def is_drawn(key: str, share: float) -> bool:
-    """Whether a key is among those that are drawn, of which there are so many of all."""
+    """Draws a key with probability `share`, the same on every machine."""
     return _hash(key) < int(share * 2**64)
 
 
 def owner(seed: int, name: str, data_nodes: Sequence[PeerId]) -> PeerId:
-    """The data node that reads a document, by rendezvous hashing (Thaler and Ravishankar 1998)."""
+    """Returns the data node that reads a document, by rendezvous hashing (Thaler and Ravishankar 1998)."""
     return max(data_nodes, key=lambda peer: (_hash(f"split:{seed}:{name}:{peer}"), peer))
 
 
@@ -187,14 +189,14 @@ def epoch_order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
 
 
 def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
-    """A permutation of the numbers below `count`, the same for the same key on every machine."""
+    """Returns a permutation of 0..count-1 that depends only on `key`, the same on every machine."""
     digest = hashlib.sha256(key.encode()).digest()
     generator = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
     return np.argsort(generator.random_raw(count), kind="stable")
 
 
 class Documents:
-    """A source's documents as tokens, in the order of each epoch. `mark` makes tokens of bytes; None for plain text."""
+    """A source's documents as tokens, in the order of each epoch. `mark` defaults to plain text."""
 
     def __init__(
         self,
@@ -215,15 +217,16 @@ class Documents:
         return None if isinstance(self._source, Source) else len(self._source.files)
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
-        """Yields the first `tokens` tokens and the number of all, for `count` wanted documents at most."""
+        """Yields the first `tokens` tokens and the length of up to `count` wanted documents."""
         for fragment in islice(self.epoch(Place(), wanted), count):
             yield fragment.tokens[:-1][:tokens].copy(), fragment.tokens.size
 
     def epoch(
         self, start: Place, wanted: Selection, files: Selection = everything, *, ahead: bool = False
     ) -> Iterator[Fragment]:
-        """The wanted documents from `start` to the end of its epoch, with the begun one. `ahead`: prefetch files."""
+        """Yields the wanted documents from `start` to the end of its epoch. `ahead` prefetches files."""
         for due in self._due(start, wanted, files, ahead):
+            # A document that was started is continued at its offset.
             offset = start.offset if due.position == start.position else 0
             marked = self._marked(due)
             tokens, labels = marked.tokens, marked.wanted
@@ -232,17 +235,18 @@ class Documents:
                 yield Fragment(Place(start.epoch, due.position, offset), tokens[offset:], due.name, tokens[:-1], rest)
 
     def endless(self, start: Place, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
-        """The wanted documents, epoch after epoch. Raises ConfigError if a whole epoch has none with a label."""
+        """Yields the wanted documents of all epochs. Raises ConfigError if a whole epoch has no label."""
         while True:
             empty = True
             for fragment in self.epoch(start, wanted, files, ahead=True):
                 empty = False
                 yield fragment
+            # An epoch that started in the middle proves nothing.
             if empty and start.position == 0:
                 count = len(self._source.names) if isinstance(self._source, Source) else len(self._source.files)
                 kind = "documents" if isinstance(self._source, Source) else "files"
                 raise ConfigError(
-                    f"none of the {count} {kind} of data.source is this data node's to train on",
+                    f"none of the {count} {kind} of data.source is for this data node to train on",
                     hint="Use more text, fewer data nodes, or a smaller data.held_out.",
                 )
             start = Place(start.epoch + 1)
@@ -261,15 +265,15 @@ class Documents:
                 yield Due(position, name, partial(source.read, name))
 
     def _marked(self, due: Due) -> Marked:
-        """Nothing at all for a document that is empty, is none, or cannot be read any more."""
+        """Returns no tokens for an empty, malformed or unreadable document."""
         try:
             return self._mark(due.read())
         except (OSError, MalformedDocumentError) as error:
             self._left_out += 1
             if self._left_out <= MOST_TOLD:
                 why = error.strerror if isinstance(error, OSError) else error
-                more = "; of others nothing is said" if self._left_out == MOST_TOLD else ""
-                logger.warning("document %s is left out: %s%s", due.name, why, more)
+                more = "; further ones are not logged" if self._left_out == MOST_TOLD else ""
+                logger.warning("excluding document %s: %s%s", due.name, why, more)
             return Marked(np.empty(0, dtype=np.int64))
 
 
@@ -277,13 +281,13 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:8], "big")
 
 
-# ---- data sets that are read file by file ----------------------------------------------------------------------------
+# ---- data sets of several files --------------------------------------------------------------------------------------
 
 
 ROWS: Final = 2**32
-"""More than a file has."""
+"""Row numbers reserved per file, more than a file has rows."""
 FILES_EACH: Final = 16
-"""Files per data node from which on whole files are dealt: with fewer, a data node might get none."""
+"""Files per data node from which whole files are assigned. With fewer, a data node might get none."""
 
 Owner = Callable[[str, tuple[PeerId, ...]], PeerId]
 
@@ -293,7 +297,7 @@ class Due:
     position: int
     name: str
     read: Callable[[], bytes]
-    """Raises OSError if it cannot be read."""
+    """Reads the document. Raises OSError."""
 
 
 def due_rows(
@@ -304,12 +308,12 @@ def due_rows(
     *,
     ahead: bool,
 ) -> Iterator[Due]:
-    """The wanted rows of an epoch, named `FILE@NUMBER`.
+    """Yields the wanted rows of an epoch, named `FILE@NUMBER`.
 
     Args:
-        orders: the order in which an epoch walks the files.
-        start: the epoch, the position, and whether the row there was begun and is read in any case.
-        wanted: selects files, and rows. A file is left as soon as it is no longer wanted.
+        orders: file order of an epoch.
+        start: epoch, position, and whether the row there was started and must be read.
+        wanted: selects files and rows. Iteration leaves a file once it is no longer wanted.
         ahead: whether to prefetch the next wanted file.
     """
     epoch, position, is_begun = start
@@ -325,10 +329,11 @@ def due_rows(
         with closing(stream.rows(file, at)) as rows:
             for row, read in enumerate(rows, at):
                 place, name = rank * ROWS + row, f"{file}@{row}"
-                if ahead and row == at:  # not earlier: the two would share the link, and the first document wait
+                if ahead and row == at:  # earlier, both downloads would share the link
                     later = (stream.files[int(index)] for index in chain(order[rank + 1 :], orders(epoch + 1)))
                     if (following := next(filter(of_files, later), None)) is not None:
                         stream.expect(following)
+                # Data nodes joined or left, and this file now belongs to another one.
                 if place != begun and not of_files(file):
                     break
                 if place == begun or of_rows(name):
@@ -336,7 +341,7 @@ def due_rows(
 
 
 class FileShare:
-    """A data node's share of a data set of files: whole files, or rows if there are few. No two shares meet."""
+    """A data node's disjoint share of a data set of several files: whole files, or rows if there are few."""
 
     def __init__(self, own: PeerId, files: int, owner: Owner) -> None:
         self._own, self._files = own, files
@@ -347,6 +352,7 @@ class FileShare:
         return not self._by_files(data_nodes) or self._of_file(file, data_nodes) == self._own
 
     def has_row(self, name: str, data_nodes: tuple[PeerId, ...]) -> bool:
+        # Rows are named FILE@NUMBER.
         if self._by_files(data_nodes):
             return self._of_file(name.rpartition("@")[0], data_nodes) == self._own
         return self._owner(name, data_nodes) == self._own

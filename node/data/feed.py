@@ -1,4 +1,4 @@
-"""A data node's training and evaluation microbatches. Reads files: call it from a thread, not from the event loop."""
+"""Training and evaluation microbatches of a data node. Reads files, so call it from a thread."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from swarm.vocabulary.types import MicrobatchId, PeerId
 START: Final = Cursor()
 FITTED_TO: Final = 4096
 ENOUGH: Final = 2
-"""Tokens read from a stream for held-out microbatches, over those wanted: no microbatch is quite full."""
+"""Tokens read for held-out microbatches per token wanted, because microbatches are never quite full."""
 
 
 def open_documents(manifest: Manifest, where: Places | None = None, router: Router | None = None) -> Documents:
-    """Opens the manifest's source and tokenizer here. `where`: None for the manifest's places, if it is our own."""
+    """Opens the manifest's source and tokenizer. Without `where`, trusts the paths in the manifest."""
     routing = document_router(manifest, router)
     return _documents(manifest, where or as_written(manifest.data), routing)
 
@@ -44,11 +44,11 @@ def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None
 
 
 def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
-    """Fits a router to documents that are not held out. Returns the manifest that names it, too."""
+    """Fits a router to documents that are not held out. Returns a manifest that names it, and the router."""
     table = manifest.model_dump()
     text = manifest_from_table(table | {"data": table["data"] | source_keys(source)})
     if not manifest.stages.has_experts:
-        raise ConfigError("--route-from is of no use in a run without experts", hint="Say how many with --experts.")
+        raise ConfigError("--route-from needs experts, and this run has none", hint="Set their number with --experts.")
     seed, held_out = manifest.seed, manifest.data.held_out
     opened = _documents(text, as_written(text.data), None)
     documents = list(opened.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
@@ -58,7 +58,7 @@ def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
 
 
 class TrainingFeed:
-    """One data node's microbatches: its share of the documents that are not held out, epoch after epoch."""
+    """Training microbatches of one data node: its share of the documents that are not held out, in all epochs."""
 
     def __init__(self, manifest: Manifest, documents: Documents, own: PeerId, start: Cursor = START) -> None:
         self._manifest = manifest
@@ -66,6 +66,7 @@ class TrainingFeed:
         self._data_nodes: tuple[PeerId, ...] = (own,)
         of_names = partial(owner, manifest.seed)
         self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
+        # Packed documents also read the token before the block.
         place = reading_place(start.block) if manifest.packs_documents else start.block
         fragments = documents.endless(place, self._is_mine, self._may_have_mine)
         if manifest.packs_documents:
@@ -75,13 +76,13 @@ class TrainingFeed:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next microbatch begins; a feed started there with the same data nodes gives the same ones."""
+        """Position of the next microbatch. A feed started here with equal data nodes gives equal microbatches."""
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
-        """The next microbatch with a label for these live data nodes. Raises ConfigError if a whole epoch has none."""
+        """Returns the next microbatch with labels, for these data nodes. Raises ConfigError if no document has any."""
         self._data_nodes = tuple(sorted({*data_nodes, self._own}))
-        while True:  # an epoch without a label is an error of the documents
+        while True:  # `Documents.endless` raises if a whole epoch has no label
             microbatch = self._packer.next()
             assert microbatch is not None, "epochs do not end"
             if microbatch.scored:
@@ -103,15 +104,16 @@ class TrainingFeed:
 def held_out_microbatches(
     manifest: Manifest, count: int, documents: Documents | None = None, unscored: int | None = None
 ) -> Iterator[Microbatch]:
-    """The first `count` held-out microbatches, or as many whole ones as there are. Raises ConfigError if none is.
+    """Yields the first `count` held-out microbatches, or fewer. Raises ConfigError if the text does not suffice for
+    one.
 
     Args:
-        unscored: the first tokens of each document that are no labels; None for those that its route is chosen by.
+        unscored: tokens at the start of each document without loss; None: those that determine its route.
     """
     seed, share = manifest.seed, manifest.data.held_out
     opened = documents or open_documents(manifest)
     fragments = opened.epoch(Place(), lambda name: is_held_out(seed, name, share))
-    if opened.files is not None:  # a packer's block of held-out text may be that of many files
+    if opened.files is not None:  # one block could need many downloads
         fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
     unscored = manifest.route_prefix if unscored is None else unscored
     packer: Packer = (
@@ -124,9 +126,9 @@ def held_out_microbatches(
         microbatch = packer.next()
         if microbatch is None and given == 0:
             raise ConfigError(
-                f"the held-out documents (data.held_out = {share}) have less text than one microbatch of"
+                f"the held-out documents (data.held_out = {share}) have less than one microbatch of"
                 f" {manifest.microbatch_tokens} tokens",
-                hint="Use more text, or make a run with a larger data.held_out.",
+                hint="Use more text, or create a run with a larger data.held_out.",
             )
         if microbatch is None:
             return
@@ -154,11 +156,11 @@ def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor
     )
 
 
-# ---- microbatches packed ahead ---------------------------------------------------------------------------------------
+# ---- prefetching -----------------------------------------------------------------------------------------------------
 
 
 class Prefetcher:
-    """A bounded queue in front of a feed. `arrived` is called on the event loop after each microbatch."""
+    """Bounded queue that packs microbatches on a thread. Calls `arrived` on the event loop after each."""
 
     def __init__(
         self, feed: TrainingFeed, data_nodes: Callable[[], tuple[PeerId, ...]], arrived: Callable[[], None], depth: int
@@ -181,7 +183,7 @@ class Prefetcher:
     ) -> None:
         self._stopping.set()
         with suppress(queue.Empty):
-            self._packed.get_nowait()  # makes room, so that a thread that waits for it sees that it is to stop
+            self._packed.get_nowait()  # unblocks a thread that waits in `put`
         self._thread.join(timeout=5.0)
 
     def ready(self) -> Microbatch | None:
@@ -199,10 +201,10 @@ class Prefetcher:
             packed: Microbatch | Exception
             try:
                 packed = self._feed.next(self._data_nodes())
-            except Exception as error:  # handed to whoever asks for the next one
+            except Exception as error:  # `ready` raises it
                 packed = error
-            except BaseException as error:  # a panic of a library: this thread must not end unheard
-                packed = SkipstoneError(f"the text cannot be packed: {type(error).__name__}: {error}")
+            except BaseException as error:  # a panic of a Rust library
+                packed = SkipstoneError(f"cannot pack the text: {type(error).__name__}: {error}")
             self._packed.put(packed)
             if not self._stopping.is_set():
                 self._loop.call_soon_threadsafe(self._arrived)
@@ -210,7 +212,7 @@ class Prefetcher:
                 return
 
 
-# ---- the position to resume at ---------------------------------------------------------------------------------------
+# ---- resuming --------------------------------------------------------------------------------------------------------
 
 
 class ReadingPosition:
@@ -224,13 +226,13 @@ class ReadingPosition:
         self._lock = threading.Lock()
 
     def drawn(self, text: Microbatch) -> None:
-        """Notes that the text has been read and waits: others may set out before it."""
+        """Records a text that was read and waits to be launched, possibly after later texts."""
         with self._lock:
             self._waiting.add(text.start)
             self._next = max(self._next, text.end)
 
     def sent(self, text: Microbatch, microbatch: MicrobatchId) -> None:
-        """Notes that the text has set out under this name, for the first time or again."""
+        """Records the launch of a text as this microbatch, for the first time or as a retry."""
         with self._lock:
             self._waiting.discard(text.start)
             self._under_way[text.start] = microbatch
@@ -247,8 +249,9 @@ class ReadingPosition:
             self._under_way.pop(text.start, None)
 
     def resume_at(self, is_applied: Callable[[MicrobatchId], bool]) -> Cursor:
-        """The cursor of the first text whose gradient is not in the parameters. Later ones may be read twice."""
+        """Returns the first text whose gradient is not in the parameters. Later texts may be read twice."""
         with self._lock:
             known = [*self._under_way.items(), *self._back]
             unapplied = [start for start, microbatch in known if not is_applied(microbatch)]
+            # Texts that wait are lost in a restart, so they count as unapplied.
             return min([*self._waiting, *unapplied], default=self._next)

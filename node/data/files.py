@@ -1,6 +1,6 @@
-"""Files at a place on this machine, their listing, and sources of the documents in them.
+"""Local files and the documents in them.
 
-Only regular files are opened, none behind a link: others may write into the folder.
+Opens regular files only, and follows no links, because others may be able to write to the folder.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from swarm.vocabulary.errors import ConfigError
 
 MAX_FILES: Final = 1_000_000
 MAX_DOCUMENTS: Final = 2**24
-"""An epoch's order takes 16 bytes for each."""
+"""Maximum number of documents. An epoch's order takes 16 bytes for each."""
 LINE_BYTES: Final = 2**20
 
 _NEVER: Final = tuple(map(Path, ("/proc", "/sys", "/dev")))
-"""For example, `/proc/kcore` is a regular file of 128 TiB."""
+"""Folders that are never read. For example, `/proc/kcore` is a regular file of 128 TiB."""
 _OPEN_FLAGS: Final = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
@@ -40,10 +40,10 @@ Selection = Callable[[str], bool]
 
 def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file, not a link, for reading. Raises OSError."""
-    _check_regular(os.lstat(path), path)  # opening a device can do something to it
+    _check_regular(os.lstat(path), path)  # opening a device can have side effects
     descriptor = os.open(path, _OPEN_FLAGS)
     try:
-        _check_regular(os.fstat(descriptor), path)  # it may have been replaced between the two
+        _check_regular(os.fstat(descriptor), path)  # it may have been replaced meanwhile
     except OSError:
         os.close(descriptor)
         raise
@@ -51,15 +51,17 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def resolved(path: Path) -> Path:
-    """The real path behind a person's path. Raises OSError, or ConfigError if it leads into /proc, /sys or /dev."""
+    """Resolves the links of a path that the user named. Raises OSError, or ConfigError within /proc, /sys or /dev."""
     real = path.resolve(strict=True)
     if _is_machine(real):
-        raise ConfigError(f"{path}: nothing below {', '.join(map(str, _NEVER))} is read", hint="Name another place.")
+        raise ConfigError(
+            f"{path}: files below {', '.join(map(str, _NEVER))} are not read", hint="Choose another path."
+        )
     return real
 
 
 class Listing:
-    """Regular files below a folder, with their sizes, in the order of their relative names (with `/`)."""
+    """Regular files below a folder with their sizes, sorted by relative name (with `/`)."""
 
     def __init__(self, root: Path, found: Iterator[tuple[str, int]]) -> None:
         self.root = root
@@ -67,7 +69,7 @@ class Listing:
         for entry in found:
             entries.append(entry)
             if len(entries) > MAX_FILES:
-                raise ConfigError(f"{root}: more than {MAX_FILES} files; name a smaller folder")
+                raise ConfigError(f"{root} has more than {MAX_FILES} files; choose a smaller folder")
         entries.sort()
         self.names = [name for name, _ in entries]
         self.sizes = array("q", (size for _, size in entries))
@@ -77,38 +79,39 @@ class Listing:
         return self.sizes[at] if at < len(self.names) and self.names[at] == name else None
 
     def open(self, name: str) -> BinaryIO:
-        """Opens a file of the listing. Raises OSError when it is no regular file of this folder any more."""
+        """Opens a listed file. Raises OSError if it is no longer a regular file of this folder."""
         path = self.root / name
+        # A folder on the path may have become a link.
         if os.path.realpath(path) != str(path):
-            raise OSError(errno.ELOOP, "a link leads to it", str(path))
+            raise OSError(errno.ELOOP, "its path contains a link", str(path))
         return open_regular(path)
 
     def section(self) -> FilesSection:
-        """The manifest's section about these files. It names sizes, not contents, and only detects mistakes."""
+        """Returns the manifest's section for these files: names and sizes, not contents, to detect mistakes."""
         digest = hashlib.sha256(b"skipstone-files:")
         for name, size in zip(self.names, self.sizes, strict=True):
             digest.update(b"%b\0%d\n" % (name.encode(errors="surrogateescape"), size))
         return FilesSection(count=len(self.names), bytes=sum(self.sizes), sha256=digest.hexdigest())
 
     def require(self, expected: FilesSection) -> None:
-        """Checks these files against the manifest's. Raises ConfigError, which says what differs."""
+        """Compares these files with those in the manifest. Raises ConfigError that names the difference."""
         found = self.section()
         if found == expected:
             return
         if (found.count, found.bytes) == (expected.count, expected.bytes):
             differs = (
-                f"has as many files and bytes as the run's text ({found.count}; {found.bytes}), but "
-                "other names or sizes of files"
+                f"has the file count and bytes of the run's text ({found.count}; {found.bytes}), but "
+                "other file names or sizes"
             )
         else:
             differs = (
-                f"has {found.count} files of {found.bytes} bytes together, the run's text "
-                f"{expected.count} of {expected.bytes}"
+                f"has {found.count} files with {found.bytes} bytes in total, the run's text "
+                f"{expected.count} with {expected.bytes}"
             )
         first = ", ".join(self.names[:3])
         raise ConfigError(
-            f"{self.root} is not the text of this run: it {differs}; the first here: {first}",
-            hint="Name the folder with the run's own text, unchanged, with --text; its author says where to get it.",
+            f"{self.root} is not the text of this run: it {differs}. Its first files: {first}",
+            hint="Give the run's unmodified text with --text; ask the run's author for it.",
         )
 
 
@@ -117,7 +120,7 @@ def everything(name: str) -> bool:
 
 
 def files_below(root: Path, folder: Selection = everything, file: Selection = everything) -> Listing:
-    """Lists the non-empty regular files below a folder, without links. Raises OSError, or ConfigError if too many."""
+    """Lists the non-empty regular files below a folder, without links. Raises OSError or ConfigError."""
     root = resolved(root)
     return Listing(root, _walk(str(root), folder, file))
 
@@ -135,6 +138,7 @@ def single_file(path: Path) -> Listing:
 
 def _walk(root: str, folder: Selection, file: Selection) -> Iterator[tuple[str, int]]:
     for at, folders, names in os.walk(root):
+        # Changing the list in place makes os.walk skip these folders.
         folders[:] = [name for name in folders if folder(name) and not _is_machine(Path(at, name))]
         prefix = "" if at == root else f"{Path(at).relative_to(root).as_posix()}/"
         for name in filter(file, names):
@@ -153,14 +157,14 @@ def _is_machine(real: Path) -> bool:
 
 def _check_regular(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 
 class DocumentNames(Sequence[str]):
-    """Names of documents in several files, made when they are asked for. `counts` are the documents of each file."""
+    """Names of documents in several files, computed on demand. `counts` has the documents per file."""
 
     def __init__(self, counts: Iterable[int]) -> None:
         self._ends = array("q", accumulate(counts))
@@ -177,18 +181,18 @@ class DocumentNames(Sequence[str]):
 
     @abstractmethod
     def name_of(self, file: int, number: int) -> str:
-        """The name of a file's document; both counted from 0."""
+        """Returns the name of a document by file and number within the file, both from 0."""
 
 
 class PlacedNames(DocumentNames):
-    """Names `FILE@START` of documents. Raises ConfigError for more than MAX_DOCUMENTS."""
+    """Document names `FILE@START`. Raises ConfigError for more than MAX_DOCUMENTS."""
 
     def __init__(self, files: Sequence[str], starts: Sequence[array[int]]) -> None:
         super().__init__(map(len, starts))
         self._files, self._starts = files, starts
         if len(self) > MAX_DOCUMENTS:
             raise ConfigError(
-                f"data.source has {len(self)} documents, more than {MAX_DOCUMENTS}", hint="Name a part of it."
+                f"data.source has {len(self)} documents, more than {MAX_DOCUMENTS}", hint="Use a part of it."
             )
 
     def name_of(self, file: int, number: int) -> str:

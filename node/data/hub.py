@@ -1,7 +1,7 @@
-"""A data set of the Hugging Face hub, read file by file at a pinned commit, with a bounded number of bytes on disk.
+"""A Hugging Face data set at a pinned commit, read one file at a time with bounded disk use.
 
-The head of the README says which files a config and a split are (huggingface.co/docs/hub/
-datasets-manual-configuration); else words in file names do, as in the `datasets` library. No code of it is run.
+The files of a config and split come from the README's metadata (huggingface.co/docs/hub/datasets-manual-configuration),
+else from words in file names, as in the `datasets` library. Runs no code from the data set.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from swarm.vocabulary.errors import ConfigError, ResourceExhausted, SkipstoneErr
 
 KEPT_BYTES: Final = 2**35
 SHARE_OF_ONE: Final = 4
-"""A file may have a quarter of KEPT_BYTES: training text, held-out text, one prefetched and one more always fit."""
+"""Inverse of a file's largest share of KEPT_BYTES. Files for training, held-out text and prefetch always fit."""
 MAX_HUB_FILES: Final = 2**17
 MOST_STARS: Final = 6
 WAITS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Pauses between retries, in seconds."""
 _FINAL: Final = (401, 403, 404, 410)
-"""HTTP statuses that are not retried."""
+"""HTTP statuses without retry."""
 _OF_SPLITS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -61,25 +61,25 @@ class HubPlace(NamedTuple):
 
 
 def hub_place(place: str, *, is_chat: bool) -> HubPlace:
-    """Parses a place; empty parts mean no config, `train`, and `text`, or `messages` for conversations."""
+    """Parses `NAME:CONFIG:SPLIT:COLUMN`. Defaults: no config, `train`, and `text` (`messages` for conversations)."""
     name, config, split, column = (place.split(":") + [""] * 3)[:4]
     return HubPlace(name, config or None, split or "train", column or ("messages" if is_chat else "text"))
 
 
 def newest_commit(place: str) -> str:
-    """Returns the data set's newest commit. Raises ConfigError if it is unknown."""
+    """Returns the data set's newest commit. Raises ConfigError if the hub does not answer."""
     name = place.partition(":")[0]
     try:
         return str(_api().dataset_info(name, files_metadata=False, token=False).sha)
-    except Exception as error:  # of the library, and of those that it fetches with
+    except Exception as error:  # of the library or its HTTP client
         raise ConfigError(
-            f"data.source: which commit of the data set {name!r} is to be read is not known: {error}",
-            hint="Name it with --revision COMMIT, or install what asks the hub: pip install 'skipstone[datasets]'.",
+            f"data.source: cannot get the newest commit of the data set {name!r}: {error}",
+            hint="Give it with --revision COMMIT, or install the hub client: pip install 'skipstone[datasets]'.",
         ) from error
 
 
 def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
-    """The manifest's `[data]` keys for a source, with a data set's newest commit by default. Raises ConfigError."""
+    """Returns the `[data]` keys for a source. `revision` defaults to the newest commit. Raises ConfigError."""
     kind, _, place = source.partition(":")
     if revision is None and kind == "huggingface" and HUB_PLACE.fullmatch(place):
         revision = newest_commit(place)
@@ -88,7 +88,7 @@ def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
 
 
 class HubStream:
-    """Rows of a data set's files at a commit, with the least recently used files removed. Thread-safe.
+    """Rows of a data set's files at a commit, with a least-recently-used cache of files. Thread-safe.
 
     Raises ConfigError if the hub does not list it, or a file is too large.
     """
@@ -108,12 +108,12 @@ class HubStream:
         for name, size in self._sizes.items():
             if size * SHARE_OF_ONE > kept_bytes:
                 raise ConfigError(
-                    f"data.source: {name} has {size} bytes, more than a quarter of the {kept_bytes} that are kept",
-                    hint="Use a data set of smaller files, or a folder of your own with path:FOLDER.",
+                    f"data.source: {name} has {size} bytes, more than a quarter of the cache of {kept_bytes}",
+                    hint="Use a data set with smaller files, or a local folder with path:FOLDER.",
                 )
         self._most = kept_bytes
         self._files: OrderedDict[str, Future[Path]] = OrderedDict()
-        """Here or being fetched, the least recently used first."""
+        """Present files and current downloads, least recently used first."""
         self._readers: Counter[str] = Counter()
         self._ahead: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -122,12 +122,12 @@ class HubStream:
             self._folder = _own_folder(self)
         except OSError as error:
             raise ConfigError(
-                f"no place for a data set's files: {error.filename}: {error.strerror}",
-                hint="Name a folder that can be written with the variable HF_HOME.",
+                f"cannot create the data set cache {error.filename}: {error.strerror}",
+                hint="Set HF_HOME to a writable folder.",
             ) from error
 
     def rows(self, file: str, start: int) -> Generator[Row]:
-        """Reads a file's rows from number `start` on; waits for the file. Raises SkipstoneError."""
+        """Reads a file's rows from number `start` on, after its download. Raises SkipstoneError."""
         with self.opened(file) as path:
             try:
                 yield from rows_of(path, self._place.column, start, is_chat=self._is_chat)
@@ -135,17 +135,17 @@ class HubStream:
                 raise ConfigError(f"data.source: {file} cannot be read: {error.strerror or error}") from error
 
     def fetch(self, name: str) -> Path:
-        """Fetches a file into this stream's folder. Raises ConfigError or ResourceExhausted."""
+        """Downloads a file into this stream's folder. Raises ConfigError or ResourceExhausted."""
         size = self._sizes[name]
         if (free := shutil.disk_usage(self._folder).free) < size:
-            raise ResourceExhausted(f"{self._folder}: {name} has {size} bytes, and {free} are free")
+            raise ResourceExhausted(f"{self._folder}: {name} needs {size} bytes, but only {free} are free")
         options = {"repo_type": "dataset", "revision": self._revision, "local_dir": self._folder, "token": False}
 
         def ask() -> Path:
             path = Path(self._api.hf_hub_download(self._place.name, name, **options))
             if (found := path.stat().st_size) != size:
                 path.unlink()
-                raise OSError(f"it has {found} bytes in place of {size}")
+                raise OSError(f"it has {found} bytes instead of {size}")
             return path
 
         return _insisted(ask, f"{name} of {self._place.name}", self._pause)
@@ -156,7 +156,8 @@ class HubStream:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:
-        """Keeps the file within the block. Raises SkipstoneError, or ResourceExhausted if all files are being read."""
+        """Keeps the file during the block. Raises SkipstoneError, ResourceExhausted if all cached files are in use."""
+        # Counted first, so that the file is not evicted between download and use.
         with self._lock:
             self._readers[name] += 1
         try:
@@ -166,7 +167,7 @@ class HubStream:
                 self._readers[name] -= 1
 
     def expect(self, name: str) -> None:
-        """Starts to fetch a file that is due soon, if there is space and no other is being fetched ahead."""
+        """Starts to prefetch a file, if there is space and no other prefetch is running."""
         with self._lock:
             if (self._ahead is not None and self._ahead.is_alive()) or name in self._files:
                 return
@@ -181,7 +182,7 @@ class HubStream:
                 if file is None:
                     file, is_ours = self._added(name), True
                 if file is None:
-                    raise ResourceExhausted(f"no room for {name} among the {self._most} bytes of files that are kept")
+                    raise ResourceExhausted(f"no space for {name}: all cached files ({self._most} bytes) are in use")
                 self._files.move_to_end(name)
             if is_ours:
                 self._bring(name, file)
@@ -190,10 +191,11 @@ class HubStream:
             except SkipstoneError as error:
                 if is_ours:
                     raise
-                logger.debug("%s was not fetched ahead: %s", name, error)  # so we try ourselves
+                logger.debug("prefetching %s failed: %s", name, error)  # retry in this thread
 
     def _added(self, name: str) -> Future[Path] | None:
-        """Makes space for a file, as far as needed; None if there is none. Called under the lock."""
+        """Evicts unused files until this one fits. Returns None if it does not fit. The caller holds the lock."""
+        # Least recently used first.
         for old, file in list(self._files.items()):
             if self.bytes + self._sizes[name] <= self._most:
                 break
@@ -209,6 +211,7 @@ class HubStream:
         try:
             path = self.fetch(name)
         except BaseException as error:
+            # Waiting readers get the error, and the next request retries.
             with self._lock:
                 del self._files[name]
             file.set_exception(error)
@@ -226,8 +229,8 @@ class HubStream:
         info, found = _insisted(ask, f"the list of files of {name}", self._pause)
         if info.sha != revision:
             raise ConfigError(
-                f"data.source: the data set {name!r} is {info.sha} on the hub, the manifest asks for {revision}",
-                hint="Ask the run's author; that commit is not there any more, or the name is another data set's.",
+                f"data.source: the data set {name!r} is at {info.sha} on the hub, but the manifest requires {revision}",
+                hint="The commit was removed, or the name belongs to another data set now. Ask the run's author.",
             )
         if len(found) > MAX_HUB_FILES:
             raise ConfigError(f"data.source: the data set {name!r} has more than {MAX_HUB_FILES} files")
@@ -236,8 +239,8 @@ class HubStream:
         unread = [file for file in names if not file.endswith(SUFFIXES)]
         if unread:
             raise ConfigError(
-                f"data.source: {unread[0]} of the data set {name!r} is none of {', '.join(SUFFIXES)}",
-                hint="Use the files that the hub converts to Parquet, or path:FOLDER with files of your own.",
+                f"data.source: {unread[0]} of the data set {name!r} has none of the suffixes {', '.join(SUFFIXES)}",
+                hint="Use the hub's Parquet conversion, or a local folder with path:FOLDER.",
             )
         return {file: sizes[file] for file in names}
 
@@ -248,34 +251,35 @@ def _api() -> Any:
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
         raise ConfigError(
-            "data.source names a Hugging Face data set, and the `huggingface_hub` library is not installed",
+            "data.source is a Hugging Face data set, but the `huggingface_hub` library is not installed",
             hint="Install it with `pip install 'skipstone[datasets]'`, or use another data.source.",
         ) from None
-    os.environ.setdefault("HF_XET_CHUNK_CACHE_SIZE_BYTES", "0")  # hf_xet's own cache would not be in the bound
+    os.environ.setdefault("HF_XET_CHUNK_CACHE_SIZE_BYTES", "0")  # hf_xet's cache would exceed our bound
     disable_progress_bars()
     return HfApi(token=False)
 
 
 def _insisted(ask: Callable[[], T], what: str, pause: Pause) -> T:
-    """Asks the hub again as long as another answer may come. Raises ConfigError."""
+    """Queries the hub and retries errors that may be temporary. Raises ConfigError."""
     for wait in (*WAITS, None):
         try:
             return ask()
-        except Exception as error:  # of the hub's library, and of those that it fetches with
+        except Exception as error:  # of the hub's library or its HTTP client
             reason = " ".join(str(error).split())[:400] or type(error).__name__
             status = getattr(getattr(error, "response", None), "status_code", None)
+            # These errors are permanent.
             if wait is None or status in _FINAL:
                 raise ConfigError(
-                    f"data.source: {what} cannot be had from the hub: {reason}",
-                    hint="Start the node again when it can; it goes on from its checkpoint.",
+                    f"data.source: cannot get {what} from the hub: {reason}",
+                    hint="Restart the node when the hub is reachable. It continues from its checkpoint.",
                 ) from error
-            logger.warning("%s cannot be had from the hub, the next try is in %g s: %s", what, wait, reason)
+            logger.warning("cannot get %s from the hub, retrying in %g s: %s", what, wait, reason)
             pause(wait)
     raise AssertionError("the last try returns or raises")
 
 
 def _own_folder(owner: object) -> Path:
-    """Makes a folder in the hub's home that goes with its owner; removes those of processes that died."""
+    """Creates a folder that is removed with `owner`. Also removes folders of processes that died."""
     from filelock import FileLock, Timeout
     from huggingface_hub import constants
 
@@ -286,22 +290,23 @@ def _own_folder(owner: object) -> Path:
 
     home = Path(constants.HF_HOME) / "skipstone"
     home.mkdir(parents=True, exist_ok=True)
-    for other in home.iterdir():  # a lock, or a folder whose process wrote on after its lock had gone
+    for other in home.iterdir():  # locks, and folders that outlived their locks
         with suppress(Timeout, OSError), FileLock(other.with_suffix(".lock"), timeout=0) as old:
             remove(other.with_suffix(""), old)
     folder = home / uuid.uuid4().hex
-    lock = FileLock(folder.with_suffix(".lock"), thread_local=False)  # another thread may release it
+    lock = FileLock(folder.with_suffix(".lock"), thread_local=False)  # the finalizer may run on another thread
     lock.acquire()
     folder.mkdir()
     weakref.finalize(owner, remove, folder, lock)
     return folder
 
 
-# ---- the files of a config and a split -------------------------------------------------------------------------------
+# ---- files of a config and split -------------------------------------------------------------------------------------
 
 
 def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterable[str]) -> list[str]:
-    """Sorted names of the files of a config and split. Raises ConfigError if there is none, or no default."""
+    """Returns the sorted file names of a config and split. Raises ConfigError if no file matches."""
+    # Names that start with . or _ are hidden, as in the `datasets` library.
     visible = sorted(name for name in files if not any(part[0] in "._" for part in name.split("/")))
     below, patterns = "", None
     if any("data_files" in config or "data_dir" in config for config in configs):
@@ -309,7 +314,7 @@ def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterabl
         below = str(config.get("data_dir") or "").strip("/.")
         patterns = _patterns(config["data_files"], place.split) if "data_files" in config else None
     elif place.config not in (None, "default"):
-        raise ConfigError(f"data.source: {place.name} names no configs, and so none {place.config!r}")
+        raise ConfigError(f"data.source: {place.name} defines no configs, so {place.config!r} does not exist")
     names = [name for name in visible if not below or name.startswith(f"{below}/")]
     if patterns is None:
         names = _by_words(place.split, [name for name in names if name.endswith(SUFFIXES)])
@@ -318,12 +323,12 @@ def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterabl
         names = [name for name in names if any(pattern.fullmatch(name) for pattern in matching)]
     if not names:
         of = "" if place.config is None else f" of its config {place.config!r}"
-        raise ConfigError(f"data.source: {place.name} has no file of the split {place.split!r}{of} that is read")
+        raise ConfigError(f"data.source: {place.name} has no readable file for the split {place.split!r}{of}")
     return names
 
 
 def _configs(info: Any) -> list[Mapping[str, Any]]:
-    """Configs of the README's head, in which a stranger may have written anything."""
+    """Returns the configs in the README's metadata, which may contain anything."""
     card: Any = getattr(info, "card_data", None)
     found = card.get("configs") if hasattr(card, "get") else None
     return [config for config in found if isinstance(config, Mapping)] if isinstance(found, list) else []
@@ -339,13 +344,13 @@ def _config(place: HubPlace, configs: Sequence[Mapping[str, Any]]) -> Mapping[st
     if defaults or "default" in named or len(named) == 1:
         return defaults[0] if defaults else named.get("default") or configs[0]
     raise ConfigError(
-        f"data.source: {place.name} has several configs and none is the default: {', '.join(named)}",
-        hint=f"Name one of them: huggingface:{place.name}:CONFIG.",
+        f"data.source: {place.name} has several configs and no default: {', '.join(named)}",
+        hint=f"Choose one: huggingface:{place.name}:CONFIG.",
     )
 
 
 def _patterns(data_files: Any, split: str) -> list[str]:
-    """Patterns of a split: `data_files` is a pattern or several, both of `train`, or a list of splits."""
+    """Returns the patterns of a split. `data_files` is one pattern or several (for `train`), or a list of splits."""
     entries = data_files if isinstance(data_files, list) else [data_files]
     patterns: list[str] = []
     for entry in entries:
@@ -357,16 +362,16 @@ def _patterns(data_files: Any, split: str) -> list[str]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern as the hub's file system matches it: `*` stays within a folder, `**` does not."""
+    """Compiles a glob pattern like the hub's file system: `*` matches within a folder, `**` across folders."""
     from fsspec.utils import glob_translate
 
-    if pattern.count("*") > MOST_STARS:  # matching could take for ever
+    if pattern.count("*") > MOST_STARS:  # matching could take forever
         raise ConfigError(f"data.source: a pattern of the data set's files has more than {MOST_STARS} `*`: {pattern!r}")
     return re.compile(glob_translate(pattern.removeprefix("./")))
 
 
 def _by_words(split: str, names: list[str]) -> list[str]:
-    """Files with a word of the split in their names; all are `train` if no name has a word of any split."""
+    """Returns the files whose names contain the split's word. If no name contains any split's word, all are `train`."""
 
     def has_word(name: str, words: Iterable[str]) -> bool:
         return re.search(rf"(?<![a-z])({'|'.join(map(re.escape, words))})(?![a-z])", name.lower()) is not None
@@ -376,13 +381,13 @@ def _by_words(split: str, names: list[str]) -> list[str]:
     return [name for name in names if has_word(name, _OF_SPLITS.get(split, (split,)))]
 
 
-# ---- the rows of a file ----------------------------------------------------------------------------------------------
+# ---- rows of a file --------------------------------------------------------------------------------------------------
 
 
 PARQUET: Final = ".parquet"
 SUFFIXES: Final = (PARQUET, *(f"{kind}{packed}" for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst")))
 MAX_GROUP_BYTES: Final = 2**31
-"""Uncompressed size of the column in a row group. Pyarrow may hold all of it."""
+"""Largest uncompressed size of the column in a row group, in bytes. Pyarrow may keep all of it in memory."""
 BATCH_ROWS: Final = 256
 MAX_WINDOW_BYTES: Final = 2**27
 
@@ -391,7 +396,7 @@ Row = Callable[[], bytes]
 
 
 def rows_of(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[Row]:
-    """Reads the rows of a file of one of SUFFIXES from number `start` on. Raises ConfigError or OSError."""
+    """Yields readers for a file's rows from number `start` on. Raises ConfigError or OSError."""
     if path.name.endswith(PARQUET):
         found = _column(path, column, start)
         return (partial(_document, value, is_chat) for value in found)
@@ -399,7 +404,7 @@ def rows_of(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[R
 
 
 def _document(value: object, is_chat: bool) -> bytes:
-    """The document of a value; an empty one, which is left out, if there is none."""
+    """Converts a value to a document, empty if the value is null."""
     if value is None:
         return b""
     return (json.dumps({"messages": value}, default=str) if is_chat else str(value)).encode(errors="replace")
@@ -411,20 +416,22 @@ def _of_line(line: bytes | None, column: str, is_chat: bool) -> bytes:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        raise OSError(errno.EINVAL, "the line is no JSON") from None
+        raise OSError(errno.EINVAL, "the line is not JSON") from None
     if not isinstance(row, dict) or column not in row:
-        raise OSError(errno.EINVAL, f"the line is no object with {column!r}")
+        raise OSError(errno.EINVAL, f"the line is not an object with {column!r}")
     return _document(row[column], is_chat)
 
 
 def _lines(path: Path, start: int) -> Iterator[bytes | None]:
-    """Lines that are not blank, None for one that is too long."""
+    """Yields the non-blank lines, None for a line that is too long."""
     with _unpacked(path) as file:
         number, is_begin = 0, True
         try:
             while piece := file.readline(LINE_BYTES + 1):
+                # A JSON array would be read as a single line.
                 if is_begin and number == 0 and piece.lstrip()[:1] == b"[":
-                    raise ConfigError(f"data.source: {path.name} is not one JSON object a line")
+                    raise ConfigError(f"data.source: {path.name} does not have one JSON object per line")
+                # Without a newline at the limit, the line is too long and continues.
                 is_end = piece.endswith(b"\n") or len(piece) <= LINE_BYTES
                 if is_begin and piece.strip():
                     if number >= start:
@@ -432,7 +439,7 @@ def _lines(path: Path, start: int) -> Iterator[bytes | None]:
                     number += 1
                 is_begin = is_end
         except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
-            raise ConfigError(f"data.source: {path.name} cannot be unpacked: {error}") from error
+            raise ConfigError(f"data.source: cannot decompress {path.name}: {error}") from error
 
 
 @contextmanager
@@ -450,13 +457,13 @@ def _unpacked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _column(path: Path, column: str, start: int) -> Iterator[Any]:
-    """Values of the column from row `start` on; earlier row groups are not read."""
+    """Yields the column's values from row `start` on. Skips earlier row groups."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise ConfigError(
-            "data.source names a data set of Parquet files, and the `pyarrow` library is not installed",
+            "data.source has Parquet files, but the `pyarrow` library is not installed",
             hint="Install it with `pip install 'skipstone[datasets]'`.",
         ) from None
     try:
@@ -475,6 +482,7 @@ def _column(path: Path, column: str, start: int) -> Iterator[Any]:
                             yield values[number].as_py()
                         at += len(values)
                 else:
+                    # Skip the row group without reading it.
                     at += count
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"data.source: {path.name} cannot be read: {error}") from error
@@ -486,5 +494,5 @@ def _require_bounded(group: Any, column: str, path: Path) -> None:
     if size > MAX_GROUP_BYTES:
         raise ConfigError(
             f"data.source: a row group of {path.name} has {size} bytes in {column!r}, more than {MAX_GROUP_BYTES}",
-            hint="Use a data set of smaller row groups, or a folder of your own with path:FOLDER.",
+            hint="Use a data set with smaller row groups, or a local folder with path:FOLDER.",
         )

@@ -1,11 +1,11 @@
-"""Packing of documents into microbatches, with no token lost or repeated. `model.attention` of the manifest says how.
+"""Packing of documents into microbatches. Loses and repeats no token. `model.attention` in the manifest selects one of:
 
-`causal`: the documents are one stream, each followed by an end-of-document token. A row is the next `sequence` tokens,
-and its labels are the same tokens one further on. Rows are shuffled within a block of about a million tokens.
+`causal`: a single stream of documents, each followed by an end-of-document token. A row is the next `sequence` tokens,
+with the same tokens shifted by one as labels. Rows are shuffled within blocks of about a million tokens.
 
-`documents`: whole documents, in microbatches of equal cost (`swarm.workload.packing`). A document t1..tn is read as the
-positions [end, t1..tn] with the labels [t1..tn, end]. One of more positions than `sequence` is cut, and each piece
-begins with the last token of the one before.
+`documents`: whole documents in microbatches of equal cost (`swarm.workload.packing`). A document t1..tn has the inputs
+[end, t1..tn] and the labels [t1..tn, end]. If it is longer than `sequence`, it is cut into pieces. Each piece starts
+with the last token of the previous piece.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from swarm.workload.microbatch_sizes import Size
 from swarm.workload.packing import Piece, Room, pack, pack_and_end
 
 BLOCK_TOKENS: Final = 2**20
-"""Tokens that are packed and shuffled together, about."""
+"""Tokens packed and shuffled together, approximately."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """A packer's position, in a few numbers that a checkpoint can hold. Later ones are greater."""
+    """Position of a packer, small enough for a checkpoint. Ordered by time."""
 
     block: Place = field(default_factory=Place)
     taken: int = 0
-    """Rows, or microbatches of documents, already taken of it."""
+    """Rows, or microbatches of documents, already taken from the block."""
     level: float = 0.0
-    """Cost of microbatches at the end of the block before; 0 if unknown."""
+    """Microbatch cost at the end of the previous block; 0 if unknown."""
     packing: int = field(default=1, compare=False)
-    """Version of the packing of documents."""
+    """Version of the document packing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,19 +51,19 @@ class Microbatch:
     """A packed microbatch, the unit of work."""
 
     tokens: Tensor
-    """int64 [rows, sequence]."""
+    """Token ids, int64 [rows, sequence]."""
     labels: Tensor
     cost: float
-    """In tokens, attention included (`quadratic_share` of the manifest)."""
+    """Compute cost in tokens, including attention (the manifest's `quadratic_share`)."""
     start: Cursor = field(default_factory=Cursor)
-    """A packer started here gives this microbatch first."""
+    """Position from which a packer produces this microbatch first."""
     end: Cursor = field(default_factory=Cursor)
-    """A packer started here gives the one after this first."""
+    """Position from which a packer produces the next microbatch first."""
     documents: tuple[int, ...] = ()
-    """Tokens of each document of the only row. Empty with `attention = "causal"`."""
+    """Tokens of each document in the only row. Empty with `attention = "causal"`."""
     route: Route = ()
     affinity: Affinity = ()
-    """Sum of its documents' scores, which chooses another expert if its own is not served."""
+    """Sum of the documents' router scores, which chooses a substitute if the route's expert is not served."""
 
     @property
     def size(self) -> int:
@@ -71,11 +71,11 @@ class Microbatch:
 
     @property
     def scored(self) -> int:
-        """Number of tokens that are predicted; fewer than all in conversations and held-out text with routes."""
+        """Number of tokens with a label. Less than all in conversations and routed held-out text."""
         return self.size if self.labels.min() >= 0 else int((self.labels >= 0).sum())
 
     def per_label(self, loss: float) -> float:
-        """The mean over what is predicted, of a loss that is the mean over all tokens, as the head gives it."""
+        """Converts the head's loss, a mean over all tokens, to a mean over labels."""
         return loss * self.size / self.scored
 
     @property
@@ -83,12 +83,12 @@ class Microbatch:
         return Size(self.size, self.documents, self.cost)
 
 
-# ---- rows of one stream ----------------------------------------------------------------------------------------------
+# ---- causal: rows of one stream --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RowBlock:
-    """Rows that are shuffled together: arrays [rows, sequence], and the order in which rows are given out."""
+    """Rows shuffled together, [rows, sequence], and the order in which they are used."""
 
     tokens: Tokens
     labels: Tokens
@@ -96,7 +96,7 @@ class _RowBlock:
 
 
 class RowPacker:
-    """Cuts a stream of fragments into microbatches of one shape. Holds at most one block and one document."""
+    """Packer that cuts a stream into microbatches of equal shape. Holds at most one block and one document."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RowPacker:
         cost: float,
         block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        """`fragments` begin at `start.block`; `cost` is one microbatch's."""
+        """Starts with `fragments` at `start.block`. Every microbatch has the same `cost`."""
         self.cursor = start
         self._fragments = fragments
         self._rows = rows
@@ -140,11 +140,12 @@ class RowPacker:
         if taken < len(block.order):
             self.cursor = Cursor(self.cursor.block, taken)
         else:
-            self.cursor = Cursor(self._pending[0].start)  # the last label: it is the next block's first token
+            self.cursor = Cursor(self._pending[0].start)  # the last label is the next block's first token
             self._block = None
 
     def _next_block(self) -> _RowBlock | None:
-        """As many whole microbatches as a block may have, or as the fragments still give."""
+        """Returns a full block, or a smaller one of whole microbatches at the end of the text."""
+        # One more token, because labels are shifted by one.
         available = self._fill(self._block_rows * self._sequence + 1)
         microbatches = (available - 1) // (self._rows * self._sequence)
         if microbatches < 1:
@@ -162,7 +163,7 @@ class RowPacker:
         )
 
     def _fill(self, wanted: int) -> int:
-        """Reads on until so many tokens are pending, or there are no more; returns how many there are."""
+        """Reads until `wanted` tokens are pending or the text ends. Returns the number of pending tokens."""
         available = sum(fragment.tokens.size for fragment in self._pending)
         while available < wanted:
             fragment = next(self._fragments, None)
@@ -173,48 +174,48 @@ class RowPacker:
         return available
 
     def _drop(self, count: int) -> None:
-        """Forgets the first pending tokens; at least one remains."""
+        """Drops the first `count` pending tokens. At least one remains."""
         while count >= self._pending[0].tokens.size:
             count -= self._pending.popleft().tokens.size
         self._pending[0] = _from(self._pending[0], count)
 
 
 def _from(fragment: Fragment, count: int) -> Fragment:
-    """The fragment without its first tokens, copied, so that what is gone can be freed."""
+    """Copies a fragment without its first `count` tokens, so that the original can be freed."""
     start = fragment.start
     tokens: Tokens = fragment.tokens[count:].copy()
     wanted = None if fragment.wanted is None else fragment.wanted[count:].copy()
     return Fragment(Place(start.epoch, start.position, start.offset + count), tokens, wanted=wanted)
 
 
-# ---- whole documents -------------------------------------------------------------------------------------------------
+# ---- documents: whole documents --------------------------------------------------------------------------------------
 
 
 BLOCK_MICROBATCHES: Final = 64
-"""Microbatches packed together at least: costs cannot be made equal among fewer without empty room."""
+"""Minimum of microbatches per block. Fewer cannot have equal costs without padding."""
 MOST_MICROBATCHES: Final = 512
-"""Microbatches packed together at most without experts: the first waits for a whole block."""
+"""Maximum of microbatches per block without experts, because the first waits for the whole block."""
 ROUTED: Final = 4
-"""Factor for a run with experts: in a smaller block routes have other shares than in the text."""
+"""Factor on the block size with experts. In smaller blocks the share of a route differs from the text's."""
 MOST_DOCUMENTS: Final = 3000
-"""Documents of a block, about: packing takes time for each."""
+"""Documents per block, approximately. Packing time grows with each."""
 UNEVEN: Final = 1.05
-"""Largest share of a block's tokens that an expert has, over an equal one."""
+"""Largest share of a block's tokens for one expert, relative to an equal share."""
 PACKING: Final = 3
-"""Version of the packing. A cursor within a block of another version goes back to the block's beginning."""
+"""Version of the packing. A cursor from another version restarts its block."""
 FULL: Final = 0.995
-"""Share of a block's room that is filled, so that its documents fit into the planned microbatches."""
+"""Fill level of a block, such that its documents fit into the planned microbatches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stretch:
-    """A document, or what is left of one that is cut: its tokens as labels, with the token before them."""
+    """A document or the rest of one: its labels, and the token before them."""
 
     before: int
     labels: Tokens
     is_rest: bool
     unscored: int
-    """The first labels that are left out of the loss."""
+    """Labels at the start without loss."""
     source: Fragment
     affinity: Affinity = ()
     wanted: Tokens | None = None
@@ -224,7 +225,7 @@ class _Stretch:
         return np.concatenate(([before], self.labels[piece.start : piece.stop - 1]))
 
     def labels_of(self, piece: Piece) -> Tokens:
-        """The labels of a piece, those that are left out of the loss in their places."""
+        """Returns the labels of a piece, with UNSCORED for those without loss."""
         labels = self.labels if self.wanted is None else self.wanted
         unscored = min(piece.stop, max(piece.start, self.unscored))
         if unscored == piece.start:
@@ -243,7 +244,7 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Documents that are packed together, and for each microbatch, in the order of turns, its pieces of them."""
+    """Documents packed together, and the pieces in each microbatch, in order."""
 
     stretches: list[_Stretch]
     turns: list[tuple[Piece, ...]]
@@ -251,7 +252,7 @@ class _Block:
 
 
 def reading_place(block: Place) -> Place:
-    """Where documents have to be read for a block: one token earlier within a document."""
+    """Returns where to start reading for a block: one token earlier within a document, as the first input."""
     return Place(block.epoch, block.position, max(0, block.offset - 1))
 
 
@@ -263,15 +264,15 @@ def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
 
 
 def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
-    """The tokens that still go into a block of so many after its MOST_DOCUMENTS: what fills its last microbatch."""
+    """Returns the tokens that fill a block's last microbatch after MOST_DOCUMENTS documents."""
     return -taken % int(FULL * microbatch_tokens)
 
 
 class DocumentPacker:
-    """Packs fragments from `reading_place(start.block)` on into microbatches of whole documents, block by block.
+    """Packer of fragments, starting at `reading_place(start.block)`, into microbatches of whole documents.
 
     Args:
-        unscored: the first tokens of each document that are left out of the loss.
+        unscored: labels at the start of each document without loss.
     """
 
     def __init__(
@@ -283,6 +284,7 @@ class DocumentPacker:
         router: DocumentRouter | None = None,
         uneven: float = UNEVEN,
     ) -> None:
+        # Another version packs the block differently, so its position within the block has no meaning.
         taken = start.taken if start.packing == PACKING else 0
         self.cursor = replace(start, taken=taken, packing=PACKING)
         self._router, self._uneven = router, uneven
@@ -292,7 +294,7 @@ class DocumentPacker:
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
         self._stretches = _stretches(fragments, unscored)
         self._waiting = deque[tuple[Place, _Stretch]]()
-        """Fragments of the next block; less than a microbatch and one document."""
+        """Documents for the next block, less than a microbatch plus one document."""
         self._block: _Block | None = None
 
     def next(self) -> Microbatch | None:
@@ -322,13 +324,16 @@ class DocumentPacker:
         read, room, place = list[tuple[Place, _Stretch]](), self._block_tokens, self.cursor.block
         while (found := self._next_stretch()) is not None:
             at, stretch = found
+            # Do not mix epochs in a block that is large enough.
             if at.epoch > place.epoch and self._block_tokens - room >= self._enough_tokens:
                 self._waiting.appendleft(found)
                 return self._packed([stretch for _, stretch in read], at)
+            # The document does not fit. Take a part of it if it is cut anyway, and end the block.
             if stretch.labels.size > room:
                 return self._ended(read, found, self._taken_now(stretch, room))
             read.append(found)
             room -= stretch.labels.size
+            # Packing takes time for each document, so now only fill the last microbatch.
             if len(read) == MOST_DOCUMENTS:
                 room = min(room, tokens_of_last(self._block_tokens - room, self._room.tokens))
             place = Place(at.epoch, at.position + 1)
@@ -338,13 +343,14 @@ class DocumentPacker:
         return self._waiting.popleft() if self._waiting else next(self._stretches, None)
 
     def _ended(self, read: list[tuple[Place, _Stretch]], last: tuple[Place, _Stretch], taken: int) -> _Block:
-        """Packs a block of what has been read, with `taken` tokens of the last document."""
+        """Packs a block of these documents, including `taken` tokens of the last one."""
         at, stretch = last
         whole, rest = [of for _, of in read], last
         if taken:
             now, later = stretch.parted(taken)
             whole.append(now)
             rest = Place(at.epoch, at.position, at.offset + taken), later
+        # With routes, the block takes every document. Without, it may push some back.
         if self._router is not None:
             self._waiting.appendleft(rest)
             return self._packed(whole, rest[0])
@@ -355,8 +361,9 @@ class DocumentPacker:
         return _Block(whole[:kept], list(packing.microbatches), self._end(back[0][0], packing.level))
 
     def _taken_now(self, stretch: _Stretch, room: int) -> int:
-        """How much of a document for which a block has no room left still goes into it."""
+        """Returns how many tokens of a document go into a block that is too full for all of it."""
         sequence = self._room.sequence
+        # Only documents that are cut anyway may span two blocks.
         if not self._is_cut(stretch) or 2 * room < sequence:
             return 0
         return room - room % sequence if room > sequence else room
@@ -365,7 +372,7 @@ class DocumentPacker:
         return stretch.is_rest or stretch.labels.size > self._room.sequence
 
     def _packed(self, stretches: list[_Stretch], end: Place) -> _Block:
-        """Packs the documents of each route together; microbatches of all routes cost alike and take turns."""
+        """Packs the documents of each route separately. Microbatches of all routes alternate and cost the same."""
         if self._router is not None:
             found = [self._router.affinity(of.source.name, of.source.opening) for of in stretches]
             found = _evened(found, [of.labels.size for of in stretches], self._uneven)
@@ -378,6 +385,7 @@ class DocumentPacker:
             turns, level = self._of_one_route(stretches, members, f":{route}" * bool(route))
             packed.append(turns)
             levels.append(level)
+        # Routes alternate in proportion to their microbatches, in random order.
         ranks = permutation(f"routes:{self._at}", len(packed)).tolist()
         given = [iter(packed[rank]) for rank in ranks]
         turns = [next(given[turn]) for turn in in_shares([len(packed[rank]) for rank in ranks])]
@@ -386,7 +394,7 @@ class DocumentPacker:
     def _of_one_route(
         self, stretches: list[_Stretch], members: list[int], key: str
     ) -> tuple[list[tuple[Piece, ...]], float]:
-        """Packs the documents of one route: its microbatches in turn, and the level of cost for the next block."""
+        """Packs the documents of one route. Returns its microbatches in order and the cost level for the next block."""
         lengths, cut = self._sizes([stretches[index] for index in members])
         packing = pack(lengths, cut, self._room, self.cursor.level, self._chance(key))
         named = [
@@ -403,7 +411,7 @@ class DocumentPacker:
         return [stretch.labels.size for stretch in stretches], cut
 
     def _chance(self, key: str = "") -> Callable[[int], list[int]]:
-        """Permutations that follow from the place where the block begins."""
+        """Returns a source of permutations that depend only on the start of the block."""
         return lambda count: permutation(f"documents:{self._at}{key}", count).tolist()
 
     @property
@@ -416,20 +424,20 @@ Packer = RowPacker | DocumentPacker
 
 
 def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:
-    """Each document, or the rest of one that reading begins in, with the place of its first label."""
+    """Yields documents, or the rest of the first one, with the position of the first label."""
     for fragment in fragments:
         start, tokens, wanted = fragment.start, fragment.tokens, fragment.wanted
-        if start.offset:  # it was read from the token before its first label
+        if start.offset:  # starts with the token before its first label
             first = start.offset + 1
             left = None if wanted is None else wanted[1:]
             rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), fragment, wanted=left)
             yield Place(start.epoch, start.position, first), rest
-        elif tokens.size:  # the end of document, which is its last token, stands before the first as well
+        elif tokens.size:  # the end token, its last, is also the input before the first label
             yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, fragment, wanted=wanted)
 
 
 def _evened(affinities: list[Affinity], sizes: list[int], most: float) -> list[Affinity]:
-    """The documents' scores with a bias of each expert, so that none has much more of the block than others."""
+    """Adds a bias per expert to the scores, so that no expert gets much more of the block than others."""
     stages = [np.array(of_stage, dtype=np.int64) for of_stage in zip(*affinities, strict=True)]
     evened = [(scores + even_bias(scores, np.array(sizes), most)).tolist() for scores in stages]
     return [tuple(map(tuple, of_document)) for of_document in zip(*evened, strict=True)]

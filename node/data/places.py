@@ -1,4 +1,4 @@
-"""The places on this machine that may be opened for a run's text. A stranger's manifest must not name local files."""
+"""Rules for which local files a manifest may open. Manifests come from strangers and must not read private files."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ NOTHING_TOLD: Final = ToldPlaces()
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places where what the manifest names is opened; None where it names no file."""
+    """Local paths of the manifest's text and tokenizer. None if it names no file."""
 
     text: Path | None = None
     tokenizer: Path | None = None
 
 
 def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """The place where a path of a manifest is opened, or None. `told` is the value of the command-line `option`."""
+    """Returns the local path for a manifest's path, or None if opening is not allowed. `told` is the option's value."""
     if told is not None:
-        return Reasoned(told, f"where {option} says")
+        return Reasoned(told, f"given by {option}")
     if not own:
         return Reasoned(
             None,
             (
-                f"the manifest is not signed by this machine's key, so its {named} is not opened; say with "
-                f"{option} where it lies here"
+                f"another machine's key signed the manifest, so its path {named} is not opened. Give the local path "
+                f"with {option}"
             ),
         )
     path = Path(named)
+    # Hidden folders often hold secrets, so a path in a manifest is not enough.
     if any(part.startswith(".") and part != ".." for part in path.parts):
         return Reasoned(
             None,
-            f"a hidden place is not opened because a manifest says so, so its {named} is not; name it with {option}",
+            f"a manifest may not open hidden files such as {named}. Give the path with {option}",
         )
-    return Reasoned(_from_home(named), "this machine's own manifest says so")
+    return Reasoned(_from_home(named), "by this machine's own manifest")
 
 
 def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
@@ -55,7 +56,7 @@ def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reaso
 
 
 def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places | None]:
-    """The places of everything that reading the run's text opens, or None if it must not be read; see `may_open`."""
+    """Returns the local paths that reading the run's text needs, or None if not allowed (see `may_open`)."""
     kind, rest = data.kind, data.source.partition(":")[2]
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
     if data.is_of_files:
@@ -63,7 +64,7 @@ def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places
     elif kind == "huggingface":
         if not (own or told.hub):
             return Reasoned(
-                None, f"nothing is fetched from a hub for somebody else's manifest ({rest}) without --allow-hub"
+                None, f"another machine's manifest may not download from a hub ({rest}). Allow it with --allow-hub"
             )
         text = Reasoned(None, "from the Hugging Face hub")
     if data.is_of_files and text.value is None:
@@ -75,7 +76,7 @@ def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places
 
 
 def as_written(data: DataSection) -> Places:
-    """The places as written in a manifest whose author runs it here, hidden ones included: `solo`, `up`, benchmarks."""
+    """Returns the manifest's own paths, hidden ones included, for an author's own run (`solo`, `up`, benchmarks)."""
     text = _from_home(data.source.partition(":")[2]) if data.is_of_files else None
     return Places(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))
 
@@ -83,5 +84,5 @@ def as_written(data: DataSection) -> Places:
 def _from_home(path: str) -> Path:
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # `~nobody`
-        raise ConfigError(f"{path}: {error}", hint="Write the whole path.") from None
+    except RuntimeError as error:  # unknown user
+        raise ConfigError(f"{path}: {error}", hint="Write the absolute path.") from None

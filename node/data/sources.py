@@ -1,4 +1,4 @@
-"""Sources of documents: a sorted list of relative names, the same on every machine, and bytes by name."""
+"""Sources of documents: sorted relative names, the same on every machine, and bytes by name."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
 DOCUMENT_BYTES: Final = 2**20
-"""A longer file of a folder becomes several documents."""
+"""Largest document from a folder, in bytes. Longer files become several documents."""
 PIECE_BYTES: Final = 2**14
-"""A source that is one file is cut into documents of this size, to split it and hold some out."""
+"""Document size if the source is a single file, in bytes. Small enough to split the file and hold some out."""
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-"""Folders left out of `python-stdlib`, because some systems do not install them."""
+"""Folders excluded from `python-stdlib`, because some systems do not install them."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Documents by name."""
+    """A source of documents by name."""
 
     @property
     def names(self) -> Sequence[str]:
-        """The documents' names: distinct, in an order that is the same on every machine with the same text."""
+        """The documents' names: distinct, in the same order on every machine with the same text."""
 
     def read(self, name: str) -> bytes: ...
 
 
 def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
-    """Opens the manifest's source with its files at `place`. Raises ConfigError if it is missing or another one."""
+    """Opens the manifest's source with its files at `place`. Raises ConfigError if they are missing or different."""
     kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
         return python_standard_library()
@@ -61,8 +61,8 @@ def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
         return HubStream(rest, section.revision, is_chat=section.labels == "assistant")
     if place is None:
         raise ConfigError(
-            "the manifest names a path, and nobody has said where that text lies here",
-            hint="Say it with --text FILE-OR-FOLDER.",
+            "the manifest names a path for its text, which is unknown on this machine",
+            hint="Give the text with --text FILE-OR-FOLDER.",
         )
     source = _at(place, section)
     if section.files is not None:
@@ -71,17 +71,17 @@ def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
 
 
 class FileSource:
-    """Files of a listing; one longer than `document_bytes` is several documents, named `NAME@OFFSET`."""
+    """Files of a listing. A file longer than `document_bytes` becomes several documents `NAME@OFFSET`."""
 
     def __init__(self, listing: Listing, document_bytes: int) -> None:
         self.listing = listing
         self._document_bytes = document_bytes
         self.names = _PieceNames(listing, document_bytes)
         if not self.names:
-            raise ConfigError(f"{listing.root}: there is no text in it", hint="Name a file or a folder with text.")
+            raise ConfigError(f"{listing.root} contains no text", hint="Choose a file or a folder with text.")
 
     def read(self, name: str) -> bytes:
-        # A file that is called like a part of another one is read in its place.
+        # A file name may end like a piece of another file. The file takes precedence.
         base, _, offset = (name, "", "0") if self.listing.size_of(name) is not None else name.rpartition("@")
         with self.listing.open(base) as file:
             file.seek(int(offset))
@@ -89,7 +89,7 @@ class FileSource:
 
 
 class _PieceNames(DocumentNames):
-    """Names of files and of pieces of files: a file may be long and sparse, and has millions of them."""
+    """Names of files and their pieces, computed on demand: a long sparse file has millions."""
 
     def __init__(self, listing: Listing, document_bytes: int) -> None:
         super().__init__(-(-size // document_bytes) for size in listing.sizes)
@@ -98,10 +98,10 @@ class _PieceNames(DocumentNames):
         if len(self) > MAX_DOCUMENTS:
             raise ConfigError(
                 (
-                    f"{listing.root}: {sum(listing.sizes)} bytes are more than {MAX_DOCUMENTS} documents of "
+                    f"{listing.root} has {sum(listing.sizes)} bytes, more than {MAX_DOCUMENTS} documents of "
                     f"{document_bytes} bytes"
                 ),
-                hint="Name a smaller part of it; a long text is better cut into several files.",
+                hint="Use a smaller part, or split a long file into several.",
             )
 
     def name_of(self, file: int, number: int) -> str:
@@ -110,7 +110,7 @@ class _PieceNames(DocumentNames):
 
 
 class LineSource:
-    """Lines of a listing's `.jsonl` files, or of its only file, named `NAME@OFFSET`. Opening it reads all files."""
+    """Lines of a listing's `.jsonl` files, or of its only file, named `NAME@OFFSET`. Reads all files when opened."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing = listing
@@ -123,8 +123,8 @@ class LineSource:
             raise ConfigError(f"{listing.root}: {error.strerror}: {error.filename}") from None
         if not self.names:
             raise ConfigError(
-                f"{listing.root}: there is no line in it that could be a conversation",
-                hint="Name a file of JSON Lines, or a folder with .jsonl files.",
+                f"{listing.root} has no lines with conversations",
+                hint="Choose a JSON Lines file or a folder with .jsonl files.",
             )
 
     def read(self, name: str) -> bytes:
@@ -138,7 +138,7 @@ class LineSource:
 
 
 def _line_starts(listing: Listing, name: str) -> array[int]:
-    """Where the lines of a file begin that have something in them. Holds a piece of a line, however long that is."""
+    """Returns the offsets of the non-blank lines. Reads long lines in pieces."""
     starts, at, is_begin = array("Q"), 0, True
     with listing.open(name) as file:
         while (piece := file.readline(LINE_BYTES)) and len(starts) <= MAX_DOCUMENTS:
@@ -149,12 +149,12 @@ def _line_starts(listing: Listing, name: str) -> array[int]:
 
 
 def python_standard_library() -> FileSource:
-    """The source of the `.py` files of the running Python's standard library, without its tests."""
+    """Returns the `.py` files of the running Python's standard library, without its tests."""
     return FileSource(files_below(Path(sysconfig.get_path("stdlib")), _is_of_the_library, _is_source), DOCUMENT_BYTES)
 
 
 def files_at(path: Path) -> FileSource:
-    """One file cut into small documents, or all files below a folder but hidden ones. Raises ConfigError."""
+    """Opens one file cut into small documents, or all visible files below a folder. Raises ConfigError."""
     with _mapped(path):
         if path.is_dir():
             return FileSource(visible_below(path), DOCUMENT_BYTES)
@@ -182,7 +182,7 @@ def _mapped(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise ConfigError(f"data.source: there is no file or folder {path} on this machine") from None
+        raise ConfigError(f"data.source: {path} does not exist on this machine") from None
     except OSError as error:
         raise ConfigError(f"data.source: {path} cannot be read: {error.strerror}") from None
 
@@ -192,33 +192,33 @@ def _is_of_the_library(folder: str) -> bool:
 
 
 def _is_source(file: str) -> bool:
-    """`_sysconfigdata...` is written when Python is built, and differs between machines."""
+    """Excludes `_sysconfigdata...`, which is generated when Python is built and differs between machines."""
     return file.endswith(".py") and not file.startswith("_sysconfigdata")
 
 
-# ---- shards of tokens ------------------------------------------------------------------------------------------------
+# ---- token shards ----------------------------------------------------------------------------------------------------
 #
-# Megatron-LM's format: pairs of files NAME.bin, the tokens of all documents, and NAME.idx, which is in little-endian
+# Megatron-LM's format: NAME.bin has the tokens of all documents, and NAME.idx in little-endian
 #
-#     "MMIDIDX" 0 0 | version 1 (u64) | type of the tokens (u8) | sequences S (u64) | documents D + 1 (u64)
-#     | tokens of each sequence (i32 each) | first byte of each (i64) | first sequence of each document, and S (i64)
+#     "MMIDIDX" 0 0 | version 1 (u64) | token type (u8) | sequences S (u64) | documents D + 1 (u64)
+#     | tokens per sequence (i32 each) | first byte per sequence (i64) | first sequence per document, and S (i64)
 #
-# (github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py). There is no memory map: a file that is cut
-# off under a map kills the process that looks at it.
+# (github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py). Files are not memory-mapped: if a mapped
+# file is truncated, reading it kills the process.
 
 PIECE_TOKENS: Final = 2**19
-"""A longer document becomes several."""
+"""Largest document in tokens. Longer ones become several."""
 MAX_SEQUENCES: Final = 2**26
 READ_AS: Final = np.dtype("<i4")
 
 _MAGIC: Final = b"MMIDIDX\0\0"
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _TYPES: Final = {code: np.dtype(name) for code, name in ((4, "<i4"), (8, "<u2"))}
-"""Types of the format that tokens may have."""
+"""Token types of the format that can be read."""
 
 
 class TokenShards:
-    """Documents of a listing's shards, named `NAME@TOKEN`; they are read as tokens of type READ_AS."""
+    """Documents of a listing's shards, named `NAME@TOKEN`, returned as tokens of type READ_AS."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing = listing
@@ -231,8 +231,8 @@ class TokenShards:
         self.names = PlacedNames(names, [shard.starts for shard in shards])
         if not self.names:
             raise ConfigError(
-                f"{listing.root}: there is no shard of tokens with a document in it",
-                hint="Name a folder with NAME.bin and NAME.idx; `skipstone tokenize` writes them.",
+                f"{listing.root} has no token shard with documents",
+                hint="Choose a folder with NAME.bin and NAME.idx, as `skipstone tokenize` writes them.",
             )
 
     def read(self, name: str) -> bytes:
@@ -247,7 +247,7 @@ class _Shard:
             self._type, ends = _document_ends(file, listing.size_of(f"{name}.idx") or 0, f"{listing.root}/{name}")
         self._end = int(ends[-1]) if ends.size else 0
         if (listing.size_of(self._file) or 0) != self._end * self._type.itemsize:
-            raise ConfigError(f"{listing.root}/{name}.bin has not the {self._end} tokens that its .idx says")
+            raise ConfigError(f"{listing.root}/{name}.bin does not have the {self._end} tokens of its .idx")
         starts = np.concatenate((np.zeros(1, np.int64), ends))
         pieces = (range(int(at), int(starts[number + 1]), PIECE_TOKENS) for number, at in enumerate(starts[:-1]))
         self.starts = array("Q", chain.from_iterable(pieces))
@@ -259,38 +259,39 @@ class _Shard:
             file.seek(start * self._type.itemsize)
             found = file.read(count * self._type.itemsize)
         if len(found) != count * self._type.itemsize:
-            raise OSError(errno.EIO, "the shard has become shorter", self._file)
+            raise OSError(errno.EIO, "the shard was truncated", self._file)
         return np.frombuffer(found, dtype=self._type)
 
 
 def _document_ends(file: BinaryIO, size: int, name: str) -> tuple[np.dtype[Any], Tokens]:
-    """The type of a shard's tokens, and where its documents end, in tokens."""
+    """Returns the dtype of a shard's tokens and the end of each document, in tokens."""
     header = file.read(_HEADER.size)
     magic, version, code, sequences, bounds = _HEADER.unpack(header) if len(header) == _HEADER.size else (b"",) * 5
     if magic != _MAGIC or version != 1:
-        raise ConfigError(f"{name}.idx is no index of a shard of tokens (Megatron-LM's, version 1)")
+        raise ConfigError(f"{name}.idx is not a token shard index (Megatron-LM, version 1)")
     if code not in _TYPES:
-        raise ConfigError(f"{name}.idx: tokens of type {code}; only 4 (int32) and 8 (uint16) are read")
+        raise ConfigError(f"{name}.idx has tokens of type {code}; only 4 (int32) and 8 (uint16) are supported")
+    # Check sizes before reading arrays into memory.
     if (
         sequences > MAX_SEQUENCES
         or not 1 <= bounds <= MAX_DOCUMENTS + 1
         or size != _HEADER.size + 12 * sequences + 8 * bounds
     ):
-        raise ConfigError(f"{name}.idx: {sequences} sequences and {bounds - 1} documents do not make {size} bytes")
+        raise ConfigError(f"{name}.idx: {sequences} sequences and {bounds - 1} documents do not fill {size} bytes")
     lengths = np.frombuffer(file.read(4 * sequences), "<i4")
     pointers = np.frombuffer(file.read(8 * sequences), "<i8")
     first = np.frombuffer(file.read(8 * bounds), "<i8")
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
     in_a_row = lengths.size == sequences and (lengths >= 0).all()
     if not (in_a_row and np.array_equal(pointers, ends[:-1] * _TYPES[code].itemsize)):
-        raise ConfigError(f"{name}.idx: its sequences do not follow each other in the .bin")
+        raise ConfigError(f"{name}.idx: its sequences are not contiguous in the .bin")
     if first.size != bounds or first[0] != 0 or first[-1] != sequences or (np.diff(first) < 0).any():
-        raise ConfigError(f"{name}.idx: its documents do not follow each other")
+        raise ConfigError(f"{name}.idx: its documents are not contiguous")
     return _TYPES[code], ends[first[1:]]
 
 
 class ShardWriter:
-    """Writes documents into shards of a folder, `00000.bin` and `00000.idx` and so on, each whole before the next."""
+    """Writer of documents to shards `00000.bin`, `00000.idx` and so on in a folder, one after the other."""
 
     def __init__(self, folder: Path, vocabulary: int, shard_tokens: int) -> None:
         self._folder, self._most = folder, shard_tokens
@@ -303,7 +304,7 @@ class ShardWriter:
             self._shard(chain([first], left))
 
     def _shard(self, documents: Iterator[Tokens]) -> None:
-        """Under names that begin with a dot until it is whole: those belong to no text."""
+        """Writes one shard, under hidden names until it is complete, because hidden files never count as text."""
         kind, name, lengths, tokens = _TYPES[self._code], f"{self.shards:05}", array("i"), 0
         parts = [self._folder / f".{name}.{suffix}" for suffix in ("bin", "idx")]
         with ExitStack() as stack:
@@ -313,6 +314,7 @@ class ShardWriter:
                 lengths.append(found.size)
                 tokens += found.size
             index.write(_index(self._code, np.array(lengths, dtype="<i4")))
+        # Renamed last, so that readers only see complete shards.
         for part in parts:
             part.replace(part.with_name(part.name.removeprefix(".")))
         self.shards, self.documents, self.tokens = self.shards + 1, self.documents + len(lengths), self.tokens + tokens

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, or a file of the `tokenizers` library; and their streaming detokenization."""
+"""Tokenizers (bytes, or a file of the `tokenizers` library) and streaming detokenization."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Tokens = npt.NDArray[np.int64]
 
 MAX_TOKENIZER_BYTES: Final = 128 * 2**20
 END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""Names of the end of a document in tokenizer files, most specific first."""
+"""Candidates for the end-of-document token in tokenizer files, most specific first."""
 
 
 class ByteTokenizer:
-    """The byte tokenizer: a token is a byte; 256 ends a document. Needs no file, and takes text in any encoding."""
+    """Tokenizer with one token per byte, and 256 for the end of a document. Accepts text in any encoding."""
 
     size = 257
     end_of_document = 256
 
     def encode(self, text: bytes) -> Tokens:
-        """The document's tokens, without an end of document."""
+        """Returns the document's tokens, without an end of document."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def text_stream(self) -> TextStream:
@@ -38,7 +38,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer file, checked against the manifest's SHA-256 so that all data nodes cut text alike."""
+    """Tokenizer from a file, checked against the manifest's SHA-256 so that all data nodes agree."""
 
     def __init__(self, path: Path, sha256: str) -> None:
         self._tokenizer = _parse(path, tokenizer_bytes(path, sha256).decode(errors="replace"))
@@ -48,16 +48,16 @@ class FileTokenizer:
         if end is None:
             names = ", ".join(END_OF_DOCUMENT_NAMES)
             raise ManifestError(
-                f"data.tokenizer: {path} has no token that ends a document (one of {names})",
-                hint="Add one to the tokenizer file, and put the file's new SHA-256 into the manifest.",
+                f"data.tokenizer: {path} has no end-of-document token (one of {names})",
+                hint="Add one to the tokenizer file and write its new SHA-256 to the manifest.",
             )
         self.end_of_document_name: str = end[0]
         self.end_of_document: int = end[1]
 
     def encode(self, text: bytes) -> Tokens:
-        """The document's tokens; bytes that are not UTF-8 become U+FFFD. Raises ConfigError if the tokenizer fails."""
+        """Returns the document's tokens. Invalid UTF-8 becomes U+FFFD. Raises ConfigError if the tokenizer fails."""
         with _panics_told():
-            # A batch of one: unlike `encode` it lets the interpreter go, and pings are answered meanwhile.
+            # Unlike `encode`, a batch of one releases the GIL, so that the node answers pings meanwhile.
             [encoding] = self._tokenizer.encode_batch([text.decode(errors="replace")], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int64)
 
@@ -81,37 +81,37 @@ def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
     assert data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
     if file is None:
         raise ConfigError(
-            "the manifest names a tokenizer file, and nobody has said where it lies here",
-            hint="Say it with --tokenizer FILE; the run's author says where to get it.",
+            "the manifest names a tokenizer file, which is unknown on this machine",
+            hint="Give the file with --tokenizer FILE; ask the run's author for it.",
         )
     tokenizer = FileTokenizer(file, data.tokenizer_sha256)
     if tokenizer.size > manifest.model.vocabulary:
         raise ManifestError(
-            f"model.vocabulary ({manifest.model.vocabulary}) is less than the {tokenizer.size} tokens of {file}"
+            f"model.vocabulary ({manifest.model.vocabulary}) is smaller than the {tokenizer.size} tokens of {file}"
         )
     return tokenizer
 
 
 def tokenizer_bytes(path: Path, sha256: str) -> bytes:
-    """Reads the tokenizer file with this hash. Raises ConfigError if it is missing, too large, or another one."""
+    """Reads the tokenizer file with this hash. Raises ConfigError if it is missing, too large or different."""
     try:
         content = _content(path)
     except OSError as error:
         raise ConfigError(
             f"data.tokenizer: {path} cannot be read: {error.strerror}",
-            hint="Name the run's tokenizer file with --tokenizer; its author says where to get it.",
+            hint="Give the run's tokenizer file with --tokenizer; ask the run's author for it.",
         ) from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ConfigError(
-            f"data.tokenizer: {path} has SHA-256 {found}, the manifest asks for {sha256}",
-            hint="Name the run's own tokenizer file with --tokenizer; its author says where to get it.",
+            f"data.tokenizer: {path} has SHA-256 {found}, but the manifest requires {sha256}",
+            hint="Give the run's own tokenizer file with --tokenizer; ask the run's author for it.",
         )
     return content
 
 
 def tokenizer_keys(path: Path) -> dict[str, str]:
-    """The keys of `[data]` for a tokenizer file. Raises ConfigError if it is missing or too large."""
+    """Returns the `[data]` keys for a tokenizer file. Raises ConfigError if it is missing or too large."""
     try:
         content = _content(path)
     except OSError as error:
@@ -120,7 +120,7 @@ def tokenizer_keys(path: Path) -> dict[str, str]:
 
 
 def _content(path: Path) -> bytes:
-    with open_regular(resolved(path)) as file:  # whoever names a link means what it leads to
+    with open_regular(resolved(path)) as file:  # the user named the link, so follow it
         content = file.read(MAX_TOKENIZER_BYTES + 1)
     if len(content) > MAX_TOKENIZER_BYTES:
         raise ConfigError(f"data.tokenizer: {path} is larger than {MAX_TOKENIZER_BYTES} bytes")
@@ -129,27 +129,28 @@ def _content(path: Path) -> bytes:
 
 @contextmanager
 def _panics_told() -> Iterator[None]:
-    """Maps panics of the Rust library, which are no `Exception` and known by name alone, to ConfigError."""
+    """Converts panics of the Rust library to ConfigError. They are not an `Exception` and only known by name."""
     try:
         yield
     except BaseException as error:
+        # A panic derives from BaseException, and its class cannot be imported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ConfigError(
                 (
-                    f"data.tokenizer: the run's tokenizer cannot work with this text: {type(error).__name__}: "
+                    f"data.tokenizer: the run's tokenizer failed on this text: {type(error).__name__}: "
                     f"{str(error)[:200]}"
                 ),
-                hint="Tell the run's author; a pattern in the tokenizer's file may be at fault.",
+                hint="Tell the run's author: a pattern in the tokenizer file may be faulty.",
             ) from None
         raise
 
 
 def _parse(path: Path, text: str) -> Any:
     try:
-        import tokenizers  # an extra: bytes need none
+        import tokenizers  # an optional dependency
     except ImportError:
         raise ConfigError(
-            "data.tokenizer names a file, and the `tokenizers` library is not installed",
+            "data.tokenizer names a file, but the `tokenizers` library is not installed",
             hint="Install it with `pip install 'skipstone[tokenizers]'`.",
         ) from None
     try:
@@ -159,31 +160,31 @@ def _parse(path: Path, text: str) -> Any:
         raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from None
 
 
-# ---- text from tokens that come one by one ---------------------------------------------------------------------------
+# ---- streaming detokenization ----------------------------------------------------------------------------------------
 
 
 REPLACEMENT: Final = "\ufffd"
 MOST_HELD_BACK: Final = 8
-"""Tokens. A UTF-8 character has at most 4 bytes."""
+"""Tokens held back at most before incomplete text is shown. A UTF-8 character has at most 4 bytes."""
 
 
 class ByteTextStream:
-    """Text of the byte tokenizer: tokens up to 255 are bytes of UTF-8; malformed ones become U+FFFD."""
+    """Streaming text of the byte tokenizer. Malformed UTF-8 becomes U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that can be shown now that this token is known; often empty."""
+        """Adds a token and returns the text that is now complete, often empty."""
         return self._decoder.decode(bytes([token])) if token < 256 else ""
 
     def finish(self) -> str:
-        """The text that was held back, once no token will follow."""
+        """Returns the remaining text after the last token."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowTextStream:
-    """Text of tokenizers whose decoding of a token depends on its neighbours. `decode` takes consecutive tokens."""
+    """Streaming text of tokenizers that decode a token by its neighbours. `decode` takes consecutive tokens."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -193,12 +194,13 @@ class WindowTextStream:
     def push(self, token: int) -> str:
         self._held_back.append(token)
         piece = self._new_text()
+        # A trailing U+FFFD may be an incomplete character.
         if piece.endswith(REPLACEMENT) and len(self._held_back) < MOST_HELD_BACK:
             return ""
         if piece:
             self._shown, self._held_back = self._held_back, []
         elif len(self._held_back) >= MOST_HELD_BACK:
-            self._held_back = []  # they have no text
+            self._held_back = []  # these tokens have no text
         return piece
 
     def finish(self) -> str:

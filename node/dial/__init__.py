@@ -1,1 +1,1 @@
-"""The dial: every choice of a run from its size alone, each with its reason, and a forecast. Pure."""
+"""The dial: every choice of a run from its size, each with a reason, and a forecast. Pure."""

@@ -1,8 +1,8 @@
-"""The whole of a run from one size: its shape, its recipe, its cut, a reason for each choice, and a forecast.
+"""A whole run from one size: shape, recipe, stages, a reason for each choice, and a forecast.
 
-One dial after karpathy/nanochat. Tokens of a step and learning rate are DeepSeek LLM's fits (arXiv:2401.02954, section
-3.1) to the compute C = 6 x parameters x tokens: 0.2920 x C^0.3271 and 0.3118 x C^-0.1250. A run has 20 tokens a
-parameter (Hoffmann et al., arXiv:2203.15556) by default. The forecast is estimated from the manifest and assumed cards.
+The single dial follows karpathy/nanochat. Step size and learning rate are the fits of DeepSeek LLM (arXiv:2401.02954,
+section 3.1) to the compute C = 6 x parameters x tokens: 0.2920 x C^0.3271 and 0.3118 x C^-0.1250. The default is 20
+tokens per parameter (Hoffmann et al., arXiv:2203.15556). The forecast is estimated from the manifest and assumed cards.
 """
 
 from __future__ import annotations
@@ -24,47 +24,54 @@ from swarm.vocabulary.types import MAX_STAGES, Codec, ModuleId, Reasoned
 
 FILLED: Final = 0.75
 """Share of a card that a stage may fill; kept graphs and the driver need the rest."""
+# Bytes; an RTX 3060.
 COMMON_CARD: Final = 12 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The peers of a run: bytes of each one's card and their number, if known."""
+    """Peers of a run: bytes of each GPU, and their number if known."""
 
     card: int | None = None
     number: int | None = None
 
 
 def spread(blocks: int, stages: int) -> tuple[int, ...]:
-    """The blocks of each of at most so many stages, evenly; stage 0 has none."""
+    """Spreads the blocks evenly over at most `stages` stages; stage 0 gets none."""
     others = max(1, min(stages - 1, blocks))
     return (0, *(blocks * (number + 1) // others - blocks * number // others for number in range(others)))
 
 
 def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
-    """Cuts a model that has all blocks in stage 1. Raises ConfigError if card or peers are too few or too small."""
+    """Cuts a model with all blocks in stage 1. Raises ConfigError if cards or peers are too few or too small."""
     blocks = uncut.stages.blocks[1]
     if peers.number is not None and peers.number < 2:
-        raise ConfigError("a run needs two peers at least", hint="Give --peers 2 or more; for one there is `solo`.")
+        raise ConfigError(
+            "a run needs at least two peers", hint="Set --peers to 2 or more, or train alone with `skipstone solo`."
+        )
     if peers.number is not None and peers.card is None:
         cut = spread(blocks, min(peers.number, MAX_STAGES))
         if len(cut) < peers.number:
-            return Reasoned(cut, f"one block each is the least: {peers.number - len(cut)} of the peers are replicas")
-        return Reasoned(cut, f"one for each of {peers.number} peers, the first with embedding and head")
-    # Every further stage costs two more hidden states a token on a link.
+            return Reasoned(
+                cut, f"a stage needs at least one block, so {peers.number - len(cut)} of the peers are replicas"
+            )
+        return Reasoned(cut, f"one for each of {peers.number} peers; the first has embedding and head")
+    # Each further stage costs two more hidden states per token on a link, so take the fewest.
     card = COMMON_CARD if peers.card is None else peers.card
     most = _most_blocks(uncut, card)
     stages = 1 + -(-blocks // most)
     if stages > MAX_STAGES:
-        raise ConfigError(f"that takes {stages} stages; a run has {MAX_STAGES} at most", hint="Say a larger --card.")
+        raise ConfigError(
+            f"this model needs {stages} stages, but a run has at most {MAX_STAGES}", hint="Set a larger --card."
+        )
     if peers.number is not None and peers.number < stages:
         raise ConfigError(
-            f"a card of {_card(card)} holds {most} of {blocks} blocks, so this model takes {stages} peers, "
+            f"a card of {_card(card)} holds {most} of {blocks} blocks, so this model needs {stages} peers, "
             f"not {peers.number}",
-            hint="Say a larger --card, more --peers or a smaller --size.",
+            hint="Set a larger --card, more --peers or a smaller --size.",
         )
-    said = "of " if peers.card is not None else "(taken, as --card says none) of "
-    reason = f"the fewest for cards {said}{_card(card)}, {FILLED:.0%} of which holds {_number(most, 'block')}"
+    said = "of " if peers.card is not None else "of the default "
+    reason = f"the fewest for cards {said}{_card(card)}: {FILLED:.0%} of one holds {_number(most, 'block')}"
     if peers.number is not None and peers.number > stages:
         reason += f"; {_number(peers.number - stages, 'peer')} more are replicas"
     return Reasoned(spread(blocks, stages), reason)
@@ -75,15 +82,15 @@ def _most_blocks(uncut: Manifest, card: int) -> int:
     ends = need_of(uncut, (ModuleId(0),), DEFAULT_SLOTS)
     if room.lacks(ends) is not None:
         raise ConfigError(
-            f"stage 0, with a vocabulary of {uncut.model.vocabulary:,}, takes {size_text(ends.device)}, more than "
+            f"stage 0, with a vocabulary of {uncut.model.vocabulary:,}, needs {size_text(ends.device)}, more than "
             f"{FILLED:.0%} of a card of {_card(card)}",
-            hint="Say a larger --card or a smaller --size, or take a tokenizer with fewer tokens.",
+            hint="Set a larger --card or a smaller --size, or choose a tokenizer with fewer tokens.",
         )
     most = blocks_that_fit(uncut, room, DEFAULT_SLOTS)
     if most == 0:
         raise ConfigError(
-            f"one block of this model takes more than {FILLED:.0%} of a card of {_card(card)}",
-            hint="Say a larger --card or a smaller --size.",
+            f"one block of this model needs more than {FILLED:.0%} of a card of {_card(card)}",
+            hint="Set a larger --card or a smaller --size.",
         )
     return most
 
@@ -96,10 +103,14 @@ def _number(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
+# Parameters that `--size` accepts.
 SMALLEST: Final = 10**6
 LARGEST: Final = 20 * 10**9
+# Width per block that nanochat uses.
 ASPECT: Final = 64
+# Shapes this close to the wanted size compete by their aspect.
 NEAR: Final = 0.04
+# From this width on, widths are multiples of 256 and heads have 128 elements.
 WIDE: Final = 2048
 WIDEST: Final = 16_384
 TIED_BELOW: Final = 4 * 10**9
@@ -108,7 +119,7 @@ GRID: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model; in elements, but for `blocks` and the heads."""
+    """Sizes of a model, in elements except for `blocks` and the heads."""
 
     vocabulary: int
     hidden: int
@@ -120,12 +131,12 @@ class Shape:
 
     @property
     def ends(self) -> int:
-        """The parameters of stage 0: embedding, head and last norm."""
+        """Parameters of stage 0: embedding, head and last norm."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def block(self) -> int:
-        """The parameters of one block."""
+        """Parameters of one block."""
         kv_size = self.hidden // self.heads * self.kv_heads
         return self.hidden * (2 * self.hidden + 2 * kv_size + 3 * self.feed_forward) + 2 * self.hidden
 
@@ -136,7 +147,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ShapeChoices:
-    """The choices of a model's shape, in the order in which they are told."""
+    """Choices of a model's shape, in the order in which they are printed."""
 
     shape: Shape
     parameters: Reasoned[int]
@@ -151,14 +162,14 @@ def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
     """Chooses the shape for a number of parameters and a vocabulary. Raises ConfigError."""
     if not SMALLEST <= parameters <= LARGEST:
         raise ConfigError(
-            f"--size of {parameters:,} parameters is not from {SMALLEST:,} to {LARGEST:,}",
+            f"--size of {parameters:,} parameters is outside {SMALLEST:,} to {LARGEST:,}",
             hint="Write it as 10m, 160m, 1.5b or 7b.",
         )
     shapes = list(_shapes(parameters, vocabulary))
     if not shapes:
         raise ConfigError(
-            f"a model of {parameters:,} parameters has no room for a vocabulary of {vocabulary:,} and two blocks",
-            hint="Ask for a larger --size, or for a tokenizer with fewer tokens.",
+            f"a model of {parameters:,} parameters cannot hold a vocabulary of {vocabulary:,} and two blocks",
+            hint="Set a larger --size, or choose a tokenizer with fewer tokens.",
         )
     near = [shape for shape in shapes if abs(shape.parameters - parameters) <= NEAR * parameters]
     if near:
@@ -169,13 +180,14 @@ def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
 
 
 def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
-    """For each width the depth that comes nearest."""
+    """Yields, for each width, the shape with the depth closest to the wanted size."""
     for hidden in (*range(128, WIDE, 128), *range(WIDE, WIDEST + 1, 256)):
         heads = hidden // (64 if hidden < WIDE else 128)
         kv_heads = heads // 4 if heads % 4 == 0 else heads // 2
         wide = round(8 / 3 * hidden / GRID) * GRID
         one = Shape(vocabulary, hidden, 1, heads, kv_heads, wide, parameters < TIED_BELOW)
         blocks = round((parameters - one.ends) / one.block)
+        # Wider models would be even shallower.
         if blocks < 2:
             return
         yield Shape(vocabulary, hidden, blocks, heads, kv_heads, wide, one.tied)
@@ -185,22 +197,22 @@ def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
     head = shape.hidden // shape.heads
     missed = 100 * (shape.parameters / parameters - 1)
     a_share = shape.heads // shape.kv_heads
-    tied = f"one matrix for both, as models below {TIED_BELOW // 10**9}b have it: stage 0 takes half as much memory"
-    apart = f"a matrix each, as models from {TIED_BELOW // 10**9}b on have it"
+    tied = f"one matrix for both, usual below {TIED_BELOW // 10**9}b: stage 0 needs half the memory"
+    apart = f"one matrix each, usual for {TIED_BELOW // 10**9}b and above"
     return ShapeChoices(
         shape,
-        Reasoned(shape.parameters, f"{missed:+.1f} % of the {parameters:,} asked for"),
+        Reasoned(shape.parameters, f"{missed:+.1f} % of the {parameters:,} of --size"),
         Reasoned(
             shape.hidden,
-            f"{shape.hidden / shape.blocks:.0f} for each block, about {ASPECT} as in nanochat; "
-            "links carry hidden states, so a narrow deep model needs less of them",
+            f"{shape.hidden / shape.blocks:.0f} per block, close to nanochat's {ASPECT}; "
+            "a narrow, deep model sends smaller hidden states",
         ),
-        Reasoned(shape.blocks, "what the wanted parameters leave for this width"),
+        Reasoned(shape.blocks, "the number of blocks of this width that --size allows"),
         Reasoned(
             f"{shape.heads} of {head}, {shape.kv_heads} for keys and values",
-            f"{head} as models of this width have; keys and values for groups of {a_share}, as in Llama 3",
+            f"{head} elements is usual for this width; {a_share} heads share keys and values, as in Llama 3",
         ),
-        Reasoned(shape.feed_forward, "8/3 of the width, as SwiGLU costs three matrices where others have two (Llama)"),
+        Reasoned(shape.feed_forward, "8/3 of the width, because SwiGLU has three matrices instead of two (Llama)"),
         Reasoned("tied" if shape.tied else "apart", tied if shape.tied else apart),
     )
 
@@ -208,16 +220,18 @@ def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
 TOKENS_A_PARAMETER: Final = 20
 MICROBATCH_TOKENS: Final = 4096
 SEQUENCES: Final = ((50 * 10**6, 512), (500 * 10**6, 1024))
-"""Parameters below which rows have this many tokens."""
+"""Below each number of parameters, the tokens of a row."""
 LONGEST: Final = 2048
 WARM_UP: Final = 0.02
 LONGEST_WARM_UP_STEPS: Final = 2000
 INNER_STEPS: Final = (10, 20, 50, 100, 200, 500)
 ROUND_SHARE: Final = 0.05
-"""Traffic that a round may add to what a replica sends."""
+"""Most traffic that rounds may add to a replica's own."""
+# Seconds between rounds at least; bytes per second of the link that rounds are sized for (20 Mbit/s).
 SHORTEST_ROUND_S: Final = 900
 SLOW_LINK_BYTES_PER_S: Final = 2.5e6
 FRAGMENTS: Final = 8
+# Parameters from which a stage is averaged in fragments.
 LARGE_STAGE: Final = 100 * 10**6
 ACTIVATIONS: Final = Codec.INT8
 PSEUDO_GRADIENTS: Final = Codec.INT4
@@ -225,7 +239,7 @@ PSEUDO_GRADIENTS: Final = Codec.INT4
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The choices of a run's training, in the order in which they are told."""
+    """Choices of a run's training, in the order in which they are printed."""
 
     sequence: Reasoned[int]
     rows: Reasoned[int]
@@ -239,79 +253,77 @@ class Recipe:
 
 
 def choose_rows(parameters: int) -> tuple[Reasoned[int], Reasoned[int]]:
-    """Chooses the tokens of a row and the rows of a microbatch."""
+    """Chooses the tokens per row and the rows per microbatch."""
     sequence = next((tokens for below, tokens in SEQUENCES if parameters < below), LONGEST)
     rows = MICROBATCH_TOKENS // sequence
     return (
-        Reasoned(sequence, "longer rows for larger models, which make more of them"),
-        Reasoned(
-            rows, f"{rows * sequence:,} tokens a microbatch: enough to keep a GPU busy, few enough to be held by many"
-        ),
+        Reasoned(sequence, "longer rows for larger models, which use them better"),
+        Reasoned(rows, f"{rows * sequence:,} tokens per microbatch keep a GPU busy and still fit many at a time"),
     )
 
 
 def choose_recipe(
     parameters: int, largest_stage: int, hidden: int, stages: int, replicas: int, total_tokens: int | None
 ) -> Recipe:
-    """Chooses how a model of so many parameters is trained; `replicas` of each stage as far as known."""
+    """Chooses the training of a model with this many parameters and `replicas` per stage."""
     sequence, rows = choose_rows(parameters)
     microbatch = sequence.value * rows.value
-    wanted = f"{TOKENS_A_PARAMETER} for each parameter: more would rather train a larger model (Chinchilla)"
+    wanted = f"{TOKENS_A_PARAMETER} per parameter; more compute is better spent on a larger model (Chinchilla)"
     total = TOKENS_A_PARAMETER * parameters if total_tokens is None else total_tokens
     compute = 6.0 * parameters * total
     best = 0.2920 * compute**0.3271
     least = 2 * stages
     step = max(least, round(best / replicas / microbatch)) * microbatch
     shared = f", shared by {replicas} replicas" if replicas > 1 else ""
-    said = f"{best:,.0f} are best for this compute (DeepSeek LLM){shared}; whole microbatches, {least} at least"
+    said = f"{best:,.0f} are best for this compute (DeepSeek LLM){shared}; at least {least} whole microbatches"
     steps = max(1, total // (step * replicas))
     warm_steps = max(1, min(LONGEST_WARM_UP_STEPS, round(WARM_UP * steps)))
     warm = min(warm_steps * step * replicas, total // 2)
     return Recipe(
         sequence,
         rows,
-        Reasoned(total, wanted if total_tokens is None else "asked for"),
+        Reasoned(total, wanted if total_tokens is None else "set by --total-tokens"),
         Reasoned(step, said),
-        Reasoned(float(f"{min(1e-2, 0.3118 * compute**-0.1250):.2g}"), "what is best for this compute (DeepSeek LLM)"),
+        Reasoned(float(f"{min(1e-2, 0.3118 * compute**-0.1250):.2g}"), "best for this compute (DeepSeek LLM)"),
         Reasoned(
-            warm, f"{WARM_UP:.0%} of the tokens, {LONGEST_WARM_UP_STEPS:,} steps at most; then a cosine to a tenth"
+            warm, f"{WARM_UP:.0%} of the tokens, at most {LONGEST_WARM_UP_STEPS:,} steps; then a cosine down to a tenth"
         ),
         _inner_steps(largest_stage, hidden, step),
         _round_seconds(largest_stage),
-        Reasoned(1, "stages are small enough to be averaged at once")
+        Reasoned(1, "stages are small enough to average at once")
         if largest_stage < LARGE_STAGE
-        else Reasoned(FRAGMENTS, "a large stage is averaged part by part, so that links are never full of rounds"),
+        else Reasoned(FRAGMENTS, "a large stage is averaged in parts, so that rounds never fill the links"),
     )
 
 
 def _inner_steps(largest_stage: int, hidden: int, step: int) -> Reasoned[int]:
-    """The fewest with which a round is little beside the hidden states that a replica sends meanwhile."""
+    """Chooses the fewest inner steps for which a round adds at most `ROUND_SHARE` to a replica's traffic."""
     a_round = _round_bytes(largest_stage)
     a_step = 2 * TensorSpec((step, hidden), DType.BFLOAT16, ACTIVATIONS).byte_length
     shares = {steps: a_round / (steps * a_step) for steps in INNER_STEPS}
     chosen = next((steps for steps in INNER_STEPS if shares[steps] <= ROUND_SHARE), INNER_STEPS[-1])
-    reason = f"a round adds {shares[chosen]:.1%} to what a replica sends; replicas that meet more often learn better"
+    reason = f"rounds add {shares[chosen]:.1%} to a replica's traffic; more frequent rounds learn better"
     return Reasoned(chosen, reason)
 
 
 def _round_seconds(largest_stage: int) -> Reasoned[int]:
-    """The seconds after which a round is due, however few steps were taken."""
+    """Chooses the seconds after which a round is due even with fewer steps."""
     carried = SLOW_LINK_BYTES_PER_S * ROUND_SHARE
     seconds = max(SHORTEST_ROUND_S, -(-round(_round_bytes(largest_stage) / carried) // 100) * 100)
-    return Reasoned(seconds, f"at the latest: on a link of 20 Mbit/s a round takes {ROUND_SHARE:.0%} of that at most")
+    return Reasoned(seconds, f"at the latest; on a 20 Mbit/s link a round takes at most {ROUND_SHARE:.0%} of that time")
 
 
 def _round_bytes(largest_stage: int) -> int:
-    """What a replica sends in a round at most: its contribution, and the means that it has reduced."""
+    """Returns the most bytes that a replica sends in a round: its contribution and the means it reduced."""
     return 2 * TensorSpec((largest_stage,), DType.FLOAT32, PSEUDO_GRADIENTS).byte_length
 
 
-BYTES: Reasoned[int] = Reasoned(257, "the bytes themselves and one end: no --tokenizer was named")
+BYTES: Reasoned[int] = Reasoned(257, "all bytes and an end mark, without --tokenizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a person asks for."""
+    """The options of a run that a person sets."""
 
     parameters: int
     peers: Peers = field(default_factory=Peers)
@@ -322,19 +334,20 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """A manifest for a wish, and its choices in the order in which they are told: name, value, reason."""
+    """A manifest for a wish, and its choices as name, value and reason."""
 
     manifest: Manifest
     choices: tuple[tuple[str, Reasoned[Any]], ...]
 
 
 def turn(wish: Wish, name: str) -> Turned:
-    """Makes all choices for a wish. Raises ConfigError: no run can be made of it; says what would help."""
+    """Makes all choices for a wish. Raises ConfigError if no run is possible."""
     vocabulary = -(-wish.tokens.value // GRID) * GRID
     shape = choose_shape(wish.parameters, vocabulary)
     sizes = shape.shape
     sequence, rows = (each.value for each in choose_rows(sizes.parameters))
     uncut = _manifest(name, sizes, wish, {"sequence": sequence}, {"rows": rows, "inner_tokens": rows * sequence})
+    # The blocks per stage depend on the memory of a block, so the first manifest is uncut.
     blocks = choose_blocks(uncut, wish.peers)
     stages = len(blocks.value)
     replicas = max(1, (wish.peers.number or stages) // stages)
@@ -344,7 +357,7 @@ def turn(wish: Wish, name: str) -> Turned:
 
 
 def _manifest(name: str, sizes: Shape, wish: Wish, rows: dict[str, Any], training: dict[str, Any]) -> Manifest:
-    """With all blocks in stage 1."""
+    """Builds a manifest with all blocks in stage 1."""
     return manifest_from_table(
         {
             "protocol": 2,
@@ -415,12 +428,12 @@ def _told(
         ("inner steps", recipe.inner_steps),
         ("round after", Reasoned(f"{recipe.round_seconds.value:,} s", recipe.round_seconds.reason)),
         ("fragments", recipe.fragments),
-        ("staleness", Reasoned(1, "the pipeline stays full from one step to the next")),
+        ("staleness", Reasoned(1, "the pipeline stays full between steps")),
         (
             "codecs",
             Reasoned(
                 f"{ACTIVATIONS.name.lower()}, {PSEUDO_GRADIENTS.name.lower()} in rounds",
-                "the most that a link may compress; on fast ones hidden states are sent as they are",
+                "the strongest compression allowed; fast links send hidden states uncompressed",
             ),
         ),
     )
@@ -429,14 +442,14 @@ def _told(
 LINKS_MBIT_S: Final = (20, 100, 1000)
 LARGE_CARD: Final = 24 * 10**9
 ASSUMED_FLOPS: Final = (20e12, 55e12)
-"""Assumed bfloat16 FLOP/s below and from `LARGE_CARD`: 4/5 of an RTX 3060's and 3090's peak."""
+"""Assumed bfloat16 FLOP/s below and from `LARGE_CARD`: 4/5 of the peak of an RTX 3060 and 3090."""
 OPERATIONS: Final = 8
-"""Operations per parameter and token: two forward, four backward, two for recomputing the forward pass."""
+"""Operations per parameter and token: two forward, four backward, two to recompute the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What to expect of a run with one peer a stage."""
+    """Expected figures of a run with one peer per stage."""
 
     data_node: Need
     stage: Need
@@ -449,19 +462,19 @@ class Forecast:
     total_tokens: int
 
     def seconds(self, mbit_s: int) -> float:
-        """How long the whole run takes over such links."""
+        """Returns the seconds of the whole run over such links."""
         return self.total_tokens / self.tokens_per_s[mbit_s]
 
 
 def forecast(manifest: Manifest, card: int) -> Forecast:
-    """Forecasts a run on peers with a card of so many bytes each."""
+    """Forecasts a run on peers with `card` bytes of GPU memory each."""
     blocks = manifest.stages.blocks
     largest = max(range(1, len(blocks)), key=lambda stage: blocks[stage])
     data_node, stage = (need_of(manifest, (ModuleId(each),), DEFAULT_SLOTS) for each in (0, largest))
     stage_8bit = need_of(manifest, (ModuleId(largest),), DEFAULT_SLOTS, MomentType.EIGHT_BIT)
     parameters = parameter_bytes(parameter_shapes(manifest, ModuleId(largest))) // BYTES_PER_PARAMETER
     head = manifest.model.vocabulary * manifest.model.hidden
-    # A peer sends a hidden state one way and a gradient the other.
+    # A peer sends a hidden state forward and a gradient back.
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
     sizes = (TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)

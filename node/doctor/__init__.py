@@ -1,1 +1,1 @@
-"""The checks of `skipstone doctor`. One module for a check or a few of a kind."""
+"""Checks of `skipstone doctor`."""

@@ -1,4 +1,4 @@
-"""`skipstone doctor`: the examination of this machine's fitness for a node and of how others reach it."""
+"""`skipstone doctor`: checks whether this machine suits a node, and how peers reach it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from node.cli.options import MomentsChoice
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.text import harmless
 from node.model.moments import MomentType
@@ -23,24 +24,33 @@ _LEVEL_WIDTH: Final = len("warn")
 
 def doctor(
     link: Annotated[
-        str | None, typer.Argument(help="A run's join link: its peers say how they reach this machine.")
+        str | None, typer.Argument(help="Join link of a run, whose peers test how they reach this machine.")
     ] = None,
-    listen: Annotated[str, typer.Option(help="Local address that the node would bind to.")] = "0.0.0.0",  # noqa: S104 - as join
-    advertise: Annotated[str | None, typer.Option(help="Host that others would be told.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the node; 0 for any.")] = 0,
-    dht_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of its DHT; 0 for any.")] = 0,
-    reach: Annotated[ReachMode, typer.Option(help="auto asks the router for a port if need be.")] = ReachMode.AUTO,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
-    memory_limit: Annotated[str | None, typer.Option(help="What the node would be told of, such as 8GB.")] = None,
-    moments: Annotated[
-        MomentType, typer.Option(help="As of `join`: what the node would keep of each parameter.")
-    ] = MomentType.FLOAT32,
-    identity: Annotated[Path | None, typer.Option(help="The node's key file.")] = None,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder that the node would save to.")] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Folder for its event log.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    listen: Annotated[str, typer.Option(help="Local address to bind to.")] = "0.0.0.0",  # noqa: S104 - as join
+    advertise: Annotated[
+        str | None, typer.Option(help="Host name or address that peers dial [default: detected]")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the node (0: any free port).")] = 0,
+    dht_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the DHT (0: any free port).")] = 0,
+    reach: Annotated[
+        ReachMode, typer.Option(help="auto asks the router to open a port if peers cannot reach this node.")
+    ] = ReachMode.AUTO,
+    device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Most memory for a stage, such as 8GB [default: all free memory]")
+    ] = None,
+    moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
+    identity: Annotated[Path | None, typer.Option(help="Key file of the node [default: this machine's key]")] = None,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints, to check its free space.")
+    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for event logs, to check its free space.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check this machine: versions, device, memory, disk, clock, ports, reachability. Exits with 1 if a check fails."""
+    """Check this machine for a node, and how peers reach it.
+
+    Checks versions, device, memory, disk, clock, ports and reachability. Exits with 1 if a check fails.
+    """
     announce("skipstone doctor: examining this machine", as_json=json)
     from node.context.options import default_identity_path, memory_limit_of
     from node.doctor.examination import Doorway, Patient, examine
@@ -66,7 +76,7 @@ def doctor(
 
 
 def finding_text(finding: Finding) -> str:
-    """Returns a finding as one line, and its fix below. Peers' words are made harmless."""
+    """Formats a finding as one line with its fix below. Text from peers is escaped."""
     head = f"{finding.level.value:<{_LEVEL_WIDTH}}  {finding.check:<{_CHECK_WIDTH}}  "
     line = head + harmless(finding.found, _CHARACTERS)
     return f"{line}\n{' ' * len(head)}{harmless(finding.fix, _CHARACTERS)}" if finding.fix else line

@@ -1,4 +1,4 @@
-"""The examination: all checks, one after the other, local ones first."""
+"""The examination: all checks in turn, local ones first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Level(enum.Enum):
-    """The severity of a finding."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -66,20 +66,20 @@ class Finding:
 
 
 async def bounded(check: str, look: Callable[[], Sequence[Finding]], limit_s: float) -> Sequence[Finding]:
-    """Runs a blocking check. Our own errors, the system's, and a timeout become findings."""
+    """Runs a blocking check in a thread. Errors and timeouts become findings."""
     return await bounded_async(check, lambda: aside(look, limit_s + 1), limit_s)
 
 
 async def bounded_async(
     check: str, look: Callable[[], Awaitable[Sequence[Finding]]], limit_s: float
 ) -> Sequence[Finding]:
-    """Runs a check on the event loop, as `bounded`."""
+    """Runs a check on the event loop. Errors and timeouts become findings."""
     try:
         async with asyncio.timeout(limit_s):
             return await look()
     except TimeoutError:
         fix = "Try again when the machine is less busy."
-        return [Finding(check, Level.FAIL, f"gave no result within {limit_s:g} s", fix)]
+        return [Finding(check, Level.FAIL, f"no result within {limit_s:g} s", fix)]
     except SkipstoneError as error:
         return [Finding(check, Level.FAIL, str(error), error.hint)]
     except OSError as error:
@@ -90,6 +90,7 @@ LIBRARIES: Final = ("torch", "hivemind", "grpcio")
 MEASURE_S: Final = 0.3
 CPU_SIZE: Final = 512
 GPU_SIZE: Final = 4096
+# LITTLE and FEW warn; NO and TOO_FEW fail.
 LITTLE_GPU_BYTES: Final = 2 * GIB
 NVIDIA: Final = Path("/dev/nvidia0")
 LITTLE_MEMORY_BYTES: Final = 4 * GIB
@@ -99,28 +100,30 @@ NO_DISK_BYTES: Final = 1 * GIB
 FEW_FILES: Final = 1024
 TOO_FEW_FILES: Final = 256
 ROUGH: Final = 10**5
+# Fragments of the dial for large stages; averaging in parts needs less memory.
 MANY_FRAGMENTS: Final = 8
 
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*([^;]*)")
+# Operators that pyproject.toml uses.
 _CLAUSE: Final = re.compile(r"(==|>=|<)\s*([0-9][0-9.]*?)(\.\*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class WantedVersions:
-    """The versions that pyproject.toml asks for, such as `>=3.11` or `==2.13.*`."""
+    """Version ranges of pyproject.toml, such as `>=3.11` or `==2.13.*`."""
 
     python: str
     libraries: dict[str, str]
 
 
 def look_at_versions() -> Sequence[Finding]:
-    """Checks the versions in this process's Python."""
+    """Checks the versions in this process."""
     return versions(wanted_here(), platform.python_version(), _installed)
 
 
 def versions(wanted: WantedVersions, python: str, installed: Callable[[str], str | None]) -> list[Finding]:
-    """Compares Python and each of LIBRARIES with what is wanted; `installed` returns None for a missing library."""
-    anew = f"Install Python {wanted.python} and make the environment anew."
+    """Compares Python and each of LIBRARIES with the wanted ranges; `installed` returns None for a missing library."""
+    anew = f"Install Python {wanted.python} and create the environment again."
     findings = [_compared("python", python, wanted.python, anew)]
     for name in LIBRARIES:
         specifier = wanted.libraries.get(name, "")
@@ -129,7 +132,7 @@ def versions(wanted: WantedVersions, python: str, installed: Callable[[str], str
 
 
 def wanted_here() -> WantedVersions:
-    """Returns the versions that the installed package asks for, else pyproject.toml beside the sources."""
+    """Returns the version ranges of the installed package, else of the pyproject.toml of the checkout."""
     try:
         about = metadata.metadata("skipstone")
         python, requirements = about["Requires-Python"] or "", about.get_all("Requires-Dist") or []
@@ -141,7 +144,7 @@ def wanted_here() -> WantedVersions:
 
 
 def satisfies(version: str, specifier: str) -> bool:
-    """Whether a version fits, by release numbers and the operators in pyproject.toml alone (PEP 440)."""
+    """Whether a version fits, by release numbers and the operators that pyproject.toml uses (PEP 440)."""
     here = _numbers(version)
     for clause in filter(None, (part.strip() for part in specifier.split(","))):
         match = _CLAUSE.fullmatch(clause)
@@ -158,7 +161,7 @@ def satisfies(version: str, specifier: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns `2.13.0` of `2.13.0+cpu` or `2.13.0rc1`."""
+    """Parses `2.13.0` out of `2.13.0+cpu` or `2.13.0rc1`."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(number) for number in match[0].split(".")) if match else ()
 
@@ -166,10 +169,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _compared(name: str, version: str | None, specifier: str, fix: str) -> Finding:
     wanted = specifier or "any version"
     if version is None:
-        return Finding(name, Level.FAIL, f"is not installed; {wanted} is wanted", fix)
+        return Finding(name, Level.FAIL, f"not installed; {wanted} is needed", fix)
     if satisfies(version, specifier):
-        return Finding(name, Level.OK, f"{version} ({wanted} is wanted)")
-    return Finding(name, Level.FAIL, f"{version}, but {wanted} is wanted", fix)
+        return Finding(name, Level.OK, f"{version} ({wanted} is needed)")
+    return Finding(name, Level.FAIL, f"{version}, but {wanted} is needed", fix)
 
 
 def _installed(name: str) -> str | None:
@@ -180,7 +183,7 @@ def _installed(name: str) -> str | None:
 
 
 def look_at_device(wish: str) -> Sequence[Finding]:
-    """Checks the devices of a node with `--device WISH`. Raises ConfigError if they are not there."""
+    """Checks the devices of a node with `--device WISH`. Raises ConfigError if one is missing."""
     from node.model.device import choose_devices
 
     return [_device(device, wish) for device in sorted(set(choose_devices(wish).value), key=str)]
@@ -191,24 +194,25 @@ def _device(device: torch.device, wish: str) -> Finding:
 
     try:
         flops = matmul_flops(device, CPU_SIZE if device.type == "cpu" else GPU_SIZE)
-    except RuntimeError as error:  # torch's, of a driver or of memory
+    except RuntimeError as error:  # torch raises it for driver and memory errors
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        fix = "Check the driver, and what else uses the GPU."
+        fix = "Check the driver and other programs on the GPU."
         return Finding("device", Level.FAIL, f"{device}: {why}", fix)
     if flops is None:
         fix = "Do not train with it: the hardware or driver is broken."
-        return Finding("device", Level.FAIL, f"{device} multiplies wrongly", fix)
+        return Finding("device", Level.FAIL, f"{device} computes wrong products", fix)
     speed = f"a {device.type.upper()} matrix product runs at {flops / 1e9:,.0f} GFLOP/s"
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
         found = f"{torch.cuda.get_device_name(device)}, {memory}; {speed}"
         if free < LITTLE_GPU_BYTES:
-            fix = "Stop what else uses the GPU, or choose another one with --device cuda:N."
+            fix = "Stop other programs on the GPU, or choose another one with --device cuda:N."
             return Finding("device", Level.WARN, found, fix)
         return Finding("device", Level.OK, found)
+    # A CPU build of torch is a common mistake on a machine with a GPU.
     if device.type == "cpu" and NVIDIA.exists() and wish == "auto":
-        found = f"there is an NVIDIA GPU, but torch {torch.__version__} cannot use it; {speed}"
+        found = f"an NVIDIA GPU is here, but torch {torch.__version__} cannot use it; {speed}"
         fix = "Install a build of torch for CUDA, or check `nvidia-smi`."
         return Finding("device", Level.WARN, found, fix)
     return Finding("device", Level.OK, f"{device}, {torch.get_num_threads()} threads; {speed}")
@@ -225,24 +229,25 @@ def matmul_flops(device: torch.device, size: int) -> float | None:
             torch.mps.synchronize()
 
     left, right = (torch.ones(size, size, device=device) for _ in range(2))
-    product = left @ right  # the first one pays for what is loaded late
+    product = left @ right  # warm-up: the first product loads libraries
     wait()
     began, times = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - began) < MEASURE_S:
         product = left @ right
         wait()
         times += 1
+    # Both matrices are all ones, so every element of the product must be exactly `size`.
     return 2 * size**3 * times / elapsed if bool((product == size).all()) else None
 
 
 def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory) -> Sequence[Finding]:
-    """Checks the available memory of the machine, or of the container that limits it."""
+    """Checks the available memory of the machine or its container."""
     available = memory().value
     if available is None:
-        return [Finding("memory", Level.SKIP, "this system does not say how much is free")]
+        return [Finding("memory", Level.SKIP, "this system does not report its free memory")]
     found = f"{available / GIB:.1f} GiB available"
     if available < NO_MEMORY_BYTES:
-        fix = "Close other programs, or give the container more memory: a node needs 1 GiB and its stage."
+        fix = "Close other programs, or give the container more memory: a node needs 1 GiB plus its stage."
         return [Finding("memory", Level.FAIL, found, fix)]
     if available < LITTLE_MEMORY_BYTES:
         return [Finding("memory", Level.WARN, found, "Enough for small stages; close other programs for larger ones.")]
@@ -250,27 +255,27 @@ def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory
 
 
 def look_at_room(wish: str, limit: Reasoned[int] | None, moments: MomentType = MomentType.FLOAT32) -> Sequence[Finding]:
-    """Says how large a stage a node could take. Raises ConfigError if the device is not there."""
+    """Reports how large a stage a node could take. Raises ConfigError if the device is missing."""
     from node.model.memory_need import parameters_that_fit
 
     room = _room(wish, limit)
     there = room.memory if room.device is None else room.device
     at_once, in_fragments = (parameters_that_fit(room, moments, fragments) for fragments in (1, MANY_FRAGMENTS))
     if at_once is None or in_fragments is None or there.value is None:
-        return [Finding("stage", Level.SKIP, "this system does not say how much memory is free")]
-    found = f"room for a stage of at most {_rough(at_once)} million parameters"
+        return [Finding("stage", Level.SKIP, "this system does not report its free memory")]
+    found = f"a stage of up to {_rough(at_once)} million parameters fits"
     if _rough(in_fragments) != _rough(at_once):
         found += f", {_rough(in_fragments)} in a run with {MANY_FRAGMENTS} fragments"
-    return [Finding("stage", Level.OK, f"{found}: {size_text(there.value)} are free {there.reason}")]
+    return [Finding("stage", Level.OK, f"{found}: {size_text(there.value)} free {there.reason}")]
 
 
 def what_fits_of(wish: str, limit: Reasoned[int] | None, moments: MomentType, manifest: Manifest) -> Sequence[Finding]:
-    """Says which stages of a run a node could take. Raises ConfigError if the device is not there."""
+    """Reports which stages of a run fit this machine. Raises ConfigError if the device is missing."""
     from node.model.memory_need import what_fits
 
     fits = what_fits(manifest, _room(wish, limit), DEFAULT_SLOTS, moments)
     if not fits.value:
-        fix = "Close other programs, raise --memory-limit if there is one, or ask for a run with smaller stages."
+        fix = "Close other programs, raise --memory-limit, or choose a run with smaller stages."
         return [Finding("fits", Level.FAIL, fits.reason, fix)]
     return [Finding("fits", Level.OK, fits.reason)]
 
@@ -287,15 +292,16 @@ def _room(wish: str, limit: Reasoned[int] | None) -> Room:
 
 
 def look_at_disk(folders: Iterable[tuple[str, Path]]) -> Sequence[Finding]:
-    """Checks whether each named folder may be written to, and the free space where it is or would be."""
+    """Checks that each folder is writable, and the free space at its place."""
     return [_disk(name, folder) for name, folder in folders]
 
 
 def _disk(name: str, folder: Path) -> Finding:
+    # The folder may not exist yet: look at its nearest existing parent.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         fix = "Choose another folder, or change its owner."
-        return Finding("disk", Level.FAIL, f"{name}: {there} cannot be written to", fix)
+        return Finding("disk", Level.FAIL, f"{name}: {there} is not writable", fix)
     free = shutil.disk_usage(there).free
     found = f"{name}: {free / GIB:.1f} GiB free at {folder}"
     if free < NO_DISK_BYTES:
@@ -316,7 +322,7 @@ def look_at_files() -> Sequence[Finding]:
 
 
 def files_finding(limit: int) -> Finding:
-    """Judges the limit on open files; a negative one is none."""
+    """Judges the limit on open files; negative means unlimited."""
     if limit < 0 or limit >= FEW_FILES:
         return Finding("files", Level.OK, "no limit on open files" if limit < 0 else f"{limit} files may be open")
     level = Level.FAIL if limit < TOO_FEW_FILES else Level.WARN
@@ -330,15 +336,15 @@ def look_at_port(host: str, port: int) -> Sequence[Finding]:
     where = f"port {port}" if port else "any free port"
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            # As gRPC binds: connections that have ended a moment ago do not hold the port.
+            # gRPC binds like this too: recently closed connections do not block the port.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host.strip("[]"), port))
             listener.listen(1)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        fix = "Stop what uses it (a running node?), or choose another port or --listen address."
+        fix = "Stop the program that uses it (a running node?), or choose another --port or --listen."
         return [Finding("port", Level.FAIL, f"cannot listen on {where} of {host}: {why}", fix)]
-    return [Finding("port", Level.OK, f"{where} of {host} can be listened on")]
+    return [Finding("port", Level.OK, f"{where} of {host} is available")]
 
 
 PATIENCE_S: Final = 20.0
@@ -347,13 +353,13 @@ REACH_LIMIT_S: Final = 120.0
 ENTER_LIMIT_S: Final = 60.0
 CLOCKS: Final = 5
 ASK_TIMEOUT_S: Final = 5.0
-WRONG_CLOCK_S: Final = 60.0  # as `protocol.identity.signed_records` refuses
+WRONG_CLOCK_S: Final = 60.0  # beyond this, `protocol.identity.signed_records` rejects records
 ODD_CLOCK_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Doorway:
-    """The address where this machine would listen, and the one that it would advertise."""
+    """Where this machine would listen, and the address that it would advertise."""
 
     listen: str
     port: int
@@ -367,16 +373,17 @@ Tell = Callable[[Sequence[Finding]], None]
 async def look_in_the_run(
     link: JoinLink, doorway: Doorway, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
 ) -> None:
-    """Visits the run: makes the findings `run`, `fits`, `clock` and `reach`. Contacts only its peers and our router."""
+    """Visits the run and reports `run`, `fits`, `clock` and `reach`. Contacts only its peers and our router."""
 
     async def enter() -> Sequence[Finding]:
         async with visit(link, doorway.listen, doorway.port) as session:
             tell(await bounded_async("run", lambda: _find_peers(session, fits), PATIENCE_S + 10))
             if not _peers(session):
-                return [Finding("reach", Level.SKIP, "no peer is there to connect to this machine")]
+                return [Finding("reach", Level.SKIP, "no peer of the run can test this machine")]
             tell(await bounded_async("clock", lambda: _compare_clocks(session), CLOCK_LIMIT_S))
             return await bounded_async("reach", lambda: _climb(session, doorway), REACH_LIMIT_S)
 
+    # Each check has its own limit; this one also bounds entering and leaving the run.
     limit_s = ENTER_LIMIT_S + PATIENCE_S + CLOCK_LIMIT_S + REACH_LIMIT_S
     tell(await bounded_async("reach", enter, limit_s))
 
@@ -385,7 +392,7 @@ async def _find_peers(session: NetworkSession, fits: Callable[[Manifest], Sequen
     try:
         signed = await session.fetch_manifest(PATIENCE_S)
     except Unreachable as error:
-        fix = f"{error.hint} This machine's clock has to be right within {WRONG_CLOCK_S:.0f} s."
+        fix = f"{error.hint} The clock must be right within {WRONG_CLOCK_S:.0f} s."
         return [Finding("run", Level.FAIL, str(error), fix)]
     await session.look_around(signed.manifest)
     hosting = sum(seen.module is not None for seen in session.others())
@@ -397,11 +404,11 @@ async def _find_peers(session: NetworkSession, fits: Callable[[Manifest], Sequen
 
 
 def experts_findings(hosting: int, modules: int, *, several: bool) -> list[Finding]:
-    """Checks that a run with `several` experts in a stage has a peer for each module; `hosting` peers have one."""
+    """Warns if a run with `several` experts per stage has fewer peers than modules."""
     if not several or hosting >= modules:
         return []
-    found = f"{hosting} peers for {modules} modules: documents of an expert that nobody serves go to the next best"
-    fix = f"Let {modules - hosting} more join; a newcomer takes a module that nobody serves."
+    found = f"{hosting} peers for {modules} modules: documents of an unserved expert go to the next best"
+    fix = f"Let {modules - hosting} more peers join; each takes an unserved module."
     return [Finding("experts", Level.WARN, found, fix)]
 
 
@@ -419,26 +426,27 @@ async def _compare_clocks(session: NetworkSession) -> Sequence[Finding]:
 
 
 async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> float | None:
-    """Measures how far a peer's clock is ahead of ours, in seconds, at half the round trip. None without an answer."""
+    """Measures how far a peer's clock is ahead of ours, in seconds; None without an answer."""
     before, began = clock.wall(), clock.monotonic()
     try:
         said = parse_status(await ask()).unix_ms
     except PeerError:
         return None
     took = clock.monotonic() - began
+    # The peer read its clock about half a round trip after `before`.
     return said / 1000 - (before + took / 2) if said else None
 
 
 def clock_finding(offsets: Sequence[float]) -> Finding:
-    """Judges our clock by the median of the peers, so that one wrong peer says nothing."""
+    """Judges our clock by the median of the peers, so that one wrong peer does not matter."""
     if not offsets:
-        return Finding("clock", Level.SKIP, "no peer has told its time")
+        return Finding("clock", Level.SKIP, "no peer reported its time")
     ahead = -statistics.median(offsets)
     found = f"{abs(ahead):.1f} s {'ahead of' if ahead >= 0 else 'behind'} the median of {len(offsets)} peers"
     if abs(ahead) < ODD_CLOCK_S:
         return Finding("clock", Level.OK, found)
     level = Level.FAIL if abs(ahead) >= WRONG_CLOCK_S else Level.WARN
-    fix = "Set it by the network: `timedatectl set-ntp true`, or your system's settings."
+    fix = "Synchronize it: `timedatectl set-ntp true`, or your system's settings."
     return Finding("clock", level, found, fix)
 
 
@@ -448,6 +456,7 @@ async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]
     try:
         standing = await climb(session.transport.port, doorway.advertise, ask, router)
         if standing.step is ReachStep.UNREACHABLE:
+            # A node would do the same: hold links through which peers can call it.
             hold = Attachments(session.own, session.membership, session.transport).hold
             standing = held_by(standing, await hold())
         return [reach_finding(standing)]
@@ -457,12 +466,12 @@ async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]
 
 
 def reach_finding(standing: Standing) -> Finding:
-    """Judges reachability. A node that others cannot dial is still of use to those that it can."""
+    """Judges reachability. A node behind NAT is still useful to peers that it can dial, so that is only a warning."""
     is_unknown = standing.step is ReachStep.UNKNOWN
     level = Level.WARN if is_unknown or standing.step is ReachStep.REVERSE else Level.OK
     if standing.step is ReachStep.UNREACHABLE:
         level = Level.FAIL
-    fix = "Try again while other peers of the run are there." if is_unknown else standing.fix
+    fix = "Try again while other peers of the run are online." if is_unknown else standing.fix
     return Finding("reach", level, f"{standing.step.value}: {standing.reason}", fix)
 
 
@@ -472,7 +481,7 @@ DEVICE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """This machine, as the node that it would run."""
+    """This machine, described by the options of its future node."""
 
     device: str
     doorway: Doorway
@@ -484,7 +493,7 @@ class Patient:
 
 
 async def examine(patient: Patient, tell: Tell) -> None:
-    """Runs every check within its time limit and tells its findings as they come."""
+    """Runs every check within its time limit and reports findings as they come."""
     doorway = patient.doorway
     local: tuple[tuple[str, Callable[[], Sequence[Finding]], float], ...] = (
         ("versions", look_at_versions, QUICK_S),
@@ -503,10 +512,10 @@ async def examine(patient: Patient, tell: Tell) -> None:
         free = free and all(finding.level is Level.OK for finding in found)
         tell(found)
     if patient.link is None:
-        for check, how in (("clock", "compared with"), ("reach", "found out by")):
-            tell([Finding(check, Level.SKIP, f"{how} peers of a run: `skipstone doctor LINK`")])
+        for check, how in (("clock", "compared with"), ("reach", "tested by")):
+            tell([Finding(check, Level.SKIP, f"{how} peers: run `skipstone doctor LINK`")])
     elif not free:
-        tell([Finding("reach", Level.SKIP, "the port cannot be listened on")])
+        tell([Finding("reach", Level.SKIP, "the port is not free")])
     else:
         fits = partial(what_fits_of, patient.device, patient.memory_limit, patient.moments)
         await look_in_the_run(patient.link, doorway, fits, tell)

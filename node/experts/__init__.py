@@ -1,1 +1,1 @@
-"""Experts: the router, which tells from a document's first tokens which expert of each stage it goes to."""
+"""Experts: a router chooses one expert per stage from a document's first tokens."""

@@ -1,8 +1,8 @@
-"""The fit of a router: clusters documents into routes by their first tokens, and fits each stage's tables to them.
+"""Fits a router: clusters documents into routes by their first tokens, then fits each stage's tables to the clusters.
 
-Clusters come from balanced hard expectation maximisation of a multinomial over hashed pairs of tokens, the best of
-several restarts. Similar clusters share experts. For each stage a softmax is fitted to the experts of its clusters.
-Runs once, on the author's machine.
+Clusters come from balanced hard expectation maximisation of a multinomial over hashed token pairs, best of several
+restarts. Similar clusters share experts. For each stage, a softmax predicts the experts of its clusters. Runs once, on
+the author's machine.
 
 Sources: DiPaCo (arXiv:2403.10616) section 2.4, generative and discriminative routing of documents, product k-means;
 balanced assignment, Gururangan et al. 2023 (arXiv:2303.14177) and Filippova et al. 2024 (arXiv:2410.03529).
@@ -42,24 +42,24 @@ ITERATIONS: Final = 15
 PER_ROUTE: Final = 8
 MAX_ROUTES: Final = 256
 PRIOR: Final = 256.0
-"""Pairs of the mean of all documents that are added to a cluster's."""
+"""Smoothing: pairs of the mean document added to each cluster."""
 DESCENT: Final = 150
-"""Steps of gradient descent on a stage's softmax."""
+"""Gradient descent steps per stage."""
 SHRINK: Final = 1e-3
 """Weight decay of the tables."""
 EVEN: Final = 1.02
-"""Largest share of the tokens over an equal one, if possible."""
+"""Largest share of the tokens per expert, relative to an equal share, if possible."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
     router: Router
     routes: npt.NDArray[np.int64]
-    """[documents, stages after stage 0]"""
+    """Expert per document and stage, [documents, stages after stage 0]."""
 
 
 def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
-    """How often each bucket's pairs are among the first tokens of each document: [documents, BUCKETS]."""
+    """Counts each document's token pairs per bucket, [documents, BUCKETS]."""
     counted = np.zeros((len(openings), BUCKETS), dtype=np.float32)
     for row, opening in zip(counted, openings, strict=True):
         np.add.at(row, buckets(opening[:prefix]), 1)
@@ -69,7 +69,7 @@ def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
 def fit_router(
     documents: Sequence[tuple[Tokens, int]], experts: Sequence[int], prefix: int, seed: int, restarts: int = RESTARTS
 ) -> Fitted:
-    """Fits a router to the first tokens and lengths of documents. Raises ConfigError if they are too few."""
+    """Fits a router to the first tokens and lengths of documents. Raises ConfigError if there are too few."""
     stages = tuple(experts[1:])
     routes = math.prod(stages)
     _check(stages, routes, len(documents))
@@ -93,22 +93,21 @@ def _check(stages: tuple[int, ...], routes: int, documents: int) -> None:
     several = sum(count for count in stages if count > 1)
     if routes > MAX_ROUTES or several * (BUCKETS + 8) + 1024 > MAX_ROUTER_BYTES:
         raise ConfigError(
-            f"{several} experts on {routes} routes are more than a router can tell apart: of stages with several it"
-            f" takes {(MAX_ROUTER_BYTES - 1024) // (BUCKETS + 8)} experts in all, on {MAX_ROUTES} routes",
-            hint="Give fewer stages several experts, or leave --route-from out: documents are then dealt by chance.",
+            f"{several} experts on {routes} routes are too many for a router, which allows at most"
+            f" {(MAX_ROUTER_BYTES - 1024) // (BUCKETS + 8)} experts (in stages with several) and {MAX_ROUTES} routes",
+            hint="Use experts in fewer stages, or omit --route-from to assign documents at random.",
         )
     if documents < PER_ROUTE * routes:
         raise ConfigError(
-            f"{documents} documents with any text are too few to tell {routes} routes apart by; it takes"
-            f" {PER_ROUTE * routes}",
-            hint="Name a source with more documents, or use fewer experts.",
+            f"{documents} non-empty documents are too few to fit {routes} routes, which need {PER_ROUTE * routes}",
+            hint="Use a source with more documents, or fewer experts.",
         )
 
 
 def _clustered(counts: Matrix, clusters: int, random: np.random.Generator) -> tuple[float, Labels, Matrix]:
-    """One run of balanced hard EM: the log likelihood, each document's cluster, and the clusters' log probabilities."""
+    """Runs balanced hard EM once. Returns log likelihood, clusters of documents, log probabilities of clusters."""
     labels = random.permutation(len(counts)) % clusters
-    # Begins at single documents far from each other rather than at mixtures of all, which are alike.
+    # Start from single, distant documents. Mixtures of all documents would be too similar.
     chosen = [int(random.integers(len(counts)))]
     mean = counts.sum(axis=0) / counts.sum()
     for _ in range(1, clusters):
@@ -143,8 +142,9 @@ def _log_probabilities(sums: Matrix, mean: Matrix) -> Matrix:
 
 
 def _laid_out(centres: Matrix, stages: tuple[int, ...]) -> Labels:
-    """Routes of the clusters, [clusters, stages]: swaps clusters until those that share experts are alike."""
+    """Assigns routes to clusters, [clusters, stages]: swaps them until clusters that share experts are similar."""
     routes = np.array(list(product(*(range(count) for count in stages))), dtype=np.int64)
+    # Number of stages with a choice that two routes share.
     shared = (routes[:, None, :] == routes[None, :, :])[:, :, np.array(stages) > 1].sum(axis=2)
     apart = _apart(centres)
     place = np.arange(len(centres))
@@ -171,9 +171,10 @@ def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:
 
 
 def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) -> StageTable:
-    """Fits a softmax of a stage's experts, rounds it, and evens out their shares of the tokens by the bias."""
+    """Fits a softmax over a stage's experts, rounds it to integers, and balances token shares with the bias."""
     weights = softmax_weights(counts, labels, experts)
     scale = MAX_ENTRY / max(float(np.abs(weights).max()), 1e-9)
+    # Integer scores are equal on every machine.
     entries = np.rint(weights * scale).astype(np.int8)
     scores = counts.astype(np.int64) @ entries.T.astype(np.int64)
     bias = np.clip(even_bias(scores, sizes, EVEN), -MAX_BIAS, MAX_BIAS).astype(np.int32)
@@ -181,7 +182,7 @@ def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) ->
 
 
 def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
-    """Weights of a multinomial logistic regression on the counts, up to scale: [experts, BUCKETS]."""
+    """Fits a multinomial logistic regression on the counts. Returns unscaled weights [experts, BUCKETS]."""
     scaled = counts / np.float32(max(float(np.sqrt((counts**2).sum(axis=1).mean())), 1e-9))
     wanted = np.eye(experts, dtype=np.float32)[labels]
     weights, speed = np.zeros((experts, BUCKETS), np.float32), np.zeros((experts, BUCKETS), np.float32)
@@ -199,21 +200,22 @@ def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
 
 
 SLACK: Final = 1.05
-"""Largest size of a cluster over its share."""
+"""Largest size of a cluster, relative to an equal share."""
 
 
 def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SLACK) -> list[int]:
-    """The cluster of each document by scores [documents, clusters], none with more than `slack` times its share."""
+    """Assigns documents to clusters by scores [documents, clusters]. None exceeds `slack` times an equal share."""
     capacity = math.ceil(slack * len(scores) / clusters)
     room = [capacity] * clusters
     waiting = [(*_loss(of, room), index) for index, of in enumerate(scores)]
-    """Loss of a document without its best cluster (negative), that cluster, and its index."""
+    """Heap of (negative loss without the best cluster, that cluster, document index)."""
     heapify(waiting)
     chosen = [0] * len(scores)
     while waiting:
+        # A lazy heap: entries are updated when they reach the top.
         _, best, index = waiting[0]
         current = _loss(scores[index], room)
-        if current != waiting[0][:2]:  # a cluster has filled up since
+        if current != waiting[0][:2]:  # a cluster filled up meanwhile
             heapreplace(waiting, (*current, index))
             continue
         heappop(waiting)
@@ -223,7 +225,7 @@ def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SL
 
 
 def _loss(scores: Sequence[float], room: Sequence[int]) -> tuple[float, int]:
-    """How much worse the second best cluster with room is than the best, negative, and which that is."""
+    """Returns the negative score loss if the best cluster with room is not used, and that cluster."""
     best, second, found = -math.inf, -math.inf, -1
     for cluster, score in enumerate(scores):
         if not room[cluster]:

@@ -1,10 +1,10 @@
-"""The router of a run with experts: integer tables that score each expert of each stage by a document's first tokens.
+"""Router for runs with experts: integer tables score each stage's experts by a document's first tokens.
 
-A score is a bias plus the sum of the expert's entries for the buckets of neighbouring token pairs.
+A score is a bias plus the expert's entries for the buckets of all neighbouring token pairs.
 
-A router's bytes, little-endian: `skipstone-router`, version (u16), prefix (u16), number of stages (u16), the experts of
-each stage (u16 each); then, for each stage with several and for each of its experts, the share of documents that it got
-when the tables were made (u32, in 2^-32), bias (i32) and 4096 entries (i8).
+Format, little-endian: `skipstone-router`, version (u16), prefix (u16), number of stages (u16), experts per stage (u16
+each); then, for each expert of each stage with several: the share of documents it got in the fit (u32, in 2^-32), bias
+(i32) and 4096 entries (i8).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Tokens = npt.NDArray[np.int64]
 
 BUCKETS: Final = 4096
 MAX_ROUTER_BYTES: Final = 68 * 1024
-"""That of sixteen experts and many stages. It fits one answer of a peer."""
+"""Limit that allows sixteen experts and many stages, and fits in one answer of a peer."""
 MAX_ENTRY: Final = 127
 MAX_BIAS: Final = 2**24
-"""Scores of the longest prefix stay far from the ends of 32 bits."""
+"""Limit that keeps scores of the longest prefix within 32 bits."""
 _MAGIC: Final = b"skipstone-router"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct(f"<{len(_MAGIC)}sHHH")
@@ -44,11 +44,11 @@ class StageTable:
     entries: npt.NDArray[np.int8]
     bias: npt.NDArray[np.int32]
     shares: tuple[float, ...]
-    """Shares of the documents that the tables were made from; together 1."""
+    """Shares of the documents in the fit, with sum 1."""
 
 
 class Router:
-    """The tables of the stages after stage 0 (None for one with one expert), for documents' first `prefix` tokens."""
+    """Tables of the stages after stage 0 (None: one expert), for the first `prefix` tokens of a document."""
 
     def __init__(self, tables: tuple[StageTable | None, ...], prefix: int) -> None:
         self.tables, self.prefix = tables, prefix
@@ -69,7 +69,7 @@ class Router:
         return (1, *(1 if table is None else len(table.bias) for table in self.tables))
 
     def affinity(self, name: str, opening: Tokens) -> Affinity:
-        """Scores each expert of each stage after stage 0 for a document by its first tokens."""
+        """Scores each expert of each stage after stage 0 by the document's first tokens."""
         scores = np.zeros(self._count, dtype=np.int64)
         found = self._entries.take(buckets(opening[: self.prefix]), axis=1).sum(axis=1, dtype=np.int32)
         scores[self._several] = found + self._bias
@@ -88,7 +88,7 @@ class Router:
 
 
 class ChanceRouter:
-    """Deals documents to experts by chance: of the seed and the document's name, so on every machine alike."""
+    """Router that assigns documents at random, depending only on the seed and the document's name."""
 
     def __init__(self, seed: int, experts: tuple[int, ...]) -> None:
         self._seed, self._experts = seed, experts[1:]
@@ -112,50 +112,52 @@ def router_digest(data: bytes) -> str:
 
 
 def read_router(data: bytes, manifest: Manifest) -> Router:
-    """Reads the run's router from a peer or file. Raises StateError unless it is the one that the manifest names."""
-    assert manifest.routing is not None, "whoever asks for a router has a run with one"
+    """Parses the run's router from a peer or file. Raises StateError if it is not the manifest's."""
+    assert manifest.routing is not None, "the caller checked that the run has a router"
+    # Check the hash before parsing untrusted bytes.
     if len(data) > MAX_ROUTER_BYTES or router_digest(data) != manifest.routing.router:
         raise StateError(
-            f"the router of run {manifest.name} has the BLAKE3 hash {manifest.routing.router}, this is another one",
-            hint="Take the file that `skipstone new` wrote beside the manifest, or join by a link.",
+            f"this is not the router of run {manifest.name}, whose BLAKE3 is {manifest.routing.router}",
+            hint="Use the file that `skipstone new` wrote next to the manifest, or join by a link.",
         )
     router = parse_router(data)
     if router.experts != manifest.stages.experts_of_each or router.prefix != manifest.routing.prefix:
         raise StateError(
-            f"the router is for stages of {router.experts} experts and a prefix of {router.prefix} tokens; the manifest"
+            f"the router has {router.experts} experts and a prefix of {router.prefix} tokens, but the manifest"
             f" has {manifest.stages.experts_of_each} and {manifest.routing.prefix}",
-            hint="Its author has to make a new run with `skipstone new --experts`.",
+            hint="Ask the author to create a new run with `skipstone new --experts`.",
         )
     return router
 
 
 def document_router(manifest: Manifest, router: Router | None) -> DocumentRouter | None:
-    """The router of a run with experts, else None. Raises ConfigError if `router` is named but not here."""
+    """Returns the router of a run with experts, else None. Raises ConfigError if the required `router` is missing."""
     if not manifest.stages.has_experts:
         return None
     if manifest.routing is None:
         return ChanceRouter(manifest.seed, manifest.stages.experts_of_each)
     if router is None:
         raise ConfigError(
-            f"run {manifest.name} has experts, and its router is not here",
-            hint="Put the file that `skipstone new` wrote beside the manifest there again, or join by a link.",
+            f"the router of run {manifest.name} is missing",
+            hint="Restore the file that `skipstone new` wrote next to the manifest, or join by a link.",
         )
     return router
 
 
 def parse_router(data: bytes) -> Router:
-    """Reads a router's bytes, whatever they are. Raises StateError: they are none."""
+    """Parses the bytes of a router, which may be hostile. Raises StateError if they are invalid."""
     try:
         magic, version, prefix, stages = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != _VERSION or not 1 <= stages <= MAX_STAGES:
-            raise _unreadable("it is none, or of another version")
+            raise _unreadable("not a router, or another version")
         experts = struct.unpack_from(f"<{stages}H", data, _HEADER.size)
     except struct.error:
-        raise _unreadable("it ends too early") from None
+        raise _unreadable("it is truncated") from None
     at = _HEADER.size + 2 * stages
     several = [count for count in experts if count > 1]
+    # Check the length before allocating tables.
     if not several or 0 in experts or experts[0] != 1 or len(data) != at + sum(several) * (_EXPERT.size + BUCKETS):
-        raise _unreadable("its length is not that of its tables")
+        raise _unreadable("its length does not match its tables")
     tables: list[StageTable | None] = []
     for count in experts[1:]:
         if count == 1:
@@ -174,34 +176,34 @@ def parse_router(data: bytes) -> Router:
 
 
 def _unreadable(why: str) -> StateError:
-    return StateError(f"the router cannot be read: {why}", hint="Its author may have a newer Skipstone than this one.")
+    return StateError(f"cannot read the router: {why}", hint="Update Skipstone: the author may use a newer version.")
 
 
-# ---- the file beside the manifest ------------------------------------------------------------------------------------
+# ---- the router's file -----------------------------------------------------------------------------------------------
 
 
 def router_file(manifest_file: Path) -> Path:
-    """The file of the router that a manifest names: `run.router` beside `run.toml`."""
+    """Returns the path of a manifest's router: `run.router` next to `run.toml`."""
     return manifest_file.with_suffix(_SUFFIX)
 
 
 def load_router(manifest_file: Path, manifest: Manifest) -> Router | None:
-    """Reads the router beside a manifest; None if the manifest names none. Raises ConfigError or StateError."""
+    """Reads the router next to a manifest, or None if the manifest names none. Raises ConfigError or StateError."""
     return None if manifest.routing is None else read_router(_read(router_file(manifest_file)), manifest)
 
 
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(MAX_ROUTER_BYTES + 1)  # one more than may be: it is refused
+            return file.read(MAX_ROUTER_BYTES + 1)  # if it is too long, `read_router` rejects it
     except OSError as error:
         raise ConfigError(
-            f"the run's router {path} cannot be read: {error.strerror}",
-            hint="It lies beside the manifest where `skipstone new` wrote it; copy it along, or join by a link.",
+            f"cannot read the run's router {path}: {error.strerror}",
+            hint="Copy it from next to the manifest that `skipstone new` wrote, or join by a link.",
         ) from None
 
 
-# ---- equal shares of the tokens --------------------------------------------------------------------------------------
+# ---- load balancing --------------------------------------------------------------------------------------------------
 
 
 Integers = npt.NDArray[np.int64]
@@ -210,7 +212,7 @@ TRIES: Final = 60
 
 
 def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
-    """The bias with which no expert has over `most` times an equal share of tokens (arXiv:2408.15664), or nearly."""
+    """Finds biases that limit each expert to about `most` times an equal share of tokens (arXiv:2408.15664)."""
     experts = scores.shape[1]
     bias = best = np.zeros(experts, dtype=np.int64)
     step, least = max(1, int(np.abs(scores).mean())), math.inf
@@ -220,6 +222,7 @@ def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
             best, least = bias, float(shares.max())
         if least * experts <= most:
             break
+        # Raise the bias of experts below their share, with decreasing steps.
         bias = bias + np.rint(step * (1 / experts - shares) * experts).astype(np.int64)
         step = max(1, int(step * 0.9))
     return best - int(best.mean())

@@ -1,1 +1,1 @@
-"""Reading of whole models from their sources, and their export as Hugging Face folders."""
+"""Reads whole models from checkpoints, swarms and exports, and exports them as Hugging Face folders."""

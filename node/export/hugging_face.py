@@ -1,18 +1,19 @@
-"""The files of an exported folder and their contents, made from the manifest.
+"""Files of an exported folder, and their contents.
 
 config.json, generation_config.json          LlamaConfig and defaults of `generate`
-model.safetensors                            all parameters, float32; or
+model.safetensors                            all parameters in float32, or
 model-00001-of-00003.safetensors, ...        several such files, and
-model.safetensors.index.json                 which parameter is in which of them
+model.safetensors.index.json                 the file of each parameter
 tokenizer.json, tokenizer_config.json        the run's tokenizer
 manifest.toml, manifest.router               the run's signed manifest, and its router if it has one
 skipstone.json                               the run, and a digest of each module
 
-In a run with experts, modules of one stage have the same parameter names. An export of all of them has one file a
-module (`module-1.0.safetensors`), `shards` 0, no config.json, and only this program reads it.
+In a run with experts, modules of one stage share parameter names. An export of all of them has one file per module
+(`module-1.0.safetensors`), `shards` 0 and no config.json, and only this program reads it.
 
-Blocks compute as LlamaForCausalLM and its kin (rotary halves included), so the weights need no permutation. Sources:
-LlamaConfig and its kin of transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford et al. 2019).
+Blocks compute like LlamaForCausalLM and its relatives, including the halves of the rotary embedding, so weights need no
+permutation. Sources: LlamaConfig and its relatives in transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford
+et al. 2019).
 """
 
 from __future__ import annotations
@@ -37,24 +38,25 @@ TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 
 FORMAT: Final = 1
 SHARD_BYTES: Final = 4 * 10**9
-"""Largest file of parameters, and the memory that writing it takes."""
+"""Largest parameter file in bytes, which is also the memory needed to write it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of parameters."""
+    """One parameter file."""
 
     file: str
     shapes: Mapping[str, Shape]
 
 
 def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
-    """The shards of these modules' parameters, in order, so that each module is read once."""
+    """Splits the modules' parameters into shards, in order, so that each module is read once."""
     pieces: list[dict[str, Shape]] = [{}]
     size = 0
     for module in modules:
         for name, shape in parameter_shapes(manifest, module).items():
             own = parameter_bytes({name: shape})
+            # A single tensor may exceed the limit.
             if pieces[-1] and size + own > limit_bytes:
                 pieces.append({})
                 size = 0
@@ -64,14 +66,14 @@ def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: in
 
 
 def index_json(shards: tuple[Shard, ...]) -> dict[str, Any]:
-    """The content of `model.safetensors.index.json`."""
+    """Returns the content of `model.safetensors.index.json`."""
     size = sum(parameter_bytes(shard.shapes) for shard in shards)
     files = {name: shard.file for shard in shards for name in shard.shapes}
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
 
 
 def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shards: tuple[Shard, ...]) -> dict[str, Any]:
-    """The content of `skipstone.json`. Without shards each module has a file of its own."""
+    """Returns the content of `skipstone.json`. Without shards, each module has a separate file."""
     stages = signed.manifest.stages
     return {
         "format": FORMAT,
@@ -91,12 +93,12 @@ def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shard
 
 
 def module_file(module: ModuleId) -> str:
-    """The file of one module, in a folder that has all of a run with experts."""
+    """Returns the file name of one module in an export of all experts."""
     return f"module-{module}.safetensors"
 
 
 def shard_files(count: int) -> list[str]:
-    """The names of the shards of an export in `count` pieces."""
+    """Returns the file names of an export in `count` shards."""
     return [_file_name(number, count) for number in range(1, count + 1)]
 
 
@@ -116,7 +118,7 @@ _ARCHITECTURES: Final = {
 
 
 def model_config(manifest: Manifest, end_of_document: int) -> Json:
-    """The content of `config.json`. A swarm keeps its parameters in float32."""
+    """Returns the content of `config.json`. Parameters are always float32."""
     model = manifest.model
     return {
         "architectures": [_ARCHITECTURES[model.family]],
@@ -162,12 +164,12 @@ def _rope_scaling(model: ModelSection) -> Json | None:
 
 
 def generation_config(end_of_document: int) -> Json:
-    """The content of `generation_config.json`: texts begin and end at an end of document."""
+    """Returns the content of `generation_config.json`: texts start and end with the end of a document."""
     return {"bos_token_id": end_of_document, "eos_token_id": end_of_document}
 
 
 def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
-    """The content of `tokenizer_config.json`. The byte tokenizer never reads an end of document from text."""
+    """Returns the content of `tokenizer_config.json`. In text, the byte tokenizer never parses an end of document."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_document,
@@ -179,7 +181,7 @@ def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
 
 
 def byte_tokenizer() -> Json:
-    """The content of `tokenizer.json` for bytes and the end of a document (256): byte-level BPE without merges."""
+    """Returns the content of `tokenizer.json` for the byte tokenizer: byte-level BPE without merges."""
     special = {
         "id": 256,
         "content": BYTES_END_OF_DOCUMENT,
@@ -215,7 +217,7 @@ def byte_tokenizer() -> Json:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte: itself where it can be seen, else one from 256 on, in order."""
+    """Returns the character for each byte: the byte itself if printable, else one from 256 upwards."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     unseen = iter(range(256, 512))
     return [chr(byte if byte in seen else next(unseen)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Opening of a model by what a person names, and its held-out loss."""
+"""Opens a model by path or link, and evaluates its held-out loss."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSource:
-    """`ModuleSource` of the newest state of each module in a checkpoint. Errors as `gather_modules`."""
+    """ModuleSource of the newest state of each module in a checkpoint. Raises the errors of `gather_modules`."""
 
     def __init__(self, path: Path) -> None:
         gathered = gather_modules(path)
         for problem in gathered.problems:
-            log.warning("damaged snapshot passed over: %s", problem)
+            log.warning("ignoring a damaged snapshot: %s", problem)
         self._parameters = gathered.modules
         self.signed: SignedManifest = gathered.signed
         self.modules = gathered.signed.manifest.modules()
@@ -56,7 +56,7 @@ Place = TypeVar("Place")
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A source of modules, and what lies beside it."""
+    """A source of modules with its tokenizer and text."""
 
     source: ModuleSource
     told: ToldPlaces = NOTHING_TOLD
@@ -66,34 +66,34 @@ class OpenedModel:
         return self.source.signed.author == own_peer()
 
     def tokenizer_file(self) -> Path | None:
-        """The place of the run's tokenizer file, if it has one. Raises ConfigError when nobody who may has said it."""
+        """Returns the path of the run's tokenizer file, or None. Raises ConfigError if it may not be opened."""
         data = self.source.signed.manifest.data
         if data.tokenizer == "bytes":
             return None
         return _granted(tokenizer_place(data, self.told.tokenizer, own=self._own))
 
     def tokenizer(self) -> Tokenizer:
-        """Opens the run's tokenizer, as `node.data.tokenizers.open_tokenizer`, with the same errors."""
+        """Opens the run's tokenizer. Raises the errors of `open_tokenizer`."""
         return open_tokenizer(self.source.signed.manifest, self.tokenizer_file())
 
     async def documents(self) -> Documents:
-        """Opens the run's text. Errors as `open_documents`; ConfigError if it may not be opened."""
+        """Opens the run's text. Raises the errors of `open_documents`, and ConfigError if it may not be opened."""
         manifest = self.source.signed.manifest
         where = _granted(places(manifest.data, self.told, own=self._own))
         return await asyncio.to_thread(open_documents, manifest, where, await self.source.router())
 
 
 def unwatched(module: ModuleId, done: int, total: int) -> None:
-    """Ignores a download's progress."""
+    """Ignores download progress."""
 
 
 @contextlib.asynccontextmanager
 async def open_model(
     target: str, on_progress: Callable[[ModuleId, int, int], None] = unwatched, told: ToldPlaces = NOTHING_TOLD
 ) -> AsyncIterator[OpenedModel]:
-    """Opens a folder or the link of a running swarm, for the length of a block. Raises ConfigError, SkipstoneError."""
+    """Opens a folder, or the link of a running swarm for the length of the block. Raises SkipstoneError."""
     if is_link(target):
-        from node.export.swarm_source import open_swarm  # brings in all of the network, which folders do without
+        from node.export.swarm_source import open_swarm  # imports the network code, which folders do not need
 
         async with open_swarm(parse_link(target), on_progress) as source:
             yield OpenedModel(source, told)
@@ -105,10 +105,10 @@ def _open_folder(target: str, told: ToldPlaces) -> OpenedModel:
     folder = Path(target)
     if not folder.is_dir():
         raise ConfigError(
-            f"{target!r} is no join link, and neither a checkpoint nor an exported folder",
+            f"{target!r} is not a join link, a checkpoint or an exported folder",
             hint=(
-                "A link begins with `skipstone:`; a checkpoint is written by --save DIR, an exported folder "
-                "by `skipstone export`."
+                "Links start with `skipstone:`. Write checkpoints with --save DIR, and exported folders "
+                "with `skipstone export`."
             ),
         )
     if is_exported(folder):
@@ -118,7 +118,7 @@ def _open_folder(target: str, told: ToldPlaces) -> OpenedModel:
 
 def _granted(place: Reasoned[Place | None]) -> Place:
     if place.value is None:
-        raise ConfigError(place.reason, hint="The run's author says where to get its text and tokenizer.")
+        raise ConfigError(place.reason, hint="Ask the run's author for its text and tokenizer.")
     return place.value
 
 
@@ -133,7 +133,7 @@ async def evaluate_model(
     paths: AskedPaths = WHOLE_MODEL,
     told: ToldPlaces = NOTHING_TOLD,
 ) -> dict[str, Any]:
-    """Mean held-out loss as a `loss_report`. Raises ConfigError, ManifestError, CorruptSnapshot, StateError."""
+    """Returns the mean held-out loss as a `loss_report`. Raises ConfigError, ManifestError, StateError."""
     async with open_model(target, told=told) as opened:
         manifest, model = opened.source.signed.manifest, await routed_model(opened.source, device)
         subsets, documents = paths.of(manifest), await opened.documents()
@@ -147,8 +147,9 @@ async def evaluate_model(
 async def _losses(
     model: RoutedModel, texts: Sequence[Microbatch], subsets: Sequence[Stages]
 ) -> dict[Stages, list[tuple[float, int]]]:
-    """Of each path's stages, the loss of each text by its route, and over how many tokens."""
+    """Returns the loss and number of labels of each text, by the stages of the path."""
     losses = {stages: [(0.0, 0)] * len(texts) for stages in subsets}
+    # Route by route, so that each route's modules are read once.
     for route in sorted({text.route for text in texts}):
         decoder = await model.decoder(model.route_for(route))
         for number, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Sources of a run's modules, decoders made from them, and an exported folder as a source."""
+"""Sources of a run's modules, decoders built from them, and exported folders as a source."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhaus
 from swarm.vocabulary.types import ModuleId, Route, RunId
 
 Parameters = Mapping[str, Tensor]
-"""Float32, by the names of the whole model."""
+"""Float32 parameters by their names in the whole model."""
 
 
 class ModuleSource(Protocol):
-    """A run's model, one module at a time, so that nobody has to hold all of it."""
+    """A run's model, read one module at a time, so that it may exceed the memory."""
 
     @property
     def modules(self) -> tuple[ModuleId, ...]:
-        """Those that can be asked for: of an exported path its own, else all of the run."""
+        """Modules that can be read: the path's modules if only a path was exported, else all of the run."""
 
     @property
     def signed(self) -> SignedManifest:
-        """The run's manifest, its signature checked."""
+        """The run's manifest with a verified signature."""
 
     async def router(self) -> Router | None:
-        """The run's router; None if the manifest names none. Raises SkipstoneError."""
+        """Returns the run's router, or None if the manifest names none. Raises SkipstoneError."""
 
     async def module(self, module: ModuleId) -> Parameters:
-        """The module's parameters, float32, on the CPU. Use `checked_module`. Raises SkipstoneError."""
+        """Reads the module's float32 parameters to the CPU, unchecked (see `checked_module`). Raises SkipstoneError."""
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
-    """Reads the module's parameters and compares them with the manifest. Raises StateError; others as `module`."""
+    """Reads the module's parameters and checks them. Raises StateError, and the errors of `module`."""
     parameters = await source.module(module)
     await asyncio.to_thread(_check, source.signed.manifest, module, parameters)
     return parameters
 
 
 async def read_decoder(source: ModuleSource, device: torch.device, route: Route | None = None) -> Decoder:
-    """Reads the whole model or one path onto the device. Raises ConfigError, ResourceExhausted, StateError."""
+    """Reads the whole model, or one path, to the device. Raises ConfigError, ResourceExhausted, StateError."""
     manifest, modules = source.signed.manifest, path_modules(source, route)
     require_memory(manifest, modules)
     parameters: dict[str, Tensor] = {}
@@ -66,13 +66,13 @@ async def read_decoder(source: ModuleSource, device: torch.device, route: Route 
 
 
 def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, ...]:
-    """The modules of one path, by stage; None is the only path. Raises ConfigError if ambiguous or missing."""
+    """Returns the modules of one path (None: the only path) by stage. Raises ConfigError if ambiguous or missing."""
     manifest, there = source.signed.manifest, source.modules
     if route is None:
         if len(there) > manifest.stages.count:
             raise ConfigError(
-                f"run {manifest.name} has stages.experts = {manifest.stages.experts}: it is as many models as there "
-                "are choices of an expert at each stage, and one Llama model has one expert a stage",
+                f"run {manifest.name} has several paths (stages.experts = {manifest.stages.experts}), and a "
+                "model has only one",
                 hint="Choose one with --path, such as --path 1.0,2.1.",
             )
         return there
@@ -80,12 +80,12 @@ def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, .
     lacking = [module for module in wanted if module not in there]
     if lacking or len(route) != manifest.stages.count - 1:
         what = f"has no module {lacking[0]}" if lacking else f"has {manifest.stages.count - 1} stages after stage 0"
-        raise ConfigError(f"there is no path {name_of_route(route)}: this model {what}")
+        raise ConfigError(f"path {name_of_route(route)} does not exist: this model {what}")
     return wanted
 
 
 def parse_path(text: str, stages: int) -> Route:
-    """The route that `1.0,2.1` names. Raises ConfigError unless it has one module of each stage after stage 0."""
+    """Parses a path such as `1.0,2.1`. Raises ConfigError unless it has one module of each stage after stage 0."""
     found = [re.fullmatch(r"([0-9]{1,4})\.([0-9]{1,4})", word.strip()) for word in text.split(",")]
     if [int(word[1]) for word in found if word is not None] != list(range(1, stages)) or None in found:
         example = ",".join(f"{stage}.0" for stage in range(1, stages))
@@ -99,17 +99,17 @@ def _check(manifest: Manifest, module: ModuleId, parameters: Parameters) -> None
     wanted = parameter_shapes(manifest, module)
     if wanted.keys() != parameters.keys():
         odd = min(wanted.keys() ^ parameters.keys())
-        problem = "is missing" if odd in wanted else "is none of its parameters"
-        raise StateError(f"module {module} is not of this run's model: {odd} {problem}")
+        problem = "is missing" if odd in wanted else "is not one of its parameters"
+        raise StateError(f"module {module} does not belong to this run's model: {odd} {problem}")
     for name, tensor in parameters.items():
         if tuple(tensor.shape) != wanted[name] or tensor.dtype != torch.float32:
             raise StateError(
-                f"module {module} is not of this run's model: {name} is {tensor.dtype} {tuple(tensor.shape)},"
+                f"module {module} does not belong to this run's model: {name} is {tensor.dtype} {tuple(tensor.shape)},"
                 f" not {torch.float32} {wanted[name]}"
             )
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(
-                f"module {module} is of no use: {name} has values that are not finite; its training diverged"
+                f"module {module} is useless, because its training diverged: {name} has values that are not finite"
             )
 
 
@@ -120,14 +120,14 @@ def require_memory(manifest: Manifest, modules: Sequence[ModuleId]) -> None:
     there = memory_bytes()
     if there is not None and needed > there:
         raise ResourceExhausted(
-            f"the model of run {manifest.name} needs {needed / 2**30:,.1f} GiB of memory, this machine has"
+            f"the model of run {manifest.name} needs {needed / 2**30:,.1f} GiB of memory, but this machine has"
             f" {there / 2**30:,.1f}",
             hint="Use a machine with more memory.",
         )
 
 
 def memory_bytes() -> int | None:
-    """The physical memory of this machine, or None where the system does not say."""
+    """Returns this machine's physical memory in bytes, or None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -135,7 +135,7 @@ def memory_bytes() -> int | None:
 
 
 class RoutedModel:
-    """The model of a source as decoders of single paths; without a `router` there is one path."""
+    """Decoders for the paths of a source's model. Without `router` it has a single path."""
 
     def __init__(self, source: ModuleSource, device: torch.device, router: DocumentRouter | None) -> None:
         self._source, self._device, self._router = source, device, router
@@ -143,16 +143,16 @@ class RoutedModel:
 
     @property
     def modules_read(self) -> tuple[ModuleId, ...]:
-        """Those that some path has needed."""
+        """Modules read so far."""
         return tuple(self._read)
 
     @property
     def has_paths(self) -> bool:
-        """Whether there are several, among which texts choose."""
+        """Whether texts choose among several paths."""
         return self._router is not None
 
     def route_of(self, tokens: Sequence[int]) -> Route | None:
-        """The route of a text by its first tokens, among the experts that the source has; None for the only path."""
+        """Returns the route of a text by its first tokens, limited to the source's experts. None for a single path."""
         if self._router is None:
             return None
         affinity = self._router.affinity("", np.array(tokens, dtype=np.int64))
@@ -160,12 +160,13 @@ class RoutedModel:
         return served_route(best_route(affinity), affinity, lambda module: module in there).value
 
     def route_for(self, route: Route) -> Route | None:
-        """A text's own route as `decoder` takes it: None where there is one path, whatever the text's."""
+        """Returns the argument of `decoder` for a text's route: None if the model has a single path."""
         return None if self._router is None else route
 
     async def decoder(self, route: Route | None) -> Decoder:
-        """The decoder of one path. Errors as `read_decoder`."""
+        """Returns the decoder of one path. Raises the errors of `read_decoder`."""
         manifest, modules = self._source.signed.manifest, path_modules(self._source, route)
+        # Modules of earlier paths stay in memory.
         require_memory(manifest, tuple({*self._read, *modules}))
         for module in modules:
             if module not in self._read:
@@ -176,7 +177,7 @@ class RoutedModel:
 
 
 async def routed_model(source: ModuleSource, device: torch.device) -> RoutedModel:
-    """Opens the model of a source, with the router if there are several paths. Raises SkipstoneError."""
+    """Opens the model of a source, with the router if it has several paths. Raises SkipstoneError."""
     manifest = source.signed.manifest
     several = len(source.modules) > manifest.stages.count
     return RoutedModel(source, device, document_router(manifest, await source.router()) if several else None)
@@ -185,7 +186,7 @@ async def routed_model(source: ModuleSource, device: torch.device) -> RoutedMode
 async def model_on_path(
     source: ModuleSource, device: torch.device, path: str | None, prompt: Sequence[int]
 ) -> tuple[RoutedModel, Route | None]:
-    """Opens the model for one text on `path`, else on the prompt's route. Raises ConfigError."""
+    """Opens the model for one text: on `path` if given, else on the prompt's route. Raises ConfigError."""
     if path is not None:
         return RoutedModel(source, device, None), parse_path(path, source.signed.manifest.stages.count)
     model = await routed_model(source, device)
@@ -193,7 +194,7 @@ async def model_on_path(
 
 
 def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
-    """Compares the file's header with the wanted shapes. Raises CorruptSnapshot, StateError."""
+    """Compares a file's header with the expected shapes. Raises CorruptSnapshot, StateError."""
     with opened_tensors(file) as opened:
         there = set(opened.keys())
         for name, shape in wanted.items():
@@ -202,9 +203,7 @@ def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
             header = opened.get_slice(name)
             found = tuple(header.get_shape())
             if found != shape or header.get_dtype() != "F32":
-                raise StateError(
-                    f"{file} is not of this run's model: {name} is {header.get_dtype()} {found}, not F32 {shape}"
-                )
+                raise StateError(f"{file} is of another model: {name} is {header.get_dtype()} {found}, not F32 {shape}")
 
 
 _MAX_JSON_BYTES: Final = 1 << 20
@@ -213,18 +212,17 @@ _LEFT_TO_THE_TOKENIZER: Final = {"bos_token_id", "eos_token_id"}
 
 
 class ExportedSource:
-    """`ModuleSource` of an exported folder. Raises ConfigError, ManifestError, StateError, CorruptSnapshot."""
+    """ModuleSource of an exported folder. Raises ConfigError, ManifestError, StateError, CorruptSnapshot."""
 
     def __init__(self, path: Path) -> None:
         origin = _read_json(path / ORIGIN)
         if origin.get("format") != FORMAT or not isinstance(origin.get("run"), str):
-            raise StateError(
-                f"{path / ORIGIN} is of a format that this version does not know", hint="Export the model again."
-            )
+            raise StateError(f"{path / ORIGIN} has an unknown format", hint="Export the model again with this version.")
         self.signed: SignedManifest = read_signed_manifest(
             _read(path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
         )
         by_module = origin.get("shards") == 0
+        # An export of all experts has no config.json.
         if not by_module:
             _check_config(path / CONFIG, self.signed)
         self._path = path
@@ -246,14 +244,15 @@ class ExportedSource:
         for file, shapes in self._by_file(module).items():
             with opened_tensors(file) as opened:
                 tensors |= {name: opened.get_tensor(name) for name in shapes}
+        # The digest detects damage that the header does not show.
         if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):
             files = ", ".join(sorted(file.name for file in self._by_file(module)))
             raise CorruptSnapshot(
                 (
-                    f"{self._path}: module {module} is not what was exported; {files} or {ORIGIN} has been changed "
+                    f"{self._path}: module {module} differs from the exported one. {files} or {ORIGIN} was changed "
                     "or damaged"
                 ),
-                hint="Export the model again, or copy the folder again from where it came.",
+                hint="Export the model or copy the folder again.",
             )
         return tensors
 
@@ -264,7 +263,7 @@ class ExportedSource:
         for name, shape in parameter_shapes(self.signed.manifest, module).items():
             if name not in self._files:
                 raise StateError(
-                    f"{self._path} is not a whole model: no file has parameter {name} of module {module}",
+                    f"{self._path} is incomplete: no file has parameter {name} of module {module}",
                     hint="Export the model again, or copy the missing file.",
                 )
             files.setdefault(self._files[name], {})[name] = shape
@@ -272,23 +271,23 @@ class ExportedSource:
 
 
 def _modules_in(path: Path, origin: Mapping[str, Any], manifest: Manifest) -> tuple[ModuleId, ...]:
-    """The modules of which the folder says to have them, one a stage at least."""
+    """Returns the modules that the folder claims to have, at least one per stage."""
     named = _digests(path, origin)
     modules = tuple(module for module in manifest.modules() if str(module) in named)
     if {module.stage for module in modules} != set(range(manifest.stages.count)):
-        raise StateError(f"{path / ORIGIN}: modules must have one of each stage at least", hint="Export it again.")
+        raise StateError(f"{path / ORIGIN}: `modules` lacks a stage", hint="Export the model again.")
     return modules
 
 
 def is_exported(path: Path) -> bool:
-    """Whether the folder was written by `skipstone export`."""
+    """Tells whether `skipstone export` wrote the folder."""
     return (path / ORIGIN).is_file()
 
 
 def _files_by_parameter(path: Path, origin: Mapping[str, Any]) -> dict[str, Path]:
     count = origin.get("shards")
     if not isinstance(count, int) or not 1 <= count <= _MAX_SHARDS:
-        raise StateError(f"{path / ORIGIN}: shards must be a number from 1 to {_MAX_SHARDS}")
+        raise StateError(f"{path / ORIGIN}: `shards` must be a number from 1 to {_MAX_SHARDS}")
     found: dict[str, Path] = {}
     for file in shard_files(count):
         with opened_tensors(path / file) as opened:
@@ -299,18 +298,18 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any]) -> dict[str, Path
 def _digests(path: Path, origin: Mapping[str, Any]) -> Mapping[str, Any]:
     digests = origin.get("modules")
     if not isinstance(digests, dict):
-        raise StateError(f"{path / ORIGIN}: modules must be the digest of each module")
+        raise StateError(f"{path / ORIGIN}: `modules` must map modules to digests")
     return digests
 
 
 def _check_config(file: Path, signed: SignedManifest) -> None:
-    """`transformers` goes by the config and we by the manifest; they must not be two models."""
+    """Checks that config.json, which `transformers` reads, describes the same model as the manifest."""
     found, wanted = _read_json(file), model_config(signed.manifest, end_of_document=0)
     for key in wanted.keys() - _LEFT_TO_THE_TOKENIZER:
         if found.get(key) != wanted[key]:
             raise StateError(
-                f"{file}: {key} is {str(found.get(key))[:80]}, the run's manifest has {wanted[key]}",
-                hint="Export the model again; a changed config.json is another model than the run's.",
+                f"{file}: {key} is {str(found.get(key))[:80]}, but the run's manifest has {wanted[key]}",
+                hint="Export the model again: a changed config.json describes another model.",
             )
 
 
@@ -331,8 +330,8 @@ def _read(file: Path, limit: int) -> bytes:
             text = opened.read(limit + 1)
     except OSError as error:
         raise ConfigError(
-            f"{file.parent} is not a whole export: {file.name} cannot be read: {error.strerror}",
-            hint="Name a folder that `skipstone export` has written.",
+            f"{file.parent} is not a complete export: cannot read {file.name}: {error.strerror}",
+            hint="Choose a folder that `skipstone export` wrote.",
         ) from None
     if len(text) > limit:
         raise CorruptSnapshot(f"{file} is longer than {limit} bytes")

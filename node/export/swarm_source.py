@@ -1,4 +1,4 @@
-"""A running swarm as a source of modules: each is that of its own last round, checked against the announced digest."""
+"""A running swarm as a source of modules. Each module comes from its own last round, checked against its digest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 log = logging.getLogger(__name__)
 
 Progress = Callable[[ModuleId, int, int], None]
-"""The module, bytes fetched of all modules, and all bytes."""
+"""Called with the module, the bytes of all modules so far, and the total bytes."""
 
 PATIENCE_S: Final = 30.0
 ATTEMPTS: Final = 4
@@ -35,7 +35,7 @@ NEWS_S: Final = 2.5
 
 
 class SwarmSource:
-    """A source of the modules on which the replicas agree; implements `ModuleSource`. Made by `open_swarm`."""
+    """ModuleSource of the state on which a swarm's replicas agree. Made by `open_swarm`."""
 
     def __init__(self, session: NetworkSession, signed: SignedManifest, on_progress: Progress) -> None:
         manifest = signed.manifest
@@ -48,11 +48,11 @@ class SwarmSource:
         self._downloads: dict[ModuleId, StateDownloads] = {}
 
     async def router(self) -> Router | None:
-        """Fetches the router. Raises Unreachable when nobody gives it."""
+        """Downloads the router. Raises Unreachable if no peer sends it."""
         return await fetch_router(self._session, self.signed.manifest, PATIENCE_S)
 
     async def module(self, module: ModuleId) -> Parameters:
-        """Fetches the module's parameters. Raises as `agreed`, NoQuorum, Stalled."""
+        """Downloads the module's parameters. Raises NoQuorum, Stalled, and the errors of `agreed`."""
         if module not in self._downloads:
             self._downloads[module] = StateDownloads(
                 self._session,
@@ -61,6 +61,7 @@ class SwarmSource:
                 STATE_CODECS[self.signed.manifest.codecs.state],
                 on_progress=lambda done, total: self._came(module, done),
             )
+        # A round may commit during the download, so retry with the new state.
         for attempt in range(1, ATTEMPTS + 1):
             version, donors = await self.agreed(module)
             try:
@@ -69,7 +70,7 @@ class SwarmSource:
                 log.info("module %s, attempt %d of %d: %s", module, attempt, ATTEMPTS, error)
                 if attempt == ATTEMPTS:
                     raise type(error)(
-                        f"module {module}: {error}", hint="Try again when its replicas are back."
+                        f"module {module}: {error}", hint="Try again when its replicas are online."
                     ) from None
                 await asyncio.sleep(NEWS_S)
             else:
@@ -80,7 +81,7 @@ class SwarmSource:
     async def agreed(
         self, module: ModuleId, patience_s: float = PATIENCE_S
     ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-        """The state to take, waiting up to `patience_s` seconds for one. Errors as `state_to_take`."""
+        """Returns the agreed state, after up to `patience_s` seconds. Raises the errors of `state_to_take`."""
         clock, membership = self._session.own.clock, self._session.membership
         deadline = clock.monotonic() + patience_s
         while True:
@@ -103,7 +104,7 @@ class SwarmSource:
 async def open_swarm(
     link: JoinLink, on_progress: Progress, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[SwarmSource]:
-    """Visits the swarm, after a check that every needed module is available. Raises Unreachable, NoQuorum."""
+    """Joins the swarm as a visitor and checks that the needed modules are available. Raises Unreachable, NoQuorum."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
         modules = signed.manifest.modules()
@@ -111,29 +112,30 @@ async def open_swarm(
         source = SwarmSource(session, signed, on_progress)
         clock = session.own.clock
         deadline = clock.monotonic() + patience_s
+        # With experts, the caller may only need some of the modules.
         for module in modules[:1] if signed.manifest.stages.has_experts else modules:
             await source.agreed(module, deadline - clock.monotonic())
         yield source
 
 
 async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], patience_s: float) -> None:
-    """Until it is known who announces a module, and which of those who might be missed are not there any more."""
+    """Finds the peers that announce each module, and checks which of them are still online."""
     session.membership_sync.watch(modules)
     try:
         async with asyncio.timeout(patience_s):
             await session.membership_sync.looked.wait()
     except TimeoutError:
-        raise Unreachable(f"the directory could not be read for {patience_s:.0f} s") from None
+        raise Unreachable(f"cannot read the swarm's directory within {patience_s:.0f} s") from None
     await session.membership_sync.alive(modules)
 
 
 def state_to_take(
     module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int, *, is_model: bool = False
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-    """The agreed state of a module, and its replicas; `is_model` accepts round 0. Raises Unreachable, NoQuorum."""
+    """Returns the agreed state and its replicas. Round 0 needs `is_model`. Raises Unreachable, NoQuorum."""
     if not announced:
         raise Unreachable(
-            f"nobody serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."
+            f"no peer serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."
         )
     chosen = choose_version(announced)
     version = chosen.value
@@ -141,8 +143,8 @@ def state_to_take(
         raise NoQuorum(f"module {module}: {chosen.reason}", hint="Try again after its next round.")
     if version.round == 0 and not is_model:
         raise NoQuorum(
-            f"module {module} has had no round yet: all that its replicas agree on are the initial weights",
-            hint=f"Try again after its first round, which is due after {inner_steps} inner steps;"
-            " `skipstone status` shows how far each peer is.",
+            f"module {module} has not completed a round, so its replicas only agree on the initial weights",
+            hint=f"Try again after its first round, due after {inner_steps} inner steps."
+            " `skipstone status` shows each peer's progress.",
         )
     return version, tuple(peer for peer, announced_version in announced.items() if announced_version == version)

@@ -1,4 +1,4 @@
-"""Export of a run's model as the folder of `node.export.hugging_face`, written beside its place and renamed."""
+"""Exports a run's model as the folder of `node.export.hugging_face`, in a temporary folder that is then renamed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WRITE_HINT: Final = "Check the folder's free space and permissions."
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The account of an export."""
+    """Summary of an export."""
 
     path: Path
     run: str
@@ -56,7 +56,7 @@ async def export(
     replace: bool = False,
     shard_bytes: int = layout.SHARD_BYTES,
 ) -> Export:
-    """Writes the model to `target`, one module and one shard in memory at a time. Raises ConfigError, StateError."""
+    """Exports the model, with one module and one shard in memory at a time. Raises ConfigError, StateError."""
     manifest = source.signed.manifest
     modules = path_modules(source, route)
     require_free(target, replace=replace)
@@ -74,17 +74,18 @@ async def export(
 async def export_all(
     source: ModuleSource, target: Path, *, tokenizer_file: Path | None = None, replace: bool = False
 ) -> Export:
-    """Writes every module to a file of its own, and the router. Errors as `export`; ConfigError without experts."""
+    """Exports every module to a separate file, and the router. Raises ConfigError without experts, and as `export`."""
     manifest = source.signed.manifest
     if not manifest.stages.has_experts:
-        raise ConfigError(f"run {manifest.name} has one path", hint="Export it without --all: that is the whole model.")
+        raise ConfigError(f"run {manifest.name} has a single path", hint="Omit --all to export the whole model.")
     require_free(target, replace=replace)
     digests: dict[ModuleId, bytes] = {}
     size = 0
     with _written_beside(target) as beside:
         await asyncio.to_thread(_write_tokenizer, beside, manifest, tokenizer_file)
+        # Tensors get the same mode as the other files.
         mode = (beside / layout.CONFIG).stat().st_mode
-        (beside / layout.CONFIG).unlink()  # it would be that of a model that `transformers` loads
+        (beside / layout.CONFIG).unlink()  # `transformers` must not load this folder
         for module in source.modules:
             parameters = dict(await checked_module(source, module))
             digests[module] = await asyncio.to_thread(digest_of_tensors, parameters)
@@ -98,7 +99,7 @@ async def export_all(
 async def _finish(
     folder: Path, source: ModuleSource, digests: Mapping[ModuleId, bytes], shards: tuple[layout.Shard, ...]
 ) -> None:
-    """Writes what says where the parameters come from, and makes all of it durable."""
+    """Writes router, manifest and origin, and makes the folder durable."""
     router = await source.router()
     if router is not None:
         router_file(folder / layout.MANIFEST).write_bytes(router.to_bytes())
@@ -117,18 +118,18 @@ def require_free(target: Path, *, replace: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
-        raise ConfigError(f"{target} is not a folder", hint="Name a new or an empty folder.")
+        raise ConfigError(f"{target} is not a folder", hint="Choose a new or an empty folder.")
     if not any(target.iterdir()):
         return
     if not is_exported(target):
-        raise ConfigError(f"{target} is not empty, and no older export", hint="Name a new or an empty folder.")
+        raise ConfigError(f"{target} is not empty and not an export", hint="Choose a new or an empty folder.")
     if not replace:
-        raise ConfigError(f"{target} has an export already", hint="Name another folder, or replace it with --force.")
+        raise ConfigError(f"{target} already has an export", hint="Choose another folder, or replace it with --force.")
 
 
 @contextlib.contextmanager
 def _written_beside(target: Path) -> Iterator[Path]:
-    """A fresh folder that takes the target's place when the block ends well, and disappears when it does not."""
+    """Yields a new folder that replaces the target after success and is deleted after a failure."""
     target = target.resolve()
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
@@ -136,13 +137,13 @@ def _written_beside(target: Path) -> Iterator[Path]:
         yield beside
         _take_place(beside, target)
     except (OSError, SafetensorError) as error:
-        raise StateError(f"the export could not be written to {target}: {error}", hint=_WRITE_HINT) from error
+        raise StateError(f"cannot write the export to {target}: {error}", hint=_WRITE_HINT) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
 def _take_place(beside: Path, target: Path) -> None:
-    """An older export is moved aside first and deleted last, so that at every moment one of the two is whole."""
+    """Renames the new folder to the target, and deletes an older export only afterwards."""
     older = None
     if target.exists() and any(target.iterdir()):
         older = target.with_name(f".{target.name}.older-{secrets.token_hex(4)}")
@@ -161,7 +162,7 @@ def _take_place(beside: Path, target: Path) -> None:
 async def _write_parameters(
     folder: Path, source: ModuleSource, modules: Sequence[ModuleId], shards: tuple[layout.Shard, ...]
 ) -> Mapping[ModuleId, bytes]:
-    """Module by module; a shard is written as soon as its last parameter is there. Returns each module's digest."""
+    """Writes the shards module by module, each shard once it is complete. Returns each module's digest."""
     digests: dict[ModuleId, bytes] = {}
     waiting: dict[str, Tensor] = {}
     to_write = list(shards)
@@ -169,6 +170,7 @@ async def _write_parameters(
         parameters = dict(await checked_module(source, module))
         digests[module] = await asyncio.to_thread(digest_of_tensors, parameters)
         waiting |= parameters
+        # Free the module's dict, so that written tensors do not stay in memory.
         del parameters
         while to_write and to_write[0].shapes.keys() <= waiting.keys():
             shard = to_write.pop(0)
@@ -179,19 +181,21 @@ async def _write_parameters(
 
 
 def _write_tensors(file: Path, tensors: dict[str, Tensor], mode: int) -> None:
-    """Writes a shard, readable like the other files: safetensors would restrict it to the owner."""
+    """Writes a shard with the file mode `mode`, because safetensors restricts it to the owner."""
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(mode)
 
 
 def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> None:
-    """The tokenizer, and the two configs that name its end of a document."""
+    """Writes the tokenizer, and the configs that name its end-of-document token."""
     tokenizer = open_tokenizer(manifest, file)
     if isinstance(tokenizer, FileTokenizer):
         name = tokenizer.end_of_document_name
         assert file is not None, "a tokenizer was opened"
         assert manifest.data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
-        content = tokenizer_bytes(file, manifest.data.tokenizer_sha256)  # checked again: it is another reading
+        content = tokenizer_bytes(
+            file, manifest.data.tokenizer_sha256
+        )  # read and checked again: the file may have changed
         (folder / layout.TOKENIZER).write_bytes(content)
     else:
         name = BYTES_END_OF_DOCUMENT

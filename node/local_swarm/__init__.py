@@ -1,1 +1,1 @@
-"""A swarm of processes on this machine, and its folded progress."""
+"""A swarm of processes on this machine, and its progress."""

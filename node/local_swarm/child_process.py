@@ -18,7 +18,7 @@ from swarm.vocabulary.errors import ResourceExhausted
 MAX_STDERR_LINES = 40
 _LINE_LIMIT_BYTES = 64 * 1024
 _LAST_OUTPUT_S = 5.0
-"""Limit for output after the end of the child and its group, in seconds."""
+"""Limit for output after the child and its group have ended, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ChildEnd:
 
 
 class StartedProcess(Protocol):
-    """A process that leads a group of its own, with pipes for its streams."""
+    """A process that leads its own group, with pipes for its streams."""
 
     pid: int
     stdin: IO[bytes]
@@ -37,16 +37,16 @@ class StartedProcess(Protocol):
     stderr: IO[bytes]
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Calls `then` on the running loop once the process has ended. Until `reap` it keeps its process id."""
+        """Calls `then` on the running loop once the process has ended. Until `reap` its process id stays taken."""
         ...
 
     def reap(self) -> int:
-        """Waits for the end of a process that has been killed. Returns its exit code, or minus the signal."""
+        """Waits for the end of a killed process. Returns its exit code, or minus the signal."""
         ...
 
 
 class SpawnedProcess:
-    """A child process of this one (`StartedProcess`)."""
+    """A child process started with `subprocess` (`StartedProcess`)."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         try:
@@ -65,13 +65,14 @@ class SpawnedProcess:
         self.stdin, self.stdout, self.stderr = (cast(IO[bytes], pipe) for pipe in pipes)
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        # asyncio's subprocesses also wait for pipes, which a grandchild can hold open.
+        # asyncio's subprocesses also wait for the pipes, which a grandchild can hold open.
         loop = asyncio.get_running_loop()
 
         def wait() -> None:
             with contextlib.suppress(ChildProcessError):
+                # WNOWAIT leaves the zombie, so that its group id is not reused before `reap`.
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile; nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(then)
 
         threading.Thread(target=wait, name=f"wait-{self.pid}", daemon=True).start()
@@ -81,7 +82,7 @@ class SpawnedProcess:
 
 
 class ChildProcess:
-    """A running child. `follow` must be awaited exactly once, and returns when everything of it is gone."""
+    """A running child. `follow` must be awaited exactly once; it returns when the child and its group are gone."""
 
     def __init__(self, process: StartedProcess) -> None:
         self._process = process
@@ -105,7 +106,7 @@ class ChildProcess:
             _signal_group(self.pid, number)
 
     async def follow(self, on_line: Callable[[bytes], None]) -> ChildEnd:
-        """Passes each line of output to `on_line` until the child ends, then ends its group. Cancelling kills it."""
+        """Passes each line of output to `on_line` until the child ends, then kills its group. Cancelling kills it."""
         stderr: deque[bytes] = deque(maxlen=MAX_STDERR_LINES)
         ended = asyncio.Event()
         self._process.when_ended(ended.set)
@@ -117,6 +118,7 @@ class ChildProcess:
                 )
                 await ended.wait()
                 self._end_group()
+                # A grandchild may still hold the pipes open.
                 _, unfinished = await asyncio.wait(readers, timeout=_LAST_OUTPUT_S)
                 for reader in unfinished:
                     reader.cancel()
@@ -128,14 +130,14 @@ class ChildProcess:
         return ChildEnd(128 - self._code if self._code < 0 else self._code, last)
 
     def _end_group(self) -> None:
-        """Kills the rest of the group, then reaps the child: until then nobody else gets its group id."""
+        # Kill the group before reaping the child: until then its group id cannot be reused.
         if self._code is None:
             _signal_group(self.pid, signal.SIGKILL)
             self._code = self._process.reap()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    # PermissionError: macOS says so of a group whose last member is a zombie.
+    # macOS raises PermissionError for a group whose last member is a zombie.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
@@ -148,7 +150,7 @@ async def _read(pipe: IO[bytes], on_line: Callable[[bytes], None]) -> None:
         while True:
             try:
                 line = await reader.readline()
-            except ValueError:  # longer than the limit; what was read of it is dropped
+            except ValueError:  # longer than the limit: drop it
                 on_line(b"")
                 continue
             if not line:

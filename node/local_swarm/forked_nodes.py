@@ -21,6 +21,7 @@ from typing import IO, Final
 from swarm.vocabulary.errors import ResourceExhausted
 
 PRELOADED: Final = ("node.__main__", "node.cli.join", "node.runtime.node")
+# Arguments of a node as JSON; then its three streams and the socket that reports its end.
 MAX_REQUEST_BYTES: Final = 64 * 1024
 DESCRIPTORS: Final = 4
 NUMBER_BYTES: Final = 8
@@ -39,15 +40,16 @@ class _Server:
         self._children: list[_Child] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
+        # The wake-up pipe turns SIGCHLD into a readable descriptor for the selector.
         self._wakes, self._wake = os.pipe()
         os.set_blocking(self._wakes, False)
         os.set_blocking(self._wake, False)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, Python writes nothing to the pipe
         self._selector.register(self._wakes, selectors.EVENT_READ)
 
     def serve(self) -> list[str] | None:
-        """Serves requests. Returns a forked node's arguments, or None in the server when no one asks any more."""
+        """Serves requests. Returns a forked node's arguments, or None in the server once the client is gone."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._requests:
@@ -64,14 +66,15 @@ class _Server:
                     self._let_go(key.data)
 
     def _fork(self, descriptors: list[int]) -> bool:
-        """Forks a node. Returns whether this is it."""
+        """Forks a node. Returns True in the node, False in the server."""
         streams, life = descriptors[:3], socket.socket(fileno=descriptors[3])
         pid = os.fork()
         if pid == 0:
             life.close()
             self._become_a_node(streams)
             return True
-        with contextlib.suppress(OSError):  # the node does the same: it leads a group before its id is known
+        # The node does this too: the group must exist before the client learns its id.
+        with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         for descriptor in streams:
             os.close(descriptor)
@@ -82,7 +85,7 @@ class _Server:
         return False
 
     def _become_a_node(self, streams: list[int]) -> None:
-        """Leaves the server's process group, signals and descriptors behind."""
+        """Leaves the server's process group, signal handlers and descriptors."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
@@ -97,6 +100,7 @@ class _Server:
 
     def _look_for_ended(self) -> None:
         for child in self._children:
+            # WNOWAIT keeps the process id taken until the client has let go of it.
             if child.ended or os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             child.ended = True
@@ -119,26 +123,26 @@ class _Server:
     @staticmethod
     def _tell(child: _Child, number: int) -> None:
         assert child.life is not None
-        with contextlib.suppress(OSError):  # whoever asked is gone
+        with contextlib.suppress(OSError):  # the client is gone
             child.life.send(number.to_bytes(NUMBER_BYTES, signed=True))
 
 
 def _status(pid: int) -> int:
-    """The exit code of an ended child, or minus its signal."""
+    """Returns the exit code of an ended child, or minus its signal."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def main() -> None:
-    """Imports what nodes need, then serves."""
+    """Imports the modules that nodes need, then serves."""
     for module in PRELOADED:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # so that a node's collections do not write to, and so copy, what it shares
+    gc.freeze()  # garbage collection in a node would copy the shared pages
     arguments = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if arguments is None:
-        os._exit(0)  # its nodes are not its own to stop, and there is nothing else to clean up
+        os._exit(0)  # nodes outlive the server, so there is nothing to clean up
     sys.argv = ["skipstone", *arguments]
     runpy.run_module("node", run_name="__main__", alter_sys=True)
 
@@ -155,7 +159,7 @@ class ForkServer:
     """A running fork server. `close` must be called; nodes outlive it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Starts the server, whose environment all its nodes have. Raises ResourceExhausted."""
+        """Starts the server. All its nodes inherit `environment`. Raises ResourceExhausted."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setblocking(False)
         command = (sys.executable, "-P", "-m", "node.local_swarm.forked_nodes", str(theirs.fileno()))
@@ -165,7 +169,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # NumPy's library would start threads when it is imported, and a fork copies only one.
+                # OpenBLAS would start threads at import, and a fork copies only one thread.
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 pass_fds=(theirs.fileno(),),
                 process_group=0,
@@ -177,7 +181,7 @@ class ForkServer:
             theirs.close()
 
     async def start(self, arguments: Sequence[str]) -> ForkedProcess | None:
-        """Starts a node with such arguments. None if the server has ended or cannot fork."""
+        """Starts a node with these arguments. None if the server has ended or cannot fork."""
         (input_end, to_input), (from_output, output_end), (from_errors, errors_end) = (os.pipe() for _ in range(3))
         life, their_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         life.setblocking(False)
@@ -189,7 +193,7 @@ class ForkServer:
         except OSError:
             pass
         finally:
-            if not pid:  # or this was cancelled: a node that starts all the same finds its input closed, and stops
+            if not pid:  # or cancelled: a node that starts anyway finds its input closed and stops
                 for end in (life, *streams):
                     end.close()
         return ForkedProcess(pid, life, *streams) if pid else None
@@ -202,7 +206,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Ends the server. Nodes that still run are orphans then."""
+        """Ends the server. Its running nodes become orphans."""
         self._requests.close()
         self._process.kill()
         self._process.wait()
@@ -233,6 +237,7 @@ class ForkedProcess:
         try:
             told = self._life.recv(NUMBER_BYTES)
         except OSError:
+            # The server is gone, so it cannot report the end.
             told = b""
         finally:
             self._life.close()

@@ -22,13 +22,13 @@ from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExha
 from swarm.vocabulary.types import ModuleId, short
 
 STOP_LIMIT_S = 20.0
-"""Limit of a stop in good order, in seconds."""
+"""Limit of a clean stop, in seconds."""
 MAX_UNREAD_EVENTS = 10_000
 MAX_SHOWN_STDERR_LINES = 5
 
 
 class LocalSwarm:
-    """A local swarm, whose nodes run within `async with`. `events()` is for one reader and drops the oldest."""
+    """A local swarm whose nodes run within `async with`. `events()` is for one reader and drops the oldest."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LocalSwarm:
         stop_limit_s: float = STOP_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`command` replaces `python -m node`; without one, nodes are forked if possible, in half the time."""
+        """`command` replaces `python -m node`; by default nodes are forked if possible, in half the time."""
         self._manifest = manifest
         self._options = options
         self._command = tuple(command or node_command())
@@ -78,7 +78,7 @@ class LocalSwarm:
             self.kill_all()
         cancelled = (kind, error, trace) if isinstance(error, asyncio.CancelledError) else (None, None, None)
         try:
-            # Other exceptions of the block are not the group's: it would wrap them.
+            # The task group would wrap other exceptions of the block.
             await self._tasks.__aexit__(*cancelled)
         finally:
             if self._forks is not None:
@@ -97,7 +97,7 @@ class LocalSwarm:
         return {index: child.pid for index, child in self._children.items()}
 
     async def events(self) -> AsyncIterator[Event]:
-        """The swarm's events (see `swarm_progress`), until no node is left."""
+        """Yields the swarm's events (see `swarm_progress`) until no node is left."""
         while True:
             while self._unread:
                 yield self._unread.popleft()
@@ -113,7 +113,7 @@ class LocalSwarm:
         if not self._manifest.has(ModuleId(stage, expert)):
             raise ConfigError(f"stage {stage} has no expert {expert}")
         if self._stopping.is_set():
-            raise SkipstoneError("a peer cannot be started: the swarm is stopping")
+            raise SkipstoneError("cannot start a peer: the swarm is stopping")
         peer = self._setup.add(ModuleId(stage, expert))
         self._start(peer, command)
         return peer.index
@@ -121,7 +121,7 @@ class LocalSwarm:
     def restart_peer(self, index: int) -> None:
         """Restarts an ended node with its identity, ports and checkpoints. Raises SkipstoneError."""
         if index in self._nodes or self._stopping.is_set():
-            raise SkipstoneError(f"peer {index} cannot be started again: it runs, or the swarm is stopping")
+            raise SkipstoneError(f"cannot restart peer {index}: it still runs, or the swarm is stopping")
         del self.ends[index]
         self._setup.ended.discard(index)
         self._setup.returned.add(index)
@@ -138,7 +138,7 @@ class LocalSwarm:
             self._children[index].terminate()
 
     def request_stop(self) -> None:
-        """Asks every node to stop; kills the others after the limit. Returns at once."""
+        """Asks every node to stop and kills the rest after the limit. Returns at once."""
         self._stopping.set()
 
     def kill_all(self) -> None:
@@ -177,6 +177,7 @@ class LocalSwarm:
             return
         self._children[peer.index] = child
         if self._stopping.is_set():
+            # Asked to stop while this node was starting.
             child.ask_to_stop()
         try:
             end = await child.follow(lambda line: self._heard(peer, line))
@@ -188,8 +189,8 @@ class LocalSwarm:
         self.ends[peer.index] = end
         self._setup.ended.add(peer.index)
         self._take(peer_exited(self.progress, peer.index, end.exit_code))
-        if not end.exit_code:  # there may be nothing else to come that shows whoever watches that the run is over
-            self._take(noted(self.progress, Note("info", f"{_name(peer)} ended in good order")))
+        if not end.exit_code:  # no other event may follow to show that the run is over
+            self._take(noted(self.progress, Note("info", f"{_name(peer)} stopped cleanly")))
             return
         for said in (
             f" ended with exit code {end.exit_code}",
@@ -212,16 +213,17 @@ class LocalSwarm:
         self._news.set()
 
     async def _stop_when_asked(self) -> None:
-        """Data nodes first, so that the others are still there for the microbatches under way."""
+        # Data nodes first: their microbatches in flight still need the other nodes.
         await self._stopping.wait()
         deadline = asyncio.get_running_loop().time() + self._stop_limit_s
         data_nodes = {peer.index for peer in self.peers if peer.stage == 0}
+        # Half of the time is left for the others.
         await self._ask_to_stop(data_nodes, deadline - self._stop_limit_s / 2)
         await self._ask_to_stop(set(self._nodes), deadline)
         self.kill_all()
 
     async def _ask_to_stop(self, indices: set[int], deadline: float) -> None:
-        """Asks these nodes and waits for them until the deadline, in the event loop's time."""
+        """Asks these nodes to stop and waits until the deadline, in the event loop's time."""
         for index in indices & self._children.keys():
             self._children[index].ask_to_stop()
         tasks = [self._nodes[index] for index in indices if index in self._nodes]

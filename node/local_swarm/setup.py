@@ -1,4 +1,4 @@
-"""The setup of a local swarm: keys, ports, a signed manifest, and each node's command line."""
+"""Setup of a local swarm: keys, ports, a signed manifest, and each node's command line."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from swarm.vocabulary.types import ModuleId, PeerId, RunId
 
 HOST = "127.0.0.1"
 PORTS = range(10_000, 32_000)
-"""Below the range of outgoing connections on Linux, macOS and Windows."""
+"""Below the range that Linux, macOS and Windows use for outgoing connections."""
 LINK_PEERS = 2
-"""Peers named in the link, so that one of them may die."""
+"""Peers named in the link, so that one may fail."""
 
 
 IDENTITIES = "identities"
@@ -42,7 +42,7 @@ class Place:
     advertise: str | None = None
     """None: `host`."""
     command: tuple[str, ...] | None = None
-    """None: the same as the others."""
+    """None: the swarm's command."""
 
     @property
     def told_host(self) -> str:
@@ -58,17 +58,17 @@ def everywhere_here(index: int) -> Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSwarmOptions:
-    """The options of a local swarm: how many nodes, and what each is told."""
+    """Options of a local swarm: number of nodes and the settings of each."""
 
     peers: int
     steps: int | None = None
     threads: int | None = None
-    """None: a share of this machine's cores."""
+    """None: an equal share of this machine's cores."""
     checkpoint_dir: Path | None = None
-    """The nodes' keys are kept there too, so that a second start resumes."""
+    """Also holds the nodes' keys, so that a second start resumes."""
     checkpoint_every_s: float = 300.0
     memory_limits: tuple[int, ...] = ()
-    """In bytes: one for all or one for each, the largest for the largest need."""
+    """In bytes: one for all or one for each; the largest goes to the largest need."""
     moments: MomentType = MomentType.FLOAT32
     moving: bool = False
     log_dir: Path | None = None
@@ -76,7 +76,7 @@ class LocalSwarmOptions:
     model: Path | None = None
     router: bytes = b""
     author_path: Path | None = None
-    """The key that signs the manifest. None: the first peer's."""
+    """Key that signs the manifest. None: the first peer's."""
 
     @property
     def threads_per_node(self) -> int:
@@ -85,7 +85,7 @@ class LocalSwarmOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPeer:
-    """A node to start, or one that was started."""
+    """A planned or running node."""
 
     index: int
     module: ModuleId
@@ -106,7 +106,7 @@ class PlannedPeer:
 
 
 def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | None = None) -> list[ModuleId]:
-    """The module of each peer: one each in order, then the others where a peer has most blocks. Raises ConfigError."""
+    """Returns each peer's module: one each in order, then where a peer has most blocks. Raises ConfigError."""
     experts = experts or (1,) * len(blocks)
     modules = [ModuleId(stage, expert) for stage, count in enumerate(experts) for expert in range(count)]
     if peers < len(modules):
@@ -123,15 +123,15 @@ def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | N
 
 
 def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequence[int]) -> list[int | None]:
-    """The memory limit of each module's peer, the largest for the largest need. Raises ConfigError."""
+    """Returns the memory limit of each module's peer, the largest for the largest need. Raises ConfigError."""
     if len(limits) <= 1:
         return [limits[0] if limits else None] * len(modules)
     if len(limits) != len(modules):
         raise ConfigError(
-            f"{len(limits)} memory limits were given for {len(modules)} peers",
-            hint="Give one for all, or one for each.",
+            f"{len(limits)} memory limits do not match {len(modules)} peers",
+            hint="Give one limit for all peers, or one per peer.",
         )
-    from node.model.memory_need import needs_of  # loads torch, which takes seconds
+    from node.model.memory_need import needs_of  # imports torch, which takes seconds
 
     needs = needs_of(manifest, DEFAULT_SLOTS)
     order = sorted(range(len(modules)), key=lambda index: needs[modules[index]].all)
@@ -142,7 +142,7 @@ def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequen
 
 
 class LocalSetup:
-    """The folder of a local swarm, mode 0700: keys (unless in the checkpoint folder) and manifest. Call `remove`."""
+    """The folder of a local swarm, mode 0700: manifest, and keys unless in the checkpoint folder. Call `remove`."""
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
         modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
@@ -155,8 +155,8 @@ class LocalSetup:
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
         except OSError as error:
-            raise ResourceExhausted(f"no temporary folder can be made: {error.strerror or error}") from error
-        # Whose snapshots these are follows from the keys, so they last as long.
+            raise ResourceExhausted(f"cannot create a temporary folder: {error.strerror or error}") from error
+        # A snapshot belongs to a peer id, so the keys must last as long as the snapshots.
         self._keys = self._folder if options.checkpoint_dir is None else options.checkpoint_dir / IDENTITIES
         try:
             ports = iter(_free_ports(2 * len(modules)))
@@ -175,6 +175,7 @@ class LocalSetup:
 
     @property
     def link(self) -> JoinLink:
+        # An ended peer cannot be dialled.
         living = [peer for peer in self.peers if peer.index not in self.ended] or self.peers
         return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
 
@@ -182,7 +183,8 @@ class LocalSetup:
         return self._plan(module, *_free_ports(2))
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
-        """A peer's arguments after `skipstone`. The first peer brings the manifest, the others ask for it."""
+        """Returns a peer's arguments after `skipstone`. The first peer brings the manifest, the others fetch it."""
+        # A restarted first peer joins its running swarm by link.
         begins = peer.index == 0 and peer.index not in self.returned
         is_data_node = peer.stage == 0
         options = NodeOptions(
@@ -211,7 +213,7 @@ class LocalSetup:
         return ["join", *(self._with_text(options) if is_data_node else options).arguments()]
 
     def _with_text(self, options: NodeOptions) -> NodeOptions:
-        """Lets data nodes open the run's text: the person who starts the swarm named it."""
+        # The person who starts the swarm chose its text, so data nodes may open it.
         where = as_written(self._manifest.data)
         return replace(
             options,
@@ -221,7 +223,7 @@ class LocalSetup:
         )
 
     def environment(self) -> dict[str, str]:
-        """A child's environment, without settings meant for one node, with the packages and its share of threads."""
+        """Returns the environment of a node: no settings of this process, our packages, its share of threads."""
         packages = str(Path(__file__).resolve().parent.parent.parent)
         threads = str(self._options.threads_per_node)
         return with_packages(without_settings(os.environ), packages, OMP_NUM_THREADS=threads)
@@ -238,14 +240,13 @@ class LocalSetup:
 
 
 def node_command() -> tuple[str, ...]:
-    """The command that starts another `skipstone`. `-P`: a folder called `node` nearby is not ours."""
+    """Returns the command that starts `skipstone`. `-P` ignores a folder called `node` nearby."""
     return (sys.executable, "-P", "-m", "node")
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports, in a row if possible, known before the nodes run."""
-    # Below the system's own range for connections. Another program can still take one, which shows as a node that
-    # cannot bind.
+    """Returns free ports, in a row if possible, known before the nodes run."""
+    # Another program can still take one; then a node reports that it cannot bind.
     first = PORTS[secrets.randbelow(len(PORTS))]
     found: list[int] = []
     for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):
@@ -254,4 +255,4 @@ def _free_ports(count: int) -> list[int]:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             found.append(port)
-    raise ResourceExhausted(f"{count} free ports are needed, and {HOST} has {len(found)} from {PORTS.start} on")
+    raise ResourceExhausted(f"{HOST} has only {len(found)} free ports above {PORTS.start}, but {count} are needed")

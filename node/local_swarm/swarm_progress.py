@@ -1,4 +1,4 @@
-"""The progress of a swarm, folded from its nodes' events. A step is done when no data node within `MAX_LAG` owes it."""
+"""Progress of a swarm, folded from its nodes' events."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from node.observability import events
 from node.observability.events import Event
 from swarm.workload.microbatch_sizes import SizeSummary
 
+# A step is done once no data node within this many steps of the foremost still has to report it.
 MAX_LAG = 8
 MAX_CURVE = 512
 """Beyond this, every second point is dropped."""
@@ -21,21 +22,21 @@ SEVERAL = "swarm"
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """The progress of one node, by its events and its process."""
+    """Progress of one node, from its events and its process."""
 
     stage: int
     peer: str
     module: str | None = None
     state: str = "starting"
-    """The node's own word; after its end `finished` or `failed`."""
+    """The node's own report; after its end `finished` or `failed`."""
     inner_steps: int = 0
     tokens_per_s: float | None = None
     slots: int | None = None
     busy_slots: int | None = None
     reported_steps: int = 0
-    """The last step of the swarm that this data node reported."""
+    """Last step of the swarm that this data node reported."""
     came_after: int = 0
-    """Steps of the swarm before this data node's first: the offset of its own count."""
+    """Steps of the swarm before this data node's first one: the offset of its count."""
     reported_tokens: int = 0
     sizes: SizeSummary | None = None
     round: int = 0
@@ -60,7 +61,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The loss curve over the whole run, in at most `MAX_CURVE` points."""
+    """Loss curve of the whole run, in at most `MAX_CURVE` points."""
 
     points: tuple[float, ...] = ()
     stride: int = 1
@@ -80,7 +81,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SwarmProgress:
-    """The progress of a swarm, as far as it is shown. Peers are known by the index they were started with."""
+    """Progress of a swarm for its views. Peers are keyed by the index of their start."""
 
     stages: int
     target: int | None = None
@@ -114,7 +115,7 @@ class Progressed:
 
 
 def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> SwarmProgress:
-    """Folds the start of a process that is to host `stage`. One that is started again goes on counting."""
+    """Folds the start of a process for `stage`. A restarted one keeps its counts."""
     starting, before = PeerProgress(stage, peer), state.peers.get(index)
     if before is not None:
         steps, tokens = before.reported_steps, before.reported_tokens
@@ -123,13 +124,13 @@ def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> Swa
 
 
 def peer_exited(state: SwarmProgress, index: int, exit_code: int) -> Progressed:
-    """Folds the end of a process, and the steps that only waited for its report."""
+    """Folds the end of a process, and the steps that only waited for it."""
     ended = replace(state.peers[index], exit_code=exit_code, state="failed" if exit_code else "finished")
     return _settle(_with_peer(state, index, ended), state.recent[-1].at if state.recent else 0.0)
 
 
 def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progressed:
-    """Folds what peer `index` reported at `now` (monotonic seconds)."""
+    """Folds an event of peer `index` at `now` (monotonic seconds)."""
     peer = state.peers[index]
     match event:
         case events.Step():
@@ -161,7 +162,7 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
         case events.Note():
             return noted(state, event)
         case events.Reach():
-            return Progressed(state, ())  # all of them are on this machine
+            return Progressed(state, ())  # all nodes are on this machine
     return Progressed(_with_peer(state, index, peer), (event,))
 
 
@@ -171,12 +172,12 @@ def _stage_of(module: str | None, otherwise: int) -> int:
 
 
 def noted(state: SwarmProgress, note: events.Note) -> Progressed:
-    """Folds something a person should read, from a node or from whoever runs the swarm."""
+    """Folds a note for the person who watches."""
     return Progressed(replace(state, notes=(*state.notes, note)[-MAX_NOTES:]), (note,))
 
 
 def summarize(state: SwarmProgress) -> events.Summary:
-    """The figures of a run. A node that was killed counts by its reports."""
+    """Sums up a run. A killed node counts by its events."""
     last = state.recent[-1] if state.recent else None
     rate = state.tokens_per_s
     if last is not None and state.first is not None and last.at > state.first.at:
@@ -195,6 +196,7 @@ def summarize(state: SwarmProgress) -> events.Summary:
 def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: float) -> Progressed:
     peer = state.peers[index]
     tokens = max(0, event.tokens - peer.reported_tokens)
+    # A node that restarts without a checkpoint counts its steps from 1 again.
     came_after = _came_after(state, index, event.step)
     step = event.step + came_after
     share = Share(peer.peer, event.loss, tokens, event.tokens_per_s)
@@ -207,6 +209,7 @@ def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: fl
         tokens_per_s=_finite(event.tokens_per_s),
     )
     state = _with_peer(state, index, reported)
+    # The step is closed already; its tokens still count.
     if step <= state.step:
         return Progressed(replace(state, tokens=state.tokens + tokens), ())
     pending = {**state.pending, step: (*state.pending.get(step, ()), share)}
@@ -214,18 +217,19 @@ def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: fl
 
 
 def _came_after(state: SwarmProgress, index: int, step: int) -> int:
-    """Offset of a data node's own count of steps to the swarm's."""
+    """Returns the offset of a data node's own step count to the swarm's."""
     before = state.peers[index].came_after
     others = (peer for other, peer in state.peers.items() if other != index and peer.is_live_data_node)
+    # The node itself or another data node is at the swarm's step, so the counts agree.
     if step + before > state.step or any(peer.reported_steps >= state.step for peer in others):
         return before
     return state.step + 1 - step
 
 
 def _settle(state: SwarmProgress, now: float) -> Progressed:
-    """Closes every step that no data node within `MAX_LAG` owes."""
+    """Closes every step that no data node within `MAX_LAG` still has to report."""
     steps: list[Event] = []
-    # After a gap the first pending step is not the next one.
+    # After a gap the first pending step may not be the next one.
     while (step := min(state.pending, default=None)) is not None and _is_done(state, step):
         state, done = _close_step(state, step, now)
         steps.append(done)
@@ -241,6 +245,7 @@ def _is_done(state: SwarmProgress, step: int) -> bool:
 def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgress, events.Step]:
     shares = state.pending[step]
     new_tokens = sum(share.tokens for share in shares)
+    # Nodes without a token count weigh equally.
     weights = [share.tokens or 1 for share in shares]
     loss = sum(share.loss * weight for share, weight in zip(shares, weights, strict=True)) / sum(weights)
     tokens = state.tokens + new_tokens

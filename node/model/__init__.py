@@ -1,1 +1,1 @@
-"""The decoder model, cut into the parts that stages hold. Build parts with `node.model.parts`."""
+"""Model parts held by the stages of a run. `node.model.parts` builds them."""

@@ -1,6 +1,6 @@
-"""The transformer block of the Llama family (Llama, Mistral, Qwen2, Qwen3), computed as in Hugging Face's library.
+"""Transformer block of the Llama family (Llama, Mistral, Qwen2, Qwen3), numerically like Hugging Face transformers.
 
-Parameters are float32, and every product casts them to the element type of its input.
+Parameters are float32. Every matrix product casts them to the dtype of its input.
 Sources: Touvron et al. 2023 (arXiv:2302.13971); rotary embedding, Su et al. 2021 (arXiv:2104.09864); SwiGLU, Shazeer
 2020 (arXiv:2002.05202); grouped-query attention, Ainslie et al. 2023 (arXiv:2305.13245).
 """
@@ -22,17 +22,17 @@ from node.model.optimizers.packed import Narrow, SplitWeight
 from protocol.manifest.manifest import ModelSection
 
 Documents = tuple[int, ...] | CutDocuments
-"""Tokens of each document of the only row; empty for rows of one stream. Or one device's pieces."""
+"""Lengths of the packed documents in a single row (empty: plain rows), or one device's part of cut documents."""
 
 
 class Linear(nn.Module):
-    """A matrix product without bias. The weight [outputs, inputs] is left for `node.model.initialization` to fill."""
+    """A linear layer without bias. Leaves its weight [outputs, inputs] uninitialised."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.narrow: Narrow | None = None
-        """The weight in the type of products, which then gets the gradients."""
+        """Weight in the dtype of the products. If set, it receives the gradients instead of `weight`."""
 
     def forward(self, values: Tensor) -> Tensor:
         return F.linear(values, self.matrix(values.dtype))
@@ -43,20 +43,21 @@ class Linear(nn.Module):
         return self.weight.to(dtype)
 
     def split(self) -> None:
-        """Splits the weight for bfloat16 products. Afterwards the parameter has no memory, and reads as NaN."""
+        """Replaces the weight by a SplitWeight for bfloat16 products. The old parameter becomes NaN without memory."""
         matrix = self.weight.detach()
+        # Keep a parameter of the same shape, because names, shapes and optimizers refer to it.
         self.narrow = SplitWeight(matrix)
         self.weight = nn.Parameter(torch.full((), math.nan, device=matrix.device).expand(matrix.shape))
 
 
 def packed_weights(part: nn.Module) -> dict[nn.Parameter, SplitWeight]:
-    """The weights of a part that are split, by the parameters in whose place they are."""
+    """Maps each parameter that was split to the SplitWeight that replaces it."""
     linears = [module for module in part.modules() if isinstance(module, Linear)]
     return {linear.weight: linear.narrow for linear in linears if isinstance(linear.narrow, SplitWeight)}
 
 
 class BiasedLinear(Linear):
-    """A matrix product to which a bias [outputs] is added."""
+    """A linear layer with a bias [outputs]."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -67,7 +68,7 @@ class BiasedLinear(Linear):
 
 
 class Embedding(nn.Module):
-    """A float32 vector for each token: a row of the weight [vocabulary, hidden]."""
+    """A float32 token embedding with weight [vocabulary, hidden]."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Divides each vector by its root mean square. Computed in float32: squares of bfloat16 lose too much."""
+    """RMS normalization."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -86,12 +87,13 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, values: Tensor) -> Tensor:
+        # Squares lose too much precision in bfloat16.
         normed = F.rms_norm(values.float(), (values.shape[-1],), self.weight, self.epsilon)
         return normed.to(values.dtype)
 
 
 class Angles(NamedTuple):
-    """Cosines and sines [tokens, head_size], of the element type of what is rotated."""
+    """Rotary cosines and sines [tokens, head_size], in the dtype of the vectors they rotate."""
 
     cosines: Tensor
     sines: Tensor
@@ -104,7 +106,7 @@ class Angles(NamedTuple):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: constants [sequence, head_size], computed in float64 and rounded once."""
+    """Rotary position embedding with precomputed tables [sequence, head_size]."""
 
     cosines: Tensor
     sines: Tensor
@@ -112,6 +114,7 @@ class Rotary(nn.Module):
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
         frequencies = rotary_frequencies(section)
+        # Float64, rounded once: every machine gets the same tables.
         angles = np.outer(np.arange(section.sequence, dtype=np.float64), np.concatenate([frequencies, frequencies]))
         self.register_buffer("cosines", torch.from_numpy(np.cos(angles).astype(np.float32)), persistent=False)
         self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
@@ -120,10 +123,11 @@ class Rotary(nn.Module):
     def forward(
         self, tokens: int, documents: Documents = (), first: int = 0, dtype: torch.dtype = torch.float32
     ) -> Angles:
-        """The angles of `tokens` tokens, for all blocks. Positions start at `first`, or at 0 in each document."""
+        """Returns the angles of `tokens` tokens. Positions start at `first`, or at 0 in each document."""
         if isinstance(documents, CutDocuments):
             return self._angles(documents.positions().to(self.cosines.device), dtype)
-        # Blocks that are computed one by one ask for the same angles in turn, which would be a third of their launches.
+        # Blocks computed one at a time ask for the same angles again. Without the cache, this was a third of all kernel
+        # launches.
         asked = (tokens, documents, first, dtype, self.cosines.device)
         latest = self._latest
         if latest is not None and latest[0] == asked:
@@ -141,7 +145,7 @@ class Rotary(nn.Module):
 
 
 def rotary_frequencies(section: ModelSection) -> npt.NDArray[np.float64]:
-    """The radians per position of each pair of components, [head_size / 2], as `transformers` computes them."""
+    """Returns the radians per position of each component pair, float64 [head_size / 2], as in transformers."""
     halves = np.arange(0, section.head_size, 2, dtype=np.float64) / section.head_size
     frequencies: npt.NDArray[np.float64] = section.rope_theta**-halves
     scaling = section.rope_scaling
@@ -149,14 +153,15 @@ def rotary_frequencies(section: ModelSection) -> npt.NDArray[np.float64]:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    # Llama 3 scaling: blends by wavelength between unscaled (high) and fully scaled (low) frequencies.
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     turns = scaling.original_positions * frequencies / (2 * np.pi)
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # of each frequency: 1 for the high ones, 0 for the low ones
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 class Past:
-    """The key-value cache of one block, for one row of at most `capacity` tokens."""
+    """Key-value cache of one block, for a single row of at most `capacity` tokens."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -165,19 +170,17 @@ class Past:
         self._values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds [rows, kv_heads, tokens, head_size] and returns all there is, the oldest first.
+        """Appends keys and values [rows, kv_heads, tokens, head_size] and returns the whole cache, oldest first.
 
         Raises:
-            ValueError: no room, or several tokens after others, which attention without a mask cannot take.
+            ValueError: the cache is full, or several tokens follow others, which needs an attention mask.
         """
         added = keys.shape[-2]
         end = self.length + added
         if end > self.capacity:
-            raise ValueError(f"{end} tokens do not fit into a past of {self.capacity}")
+            raise ValueError(f"{end} tokens exceed the cache of {self.capacity}")
         if self.length and added != 1:
-            raise ValueError(
-                f"{added} tokens were added to a past of {self.length}; after the first read only one at a time"
-            )
+            raise ValueError(f"{added} tokens cannot follow {self.length} cached ones; append one token at a time")
         self._keys = self._written(self._keys, keys, end)
         self._values = self._written(self._values, values, end)
         self.length = end
@@ -192,7 +195,7 @@ class Past:
 
 
 class Attention(nn.Module):
-    """Causal attention in which `heads / kv_heads` query heads share one head of keys and values."""
+    """Causal grouped-query attention with `heads / kv_heads` query heads per key-value head."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -213,7 +216,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(section.head_size, section.norm_epsilon)
 
     def forward(self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None) -> Tensor:
-        """Maps [rows, tokens, hidden] to the same shape. Tokens follow those of the past."""
+        """Maps [rows, tokens, hidden] to the same shape. The tokens follow those in `past`."""
         is_first = past is None or past.length == 0
         queries, keys = self._by_head(self.q_proj(hidden)), self._by_head(self.k_proj(hidden))
         if self.q_norm is not None and self.k_norm is not None:
@@ -231,7 +234,7 @@ class Attention(nn.Module):
                 queries,
                 keys,
                 values,
-                is_causal=is_first,  # a single token after others sees them all
+                is_causal=is_first,  # a token after the cache attends to the whole cache
                 enable_gqa=self.shares_heads,
             )
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -243,7 +246,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: the up projection, gated by the SiLU of another, projected down again."""
+    """SwiGLU feed-forward layer."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -257,7 +260,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: [rows, tokens, hidden] to the same."""
+    """A pre-norm transformer block. Maps [rows, tokens, hidden] to the same shape."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()

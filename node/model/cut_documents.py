@@ -1,6 +1,6 @@
-"""Attention of one device to documents that several devices compute together.
+"""Attention of one device over documents whose tokens are split across devices (context parallelism).
 
-Source: context parallelism with sharding by document, WLB-LLM (arXiv:2503.17924) section 5.
+Source: per-document sharding, WLB-LLM (arXiv:2503.17924) section 5.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch import Tensor
 from node.model.document_attention import document_attention
 
 QUERIES_AT_ONCE: Final = 256
-"""Tokens of a piece whose keys are masked together. Half a square of this width is computed for nothing."""
+"""Queries per attention call. In a square of this width, half of the scores are computed and masked."""
 
 
 class Exchange:
-    """The meeting point of the threads that compute one microbatch. A thread that cannot go on breaks it for all."""
+    """All-gather among the threads that compute one microbatch. A thread that fails breaks it for all."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks)
         self._brought: list[list[Tensor | None]] = [[None] * ranks, [None] * ranks]
-        """This meeting's tensors and the last one's, which a late thread may still read."""
+        """Tensors of this exchange and of the previous one, which a slow thread may still read."""
         self._meetings = [0] * ranks
 
     def swap(self, rank: int, brought: Tensor) -> list[Tensor]:
-        """Returns the tensors of every rank, in order. Raises threading.BrokenBarrierError if another rank failed."""
+        """Gathers the tensors of all ranks, in order. Raises threading.BrokenBarrierError if another rank failed."""
+        # Two tables in turn, so that a fast rank does not overwrite tensors that a slow one still reads.
         table = self._brought[self._meetings[rank] % 2]
         self._meetings[rank] += 1
         table[rank] = brought
@@ -44,25 +45,25 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutDocuments:
-    """One device's part of a microbatch with cut documents: whole documents, then its pieces of each cut one."""
+    """One device's part of a microbatch: its whole documents, then its pieces of every cut document."""
 
     rank: int
     whole: tuple[int, ...]
     cut: tuple[int, ...]
     pieces: tuple[tuple[tuple[range, ...], ...], ...]
-    """Token ranges by cut document, then by rank."""
+    """Token ranges, indexed by cut document and rank."""
     exchange: Exchange
 
     def __len__(self) -> int:
         return len(self.whole) + len(self.cut)
 
     def positions(self) -> Tensor:
-        """The position of each of this device's tokens in its document, int64 [tokens]."""
+        """Returns the position of each token of this device within its document, int64 [tokens]."""
         own = [range(length) for length in self.whole] + [part for _, part in self._own()]
         return torch.cat([torch.arange(part.start, part.stop) for part in own])
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The attention of this device's tokens, as `document_attention`. Waits for all other devices."""
+        """Computes attention like `document_attention` for this device's tokens. Blocks until all devices take part."""
         alone = sum(self.whole)
         mixed: list[Tensor] = []
         if alone:
@@ -73,6 +74,7 @@ class CutDocuments:
         done = alone
         for document, part in self._own():
             first = starts[document]
+            # The keys end at each chunk's last query: less masked work, and a smaller mask.
             for begin in range(part.start, part.stop, QUERIES_AT_ONCE):
                 end = min(begin + QUERIES_AT_ONCE, part.stop)
                 seen = slice(first, first + end)
@@ -87,11 +89,12 @@ class CutDocuments:
                 yield document, part
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """Keys and values of all cut documents, [2, kv_heads, tokens, head_size] in their order."""
+        """Gathers keys and values of all cut documents in token order, [2, kv_heads, tokens, head_size]."""
         ranks = range(len(self.pieces[0]))
         sizes = [sum(len(part) for by_rank in self.pieces for part in by_rank[rank]) for rank in ranks]
         brought: Tensor = _Swapped.apply(own, self.exchange, self.rank, sizes)  # type: ignore[no-untyped-call]
         starts = [0, *accumulate(self.cut)]
+        # Ranks deliver their pieces in rank order; sort them back by position.
         places = torch.cat(
             [
                 torch.arange(starts[document] + part.start, starts[document] + part.stop)
@@ -104,7 +107,7 @@ class CutDocuments:
 
 
 class _Swapped(torch.autograd.Function):
-    """Concatenates the tensors of all ranks along dimension 2. The backward pass sums each rank's gradients."""
+    """Concatenation of all ranks' tensors along dimension 2. Backward sums the gradients of this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, exchange: Exchange, rank: int, sizes: Sequence[int]) -> Tensor:
@@ -116,6 +119,7 @@ class _Swapped(torch.autograd.Function):
         first = sum(ctx.sizes[: ctx.rank])
         here = slice(first, first + ctx.sizes[ctx.rank])
         mine = [tensor[:, :, here].to(gradient.device) for tensor in ctx.exchange.swap(ctx.rank, gradient)]
+        # Sum in rank order, so that every run gets the same bits.
         total = mine[0].clone()
         for more in mine[1:]:
             total += more
@@ -123,7 +127,7 @@ class _Swapped(torch.autograd.Function):
 
 
 def _last_of(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The attention of a document's last tokens so far to all before them and themselves."""
+    """Attends from the last tokens of `keys` to these tokens and all earlier ones."""
     asked, seen = queries.shape[2], keys.shape[2]
     shares_heads = queries.shape[1] != keys.shape[1]
     if asked == seen:

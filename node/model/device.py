@@ -1,7 +1,7 @@
-"""The choice of a node's compute device, and how its processor treats denormal numbers.
+"""Choice of the compute device, and handling of denormal numbers.
 
-Denormal numbers make a CPU visit up to fifty times slower, so compute threads flush them to zero. Results that replicas
-must agree on are computed with gradual underflow.
+Denormal numbers slow a CPU down up to fifty times, so compute threads flush them to zero. Results that replicas must
+agree on bit for bit are computed with gradual underflow instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm.vocabulary.types import Reasoned
 _NO_MEMORY: Final = re.compile(
     "can't allocate memory|not enough memory|bad_alloc|could not create a (memory|primitive)", re.IGNORECASE
 )
-"""Out of memory messages of torch, oneDNN and C++ on the CPU, which raise a bare RuntimeError."""
+"""Out-of-memory messages of torch, oneDNN and C++ on the CPU. All three raise a bare RuntimeError."""
 
 MOST_DEVICES: Final = 16
 
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Turns the compute device's out of memory errors into OutOfMemory."""
+    """Converts out-of-memory errors of the compute device to OutOfMemory."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError, too
+    except (RuntimeError, MemoryError) as error:  # includes torch.OutOfMemoryError
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _NO_MEMORY.search(str(error)):
             raise
         raise OutOfMemory(
@@ -44,27 +44,25 @@ def device_errors() -> Iterator[None]:
 
 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:
-    """The bytes of the elements in row-major order. On the CPU they share the tensor's memory."""
+    """Returns the elements as bytes in row-major order. Shares memory with a CPU tensor."""
     plain = tensor.detach().to("cpu").contiguous()
     return plain.view(torch.uint8).numpy().reshape(-1).data
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A float32 copy on the CPU that shares no memory with the tensor, so that another thread may read it meanwhile."""
+    """Copies the tensor to float32 on the CPU, so that another thread may read the copy while the tensor changes."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
 def flush_denormals() -> None:
-    """Makes this thread, and every one that it starts, take denormal numbers for zero (numpy's arithmetic too)."""
+    """Makes this thread and all threads it starts treat denormal numbers as zero, in torch and numpy."""
     if not torch.set_flush_denormal(True):
-        log.info(
-            "this processor cannot flush denormal numbers; if they are slow here, peers can make microbatches slow"
-        )
+        log.info("this processor cannot flush denormal numbers, so peers that send them may slow this node down")
 
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Flushes denormals, as `flush_denormals`, within a block on a thread that has other things to do afterwards."""
+    """Calls `flush_denormals` for a block and restores the thread's setting afterwards."""
     before = _are_flushed()
     flush_denormals()
     try:
@@ -75,7 +73,7 @@ def flushed_denormals() -> Iterator[None]:
 
 @contextmanager
 def gradual_underflow() -> Iterator[None]:
-    """Computes this thread's block with IEEE 754's denormal numbers, as every machine can."""
+    """Computes a block with IEEE 754 denormal numbers on this thread, which gives the same bits on every machine."""
     before = _are_flushed()
     torch.set_flush_denormal(False)
     try:
@@ -85,43 +83,43 @@ def gradual_underflow() -> Iterator[None]:
 
 
 def _are_flushed() -> bool:
+    # The product is denormal unless it was flushed.
     return bool(np.multiply(np.float32(1e-30), np.float32(1e-10)) == 0)
 
 
 def choose_device(wish: str) -> Reasoned[torch.device]:
-    """Chooses the device: `auto`, or a torch name (`cpu`, `cuda:1`, `mps`). Raises ConfigError if it is missing."""
+    """Chooses `auto` or a torch device (`cpu`, `cuda:1`, `mps`). Raises ConfigError if it is not available."""
     if wish != "auto":
-        return Reasoned(_named(wish), "asked for")
+        return Reasoned(_named(wish), "by option")
     if torch.cuda.is_available():
         return Reasoned(torch.device("cuda"), f"auto: {torch.cuda.get_device_name()}")
     if torch.backends.mps.is_available():
         return Reasoned(torch.device("mps"), "auto: Apple GPU")
-    return Reasoned(torch.device("cpu"), "auto: no GPU that this build of torch can use")
+    return Reasoned(torch.device("cpu"), "auto: this build of torch finds no GPU")
 
 
 def choose_devices(wish: str) -> Reasoned[tuple[torch.device, ...]]:
-    """Chooses devices for `wish`: one, or names of one kind separated by commas. The first holds the module.
+    """Chooses one device, or several of one kind separated by commas. The first one holds the module.
 
     Raises:
-        ConfigError: they are missing, of several kinds, the same GPU twice, or too many.
+        ConfigError: a device is not available or is a GPU named twice, the kinds differ, or there are too many.
     """
     names = [name.strip() for name in wish.split(",")]
     if len(names) == 1:
         only = choose_device(wish)
         return Reasoned((only.value,), only.reason)
     if len(names) > MOST_DEVICES:
-        raise ConfigError(f"{len(names)} devices were asked for", hint=f"A node computes with {MOST_DEVICES} at most.")
+        raise ConfigError(f"--device names {len(names)} devices", hint=f"Name at most {MOST_DEVICES}.")
     devices = tuple(_numbered(_named(name)) for name in names)
     if len({device.type for device in devices}) > 1:
-        raise ConfigError(
-            f"devices of several kinds cannot share a module: {wish}", hint="Start a node of its own for each kind."
-        )
+        raise ConfigError(f"devices of different kinds cannot share a module: {wish}", hint="Start one node per kind.")
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
         raise ConfigError(f"a device is named twice: {wish}", hint="Name each GPU once, as in cuda:0,cuda:1.")
-    return Reasoned(devices, f"{len(devices)} asked for; they share each microbatch")
+    return Reasoned(devices, f"by option: {len(devices)} devices share each microbatch")
 
 
 def _numbered(device: torch.device) -> torch.device:
+    # `cuda` and `cuda:0` are the same device.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
@@ -133,8 +131,10 @@ def _named(wish: str) -> torch.device:
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not there.get(device.type, False):
         raise ConfigError(
-            f"device {wish!r} is not there", hint="Use --device auto, or install a build of torch for it."
+            f"device {wish!r} is not available", hint="Use --device auto, or install a build of torch that supports it."
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {wish!r} is not there: this machine has {torch.cuda.device_count()} of them")
+        raise ConfigError(
+            f"device {wish!r} is not available: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
     return device

@@ -1,6 +1,6 @@
-"""Causal attention within each document of a microbatch. Nothing masked is computed.
+"""Causal attention within each packed document, without computing masked scores.
 
-Sources: WLB-LLM (arXiv:2503.17924) section 2.2, document masking; FlashAttention-2, Dao 2023 (arXiv:2307.08691);
+Sources: document masking, WLB-LLM (arXiv:2503.17924) section 2.2; FlashAttention-2, Dao 2023 (arXiv:2307.08691);
 FlexAttention, Dong et al. 2024 (arXiv:2412.05496).
 """
 
@@ -22,17 +22,17 @@ from swarm.vocabulary.types import Reasoned
 Kernel = Literal["each", "variable-length", "block-sparse"]
 
 PACKINGS: Final = 8
-"""Block masks kept for recent packings. Every block of a stage asks for the same one."""
+"""Packings whose block masks are cached. All blocks of a stage share one mask."""
 _FLASH_HEAD_SIZES: Final = range(8, 257, 8)
 
 
 def document_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Sequence[int]) -> Tensor:
-    """Attends from each token to its document's tokens up to itself.
+    """Computes causal attention within each document.
 
     Args:
         queries: [1, heads, tokens, head_size].
         keys, values: [1, kv_heads, tokens, head_size]; `heads` is a multiple of `kv_heads`.
-        documents: tokens of each document, in order; together all of the row, else ValueError.
+        documents: token count of each document, in order. Raises ValueError if they do not fill the row.
     """
     if queries.shape[0] != 1 or sum(documents) != queries.shape[2] or min(documents, default=0) < 1:
         raise ValueError(f"{len(documents)} documents of {sum(documents)} tokens do not fill {tuple(queries.shape)}")
@@ -41,20 +41,21 @@ def document_attention(queries: Tensor, keys: Tensor, values: Tensor, documents:
 
 
 def kernel_for(device: str, dtype: torch.dtype, head_size: int) -> Reasoned[Kernel]:
-    """The kernel for queries of this type on this kind of device."""
+    """Chooses the attention kernel for a device type, dtype and head size."""
     if device != "cuda":
-        return Reasoned("each", f"torch has no other kernel with gradients on {device}")
+        return Reasoned("each", f"torch has no fused kernel with gradients on {device}")
     if dtype in (torch.float16, torch.bfloat16) and head_size in _FLASH_HEAD_SIZES:
         return Reasoned("variable-length", "one flash kernel for all documents")
-    return Reasoned("block-sparse", f"flash kernels do not take {dtype} with heads of {head_size}")
+    return Reasoned("block-sparse", f"flash kernels do not support {dtype} with heads of {head_size}")
 
 
-# ---- each document by itself -----------------------------------------------------------------------------------------
+# ---- one call per document length ------------------------------------------------------------------------------------
 
 
 def _each(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
     shares_heads = queries.shape[1] != keys.shape[1]
     pieces = [torch.split(tensor, list(documents), dim=2) for tensor in (queries, keys, values)]
+    # Documents of equal length share one batched call.
     alike: defaultdict[int, list[int]] = defaultdict(list)
     for place, length in enumerate(documents):
         alike[length].append(place)
@@ -66,7 +67,7 @@ def _each(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, .
     return torch.cat([found[place] for place in range(len(documents))], dim=2)
 
 
-# ---- all in one kernel -----------------------------------------------------------------------------------------------
+# ---- one kernel for all documents ------------------------------------------------------------------------------------
 
 
 def _variable_length(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
@@ -88,16 +89,17 @@ def _variable_length(queries: Tensor, keys: Tensor, values: Tensor, documents: t
 
 @cache
 def _varlen() -> tuple[Callable[..., Any], Callable[[bool], dict[str, Any]]]:
-    """Torch's variable-length attention, and its options by whether heads share keys: they differ in 2.10 and 2.13."""
+    """Returns torch's variable-length attention and a function that makes its options."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # The options differ between torch 2.10 and 2.13.
     known = signature(varlen_attn).parameters
     fixed: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "num_splits" in known:
-        fixed["num_splits"] = 1  # so that results do not depend on the longest document beside
+        fixed["num_splits"] = 1  # results must not depend on the other documents
 
     def options(shares_keys: bool) -> dict[str, Any]:
-        # Without the option the kernel takes the number of heads from the tensors.
+        # Without this option the kernel infers the number of key-value heads from the tensors.
         return fixed | ({"enable_gqa": shares_keys} if "enable_gqa" in known else {})
 
     return varlen_attn, options
@@ -111,7 +113,7 @@ def _block_sparse(queries: Tensor, keys: Tensor, values: Tensor, documents: tupl
 
 @lru_cache(maxsize=PACKINGS)
 def _ends(documents: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where documents begin and end, int32 [documents + 1]."""
+    """Returns the cumulative document lengths, int32 [documents + 1]."""
     return torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)
 
 
@@ -120,6 +122,7 @@ def _mask(documents: tuple[int, ...], device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     tokens, lengths = sum(documents), torch.tensor(documents, device=device)
+    # Document number of each token.
     of = torch.repeat_interleave(torch.arange(len(documents), device=device), lengths)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -130,7 +133,7 @@ def _mask(documents: tuple[int, ...], device: torch.device) -> Any:
 
 @cache
 def _flex() -> Callable[..., Any]:
-    """Compiled, without which it would compute the whole square."""
+    """Returns compiled flex attention. Without compilation it would compute the whole square."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)

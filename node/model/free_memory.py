@@ -1,4 +1,4 @@
-"""The memory that this process can still take: of the machine, of the container that limits it, of its own limits."""
+"""Memory that this process can still allocate, limited by machine, container and process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _OWN_GROUPS: Final = Path("/proc/self/cgroup")
 def available_memory(
     meminfo: Path = _MEMINFO, control_groups: Path = _CONTROL_GROUPS, own_groups: Path = _OWN_GROUPS
 ) -> Reasoned[int | None]:
-    """The bytes that this process can still take, by machine, container and limits. None if unknown."""
+    """Returns the bytes this process can still allocate and the limit that decides. None if unknown."""
     found = [_of_machine(meminfo), *_of_control_groups(control_groups, own_groups), _of_address_space()]
     known = [(value, reason) for value, reason in found if value is not None]
     if not known:
-        return Reasoned(None, "this system does not say how much is free")
+        return Reasoned(None, "this system does not report free memory")
     return Reasoned(*min(known))
 
 
 def _of_machine(meminfo: Path) -> tuple[int | None, str]:
-    """By Linux's files; elsewhere what POSIX says is free."""
+    """Reads free memory from Linux's /proc/meminfo, elsewhere from POSIX sysconf."""
     said = "in this machine"
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
@@ -41,13 +41,16 @@ def _of_machine(meminfo: Path) -> tuple[int | None, str]:
 
 
 def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]]:
-    """The memory left in each of this process's control groups. A container sees its own group as the root."""
+    """Yields the memory left in each control group of this process."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
+        # Version 2 of control groups lists no controllers.
         paths = {path.strip("/") for _, controllers, path in groups if controllers in ("", "memory")}
     except (OSError, ValueError):
         paths = set()
+    # Inside a container the own group appears as the root.
     for path in {".", *paths}:
+        # A parent group may have a lower limit.
         for group in (Path(path), *Path(path).parents):
             yield _left(root / group, "memory.max", "memory.current"), "under this container's memory limit"
             version_1 = root / "memory" / group
@@ -58,12 +61,13 @@ def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]
 
 
 def _left(group: Path, limit: str, used: str) -> int | None:
-    """None without a limit or file. File cache does not count as used."""
+    """Returns the bytes left in a control group. None if it has no limit."""
     try:
         left = int((group / limit).read_text()) - int((group / used).read_text())
     except (OSError, ValueError):
         return None
     try:
+        # Inactive file cache can be reclaimed, so it does not count as used.
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         left += int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
     except (OSError, ValueError):
@@ -72,8 +76,8 @@ def _left(group: Path, limit: str, used: str) -> int | None:
 
 
 def _of_address_space() -> tuple[int | None, str]:
-    """What `ulimit -v` leaves."""
-    said = "under this process's limit of address space"
+    """Returns the bytes left under `ulimit -v`."""
+    said = "under this process's address space limit"
     try:
         import resource
 

@@ -1,7 +1,6 @@
-"""The cross entropy of a linear head with its gradients, in one pass over pieces of the positions.
+"""Cross entropy of a linear head and its gradients, in one pass over chunks of positions.
 
-The logits are never computed twice (unlike Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009).
-Shapes: `positions` hidden states, `hidden` wide; a matrix [vocabulary, hidden].
+The logits are computed only once (unlike Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009).
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from torch.autograd.function import once_differentiable
 
 IGNORED: Final = -100
 STRIP: Final = 2**22
-"""Elements of the matrix's gradient computed at a time if the product cannot add them itself."""
+"""Elements of the matrix gradient computed at a time if the product cannot accumulate into the sum directly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSum:
-    """A matrix, float32 or wider, to which the head's gradient is added `weight` times."""
+    """Accumulator for `weight` times the gradient of the head's matrix. Float32 or wider."""
 
     matrix: Tensor
     weight: float
@@ -30,13 +29,13 @@ class HeadSum:
 def loss_and_gradient(
     hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int, into: HeadSum | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes the summed cross entropy in nats, a float32 scalar, and its gradient for `hidden`.
+    """Computes the summed cross entropy in nats (float32 scalar) and its gradient for `hidden`.
 
     Args:
         hidden: [positions, hidden].
-        matrix: [vocabulary, hidden], of the same element type.
-        labels: [positions] int64, with IGNORED where nothing is predicted.
-        into: takes the matrix's gradient; unchanged, up to rounding, if there is no memory for it.
+        matrix: [vocabulary, hidden], same dtype as `hidden`.
+        labels: [positions] int64; IGNORED positions have no loss.
+        into: accumulates the gradient of `matrix`. If the pass fails, it is restored up to rounding.
     """
     gradient = torch.empty_like(hidden)
     done = 0
@@ -50,6 +49,7 @@ def loss_and_gradient(
             loss.add_(found)
             done = piece.stop
     except BaseException:
+        # Subtract the chunks that were added before the failure.
         if into is not None and done:
             undo = HeadSum(into.matrix, -into.weight)
             loss_and_gradient(hidden[:done], matrix, labels[:done], logits_at_once, undo)
@@ -67,7 +67,7 @@ def loss_alone(hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: i
 
 
 class SummedLoss(torch.autograd.Function):
-    """Autograd version of `loss_and_gradient`: `apply(hidden, matrix, labels, logits_at_once)`, any float matrix."""
+    """Autograd function `apply(hidden, matrix, labels, logits_at_once)` for `loss_and_gradient` (any float matrix)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
@@ -84,12 +84,12 @@ class SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None]:
         gradient, total = ctx.gradients
-        ctx.gradients = None  # they are scaled where they lie, so only once
+        ctx.gradients = None  # scaled in place below, so they can be used only once
         return gradient.mul_(factor), total.mul_(factor), None, None
 
 
 class _Rooms:
-    """The memory of one pass, all had before anything is added, and the arithmetic in it."""
+    """Buffers of one pass, all allocated before anything is accumulated."""
 
     def __init__(self, hidden: Tensor, matrix: Tensor, logits_at_once: int, into: HeadSum | None) -> None:
         vocabulary, width = matrix.shape
@@ -109,15 +109,15 @@ class _Rooms:
         return self._losses(hidden, labels)[0].sum()
 
     def loss_and_gradient_of_logits(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss of a piece, and its gradient for the logits, valid until the next piece."""
+        """Returns a chunk's summed loss and its gradient for the logits, which the next chunk overwrites."""
         losses, odds, total, is_scored, places = self._losses(hidden, labels)
-        odds.mul_(is_scored / total).scatter_add_(1, places, -is_scored)  # softmax less one at the label
+        odds.mul_(is_scored / total).scatter_add_(1, places, -is_scored)  # softmax minus one-hot
         if odds.dtype is not hidden.dtype:
             odds = self._logits[: len(hidden)].copy_(odds)
         return losses.sum(), odds
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Losses [positions, 1], exponentials, their sums, whether each position counts (1 or 0), its label's logit."""
+        """Returns losses [positions, 1], exponentials, their sums, 1 or 0 per counted position, and label indices."""
         count = len(hidden)
         logits = torch.mm(hidden, self._matrix.t(), out=self._logits[:count])
         floats = self._floats[:count]
@@ -125,6 +125,7 @@ class _Rooms:
             floats.copy_(logits)
         ignored = (labels == IGNORED).unsqueeze(1)
         places = labels.unsqueeze(1).masked_fill(ignored, 0)
+        # Subtract the maximum, so that exp cannot overflow.
         floats.sub_(floats.amax(1, keepdim=True))
         of_label = floats.gather(1, places)
         total = floats.exp_().sum(1, keepdim=True)
@@ -138,6 +139,7 @@ class _Rooms:
         if total.dtype is hidden.dtype:
             total.addmm_(of_logits.t(), hidden, alpha=weight)
             return
+        # Mixed dtypes: multiply in the narrow one, accumulate in the wide one, a strip of the vocabulary at a time.
         for start in range(0, len(total), self._strip):
             strip = total[start : start + self._strip]
             products, wide = self._products[: len(strip)], self._wide[: len(strip)]

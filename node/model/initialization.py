@@ -1,7 +1,7 @@
-"""Initial weights: a pure function of (seed, parameter name), the same bits on every machine.
+"""Weight initialisation as a pure function of (seed, parameter name), bit-identical on every machine.
 
 Torch's normal numbers differ in the last bit between processors. Here each weight is an exact sum of four 16-bit
-integers of a Philox counter generator (Salmon et al. 2011), scaled by one float32 product.
+integers from a Philox counter generator (Salmon et al. 2011), scaled by one float32 product.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from node.model.optimizers.packed import Floats
 from node.model.shapes import EMBEDDING, HEAD
 
 _CHUNK: Final = 2**20
-"""Numbers drawn at a time: 8 MiB of raw integers."""
+"""Integers drawn at a time (8 MiB)."""
 _SUM_MEAN: Final = 4 * 65_535 // 2
 _SUM_DEVIATION: Final = math.sqrt(4 * (65_536**2 - 1) / 12)
 
 _SMALL: Final = 0.02
-"""Standard deviation of embedding and head: the first loss is then close to ln(vocabulary)."""
+"""Standard deviation of embedding and head, which makes the first loss close to ln(vocabulary)."""
 _WRITES_TO_RESIDUAL: Final = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 @torch.no_grad()
 def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> None:
-    """Fills every parameter of the parts, in place. `total_blocks` is the depth of the whole model."""
+    """Fills the parameters of `parts` in place. `total_blocks` is the depth of the whole model."""
     for part in parts:
         norms = {id(module.weight) for module in part.modules() if isinstance(module, RMSNorm)}
         for name, parameter in part.named_parameters():
             if id(parameter) in norms:
                 parameter.fill_(1.0)
             elif parameter.dim() == 1:
+                # Biases.
                 parameter.zero_()
             else:
                 deviation = standard_deviation(name, parameter.shape[1], total_blocks)
@@ -45,7 +46,7 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> N
 
 
 def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
-    """The standard deviation: 1/sqrt(fan_in), less for what is added to the residual stream (GPT-2's rule)."""
+    """Returns 1/sqrt(fan_in), scaled down with depth for outputs to the residual stream (GPT-2's rule)."""
     if name in (EMBEDDING, HEAD):
         return _SMALL
     deviation = 1 / math.sqrt(fan_in)
@@ -53,8 +54,9 @@ def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
 
 
 def near_normal(seed: int, name: str, shape: Iterable[int], deviation: float) -> Tensor:
-    """A float32 tensor of near-normal numbers with mean 0 and the given standard deviation."""
+    """Returns an approximately normal float32 tensor with mean 0 and the given standard deviation."""
     shape = tuple(shape)
+    # The key depends on the name alone, so every machine can initialise just its own stage.
     key = hashlib.sha256(f"skipstone-initial:{seed}:0:{name}".encode()).digest()
     generator = np.random.Philox(key=int.from_bytes(key[:16], "little"))
     scale = np.float32(deviation / _SUM_DEVIATION)
@@ -70,7 +72,7 @@ def near_normal(seed: int, name: str, shape: Iterable[int], deviation: float) ->
 
 
 def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
-    """The parameters of one module by name, detached but sharing memory. Tied ones have the name of the first part."""
+    """Returns the parameters by name, detached but sharing memory. Tied ones appear once, under the first name."""
     named: dict[nn.Parameter, str] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -79,13 +81,13 @@ def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
 
 
 def floats_of(*parts: nn.Module) -> dict[str, Floats]:
-    """As `parameters_of`, with what stands for those parameters that are kept in fewer bytes."""
+    """Returns `parameters_of` with the packed tensor in place of each packed parameter."""
     packed = {parameter.data_ptr(): held for part in parts for parameter, held in packed_weights(part).items()}
     return {name: packed.get(tensor.data_ptr(), tensor) for name, tensor in parameters_of(*parts).items()}
 
 
 def digest_of_tensors(tensors: dict[str, Tensor]) -> bytes:
-    """SHA-256 (32 bytes) over names, shapes and little-endian float32 values, in the order of names."""
+    """Returns the SHA-256 digest (32 bytes) of names, shapes and little-endian float32 values, sorted by name."""
     hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         values = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False)

@@ -1,4 +1,4 @@
-"""The check that a module fits into this machine, before anything of it is allocated. It counts lower bounds."""
+"""Estimates of the memory that modules need, checked before any is allocated. All are lower bounds."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 _SUM_BYTES: Final = 4
 _CPU_SUM_BYTES: Final = 8
 _GRADIENT_BYTES: Final = 4
-"""Gradients of one visit, or their mean before a step; never both."""
+"""Bytes per parameter for the gradients of one visit, or the mean gradient before a step; never both."""
 _ANCHOR_BYTES: Final = 2 * 4
-"""Parameters and outer momentum (`node.averaging.anchor`)."""
+"""Bytes per parameter for an anchor: parameters and outer momentum."""
 _SNAPSHOT_BYTES: Final = 4
-"""The snapshot from which a round's pseudo-gradient is taken (`node.averaging.replica_sync`)."""
+"""Bytes per parameter for the copy that a round's pseudo-gradient is taken from."""
 DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES
-"""Bytes of each block parameter on a card, besides the inner optimizer's."""
+"""Bytes per block parameter on a GPU, without optimizer state."""
 CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
-"""The same where the CPU is the compute device."""
+"""Bytes per block parameter if the CPU computes, without optimizer state."""
 TENSORS_HELD: Final = 3
-"""Tensors of each microbatch held: input, output, gradient."""
+"""Tensors kept per microbatch: input, output, gradient."""
 _HIDDEN_KEPT: Final = 4
 _FEED_FORWARD_KEPT: Final = 3
-"""Rows of each token that a block's graph keeps, in feed-forward widths: the product and its two factors."""
+"""Activations per token that a block's graph keeps, in feed-forward widths: the product and its two factors."""
 
 _MANY: Final = 2**20
 _NAMED: Final = 8
 
 
 def round_bytes(fragments: int) -> float:
-    """Memory of each parameter for rounds, in bytes: the anchor, and a fragment's new anchor and snapshot."""
+    """Returns the bytes per parameter for rounds: the anchor, plus the new anchor and snapshot of one fragment."""
     return _ANCHOR_BYTES + (_ANCHOR_BYTES + _SNAPSHOT_BYTES) / fragments
 
 
 def need_of(
     manifest: Manifest, modules: Iterable[ModuleId], microbatches: int, moments: MomentType = MomentType.FLOAT32
 ) -> Need:
-    """The memory that a replica of each of the modules takes, with so many microbatches held at a time."""
+    """Returns the memory for a replica of each module, while `microbatches` are in flight."""
     blocks = manifest.stages.blocks
     stages = [module.stage for module in modules]
     return _Measure(manifest, moments).need([blocks[stage] for stage in stages], microbatches, ends=stages.count(0))
 
 
 def needs_of(manifest: Manifest, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> Needs:
-    """The memory that a replica of each module of the run takes. All of a stage are alike."""
+    """Returns the memory per module of the run. Modules of one stage need the same."""
     measure = _Measure(manifest, moments)
     each = [
         measure.need([blocks], microbatches, ends=int(stage == 0))
@@ -74,7 +74,7 @@ def require_room(
     microbatches: int,
     moments: MomentType = MomentType.FLOAT32,
 ) -> None:
-    """Raises OutOfMemory if there is no memory for replicas of these modules."""
+    """Raises OutOfMemory if replicas of these modules do not fit."""
     need = need_of(manifest, modules, microbatches, moments)
     lack = room_on(device).lacks(need)
     if lack is not None:
@@ -89,19 +89,19 @@ def none_fits(
     microbatches: int,
     moments: MomentType = MomentType.FLOAT32,
 ) -> OutOfMemory:
-    """The error for when none of these modules fits: tells of the smallest, and of what would fit."""
+    """Returns the error for modules that do not fit. It names the smallest one, and the modules that do fit."""
     needs = needs_of(manifest, microbatches, moments)
     module = min(modules, key=lambda each: needs[each].all)
     lack = room.lacks(needs[module])
-    assert lack is not None, "asked only when nothing fits"
+    assert lack is not None, "called only if nothing fits"
     what = f"module {module}"
     if len(modules) > 1:
-        what = f"no module of this run fits into this machine; the smallest, {module},"
+        what = f"no module of this run fits on this machine; the smallest, {module},"
     return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches, moments)}")
 
 
 def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> int:
-    """The most blocks that a stage after stage 0 may have here; all of the model if free memory is unknown."""
+    """Returns the most blocks that fit in one stage after stage 0; all blocks if free memory is unknown."""
     most = sum(manifest.stages.blocks)
 
     measure = _Measure(manifest, moments)
@@ -109,11 +109,12 @@ def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int, moments: 
     def fits(blocks: int) -> bool:
         return room.lacks(measure.need([blocks], microbatches, ends=0)) is None
 
+    # Memory grows with the number of blocks, so bisect.
     return bisect_left(range(1, most + 1), True, key=lambda blocks: not fits(blocks))
 
 
 def parameters_that_fit(room: Room, moments: MomentType = MomentType.FLOAT32, fragments: int = 1) -> int | None:
-    """The block parameters that fit with AdamW, without activations. None if free memory is unknown."""
+    """Returns the block parameters that fit with AdamW, ignoring activations. None if free memory is unknown."""
     kept = (EightBitAdamW if moments is MomentType.EIGHT_BIT else AdamW).state_bytes((_MANY,)) / _MANY
     device, memory = DEVICE_BYTES + kept, round_bytes(fragments)
     if room.device is None:
@@ -125,7 +126,7 @@ def parameters_that_fit(room: Room, moments: MomentType = MomentType.FLOAT32, fr
 def what_fits(
     manifest: Manifest, room: Room, microbatches: int, moments: MomentType = MomentType.FLOAT32
 ) -> Reasoned[tuple[int, ...]]:
-    """The stages of the run for which there is room, with a clause for people."""
+    """Returns the stages of the run that fit, with a clause for the user."""
     needs = needs_of(manifest, microbatches, moments)
     sizes = {stage: needs[ModuleId(stage)] for stage in range(manifest.stages.count)}
     fitting = tuple(stage for stage, need in sizes.items() if room.lacks(need) is None)
@@ -157,38 +158,41 @@ def room_on(device: torch.device) -> Room:
 
 
 class _Measure:
-    """The sizes of one block and of both ends of stage 0. Counted once: a manifest may have a million blocks."""
+    """Sizes of a single block and of the two ends of stage 0."""
 
     def __init__(self, manifest: Manifest, moments: MomentType) -> None:
         self._manifest, self._moments = manifest, moments
+        # Measure a model of one block: a manifest may have a million.
         stages = manifest.stages.model_copy(update={"blocks": (0, 1), "experts": 1, "per_path": None})
         cut = manifest.model_construct(**{**dict(manifest), "stages": stages})
         self._ends, self._block = (self._counted(parameter_shapes(cut, ModuleId(stage))) for stage in (0, 1))
 
     def _counted(self, shapes: Mapping[str, Shape]) -> tuple[int, int]:
-        """The parameters, and the bytes that the inner optimizer has of them."""
+        """Returns the number of parameters and the bytes of their optimizer state."""
         inner = self._manifest.training.inner
         kept = sum(optimizer_bytes(inner, name, shape, self._moments) for name, shape in shapes.items())
         return parameter_bytes(shapes) // BYTES_PER_PARAMETER, kept
 
     def need(self, blocks: Sequence[int], microbatches: int, *, ends: int) -> Need:
-        """Of stages with so many blocks, of which so many (0 or 1) have the model's ends."""
+        """Returns the memory of stages with these block counts; `ends` (0 or 1) of them has embedding and head."""
         manifest, model = self._manifest, self._manifest.model
         elements, of_optimizer = (sum(blocks) * b + ends * e for b, e in zip(self._block, self._ends, strict=True))
         width = HIDDEN_TYPES[model.dtype].itemsize
         kept = _HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward
+        # Blocks are computed one stage at a time, so only the largest graph counts.
         graph = max(blocks) * manifest.microbatch_tokens * kept * width
         held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
         of_each = DEVICE_BYTES
+        # Stage 0 holds gradients apart from the sums, and narrow copies of its weights for bfloat16 products.
         if ends:
             of_each += _GRADIENT_BYTES + (width if width < BYTES_PER_PARAMETER else 0)
         state, on_cpu = elements * of_each + of_optimizer, elements * CPU_BYTES + of_optimizer
         rounds = int(elements * round_bytes(manifest.training.fragments))
         memory = rounds + held
         said = (
-            f"{size_text(on_cpu + rounds)} for {elements} parameters with their gradients, "
-            f"anchors and {manifest.training.inner.name}'s state (of it on a card {size_text(state)}),"
-            f" {size_text(graph)} for computing one microbatch, {size_text(held)} for holding {microbatches}"
+            f"{size_text(on_cpu + rounds)} for {elements} parameters with gradients, "
+            f"anchors and {manifest.training.inner.name} state ({size_text(state)} of it on a GPU),"
+            f" {size_text(graph)} to compute one microbatch, {size_text(held)} to keep {microbatches} in flight"
         )
         return Need(state + graph, memory, said, on_cpu - state)
 
@@ -214,7 +218,7 @@ def _too_little(what: str, need: Need, lack: str) -> OutOfMemory:
     return OutOfMemory(
         f"{what} takes {size_text(need.all)} ({need.reason}), and {lack}",
         hint=(
-            "Close other programs, raise --memory-limit if there is one, hold fewer microbatches (--slots, --window), "
-            "or join a run with smaller stages (skipstone new --card). --moments 8bit takes 6 bytes a parameter less."
+            "Close other programs, raise --memory-limit, use --moments 8bit (6 bytes per parameter less) or fewer "
+            "microbatches (--slots, --window). Otherwise join a run with smaller stages (`skipstone new --card`)."
         ),
     )

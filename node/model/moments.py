@@ -1,4 +1,4 @@
-"""The element type of AdamW's moments on this machine. Without torch, because the node's options name it too."""
+"""Precision of AdamW's moments on this machine. Imports no torch, because the command line uses it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ORDINARY: Final = Allowance()
 
 
 def moments_of(inner: InnerSection, asked: MomentType) -> Reasoned[MomentType]:
-    """The form of the moments in a run with this inner optimizer."""
+    """Chooses the precision of the moments for a run with this inner optimizer."""
     if asked is MomentType.FLOAT32:
         return Reasoned(asked, "unless --moments 8bit is given")
     if inner.name != "adamw":
-        reason = f"--moments {asked.value} is for AdamW; what {inner.name} keeps of the blocks' matrices is float32"
+        reason = f"--moments {asked.value} needs AdamW; the state of {inner.name} is float32"
         return Reasoned(MomentType.FLOAT32, reason)
-    return Reasoned(asked, f"--moments {asked.value}: of matrices, but for the embedding; small tensors keep float32")
+    return Reasoned(asked, f"--moments {asked.value}: large matrices except the embedding; other moments are float32")

@@ -1,4 +1,4 @@
-"""Gradient accumulation and the inner step (DESIGN section 4), the same for `solo` and for every replica of a swarm."""
+"""Gradient accumulation and the inner optimizer step, for `solo` and for replicas in a swarm."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId
 from swarm.workload.microbatch_sizes import StepRule
 
 Tensors = Mapping[str, Tensor]
-"""Float32 on the CPU, by parameter name."""
+"""Float32 tensors on the CPU, by parameter name."""
 REMEMBERED_STEPS: Final = 64
-"""Inner steps for which microbatch ids are remembered. A later retry is not admitted."""
+"""Inner steps whose microbatch ids are remembered. A microbatch retried later is refused."""
+# Adam's second moment is noisy until it has seen some gradients.
 RAMP_STEPS: Final = 10
-"""Inner steps over which a fresh optimizer reaches the scheduled rate: Adam's second moment has few gradients then."""
+"""Inner steps in which a fresh optimizer reaches the scheduled learning rate."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerState:
     steps: int
     parameters: Mapping[str, ParameterState]
-    """State on the CPU, by name, of the parameters that a step has moved."""
+    """CPU state by name, of the parameters that have been stepped."""
 
 
 def learning_rate(training: TrainingSection, tokens: float) -> float:
-    """The learning rate after `tokens` of the run: linear warm-up, then constant or falling to `final_ratio`."""
+    """Returns the learning rate after `tokens` of the run: linear warm-up, then constant or decay to `final_ratio`."""
     warmup, total = training.schedule_tokens
     peak = training.inner.learning_rate
     if tokens < warmup:
@@ -64,30 +65,30 @@ class Addition(enum.Enum):
 
 
 class Accumulator:
-    """The sum of one part's gradients since the last inner step, each microbatch at most once."""
+    """Gradient sum of one part since the last inner step. Counts each microbatch at most once."""
 
     def __init__(self, part: nn.Module) -> None:
         self.parameters = tuple(part.parameters())
         self.names = tuple(name for name, _ in part.named_parameters())
         self.packed = packed_weights(part)
         self.visits = 0
-        """Microbatches added since the last step, less those taken back."""
+        """Microbatches added since the last step, minus those retracted."""
         self.tokens = 0
-        """Tokens of these microbatches. Negative if more were taken back than added."""
+        """Tokens of these microbatches. Negative if more were retracted than added."""
         self.labels = 0
         self.sums = tuple(torch.zeros(p.shape, dtype=_sum_type(p), device=p.device) for p in self.parameters)
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
 
     def has(self, microbatch: MicrobatchId) -> bool:
-        """Whether the microbatch is in the current sum or went into one of the remembered steps."""
+        """Tells whether the microbatch is in the current sum or in one of the remembered steps."""
         return microbatch in self._current or self.has_applied(microbatch)
 
     def has_applied(self, microbatch: MicrobatchId) -> bool:
         return any(microbatch in step for step in self._recent)
 
     def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> Addition:
-        """Adds a microbatch's gradients in the order of the parameters, all or nothing. `labels`: 0 for all tokens."""
+        """Adds all of a microbatch's gradients, in parameter order, or none. `labels` 0: every token is a label."""
         if self.has(microbatch):
             return Addition.DUPLICATE
         if not are_finite(gradients):
@@ -97,21 +98,22 @@ class Accumulator:
         return Addition.ADDED
 
     def promise(self, microbatch: MicrobatchId, tokens: int, labels: int = 0) -> None:
-        """Counts a microbatch whose caller adds the gradients to `sums`, or by `add_to`, before the next step."""
+        """Counts a microbatch whose gradients the caller adds to `sums` or by `add_to` before the next step."""
         self._current.add(microbatch)
         self._count(1, tokens, labels)
 
     def break_promise(self, microbatch: MicrobatchId, tokens: int, labels: int = 0) -> None:
-        """Undoes `promise`; nothing of the microbatch's gradient has been added."""
+        """Undoes `promise`, if no gradient of the microbatch was added."""
         self._current.remove(microbatch)
         self._count(-1, tokens, labels)
 
     def add_to(self, place: int, rows: slice, gradient: Tensor, tokens: int) -> None:
-        """Adds a part of a gradient that was promised: of some rows of one of the parameters, and finite."""
-        self.sums[place][rows].add_(gradient, alpha=tokens)  # computed in the wider type of the two
+        """Adds finite gradients for some rows of parameter `place`, for a microbatch that was promised."""
+        self.sums[place][rows].add_(gradient, alpha=tokens)  # computes in the wider dtype
 
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> bool:
-        """Takes a microbatch's gradients back, after a step in the next sum. Returns False if it is not remembered."""
+        """Subtracts a microbatch's gradients, even after a step. Returns False if the microbatch is not remembered."""
+        # The microbatch may be in the current sum, or in an earlier one.
         added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
         if added is None or not are_finite(gradients):
             return False
@@ -126,10 +128,12 @@ class Accumulator:
         self.labels += visits * (labels or tokens)
 
     def hand_over_mean(self) -> None:
-        """Adds the mean over the visits' labels to the parameters' `.grad`. Tied embeddings get two means."""
+        """Adds the mean per label to each parameter's `.grad`. Tied embeddings receive the means of both parts."""
+        # More was retracted than added, so there is no mean.
         if self.tokens <= 0 or self.labels <= 0:
             return
-        # Sums as wide as the parameters become the gradients; beside others there must be room before any is divided.
+        # Sums of the parameter's dtype become the gradients in place. Allocate the others before any sum is divided, so
+        # that running out of memory changes nothing.
         means = [
             total if total.dtype is parameter.dtype else torch.empty_like(total, dtype=parameter.dtype)
             for parameter, total in zip(self.parameters, self.sums, strict=True)
@@ -141,7 +145,7 @@ class Accumulator:
             parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
     def start_over(self) -> None:
-        """Starts a new sum, and remembers the microbatches of the old one."""
+        """Starts a new sum and remembers the microbatches of the old one."""
         for parameter, total in zip(self.parameters, self.sums, strict=True):
             parameter.grad = None
             total.zero_()
@@ -152,7 +156,7 @@ class Accumulator:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """The figures of one inner step, for logs and metrics."""
+    """Figures of one inner step for logs and metrics."""
 
     step: int
     visits: tuple[int, ...]
@@ -164,15 +168,15 @@ class StepFigures:
 
 
 class InnerOptimizer:
-    """The optimizer of one module's float32 parameters: AdamW, and the manifest's rule for the blocks' matrices.
+    """Optimizer of one module's float32 parameters: the manifest's rule for block matrices, AdamW for the rest.
 
-    The parts of stage 0 step together and are clipped as one.
+    Both parts of stage 0 step together and share one gradient norm for clipping.
 
     Args:
-        step_tokens: tokens of a step of this module; None for `training.inner_tokens`.
-        microbatch_tokens: tokens of one microbatch, at most.
+        step_tokens: tokens per step of this module; None: `training.inner_tokens`.
+        microbatch_tokens: maximum tokens per microbatch.
         demand: share of the run's tokens for this module (`node.model.shapes.demand_of`).
-        submit: takes idle work.
+        submit: schedules work for idle time.
     """
 
     def __init__(
@@ -188,35 +192,35 @@ class InnerOptimizer:
     ) -> None:
         self.steps = 0
         self.tokens = 0
-        """Tokens of all replicas of the module, by which the learning rate is scheduled."""
+        """Tokens of all replicas of the module, which drive the learning rate schedule."""
         self.replicas = 1
-        """Replicas of the module, which are taken to be as fast as this one since the last round."""
+        """Replicas of the module. All are assumed to have been as fast as this one since the last round."""
         self._rule, self._demand = StepRule(step_tokens or training.inner_tokens, microbatch_tokens), demand
         self._ramp = RAMP_STEPS
         self._training = training
         self._accumulators = tuple(accumulators)
-        # Each once: with tied embeddings both parts of stage 0 have the same matrix.
+        # With tied embeddings both parts of stage 0 share one matrix, so remove duplicates.
         self._parameters = list(dict.fromkeys(p for accumulator in accumulators for p in accumulator.parameters))
         self.moments = moments_of(training.inner, moments)
         self.state_bytes = _state_bytes(training.inner, accumulators, self.moments.value)
-        """Bytes of state per parameter on the compute device, once all have been moved."""
+        """Bytes of optimizer state on the compute device once every parameter was stepped."""
         self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
         for rule in self.rules:
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         self.before_step: Callable[[], None] = lambda: None
-        """Called at the beginning of each inner step, for the outer step of a lone replica."""
+        """Runs at the start of each inner step; a replica that is alone applies its outer step here."""
         self.before_change: Callable[[], None] = lambda: None
-        """Called before parameters or state change, so that a copy in progress can finish."""
+        """Runs before parameters or state change, so that a copy in progress can finish."""
 
     @property
     def due(self) -> bool:
         return all(self._rule.is_complete(accumulator.tokens) for accumulator in self._accumulators)
 
     def step(self) -> StepFigures:
-        """Takes one inner step with the mean gradient of each part's tokens. Raises SkipstoneError without visits."""
+        """Steps with the mean gradient. Raises SkipstoneError if no microbatch was added."""
         visits = tuple(accumulator.visits for accumulator in self._accumulators)
         if not any(visits):
-            raise SkipstoneError("an inner step without a single visit was asked for")
+            raise SkipstoneError("an inner step needs at least one microbatch")
         self.before_step()
         self.before_change()
         tokens = max(accumulator.tokens for accumulator in self._accumulators)
@@ -226,6 +230,7 @@ class InnerOptimizer:
             accumulator.hand_over_mean()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm)
         self.steps += 1
+        # The schedule follows the tokens of the whole module, and all replicas are assumed equally fast.
         self.tokens += max(0, tokens) * self.replicas
         self._ramp = min(RAMP_STEPS, self._ramp + 1)
         rate = learning_rate(self._training, self.tokens / self._demand) * (self._ramp / RAMP_STEPS)
@@ -236,12 +241,12 @@ class InnerOptimizer:
         return StepFigures(self.steps, visits, tokens, norm.item(), rate)
 
     def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
-        """A copy of the state on the CPU, by the names that the module has for its parameters (`parameters_of`)."""
+        """Copies the state to the CPU, keyed by the module's parameter names (`parameters_of`)."""
         shared = self.shared_state(names)
         return InnerState(shared.steps, {name: _copy(state) for name, state in shared.parameters.items()})
 
     def shared_state(self, names: Mapping[str, Tensor]) -> InnerState:
-        """The state as `export_state` gives it, in the memory in which it changes, on its device."""
+        """Returns the live state on its device, keyed like `export_state`. Later steps change it."""
         by_parameter = {
             parameter: rule.exported(state) for rule in self.rules for parameter, state in rule.states.items()
         }
@@ -254,12 +259,12 @@ class InnerOptimizer:
         return frozenset(self._named(names))
 
     def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
-        """Restores an exported state. Raises StateError, with nothing changed, if it is of another module or rule."""
+        """Restores an exported state. Raises StateError, changing nothing, if it belongs to another module or rule."""
         named = self._named(names)
         rules = {parameter: rule for rule in self.rules for parameter in rule.parameters}
         for name, state in saved.parameters.items():
             if name not in named or not _fits(state, rules[named[name]], named[name]):
-                raise StateError("the saved optimizer is of another model or another inner.name")
+                raise StateError("the saved optimizer state belongs to another model or another inner.name")
         self.before_change()
         self.steps = saved.steps
         self._forget()
@@ -268,12 +273,12 @@ class InnerOptimizer:
             rules[parameter].states[parameter] = rules[parameter].restored(parameter, _copied_to(parameter, state))
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-        """The parameters by name, without a router's tables. Memory tells them apart: named ones are detached."""
+        """Maps names to own parameters, leaving out a router's tables. Compares data pointers: `names` are detached."""
         own = {parameter.data_ptr(): parameter for parameter in self._parameters}
         return {name: own[tensor.data_ptr()] for name, tensor in names.items() if tensor.data_ptr() in own}
 
     def start_anew(self, steps: int, tokens: int) -> None:
-        """Forgets the moments, as the parameters have been replaced, and ramps the learning rate up over RAMP_STEPS."""
+        """Resets moments and counters after the parameters were replaced, and ramps the learning rate up again."""
         self.before_change()
         self.steps, self.tokens = steps, tokens
         self._ramp = 0
@@ -287,7 +292,7 @@ class InnerOptimizer:
 def _rules(
     inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit, moments: MomentType
 ) -> tuple[InnerRule[Any], ...]:
-    """The rules of the manifest's optimizer, which have all parameters among them."""
+    """Returns the optimizer rules, which together cover all parameters."""
     names = _names(accumulators)
     matrices = {parameter: None for parameter, name in names.items() if is_block_matrix(name, tuple(parameter.shape))}
     others = [parameter for parameter in names if parameter not in matrices]
@@ -302,7 +307,7 @@ def _rules(
 
 
 def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
-    """Of each parameter; tied embeddings have that of the embedding."""
+    """Names each parameter once. Tied embeddings get the name of the embedding."""
     names: dict[nn.Parameter, str] = {}
     for accumulator in accumulators:
         for name, parameter in zip(accumulator.names, accumulator.parameters, strict=True):
@@ -318,7 +323,7 @@ def _state_bytes(inner: InnerSection, accumulators: Sequence[Accumulator], momen
 def optimizer_bytes(
     inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType = MomentType.FLOAT32
 ) -> int:
-    """The bytes of the manifest's optimizer's state of one parameter, on the compute device."""
+    """Returns the bytes of optimizer state for one parameter on the compute device."""
     if moments_of(inner, moments).value is MomentType.EIGHT_BIT and has_eight_bits(name, shape):
         return EightBitAdamW.state_bytes(shape)
     if inner.name == "adamw" or not is_block_matrix(name, shape):
@@ -348,7 +353,7 @@ def inner_optimizer(
     submit: Submit = AtDeadline,
     moments: MomentType = MomentType.FLOAT32,
 ) -> InnerOptimizer:
-    """Makes the optimizer of one of the run's modules; the last two as of `InnerOptimizer`."""
+    """Builds the optimizer of one of the run's modules. `submit` and `moments` are those of InnerOptimizer."""
     return InnerOptimizer(
         manifest.training,
         accumulators,
@@ -362,24 +367,25 @@ def inner_optimizer(
 
 @torch.no_grad()
 def fold(sums: Sequence[Tensor], gradients: Sequence[Tensor], weight: int) -> None:
-    """Adds `weight` times the gradients to the sums. Has all memory before the first is added."""
+    """Adds `weight` times the gradients to the sums. Allocates all memory before the first addition."""
     if not sums:
         return
     if all(total.dtype is gradient.dtype for total, gradient in zip(sums, gradients, strict=True)):
         for total, gradient in zip(sums, gradients, strict=True):
             total.add_(gradient, alpha=weight)
         return
+    # One buffer, as large as the largest sum, widens each gradient in turn.
     room = sums[0].new_empty(max(total.numel() for total in sums))
     for total, gradient in zip(sums, gradients, strict=True):
         total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=weight)
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether every element is finite: the norm is not if one is not. A norm beyond float32 counts as not finite."""
+    """Tells whether all elements are finite. A norm that overflows float32 counts as not finite."""
     return math.isfinite(torch.nn.utils.get_total_norm(gradients).item())
 
 
 def _sum_type(parameter: Tensor) -> torch.dtype:
-    # Float64 makes the sum independent of the order of microbatches, so that a swarm agrees with one process. A card
-    # has little memory, and adds in no fixed order anyway.
+    # In float64 the sum does not depend on the order of microbatches, so that a swarm agrees with a single process. A
+    # GPU has less memory and adds in no fixed order anyway.
     return torch.float64 if parameter.device.type == "cpu" else parameter.dtype

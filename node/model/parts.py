@@ -1,6 +1,6 @@
-"""The parts of a model: block stacks, and the embedding and head, which stage 0 has at both ends of a path.
+"""Parts of the model: block stacks, and stage 0's embedding and head, which start and end every path.
 
-Parameters have the names of the whole model (`model.layers.5.mlp.up_proj.weight`).
+Parameters have their names in the whole model (`model.layers.5.mlp.up_proj.weight`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from protocol.manifest.manifest import Manifest, ModelSection
 from swarm.vocabulary.types import ModuleId
 
 LOGITS_AT_ONCE: Final = 2**25
-"""Elements of the logits held at a time: 128 MiB in float32."""
+"""Logits in memory at a time, in elements (128 MiB in float32)."""
 
 HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Element type of hidden states and matrix products by `model.dtype`."""
+"""Dtype of hidden states and matrix products by `model.dtype`."""
 
 
 class BlockStack(nn.Module):
-    """Consecutive blocks from the model's block `first` on, [rows, tokens, hidden] to the same."""
+    """Consecutive blocks, starting at the model's block `first`. Maps [rows, tokens, hidden] to the same shape."""
 
     def __init__(self, section: ModelSection, first: int, count: int) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class BlockStack(nn.Module):
         return _through(self.model["layers"], hidden, self.rotary, documents)
 
     def split_weights(self) -> None:
-        """Splits the weights of all linear layers (`node.model.blocks.Linear.split`), with what that asks for."""
+        """Calls `Linear.split` on every linear layer."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.split()
 
 
 class EmbeddingPart(nn.Module):
-    """The part of stage 0 before the first hop: the embedding and stage 0's own blocks, if it has any."""
+    """Part of stage 0 before the first hop: the embedding and stage 0's blocks, if any."""
 
     def __init__(self, section: ModelSection, blocks: int) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class EmbeddingPart(nn.Module):
         self.hidden_type = HIDDEN_TYPES[section.dtype]
 
     def forward(self, tokens: Tensor, documents: Documents = ()) -> Tensor:
-        """Maps tokens [rows, tokens] int64 to hidden states [rows, tokens, hidden]."""
+        """Maps int64 tokens [rows, tokens] to hidden states [rows, tokens, hidden]."""
         hidden = self.model["embed_tokens"](tokens).to(self.hidden_type)
         return _through(self.model["layers"], hidden, self.rotary, documents)
 
 
 class HeadPart(nn.Module):
-    """The part of stage 0 after the last hop: final norm, vocabulary, loss."""
+    """Part of stage 0 after the last hop: final norm, LM head and loss."""
 
     def __init__(self, section: ModelSection, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
@@ -74,14 +74,14 @@ class HeadPart(nn.Module):
         return norm
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Maps [..., hidden] to float32 [..., vocabulary]."""
+        """Maps hidden states [..., hidden] to float32 logits [..., vocabulary]."""
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits.float()
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean cross entropy in nats per token, a float32 scalar.
+        """Returns the mean cross entropy in nats per token (float32 scalar).
 
-        `hidden` is [rows, tokens, hidden], `labels` [rows, tokens] int64.
+        `hidden` is [rows, tokens, hidden], `labels` int64 [rows, tokens].
         """
         normed = self.norm(hidden).flatten(0, -2)
         loss: Tensor = SummedLoss.apply(normed, self.lm_head.weight, labels.flatten(), self.logits_at_once)  # type: ignore[no-untyped-call]
@@ -94,13 +94,13 @@ def _layers(section: ModelSection, first: int, count: int) -> nn.ModuleDict:
 
 def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary, documents: Documents) -> Tensor:
     angles = rotary(hidden.shape[1], documents, dtype=hidden.dtype)
-    for block in layers.children():  # a ModuleDict keeps the order of insertion, which is the order of depth
+    for block in layers.children():  # a ModuleDict keeps insertion order, which is by depth
         hidden = block(hidden, angles, documents)
     return hidden
 
 
 def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
-    """Builds the module of a stage other than 0. Raises ValueError if the manifest has no such module."""
+    """Builds a module of any stage but 0. Raises ValueError if the manifest has no such module."""
     if module.stage == 0 or not manifest.has(module):
         raise ValueError(f"module {module} is not a stack of blocks of this run")
     blocks = manifest.stages.blocks
@@ -116,7 +116,7 @@ def build_embedding(manifest: Manifest) -> EmbeddingPart:
 
 
 def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> HeadPart:
-    """Builds stage 0's head. Tied embeddings need `embedding`."""
+    """Builds stage 0's head. Tied embeddings require `embedding`."""
     part = HeadPart(manifest.model)
     if not manifest.model.tied_embeddings:
         _fill(manifest, part)
@@ -129,7 +129,7 @@ def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> He
 
 @torch.no_grad()
 def _fill(manifest: Manifest, part: nn.Module) -> None:
-    """With the weights that follow from the seed; those of an existing model are put there by who has them."""
+    """Fills the weights from the seed. If the run starts from a model, fills with zeros to be replaced."""
     if manifest.start is None:
         initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
     else:

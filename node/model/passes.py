@@ -1,4 +1,4 @@
-"""One part's visit by one microbatch: a forward pass, and a backward pass when the gradient comes back."""
+"""Forward and backward passes of one part for one microbatch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from node.model.optimizers.packed import NarrowCopy
 from node.model.parts import HeadPart
 
 FAR_FROM_OVERFLOW: Final = 1e30
-"""Far below the largest float32 and bfloat16, 3e38."""
+"""Limit of a gradient bound, far below the largest float32 and bfloat16 (3e38)."""
 
 Around = Callable[[], AbstractContextManager[object]]
-"""Context in which each thread computes a forward pass."""
+"""Makes the context in which each thread computes a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visit:
-    """The state between forward and backward: the detached input, and the output with its graph."""
+    """State between forward and backward: the detached input, and the output with its graph."""
 
     source: Tensor
     result: Tensor
@@ -33,35 +33,35 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """The results of backward. `source` is None for the embedding, whose input is tokens."""
+    """Gradients of a backward pass. `source` is None for the embedding, whose input is tokens."""
 
     source: Tensor | None
     parameters: tuple[Tensor, ...]
 
 
 class Passes(Protocol):
-    """The passes of one part, on whatever devices compute it."""
+    """Passes of one part, on any number of devices."""
 
     def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
-        """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph."""
+        """Computes the part on `source` [rows, tokens(, hidden)] and keeps the graph."""
 
     def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
-        """Computes the gradients of the visit's input and of the part's parameters; frees the graph."""
+        """Computes the gradients of the input and the parameters, and frees the graph."""
 
     def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor: ...
 
     def parameters_changed(self) -> None:
-        """Notes that the parameters have changed; graphs from before are of no use any more."""
+        """Records that the parameters changed. Graphs made before become invalid."""
 
     def storages(self) -> set[int]:
-        """Where the memory of parameters and constants begins."""
+        """Returns the data pointers of parameters and constants."""
 
     def weights(self) -> tuple[Tensor, ...]:
-        """The tensors that represent the parameters in graphs, changed in place. Empty if they cannot be replaced."""
+        """Returns the tensors that represent the parameters in graphs and change in place. Empty if not replaceable."""
 
 
 class OneDevice:
-    """The passes of a part on the device where it is."""
+    """Passes of a part on its own device."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
@@ -78,7 +78,7 @@ class OneDevice:
         return result
 
     def parameters_changed(self) -> None:
-        """Nothing is kept of them here."""
+        """Does nothing: no copies to refresh."""
 
     def storages(self) -> set[int]:
         return storages(self._part)
@@ -88,15 +88,15 @@ class OneDevice:
 
 
 class HeadPasses(Protocol):
-    """The passes of the head, on whatever devices compute it."""
+    """Passes of the head, on any number of devices."""
 
     def loss(self, hidden: Tensor, labels: Tensor) -> float:
         """Computes the mean loss in nats per token of `hidden` [rows, tokens, hidden], without a graph."""
 
     def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
-        """Computes mean loss and gradients, and adds `weight` times those of the parameters to `sums`, if any.
+        """Computes loss and gradients, and adds `weight` times the parameter gradients to `sums` if there are any.
 
-        Returns None, with nothing added, if the gradients may not be finite.
+        Returns None, adding nothing, if the gradients may not be finite.
         """
 
     def parameters_changed(self) -> None: ...
@@ -104,16 +104,16 @@ class HeadPasses(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadVisit:
-    """The results of the head's two passes."""
+    """Results of the head's forward and backward pass."""
 
     loss: float
     source: Tensor
     take_back: Callable[[], None]
-    """Subtracts what has been added to the sums, up to their rounding."""
+    """Subtracts the added gradients from the sums, up to rounding."""
 
 
 class OneHead:
-    """The passes of the head on the device where it is."""
+    """Passes of the head on its own device."""
 
     def __init__(self, head: HeadPart) -> None:
         self._head = head
@@ -128,6 +128,7 @@ class OneHead:
             return None
         head, count = self._head, labels.numel()
         visit = forward(head.norm, hidden)
+        # One narrow copy per step is cheaper than a cast per microbatch.
         if head.lm_head.narrow is None and hidden.dtype is not head.lm_head.weight.dtype:
             head.lm_head.narrow = NarrowCopy(head.lm_head.weight, hidden.dtype)
         normed, matrix = visit.result.detach().flatten(0, -2), head.lm_head.matrix(hidden.dtype).detach()
@@ -148,6 +149,7 @@ class OneHead:
             assert of_norm.source is not None
             found = HeadVisit(float(loss.item()) / count, of_norm.source, take_back)
         except BaseException:
+            # Leave the sums as they were, so that a retry counts once.
             if sums:
                 added(-weight)
             raise
@@ -161,7 +163,7 @@ class OneHead:
             self._head.lm_head.narrow.changed()
 
     def _bounded(self) -> bool:
-        """Whether logits and gradients of any finite hidden states are far from overflowing (Cauchy and Schwarz)."""
+        """Tells whether finite hidden states give logits and gradients far from overflow (by Cauchy-Schwarz)."""
         if self._is_bounded is None:
             matrix, scale = self._head.lm_head.weight.detach(), self._head.norm.weight.detach()
             length = torch.linalg.vector_norm(matrix) * torch.linalg.vector_norm(scale, ord=float("inf"))
@@ -170,7 +172,7 @@ class OneHead:
 
 
 def storages(part: nn.Module) -> set[int]:
-    """Where the memory of a part's parameters begins."""
+    """Returns the data pointers of a part's parameters."""
     return {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
 
 
@@ -184,7 +186,7 @@ def forward(part: nn.Module, source: Tensor, *constants: object, around: Around 
 
 
 def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> Gradients:
-    """Computes the gradients of input and parameters, and frees the graph. `gradient`: None for a loss."""
+    """Computes the gradients of input and parameters, and frees the graph. `gradient` is None for a loss."""
     parameters = list(part.parameters())
     if not visit.source.requires_grad:
         return Gradients(None, gradients_of(visit, gradient, parameters))
@@ -195,15 +197,15 @@ def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> G
 def gradients_of(
     visit: Visit, gradient: Tensor | None, wanted: Sequence[Tensor] | Sequence[GradientEdge]
 ) -> tuple[Tensor, ...]:
-    """Computes only the wanted gradients of a visit, and frees the graph. `gradient` as in `backward`."""
+    """Computes only the wanted gradients and frees the graph. `gradient` is None for a loss."""
     end = visit.result if gradient is None else _End.apply(visit.result, gradient)  # type: ignore[no-untyped-call]
     return torch.autograd.grad(end, wanted)
 
 
 class _End(torch.autograd.Function):
-    """A scalar whose gradient for `result` is the given one."""
+    """Scalar whose gradient for `result` is the given one."""
 
-    # `torch.autograd.grad` with a gradient would import sympy to compare shapes: 0.6 s and 34 MB for every node.
+    # Passing the gradient to `torch.autograd.grad` would import sympy to compare shapes: 0.6 s and 34 MB in every node.
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, gradient: Tensor) -> Tensor:

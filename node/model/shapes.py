@@ -1,4 +1,4 @@
-"""The names and shapes of a module's parameters, from the manifest alone."""
+"""Names and shapes of a module's parameters, derived from the manifest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Shape = tuple[int, ...]
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
-"""Name of the head's matrix if it is not the embedding."""
+"""Name of the LM head if it is not tied to the embedding."""
 BYTES_PER_PARAMETER: Final = 4
 LEAST_ELEMENTS: Final = 4096
-"""Smallest matrix whose moments may have 8 bits, as in bitsandbytes."""
+"""Smallest matrix whose moments may have 8 bits, in elements (as in bitsandbytes)."""
 
 
 def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
-    """The shape of every parameter of the module by name. Raises ValueError if the manifest has no such module."""
+    """Returns the shape of every parameter of the module. Raises ValueError if the manifest has no such module."""
     if not manifest.has(module):
         raise ValueError(f"this run has no module {module}")
     blocks, model = manifest.stages.blocks, manifest.model
@@ -42,12 +42,12 @@ def is_block_matrix(name: str, shape: Shape) -> bool:
 
 
 def has_eight_bits(name: str, shape: Shape) -> bool:
-    """Whether moments may have 8 bits: large matrices but the embedding (arXiv:2110.02861, section 2.3)."""
+    """Tells whether a parameter's moments may have 8 bits: large matrices except embeddings (arXiv:2110.02861, 2.3)."""
     return len(shape) == 2 and name != EMBEDDING and math.prod(shape) >= LEAST_ELEMENTS
 
 
 def demand_of(manifest: Manifest, module: ModuleId) -> float:
-    """The module's share of the run's tokens. With unequal visits that of the mean stage."""
+    """Returns the module's share of the run's tokens, assuming that all stages are visited equally often."""
     stages = manifest.stages
     return stages.visited_per_path / (stages.count - 1) / stages.experts_at(module.stage) if module.stage else 1.0
 

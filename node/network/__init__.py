@@ -1,1 +1,1 @@
-"""This peer's presence in a run: session, membership, dispatcher, client."""
+"""One node in its run: session, membership, dispatcher and client."""

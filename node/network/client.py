@@ -16,6 +16,7 @@ from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import ModuleId, PeerId
 
 STATUS_TIMEOUT_S = 5.0
+# The data node runs the whole model over the held-out text.
 EVALUATION_TIMEOUT_S = 600.0
 
 
@@ -55,7 +56,7 @@ async def query_evaluation(
 
 
 async def _peer_status(session: NetworkSession, said: Announcement) -> PeerStatus:
-    """What a peer announces, and what it answers when asked."""
+    """Combines a peer's announcement with its answer, if it gives one."""
     answered, question = None, Question(QuestionAbout.STATUS)
     with suppress(PeerError):
         answered = parse_status(await session.transport.ask(said.peer, question, STATUS_TIMEOUT_S))

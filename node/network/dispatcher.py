@@ -1,4 +1,4 @@
-"""Dispatch of what the links bring to the part of the node that has registered for it."""
+"""Dispatch of messages from links to the registered parts of the node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 class TensorReceiver(Protocol):
-    """The receiver of tensors of some types of messages. As `protocol.interfaces.transport.LinkHandler`."""
+    """Receiver of tensors for some message types, as `protocol.interfaces.transport.LinkHandler`."""
 
     def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal: ...
 
@@ -34,7 +34,7 @@ class TensorReceiver(Protocol):
 
 
 class Dispatcher:
-    """`LinkHandler` that hands each message to the part registered for its type, and refuses or drops the others."""
+    """`LinkHandler` that passes each message to the part registered for its type, and refuses or drops the others."""
 
     def __init__(self, own: LocalPeer, membership: Membership) -> None:
         self._own = own
@@ -70,7 +70,7 @@ class Dispatcher:
         ]
         with ExitStack() as undo:
             for table, added in tables:
-                assert not table.keys() & added.keys(), "somebody receives these already"
+                assert not table.keys() & added.keys(), "these types have a receiver already"
                 table |= added
                 undo.callback(_take_out, table, added)
             for registered, callback in callbacks:
@@ -82,9 +82,10 @@ class Dispatcher:
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
         receiver = self._tensors.get(type(message))
         if receiver is None:
-            return Refusal(False, "nobody takes this here")
+            return Refusal(False, "this node has no receiver for this message")
+        # A stranger must not make us reserve buffers of a round.
         if isinstance(message, RoundPiece) and not self._is_replica(sender):
-            return Refusal(False, "only replicas of a module have a part in its rounds")
+            return Refusal(False, "only replicas of this module take part in its rounds")
         return receiver.admit(sender, message, tensor)
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
@@ -105,7 +106,7 @@ class Dispatcher:
         if self._messages.keys().isdisjoint(TOPICS[topic]):
             return False
         match topic:
-            case Topic.MICROBATCHES | Topic.STATE:  # visitors fetch state, too
+            case Topic.MICROBATCHES | Topic.STATE:  # visitors fetch state too
                 return True
             case Topic.ROUNDS:
                 return self._is_replica(sender)
@@ -122,10 +123,11 @@ class Dispatcher:
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         answer = self._answers.get(question.about)
         if answer is None:
-            raise Rejected(f"this peer does not answer questions about its {question.about.value}")
+            raise Rejected(f"this peer does not answer questions about {question.about.value}")
         return await answer(sender, question)
 
     def link_up(self, peer: PeerId) -> None:
+        # Copied, because a callback may unregister itself.
         for tell in list(self._on_link_up):
             tell(peer)
 
@@ -134,7 +136,7 @@ class Dispatcher:
             tell(peer, error)
 
     def _is_replica(self, peer: PeerId) -> bool:
-        """Whether it says that it hosts our module."""
+        """Whether the peer announces our module."""
         return self._own.module is not None and self._membership.hosts(peer, self._own.module)
 
 

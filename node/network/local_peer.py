@@ -1,4 +1,4 @@
-"""This node's current state, from which its announcements are made."""
+"""Current state of this node, from which its announcements are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LocalPeer:
-    """The mutable state of this node; read whenever an announcement is due."""
+    """Mutable state of this node; read whenever an announcement is due."""
 
     run: RunId
     peer: PeerId
@@ -34,12 +34,12 @@ class LocalPeer:
     steps: int = 0
     anchor: AnchorVersion | None = None
     reach: Standing = NOT_LOOKED
-    via: tuple[PeerId, ...] = ()  # Peers that can call it
-    relay: str = ""  # Multiaddr at which it serves tunnels; or empty
-    memory_bytes: int = 0  # For a module (`Room.announced`), of the machine
-    device_bytes: int = 0  # Of its compute device
-    visits: Callable[[], tuple[int, ...]] = tuple  # Launched by stage, of a data node
-    incarnation: int = field(init=False)  # Start of this life
+    via: tuple[PeerId, ...] = ()  # Peers that can pass calls on to it
+    relay: str = ""  # Multiaddr at which it relays tunnels; empty if it does not
+    memory_bytes: int = 0  # Main memory free for a module (`Room.announced`)
+    device_bytes: int = 0  # Memory free on the compute device
+    visits: Callable[[], tuple[int, ...]] = tuple  # Microbatches that a data node launched, by stage
+    incarnation: int = field(init=False)  # Start time of this process, in Unix milliseconds
     _sequence: int = field(default=0, init=False)
     _began: float = field(init=False)  # Monotonic
 
@@ -48,15 +48,15 @@ class LocalPeer:
         self._began = self.clock.monotonic()
 
     def take(self, module: ModuleId) -> None:
-        """Takes a module; what is known of its replica here is still to come."""
+        """Takes a module and clears the figures of the previous one."""
         self.state, self.module = PeerState.JOINING, module
         self.slots, self.used_slots, self.visits = 0, lambda: 0, tuple
         self.speed, self.steps, self.anchor = NO_SPEED, 0, None
 
     def announcement(self) -> Announcement:
-        """A new announcement of the current state."""
-        # The sequence counts lived time, so that it rises whatever is done to the wall clock, which dates only the
-        # expiry.
+        """Makes a new announcement of the current state."""
+        # The sequence counts process time, so it rises even if the wall clock is set back. The wall clock dates only
+        # the expiry.
         lived_ms = int((self.clock.monotonic() - self._began) * 1000)
         self._sequence = max(self._sequence + 1, self.incarnation + lived_ms)
         return Announcement(
@@ -85,27 +85,25 @@ class LocalPeer:
 
 
 class OwnRecord:
-    """This node's signed record, always of the current state."""
+    """Signed record of this node's current state."""
 
     def __init__(self, own: LocalPeer, identity: Identity) -> None:
         self._own = own
         self._identity = identity
-        self._last = b""  # The last encodable one
+        self._last = b""  # Last record that could be encoded
         self.is_encodable = True
 
     def fresh(self) -> bytes:
-        """A new signed record, or the last one while the state cannot be encoded."""
+        """Signs a new record; returns the last one while the state cannot be encoded."""
         return self.of(self._own.announcement())
 
     def of(self, announcement: Announcement) -> bytes:
-        """The signed record of this announcement of ours, as `fresh`."""
+        """Signs a record of this announcement of ours, as `fresh`."""
         try:
             self._last = encode_record(announcement, self._identity)
         except ProtocolViolation as error:
             if self.is_encodable:
-                log.warning(
-                    "what this node has to say of itself cannot be said; others go by the last record: %s", error
-                )
+                log.warning("cannot encode this node's record; peers keep the last one: %s", error)
             self.is_encodable = False
         else:
             self.is_encodable = True

@@ -1,4 +1,4 @@
-"""The report of a model's held-out loss, and the paths on which it is asked for."""
+"""Report of a model's held-out loss, and the paths to measure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Route
 from swarm.workload.microbatch_sizes import SizeSummary
 
+# Bounded, because a peer writes it.
 _ROUTE: Final = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}(,[0-9]{1,4}\.[0-9]{1,4}){0,1023}")
 
 
 @dataclass(frozen=True, slots=True)
 class AskedPaths:
-    """The paths of an evaluation: which stages of a model are to be run."""
+    """The paths of an evaluation: which stages of the model run."""
 
     stages_per_path: int | None = None  # None: all
     every_subset: bool = False  # All evenly spread choices, not only the first
 
     def of(self, manifest: Manifest) -> tuple[tuple[int, ...], ...]:
-        """The paths through the stages after stage 0 of each. Raises ConfigError: the run has not so many stages."""
+        """Returns the stages after stage 0 of each path. Raises ConfigError if the run has fewer stages."""
         return chosen_subsets(manifest.stages.count, self.stages_per_path, every=self.every_subset)
 
 
@@ -47,11 +48,11 @@ class HeldOutLoss(RouteLoss):
 
     sizes: SizeSummary | None = None  # Number of microbatches, if known
     routes: Mapping[str, RouteLoss] = field(default_factory=dict)
-    """Of each route, such as `1.0,2.1`; empty without experts."""
+    """Loss by route, such as `1.0,2.1`; empty without experts."""
 
 
 def summed_loss(losses: Sequence[tuple[float, int]]) -> RouteLoss:
-    """The mean over all tokens of losses, each the mean over so many."""
+    """Averages losses over all tokens; each is a mean over its number of tokens."""
     tokens = sum(count for _, count in losses)
     return RouteLoss(math.fsum(loss * count for loss, count in losses) / tokens, tokens, len(losses))
 
@@ -59,7 +60,7 @@ def summed_loss(losses: Sequence[tuple[float, int]]) -> RouteLoss:
 def held_out_loss(
     routes: Sequence[Route], losses: Sequence[tuple[float, int]], sizes: SizeSummary | None = None
 ) -> HeldOutLoss:
-    """The loss of microbatches, each the mean over so many tokens, by the routes that they belong to and in all."""
+    """Averages microbatch losses over tokens, in total and by route."""
     of_routes: dict[str, list[tuple[float, int]]] = {}
     for route, loss in zip(routes, losses, strict=True):
         if route:
@@ -70,7 +71,7 @@ def held_out_loss(
 
 
 def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict[str, Any]:
-    """The report of `eval --json`: loss in nats per token, sizes of the text, and the loss of each path and route."""
+    """Builds the report of `eval --json`: loss in nats per token, sizes of the text, loss per path and route."""
     _, first = measured[0]
     return {
         "loss": math.fsum(each.loss for _, each in measured) / len(measured),
@@ -87,7 +88,7 @@ def answer_of(measured: HeldOutLoss) -> dict[str, Any]:
 
 
 def _mean_of_routes(measured: Sequence[HeldOutLoss]) -> dict[str, Any]:
-    """By route, the mean over the paths as that of the whole text."""
+    """Averages each route's loss over the paths."""
     return {
         name: to_json(replace(first, loss=math.fsum(each.routes[name].loss for each in measured) / len(measured)))
         for name, first in measured[0].routes.items()
@@ -96,14 +97,14 @@ def _mean_of_routes(measured: Sequence[HeldOutLoss]) -> dict[str, Any]:
 
 
 def loss_in(answer: Mapping[str, Any]) -> HeldOutLoss:
-    """Parses the loss in a data node's answer. Raises ProtocolViolation: it is none."""
+    """Parses a data node's answer. Raises ProtocolViolation if it is malformed."""
     loss, tokens, microbatches = (answer.get(key) for key in ("loss", "tokens", "microbatches"))
     if not (isinstance(loss, float) and type(tokens) is int and type(microbatches) is int):
-        raise ProtocolViolation("the answer is not that of an evaluation")
+        raise ProtocolViolation("the answer is not an evaluation")
     said = answer.get("sizes")
     sizes = None if said is None else from_json(SizeSummary, said, "sizes", lenient=True)
     routes = answer.get("routes", {})
     if not (isinstance(routes, dict) and len(routes) <= microbatches and all(map(_ROUTE.fullmatch, routes))):
-        raise ProtocolViolation("the answer's routes are not those of an evaluation")
+        raise ProtocolViolation("the routes in the answer are malformed")
     by_route = {name: from_json(RouteLoss, route, "routes") for name, route in routes.items()}
     return HeldOutLoss(loss, tokens, microbatches, sizes, by_route)

@@ -1,4 +1,4 @@
-"""The exchange of the run's files between peers: its router and its tokenizer."""
+"""Exchange of the run's files between peers: router and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ProtocolViolation, Stalled, StateError
 from swarm.vocabulary.types import PeerId
 
-PEERS_AT_ONCE: Final = 2  # A slow or lying one delays nothing; half of the bytes are wasted
-PIECES_AT_ONCE: Final = 4  # Half of the questions that may be open to a peer
-WHOLE_S: Final = 300.0  # 20 MB, as large as today's are, at 70 kB/s
+PEERS_AT_ONCE: Final = 2  # So that one slow or lying peer delays nothing; half of the bytes are wasted
+PIECES_AT_ONCE: Final = 4  # Half of the questions that a peer allows at a time
+WHOLE_S: Final = 300.0  # A file of 20 MB at 70 kB/s
 
 
 async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: float) -> Router | None:
-    """Asks the visible peers for the router; None if the run has none. Raises Unreachable after `patience_s`."""
+    """Asks visible peers for the router; None if the run has none. Raises Unreachable after `patience_s`."""
     if manifest.routing is None:
         return None
 
@@ -32,11 +32,11 @@ async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: 
         except StateError as error:
             raise ProtocolViolation(str(error)) from None
 
-    return await session.first_answer(ask, lambda peer: True, patience_s, "has given this run's router", ASKED_AT_ONCE)
+    return await session.first_answer(ask, lambda peer: True, patience_s, "gave this run's router", ASKED_AT_ONCE)
 
 
 async def fetch_tokenizer(session: NetworkSession, sha256: str, patience_s: float) -> bytes:
-    """Asks the visible peers for the tokenizer's file, each liar once. Raises Unreachable after `patience_s`."""
+    """Asks visible peers for the tokenizer's file, each liar once. Raises Unreachable after `patience_s`."""
     liars = set[PeerId]()
 
     async def ask(peer: PeerId) -> bytes:
@@ -44,24 +44,24 @@ async def fetch_tokenizer(session: NetworkSession, sha256: str, patience_s: floa
             async with asyncio.timeout(WHOLE_S):
                 content = await _pieces(session, peer)
         except TimeoutError:
-            raise Stalled(f"it has not given the tokenizer's file within {WHOLE_S:g} s") from None
-        # A piece proves nothing by itself: nothing is parsed before the hash of the whole is the manifest's.
+            raise Stalled(f"it did not send the tokenizer's file within {WHOLE_S:g} s") from None
+        # A single piece cannot be checked, so parse nothing before the whole file matches the manifest's hash.
         if hashlib.sha256(content).hexdigest() != sha256:
             liars.add(peer)
-            raise ProtocolViolation("it has given another tokenizer than the run's")
+            raise ProtocolViolation("it sent a tokenizer other than the run's")
         return content
 
-    what = "has given this run's tokenizer"
+    what = "gave this run's tokenizer"
     return await session.first_answer(ask, lambda peer: peer not in liars, patience_s, what, PEERS_AT_ONCE)
 
 
 def router_given(session: NetworkSession, router: Router | None) -> AbstractContextManager[None]:
-    """Answers questions about the router, within the block."""
+    """Answers questions about the router within the block."""
     return _given(session, QuestionAbout.ROUTER, None if router is None else router.to_bytes())
 
 
 def tokenizer_given(session: NetworkSession, content: bytes | None) -> AbstractContextManager[None]:
-    """Answers questions about the tokenizer, within the block. `content` was checked against the manifest's hash."""
+    """Answers questions about the tokenizer within the block. `content` already matches the manifest's hash."""
     return _given(session, QuestionAbout.TOKENIZER, content)
 
 
@@ -79,7 +79,7 @@ def _given(session: NetworkSession, about: QuestionAbout, content: bytes | None)
 
 
 async def _pieces(session: NetworkSession, peer: PeerId) -> bytes:
-    """All that the peer gives up to the first piece that is not full; at most MAX_TOKENIZER_PIECES."""
+    """Downloads pieces up to the first short one; at most MAX_TOKENIZER_PIECES."""
     found = bytearray()
     for first in range(0, MAX_TOKENIZER_PIECES, PIECES_AT_ONCE):
         async with task_scope() as tasks:

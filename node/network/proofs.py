@@ -14,16 +14,16 @@ from swarm.membership.rebalancing import LEAST_VOUCHED, proven_by
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 
-REMEMBERED_MICROBATCHES: Final = 1024  # Remembered so that their data nodes are asked
+REMEMBERED_MICROBATCHES: Final = 1024  # Recent microbatches whose data nodes are asked
 ASKED_DATA_NODES: Final = 8
-MAX_VOUCHED: Final = 256  # By one data node
-MOST: Final = 0.5  # Data nodes asked if none has given us work
+MAX_VOUCHED: Final = 256  # Replicas confirmed by one data node
+MOST: Final = 0.5  # Required share of data nodes if none has given us work
 ASK_TIMEOUT_S: Final = 5.0
 ASK_AGAIN_S: Final = 5.0
 
 
 class Vouched:
-    """The replicas for which a data node vouches: whose visits have come home, the last ones."""
+    """The replicas whose visits a data node completed last."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[PeerId, None] = OrderedDict()
@@ -50,19 +50,19 @@ class Proofs:
 
     @property
     def proven(self) -> frozenset[PeerId]:
-        """The replicas that are proven to work, as of the last `refresh`, and of the last round."""
+        """Replicas proven to work by the last `refresh` and the last round."""
         return self._measured | self._in_round
 
     def shared_round(self, contributors: frozenset[PeerId]) -> None:
-        """Notes the others who contributed to the round that made our anchor; nobody where it was made otherwise."""
+        """Notes the other contributors of the round that made our anchor; empty if it came another way."""
         self._in_round = contributors
 
     def worked_on(self, microbatch: MicrobatchId) -> None:
-        """Notes that our gradient of a data node's microbatch counts."""
+        """Notes that our gradient of this microbatch counts."""
         self._work.append(microbatch.data_node)
 
     async def refresh(self) -> None:
-        """Asks the data nodes, unless that was done a moment ago; those that do not answer have no say."""
+        """Asks data nodes whose visits they completed, unless that was done a moment ago."""
         now = self._session.own.clock.monotonic()
         if now - self._asked_at < ASK_AGAIN_S:
             return
@@ -72,12 +72,13 @@ class Proofs:
         async def ask(peer: PeerId) -> None:
             try:
                 answer = await self._session.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
+                # Bounded, so that a data node cannot confirm a crowd of invented peers.
                 words[peer] = frozenset(map(PeerId, parse_status(answer).measured[:MAX_VOUCHED]))
             except PeerError:
                 return
 
-        # One that was given no work yet leaves nothing that rests on it alone. If it heard nobody either, a stage that
-        # has stopped would keep it for ever: who works may not leave it, and it may not leave who works.
+        # A node without work asks all data nodes. Otherwise a stalled module could hold a node forever: it may not
+        # leave unproven replicas.
         idle = not self._work
         data_nodes = (announced.peer for announced in self._session.membership.replicas(ModuleId(0), now))
         work = Counter(data_nodes if idle else self._work)

@@ -1,4 +1,4 @@
-"""The steps of the reachability ladder: direct, mapped (by a router), reverse (called through peers), unreachable."""
+"""Ways to reach a node: direct, mapped (by a router), reverse (called through peers), unreachable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarm.vocabulary.types import PeerId, short
 
 
 class ReachStep(enum.Enum):
-    """A step of the ladder, by which others reach a node."""
+    """The way in which peers reach a node."""
 
     DIRECT = "direct"
     MAPPED = "mapped"
@@ -20,30 +20,30 @@ class ReachStep(enum.Enum):
 
 
 class ReachMode(enum.Enum):
-    """The measures that a node takes so that others can reach it. It finds out how they do in any case."""
+    """Measures that a node may take to be reachable. It tests its reachability in both modes."""
 
-    AUTO = "auto"  # Asks the router for a port if its own is unreachable
-    DIRECT = "direct"  # Asks no router
+    AUTO = "auto"  # Asks the router to open a port if peers cannot connect
+    DIRECT = "direct"  # Never asks a router
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A node's standing on the ladder."""
+    """Reachability of a node: the step and its reason."""
 
     step: ReachStep
     reason: str
-    address: str | None = None  # `host:port` at which others have connected
+    address: str | None = None  # `host:port` to which peers have connected
     fix: str = ""  # Advice for a better step
-    translated: bool = False  # Whether there is address translation
-    seen_host: str = ""  # Our address as others see it
+    translated: bool = False  # Whether the node is behind NAT
+    seen_host: str = ""  # Our address in the view of peers
 
 
 def held_by(standing: Standing, via: Sequence[PeerId]) -> Standing:
-    """The standing, raised to `reverse` if there are peers through which the node can be called."""
+    """Raises the standing to `reverse` if peers can pass calls on to the node."""
     if not via:
         return standing
-    called = f"called through {', '.join(map(short, via))}, and then opens the link itself"
+    called = f"called through {', '.join(map(short, via))}, then opens the link itself"
     return replace(standing, step=ReachStep.REVERSE, reason=f"{called}; {standing.reason}")
 
 
-NOT_LOOKED = Standing(ReachStep.UNKNOWN, "not found out yet")
+NOT_LOOKED = Standing(ReachStep.UNKNOWN, "not tested yet")

@@ -1,4 +1,4 @@
-"""A machine's presence in the network of one run: its directory, its links, its synchronised view of the others."""
+"""Session of a node in one run: directory, links, and a synchronized view of the other peers."""
 
 from __future__ import annotations
 
@@ -40,37 +40,38 @@ log = logging.getLogger(__name__)
 
 LOOK_UP_EAGER_S = 0.5
 LOOK_UP_CALM_S = 5.0
-LOOKED_UP_AT_ONCE = 256  # Bounds the directory's load
+LOOKED_UP_AT_ONCE = 256  # Bounds the load on the directory
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
-CLOCK_STEP_S = 5.0  # Drift of the wall clock between two looks that is logged
+CLOCK_STEP_S = 5.0  # Jump of the wall clock that is logged
+# Modules with this few replicas are probed before a decision.
 FEW_REPLICAS = 2
 MAX_ASKED = 64
 
 
 class KnownPeers:
-    """The contacts from the membership view: a `protocol.interfaces.transport.AddressBook`."""
+    """Contacts from the membership view: a `protocol.interfaces.transport.AddressBook`."""
 
     def __init__(self) -> None:
         self._contacts: dict[PeerId, Contact] = {}
 
     def replace_all(self, announcements: Iterable[Announcement]) -> None:
-        """Replaces the contacts: from now on exactly these can be dialled."""
+        """Replaces all contacts: only these peers can be dialled from now on."""
         self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate, a.via, a.relay) for a in announcements}
 
     def contact(self, peer: PeerId) -> Contact | None:
         return self._contacts.get(peer)
 
     def relay_of(self, peer: PeerId) -> str:
-        """The multiaddr at which the peer serves tunnels; empty when it does not, or is not known."""
+        """Returns the multiaddr at which the peer relays tunnels; empty if it does not or is unknown."""
         contact = self._contacts.get(peer)
         return "" if contact is None else contact.relay
 
 
 @dataclass(slots=True, eq=False)
 class MembershipSync:
-    """Keeps this node's membership view, and the others' view of this node, up to date."""
+    """Keeps this node's membership view, and its peers' view of this node, up to date."""
 
     own: LocalPeer
     record: OwnRecord
@@ -79,8 +80,8 @@ class MembershipSync:
     events: EventSink
     directory: Directory
     transport: Transport
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # Set with the view; the waiter clears it first
-    looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the watched modules have been looked up
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the view changes; the waiter clears it
+    looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set once all watched modules were looked up
     _modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
     _publish_now: asyncio.Event = field(default_factory=asyncio.Event)
     _look_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,31 +89,31 @@ class MembershipSync:
     _tasks: TaskTracker = field(default_factory=TaskTracker)
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
-        """Sets which modules' replicas to look up. Until this is called: those that every run is likely to have."""
+        """Sets the modules whose replicas are looked up; by default the first two."""
         self._modules = tuple(modules)
         self.looked.clear()
         self._look_now.set()
 
     def announce(self) -> None:
-        """Tells others soon that something about this node has changed."""
+        """Publishes a change of this node soon."""
         self._publish_now.set()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for what links say of peers, within the block."""
+        """Registers for announcements and link changes within the block."""
         return dispatcher.registered(announced=self.announced, link_up=self.link_up, link_down=self.link_down)
 
     async def run(self) -> None:
-        """Looks up and publishes periodically, until cancelled."""
+        """Looks up and publishes periodically until cancelled."""
         async with self._tasks.running(), task_scope() as loops:
             loops.create_task(self._look_up_for_ever())
             loops.create_task(self._publish_for_ever())
             loops.create_task(self._push_for_ever())
 
-    # ---- what the links bring ------------------------------------------------------------------------------------
+    # ---- input from links ----------------------------------------------------------------------------------------
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        """Takes a linked peer's own record, or one that proves that another process uses our key."""
-        # On a link from its owner a record is fresh, so a clock that jumps costs nobody its linked peers.
+        """Takes a linked peer's own record, or a record which proves that another process uses our key."""
+        # A record on its owner's link is fresh, so its expiry is judged by the sender's clock, not by ours.
         try:
             announcement = decode_announced(record, run=self.membership.run, now=None)
         except ProtocolViolation as error:
@@ -132,13 +133,14 @@ class MembershipSync:
         self.changed.set()
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """Notes that a link ended or failed. A visitor is gone with its link."""
+        """Notes that a link has ended or failed. A visitor vanishes with its link."""
         known = self.membership.get(peer)
         if known is not None and known.state is PeerState.VISITING:
             self.membership.forget(peer)
             self._publish_view()
-        elif known is None:  # a path led to a peer that we have not heard of yet
+        elif known is None:  # a path led to a peer that is not in our view yet
             self._look_now.set()
+        # One probe of a suspect peer is enough.
         elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):
             self._tasks.begin(self._probe(peer))
         self.membership.fail(peer, self.own.clock.monotonic())
@@ -148,7 +150,7 @@ class MembershipSync:
         self.changed.set()
 
     async def _probe(self, peer: PeerId) -> Status | None:
-        """Asks for the peer's status at once, so that no microbatch has to find out whether it is gone."""
+        """Asks for the peer's status at once, so that no microbatch is spent on a dead peer."""
         try:
             return parse_status(await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
         except (Unreachable, Stalled) as error:
@@ -156,18 +158,17 @@ class MembershipSync:
             self.membership.give_up(peer, self.own.clock.monotonic())
             self.changed.set()
         except PeerError as error:
-            log.debug("%s is there, but has nothing to say: %s", peer, error)
+            log.debug("%s is alive, but refused to answer: %s", peer, error)
         return None
 
     async def serves(self, peer: PeerId, module: ModuleId) -> bool:
-        """Whether the peer answers, when asked, that it serves the module. A refusal is no such answer."""
+        """Whether the peer answers that it serves the module; False if it refuses."""
         said = await self._probe(peer)
         return said is not None and (said.module, said.state) == (str(module), PeerState.SERVING.name.lower())
 
     async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """All announcements but those of peers that no longer answer."""
-        # A record outlives its peer by up to a minute. Only modules with few peers are asked: one more or less decides
-        # there.
+        """Returns the announcements of hosting peers, without those that no longer answer."""
+        # A record outlives its peer by up to a minute. Probe only modules with few replicas, where one peer matters.
         known = [a for a in self.membership.peers() if a.module is not None]
         replicas, wanted = Counter(a.module for a in known), frozenset(modules)
         few = [a for a in known if a.module in wanted and replicas[a.module] <= FEW_REPLICAS]
@@ -179,6 +180,7 @@ class MembershipSync:
 
     async def _look_up_for_ever(self) -> None:
         while True:
+            # `watch` may replace the modules meanwhile; then start over.
             watched = self._modules
             try:
                 for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
@@ -198,6 +200,7 @@ class MembershipSync:
 
     async def _publish_for_ever(self) -> None:
         while True:
+            # Two publications may fail before the record expires.
             wait = RECORD_LIFETIME_S / 3
             try:
                 announcement = self.own.announcement()
@@ -212,15 +215,15 @@ class MembershipSync:
             await set_or_after(self._publish_now, wait)
 
     async def _push_for_ever(self) -> None:
-        """Load and progress reach those who use us faster than the directory could carry them."""
+        """Pushes load and progress to linked peers, faster than the directory could."""
         offset_s = self._clock_offset_s()
         while True:
             await asyncio.sleep(PUSH_S)
             before_s, offset_s = offset_s, self._clock_offset_s()
             if abs(offset_s - before_s) > CLOCK_STEP_S:
                 log.warning(
-                    "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers "
-                    "find this node while it is right",
+                    "this machine's clock jumped by %+.0f s, or the machine slept; links continue, but new peers "
+                    "find this node only while its clock is right",
                     offset_s - before_s,
                 )
                 self.announce()
@@ -242,7 +245,7 @@ class MembershipSync:
         self.changed.set()
 
     def _is_complete(self) -> bool:
-        """Whether every module but our own has somebody to go to; while not, news is wanted fast."""
+        """Whether every module except our own has a usable replica. If not, look-ups are frequent."""
         now = self.own.clock.monotonic()
         joining = self.own.state in (PeerState.VISITING, PeerState.JOINING)
         return not joining and self.membership.with_replicas(now) | {self.own.module} >= set(self._modules)
@@ -252,7 +255,7 @@ Answer = TypeVar("Answer")
 
 ASK_TIMEOUT_S = 10.0
 PAUSE_S = 0.3
-LOOK_AROUND_S = 1.5  # One look-up of every module
+LOOK_AROUND_S = 1.5  # Enough for one look-up of every module
 ASKED_AT_ONCE = 16  # For the manifest
 MAX_LINK_PEERS = 4
 ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
@@ -260,7 +263,7 @@ ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", 
 
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[Answer]):
-    """A good answer, as opposed to the reason why there is none."""
+    """A good answer, as opposed to the reason for a failure."""
 
     answer: Answer
 
@@ -274,7 +277,7 @@ async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[
         except (PeerError, ManifestError) as error:
             return f"{short(peer)}: {error}"
 
-    why = "nobody was asked"
+    why = "no peer was asked"
     async with task_scope() as tasks:
         waiting = {tasks.create_task(attempt(peer)) for peer in peers}
         while waiting:
@@ -291,7 +294,7 @@ async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """The addresses where this machine listens and what it tells others about that. A port of 0 is any free one."""
+    """Addresses where this machine listens and that it advertises. Port 0 is any free port."""
 
     listen: str
     advertise: str | None = None
@@ -299,11 +302,11 @@ class Whereabouts:
     dht_port: int = 0
 
     def local(self, port: int) -> str:
-        """The `host:port` of a port of ours, for this machine itself."""
+        """Returns `host:port` of a port of ours, for programs on this machine."""
         return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
 
     def told_host(self, initial_peers: tuple[str, ...]) -> str:
-        """The advertised host: as wished, else the bound address, else the one that leads to the first initial peer."""
+        """Returns the host to advertise: the wished one, the bound one, or our address towards an initial peer."""
         if self.advertise:
             return self.advertise
         return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
@@ -311,7 +314,7 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSession:
-    """The session in one run: everything that is not a module. Made by `present`."""
+    """Session in one run: everything except the hosted module. Made by `present`."""
 
     run: RunId
     identity: Identity
@@ -335,24 +338,24 @@ class NetworkSession:
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
     def others(self) -> list[Announcement]:
-        """The visible peers of the run, but for those that only look around as well."""
+        """Returns the visible peers of the run, without other visitors."""
         return [seen for seen in self.membership.peers() if seen.state is not PeerState.VISITING]
 
     async def look_around(self, manifest: Manifest) -> list[Announcement]:
-        """Looks up every module once, which takes a moment. Returns `others`."""
+        """Looks up every module once, which takes `LOOK_AROUND_S`. Returns `others`."""
         self.membership_sync.watch(manifest.modules())
         await asyncio.sleep(LOOK_AROUND_S)
         return self.others()
 
     async def withdraw(self, limit_s: float) -> None:
-        """Announces to linked peers and to the directory that this node hosts nothing any more."""
+        """Announces to linked peers and the directory that this node no longer hosts a module."""
         self.own.state, self.own.module = PeerState.VISITING, None
         self.transport.announce(self.membership_sync.record.fresh())
         try:
             async with asyncio.timeout(limit_s):
                 await self.directory.publish(self.own.announcement())
         except (Unreachable, ProtocolViolation, TimeoutError) as error:
-            log.info("the directory learns of our leaving by silence: %s", error)
+            log.info("the directory drops this node only when its record expires: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
         """Asks visible peers for the manifest, those in the link first. Raises Unreachable after `patience_s`."""
@@ -361,7 +364,7 @@ class NetworkSession:
             text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
             return read_signed_manifest(text, self.run)
 
-        what = "has given this run's manifest"
+        what = "gave this run's manifest"
         return await self.first_answer(ask, lambda state: True, patience_s, what, ASKED_AT_ONCE)
 
     async def first_answer(
@@ -372,12 +375,13 @@ class NetworkSession:
         what: str,
         at_once: int = 1,
     ) -> Answer:
-        """The first good answer; `what` completes "no peer ...". Raises Unreachable after `patience_s`."""
-        last = "none was found in the directory"
+        """Returns the first good answer; `what` completes "no peer ...". Raises Unreachable after `patience_s`."""
+        last = "the directory has none"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
         while True:
             peers = [known.peer for known in self.others() if known.is_reachable and wanted(known.peer)]
+            # Peers named in the link were chosen by the inviter, so ask them first.
             peers.sort(key=lambda peer: peer not in self.introduced)
             for first in range(0, len(peers), at_once):
                 result = await first_good(peers[first : first + at_once], ask)
@@ -388,7 +392,7 @@ class NetworkSession:
             if loop.time() >= deadline:
                 raise Unreachable(
                     f"no peer {what} within {patience_s:.0f} s; {last}",
-                    hint="Check the link, that its peers run, and that their ports can be reached from here.",
+                    hint="Check that the link is right, its peers run, and their ports can be reached from here.",
                 )
             await asyncio.sleep(PAUSE_S)
 
@@ -411,12 +415,13 @@ async def present(
         sync = MembershipSync(own, record, membership, book, events, directory, transport)
         stack.enter_context(sync.receiving(dispatcher))
         await stack.enter_async_context(transport)
-        host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # names may have to be looked up
+        host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # may need DNS
         own.addresses = (f"{host}:{transport.port}",)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(sync.run())
         try:
+            # A multiaddr ends with its peer id.
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
             routes, local = Routes(identity, run), where.local(transport.port)
             yield NetworkSession(
@@ -427,13 +432,14 @@ async def present(
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's address towards a host; None without a route. Sends no packet; names are looked up (IPv4)."""
+    """Returns this machine's address on the route to a host; None without a route. Sends no packet; names need DNS."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:
         family = socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
+            # Connecting a UDP socket only chooses a route.
             probe.connect((host, 9))
         except OSError:
             return None
@@ -441,7 +447,7 @@ def address_towards(host: str) -> str | None:
 
 
 def address_to_reach(multiaddrs: tuple[str, ...]) -> str:
-    """This machine's IPv4 address on the way to the first of them that can be found; it is sent no packet for that."""
+    """Returns this machine's IPv4 address on the route to the first resolvable multiaddr. Sends no packet."""
     for multiaddr in multiaddrs:
         parts = multiaddr.split("/")
         if len(parts) > 2 and parts[1] in ("ip4", "dns4") and (own := address_towards(parts[2])) is not None:
@@ -450,7 +456,7 @@ def address_to_reach(multiaddrs: tuple[str, ...]) -> str:
 
 
 class _Silent:
-    """Takes events and keeps none: a visitor reports its result only."""
+    """Event sink that drops everything: a visitor reports only its result."""
 
     def emit(self, event: Event) -> None:
         return
@@ -458,10 +464,10 @@ class _Silent:
 
 @asynccontextmanager
 async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
-    """Enters a run as a visitor, with a new key and a DHT client that listens nowhere."""
-    # Links listen only where the first peer is reached from: a peer that nobody can dial has to call back.
+    """Enters a run as a visitor, with a new key and a DHT client that does not listen."""
+    # Listen only on the interface towards the first peer; peers behind NAT must be able to call back.
     if listen is None:
-        listen = await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up
+        listen = await asyncio.to_thread(address_to_reach, link.peers)  # may need DNS
     settings = DirectorySettings("", 0, (), link.peers, client=True)
     where = Whereabouts(listen=listen, port=port)
     async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as session:

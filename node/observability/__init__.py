@@ -1,1 +1,1 @@
-"""Typed events, their log, throughput, failpoints."""
+"""Typed events, their log, status, throughput and failpoints."""

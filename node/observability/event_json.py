@@ -1,4 +1,4 @@
-"""Events as lines of JSON, written and read (see `node.observability.events`)."""
+"""Events as JSON lines, written and read (see `node.observability.events`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from node.observability.events import Event, EventSink, LogEvent, Started
 from node.observability.typed_json import from_json, to_json
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 
+# Longer lines come from no node of ours.
 MAX_LINE_BYTES = 64 * 1024
 
+# `ms` is always the last key, so the time needs no JSON parser.
 _MS_AT_END = re.compile(rb',"ms":(\d{1,15})}\s*$')
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
 
 
 class LineSink:
-    """Writes and flushes the line of each event that has one. A lost reader silences it and calls `on_closed` once."""
+    """Event sink that writes a line per event. If the reader closes, it falls silent and calls `on_closed` once."""
 
     def __init__(
         self, stream: TextIO, on_closed: Callable[[], None], line_of: Callable[[Event], str | None] | None = None
@@ -40,13 +42,13 @@ class LineSink:
         try:
             self._stream.write(line + "\n")
             self._stream.flush()
-        except (BrokenPipeError, ValueError):  # ValueError: the stream was closed under us
+        except (BrokenPipeError, ValueError):  # ValueError: the stream is closed
             self._stream = None
             self._on_closed()
 
 
 def event_to_json(event: Event, ms: int | None = None) -> str:
-    """Serialises an event as one line without its end; `ms` since the log began comes last."""
+    """Serializes an event as one line without its newline; the last key is `ms` since the start of the log."""
     table = {"event": event.NAME, **to_json(event)}
     if ms is not None:
         table["ms"] = ms
@@ -54,7 +56,7 @@ def event_to_json(event: Event, ms: int | None = None) -> str:
 
 
 def ms_of(line: bytes) -> int:
-    """The time of a line of a log, in milliseconds since the log began; 0 when it does not say so."""
+    """Extracts a log line's time in milliseconds since the start of the log; 0 if it has none."""
     found = _MS_AT_END.search(line)
     return int(found[1]) if found else 0
 
@@ -70,6 +72,7 @@ def event_from_json(line: str | bytes) -> Event | None:
     if not isinstance(table, dict) or not isinstance(table.get("event"), str):
         raise ProtocolViolation(f"event: not an object with an `event` key: {line[:80]!r}")
     kind = _KINDS.get(table["event"])
+    # Logs of a newer version may have new kinds.
     return None if kind is None else typing.cast(Event, from_json(kind, table, f"event: {kind.NAME}"))
 
 
@@ -81,7 +84,7 @@ MAX_BYTES = 256 * 2**20
 
 
 class EventLog:
-    """`EventSink` that appends to a file within `with`, and beyond `max_bytes` to further ones (`.2`, `.3`)."""
+    """Event sink that appends to a file while open; after `max_bytes` it continues in `.2`, `.3`, ..."""
 
     def __init__(
         self,
@@ -104,14 +107,14 @@ class EventLog:
         self._file: int | None = None
 
     def __enter__(self) -> Self:
-        """Raises ConfigError when the folder cannot be made or written."""
+        """Opens the log. Raises ConfigError if the folder cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._next_part()
         except OSError as error:
             raise ConfigError(
-                f"the event log cannot be written in {self._folder}: {error.strerror or error}",
-                hint="Name a folder that can be written with --log-dir, or leave it out.",
+                f"cannot write the event log in {self._folder}: {error.strerror or error}",
+                hint="Choose a writable folder with --log-dir, or leave the option out.",
             ) from None
         return self
 
@@ -125,8 +128,9 @@ class EventLog:
             if self._file is not None and self._written >= self._max_bytes:
                 self._next_part()
             self._append(event)
+        # A full disk must not stop the training.
         except OSError as error:
-            log.warning("the event log ends here: %s", error)
+            log.warning("the event log stops here: %s", error)
             self._close()
 
     def _next_part(self) -> None:
@@ -142,6 +146,7 @@ class EventLog:
         if self._file is not None:
             ms = round((self._monotonic() - self._began) * 1000)
             line = event_to_json(event, ms).encode() + b"\n"
+            # One unbuffered write per line: a killed process loses at most the last line.
             self._written += os.write(self._file, line)
 
     def _close(self) -> None:
@@ -151,13 +156,13 @@ class EventLog:
 
 
 def open_event_log(folder: Path, peer: str, wall: Callable[[], float] = time.time) -> EventLog:
-    """The log of a node that starts now: FOLDER/<peer>-<start in Unix milliseconds>.jsonl."""
+    """Creates the log of a node that starts now: FOLDER/<peer>-<start in Unix milliseconds>.jsonl."""
     unix_ms = int(wall() * 1000)
     return EventLog(folder, f"{peer}-{unix_ms}", peer, unix_ms)
 
 
 class Tee:
-    """Passes every event to the log, if there is one, and those for people to the stream."""
+    """Forwards every event to the log, if any, and all but `LogEvent`s to the stream."""
 
     def __init__(self, stream: EventSink, event_log: EventSink | None) -> None:
         self._stream, self._log = stream, event_log

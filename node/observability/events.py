@@ -1,17 +1,14 @@
-"""The typed events that a node reports while it runs, which `node.observability.event_json` writes and reads as lines
-of JSON.
+"""Typed events that a node reports while it runs.
 
-One event is one JSON object on one line; its `event` key names the kind and the other keys are the fields below.
-Keys are never renamed or removed; new kinds and new keys may come, so readers ignore what they do not know.
-Numbers that are not finite travel as null, because JSON has no word for them.
+`node.observability.event_json` writes each as one JSON object per line: `event` names the kind, the other keys are the
+fields below. Keys are never renamed or removed. New kinds and keys may come, so readers ignore unknown ones. JSON has
+no infinity or NaN, so they become null.
 
-Losses are nats per token, rates tokens per second, durations seconds, `tokens` and steps count from the
-beginning of the run; a node that was resumed from a checkpoint goes on counting where that was.
+Losses are nats per token, rates tokens per second, durations seconds. Tokens and steps count from the beginning of the
+run, also after a resume.
 
-A node writes its events to standard output (with `--json`) and, with `--log-dir`, to a log file of its own. Events
-about single microbatches (`visit`, `retracted`, `completed`), `round_progress`, and `started`, `continued` and `ended`
-go to the log file only; `skipstone check` reads them there. A microbatch is named by the last six characters of its
-data node's peer id and its number there, as in `abandoned`.
+Events go to standard output (with `--json`) and, with `--log-dir`, to a log file. `LogEvent`s go to the log file only,
+for `skipstone check`. A microbatch is named by the last six characters of its data node's peer id and its number.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCounts:
-    """The fates of the microbatches of one data node, or of all."""
+    """Outcomes of the microbatches of one data node, or of all."""
 
     started: int = 0
     completed: int = 0
@@ -38,19 +35,19 @@ class MicrobatchCounts:
 
 @dataclass(frozen=True, slots=True)
 class BusySeconds:
-    """The account of a node's time. The parts overlap, because sending and computing do."""
+    """Seconds that a node spent on each activity. Activities overlap, so the sum may exceed the elapsed time."""
 
     compute: float = 0.0
     codec: float = 0.0
     wire: float = 0.0
     wait: float = 0.0
     idle_work: float = 0.0
-    """Computed when no job waited."""
+    """Computed while no other job waited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A data node, a local swarm or a solo run has finished step `step` (counted from 1)."""
+    """Step `step` (from 1) is done at a data node, in a local swarm or in a solo run."""
 
     NAME: ClassVar[str] = "step"
     step: int
@@ -58,18 +55,18 @@ class Step:
     tokens: int
     tokens_per_s: float
     peer: str
-    """The data node; `swarm` for several, empty for a solo run."""
+    """The data node; `swarm` for several, empty for solo."""
     sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """The node has a new state: who it is, what it hosts, where it is reached, and the link to join through it."""
+    """The node's state, module, address or join link has changed."""
 
     NAME: ClassVar[str] = "node"
     peer: str
     module: str | None
-    """`stage.expert`; null before the node hosts one."""
+    """`stage.expert`; null before the node hosts a module."""
     state: str
     """A `PeerState` in lower case, or `stopped`."""
     address: str
@@ -78,17 +75,17 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How others reach the node has changed, or was found out. docs/REACHABILITY.md has the steps."""
+    """The way in which peers reach the node was found or has changed."""
 
     NAME: ClassVar[str] = "reach"
     peer: str
     step: str
     """`direct`, `mapped`, `reverse`, `unreachable` or `unknown`; more may come."""
     address: str
-    """Empty when it cannot be dialled."""
+    """Empty if no peer can dial it."""
     reason: str
     fix: str
-    """What a person can do; empty when there is nothing."""
+    """Advice for a person, or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class _OfModule:
 
 @dataclass(frozen=True, slots=True)
 class Move(_OfModule):
-    """The node leaves its module for another that needs it more. Statuses follow: draining, joining, serving."""
+    """The node moves to a module that needs it more. It then reports draining, joining and serving."""
 
     NAME: ClassVar[str] = "move"
     target: str
@@ -108,7 +105,7 @@ class Move(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class InnerStep(_OfModule):
-    """A replica has taken an optimizer step with the mean gradient of `visits` microbatches."""
+    """A replica took an optimizer step with the mean gradient of `visits` microbatches."""
 
     NAME: ClassVar[str] = "inner_step"
     step: int
@@ -119,7 +116,7 @@ class InnerStep(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class Load(_OfModule):
-    """How busy a replica is now; sent now and then, for whoever watches."""
+    """Current load of a replica, sent periodically."""
 
     NAME: ClassVar[str] = "load"
     slots: int
@@ -129,7 +126,7 @@ class Load(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No peer serves `module`; the work waits for one, or goes round it where the run's paths skip stages."""
+    """No peer serves `module`. Work waits for one, or skips the stage if the run allows that."""
 
     NAME: ClassVar[str] = "waiting"
     module: str
@@ -165,7 +162,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Visit(_OfModule):
-    """A replica's gradient of a microbatch counts: its data node completed it on a path that names this replica."""
+    """A replica's gradient of a microbatch counts, because its data node completed it."""
 
     NAME: ClassVar[str] = "visit"
     microbatch: str
@@ -181,22 +178,22 @@ class Retracted(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A microbatch has come home to its data node."""
+    """A microbatch has returned to its data node, and its gradients count."""
 
     NAME: ClassVar[str] = "completed"
     peer: str
     microbatch: str
     hops: tuple[str, ...]
-    """`module@peer` each, repairs included, stage 0 left out."""
+    """`module@peer` each, including repairs, without stage 0."""
     tokens: int | None = field(default=None, metadata=LEFT_OUT)
     """Null in older logs."""
     route: tuple[int, ...] | None = field(default=None, metadata=LEFT_OUT)
-    """The experts of its documents; `hops` differs where these were not served."""
+    """Experts of its documents. `hops` differs where an expert was unserved."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundProgress(_OfModule):
-    """A replica exchanges pseudo-gradients: at the start of an attempt and at each further tenth."""
+    """A replica exchanges pseudo-gradients; sent at the start of an attempt and at each further 10 %."""
 
     NAME: ClassVar[str] = "round_progress"
     round: int
@@ -208,14 +205,14 @@ class RoundProgress(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class RoundCommitted(_OfModule):
-    """A replica has applied a round: it holds the anchor that the digest names."""
+    """A replica has applied a round and now holds the anchor with this digest."""
 
     NAME: ClassVar[str] = "round"
     round: int
     digest: str
     members: tuple[str, ...]
     contributors: tuple[str, ...]
-    """Members with a pseudo-gradient."""
+    """Members that gave a pseudo-gradient."""
     tokens: int
     attempts: int
     seconds: float
@@ -223,20 +220,20 @@ class RoundCommitted(_OfModule):
     received_bytes: int
     codec: str = "none"
     audit_sent_bytes: int = 0
-    """Traffic of audits since the last round, not in `sent_bytes`."""
+    """Audit traffic since the last round, not part of `sent_bytes`."""
     audit_received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAccused(_OfModule):
-    """This replica saw another one send what cannot be honest, and excludes it from rounds."""
+    """This replica caught another one cheating, and excludes it from rounds."""
 
     NAME: ClassVar[str] = "accused"
     accused: str
     round: int
     why: str
     proof: str = ""
-    """BLAKE3 of the signed hashes, hexadecimal; empty without proof."""
+    """Hex BLAKE3 of the signed hashes; empty without proof."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +248,7 @@ class CatchingUp(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp(_OfModule):
-    """A replica has fetched the anchor of a round in which it had no part."""
+    """A replica has downloaded the anchor of a round that it missed."""
 
     NAME: ClassVar[str] = "caught_up"
     round: int
@@ -260,7 +257,7 @@ class CaughtUp(_OfModule):
     seconds: float
     donors: tuple[str, ...]
     donor_bytes: tuple[int, ...] = ()
-    """Good bytes from each of `donors`."""
+    """Verified bytes from each of `donors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,18 +271,18 @@ class Restored(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first line of a log file, also after a rotation; the clock is that of this machine."""
+    """First line of a log file, also after rotation. Time is this machine's clock."""
 
     NAME: ClassVar[str] = "started"
     peer: str
     unix_ms: int
     part: int
-    """Counts the files of a process from 1."""
+    """Number of the file within this process, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A data node that was resumed from a checkpoint goes on counting from here."""
+    """A data node resumed from a checkpoint, with these counts."""
 
     NAME: ClassVar[str] = "continued"
     peer: str
@@ -294,7 +291,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last line of the log of a node that stopped in good order."""
+    """Last line of the log of a node that stopped cleanly."""
 
     NAME: ClassVar[str] = "ended"
     peer: str
@@ -303,16 +300,16 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class LastPeer(_OfModule):
-    """The node stops, and nobody else serves its module."""
+    """The node stops and no other peer serves its module."""
 
     NAME: ClassVar[str] = "last_peer"
     saved_in: str | None
-    """The folder with the module's state; null when it is lost."""
+    """Folder with the module's state; null if the state is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A sentence for a person."""
+    """A message for a person."""
 
     NAME: ClassVar[str] = "note"
     level: Literal["info", "warning", "error"]
@@ -321,7 +318,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """The account of a module when its node leaves it or stops. Losses are null except for data nodes."""
+    """Totals of a module when its node leaves it or stops. Only data nodes have losses."""
 
     NAME: ClassVar[str] = "node_summary"
     peer: str
@@ -338,7 +335,7 @@ class NodeSummary:
 
 @dataclass(frozen=True, slots=True)
 class PeerSummary:
-    """One peer of a finished run. `exit_code` is 128 + n when signal n ended it, None for a solo run."""
+    """One peer of a finished run. `exit_code` is 128 + n if signal n ended it, None for a solo run."""
 
     peer: str
     module: str | None
@@ -349,7 +346,7 @@ class PeerSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The last event of `skipstone up` and `skipstone solo`."""
+    """Last event of `skipstone up` and `skipstone solo`."""
 
     NAME: ClassVar[str] = "summary"
     steps: int
@@ -362,13 +359,13 @@ class Summary:
 
 
 LogEvent = Visit | Retracted | Completed | RoundProgress | Started | Continued | Ended
-"""Too many for a stream that a person watches, or about the log itself."""
+"""Events for the log file only: too many for a terminal, or about the log itself."""
 RoundEvent = RoundCommitted | ReplicaAccused | CatchingUp | CaughtUp | Restored
 NodeEvent = NodeStatus | Reach | Move | Load | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
 Event = LogEvent | RoundEvent | NodeEvent | Step | InnerStep | Abandoned | Note | Summary
 
 
 class EventSink(Protocol):
-    """The receiver of events. `emit` is called on the event loop: it returns at once and never raises."""
+    """Receiver of events. `emit` runs on the event loop: it returns at once and never raises."""
 
     def emit(self, event: Event) -> None: ...

@@ -1,4 +1,4 @@
-"""Failpoints: with SKIPSTONE_CRASH_AT=NAME:N the process kills itself at the N-th visit of the point NAME."""
+"""Failpoints: with SKIPSTONE_CRASH_AT=NAME:N the process kills itself when it reaches NAME for the N-th time."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from swarm.vocabulary.errors import ConfigError
 VARIABLE: Final = "SKIPSTONE_CRASH_AT"
 
 POINTS: Final[Mapping[str, str]] = {
-    "arrived": "a microbatch's tensor is here, and nobody has been told",
-    "before forward": "a forward has been accepted",
-    "after forward": "its output is computed, and not sent",
-    "before loss": "a microbatch has come to the end of its way out",
-    "after loss": "its loss is known, and no gradient is on its way back",
-    "before backward": "a gradient has been accepted",
+    "arrived": "a microbatch's tensor has arrived, unacknowledged",
+    "before forward": "a forward pass is accepted",
+    "after forward": "the output is computed, not yet sent",
+    "before loss": "a microbatch is back at its data node, before the loss",
+    "after loss": "the loss is computed, the gradient not yet sent",
+    "before backward": "a gradient is accepted",
     "gradient added": "in the middle of a backward pass",
-    "after backward": "the gradient for the hop before is computed, and not sent",
-    "before replay": "a microbatch of a lost replica is about to be computed anew",
-    "after replay": "that has been done, and nothing sent",
-    "sent": "a tensor is with the next peer, which has not passed it on",
-    "before completed": "a data node is about to write that a microbatch is complete",
-    "after completed": "it has, and has told no hop",
-    "piece sent": "in the middle of a round's exchange",
-    "piece arrived": "likewise",
-    "reduced": "the sum of a piece is ready, and with nobody else",
-    "staged": "a round's result is complete, and not committed",
-    "committing": "the new anchor is in its place, the replica's parameters are the old ones",
-    "committed": "both are, and nobody has been told",
-    "before write": "a checkpoint's file is about to be written, as all below",
-    "before sync": "it is written, but not durable",
-    "before rename": "it is durable, but has its name not yet",
-    "after rename": "it has its name, which is not durable",
-    "chunk arrived": "in the middle of catching up",
-    "draining": "a node that leaves has said so",
+    "after backward": "the gradient for the previous hop is computed, not yet sent",
+    "before replay": "before recomputing a microbatch of a lost replica",
+    "after replay": "the microbatch is recomputed, the result not yet sent",
+    "sent": "the next peer has the tensor, but has not passed it on",
+    "before completed": "a data node is about to log a microbatch as completed",
+    "after completed": "it is logged, but no hop knows",
+    "piece sent": "sending pieces during a round",
+    "piece arrived": "receiving pieces during a round",
+    "reduced": "a piece is summed, but no other peer has the sum",
+    "staged": "a round's result is complete, not yet committed",
+    "committing": "the anchor is new, the replica's parameters are still old",
+    "committed": "anchor and parameters are new, but no other peer knows",
+    "before write": "before writing any file of a checkpoint",
+    "before sync": "the file is written, not yet synced to disk",
+    "before rename": "the file is synced, not yet renamed",
+    "after rename": "the file is renamed, the folder not yet synced",
+    "chunk arrived": "downloading a missed anchor",
+    "draining": "a leaving node has announced that it drains",
 }
 
 
@@ -48,29 +48,32 @@ class _Fuse:
 
 
 def crash_point(name: str) -> None:
-    """Ends the process here if it was started to do so."""
+    """Kills the process here if the environment variable asks for it."""
     if _fuse is not None and name == _fuse.point:
         _fuse.left -= 1
         if _fuse.left == 0:
+            # SIGKILL, so that no handler or `finally` softens the crash.
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def crash_at(point: str, nth: int) -> str:
-    """The environment variable's value for a failpoint. Raises ConfigError for a point that is none."""
+    """Returns the environment variable's value for a failpoint. Raises ConfigError for an unknown point."""
     if point not in POINTS:
-        raise ConfigError(f"{point!r} is no crash point", hint=f"There are {', '.join(POINTS)}.")
+        raise ConfigError(f"{point!r} is not a crash point", hint=f"Choose one of {', '.join(POINTS)}.")
     return f"{point}:{nth}"
 
 
 def _fuse_of(environment: Mapping[str, str]) -> _Fuse | None:
-    """Parses the variable. Raises ConfigError: a crash that silently never comes would look like success."""
+    """Parses the variable. Raises ConfigError."""
+    # An unknown point must fail: a crash that never happens would look like success.
     value = environment.get(VARIABLE)
     if not value:
         return None
     point, _, number = value.rpartition(":")
     if point not in POINTS or not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"{VARIABLE}={value!r} names no crash point", hint="Write NAME:N.")
+        raise ConfigError(f"{VARIABLE}={value!r} names no crash point", hint="Write it as NAME:N.")
     return _Fuse(point, int(number))
 
 
+# Read once at import, before any point is reached.
 _fuse = _fuse_of(os.environ)

@@ -1,4 +1,4 @@
-"""The status that a node answers with, and that of a swarm. Keys are never renamed or removed."""
+"""Status that a node answers with, and the status of a swarm. Keys are never renamed or removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm.vocabulary.types import MAX_COUNT
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MOST_NATS = 1e6
-"""Largest loss that is believed: a larger one would dominate the mean."""
+"""Largest loss accepted from a peer, so that one lie cannot dominate the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class CodecChoice:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    """The codec of microbatches on the link to one peer; None: nothing was sent yet."""
+    """Codecs of the link to one peer; None if nothing was sent yet."""
 
     bytes_per_s: float = 0.0
     activations: CodecChoice | None = field(default=None, metadata=LEFT_OUT)
@@ -91,15 +91,15 @@ class CodecStatus:
 
 @dataclass(frozen=True, slots=True)
 class StagePrice:
-    """A stage as a data node's planner sees it."""
+    """One stage in the view of a data node's planner."""
 
     launched: int = 0
     share: float = 0.0
     """Share of the microbatches that should visit the stage."""
     ahead: float = 0.0
-    """Visits beyond its share that it has had from all data nodes, as far as this one knows."""
+    """Visits beyond the stage's share, from all data nodes as far as known."""
     price_s: float = 0.0
-    """What a visit costs beyond links and computing."""
+    """Price of a visit beyond links and computing, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,14 @@ class PathStatus:
     stages: dict[str, StagePrice] = field(default_factory=dict)
     """By stage after stage 0."""
     waiting_s: dict[str, float] = field(default_factory=dict)
-    """By peer: how long a microbatch waits there before it is computed."""
+    """Mean wait before computing, by peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteStatus:
-    """Microbatches of one route at a data node since its start; `experts` is empty for the uncounted rest."""
+    """Microbatches of one route at a data node since its start. Routes beyond the limit share one row with empty
+    `experts`.
+    """
 
     experts: tuple[int, ...]
     share: float = 0.0
@@ -130,7 +132,7 @@ class WindowStatus:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStatus:
-    """The account of a node's compute thread since its start, in seconds."""
+    """Seconds that a node's compute thread computed, did idle work or waited, since its start."""
 
     busy_s: float = 0.0
     idle_work_s: float = 0.0
@@ -140,7 +142,7 @@ class ComputeStatus:
 
 @dataclass(frozen=True, slots=True)
 class WeightsStatus:
-    """What a stage peer does with weight gradients: at once, or put off to idle time."""
+    """Weight gradients of a stage peer: computed at once, or deferred to idle time."""
 
     put_off: bool = False
     reason: str = ""
@@ -152,7 +154,7 @@ class WeightsStatus:
 
 @dataclass(frozen=True, slots=True)
 class MomentsStatus:
-    """What a replica's inner optimizer keeps of its parameters."""
+    """Form of the moments that a replica's inner optimizer keeps."""
 
     form: str = ""
     reason: str = ""
@@ -161,7 +163,7 @@ class MomentsStatus:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The work account of a role, for summaries and status."""
+    """Work totals of a role, for summaries and status."""
 
     steps: int = 0
     accumulated: int = 0
@@ -175,14 +177,14 @@ class Account:
     waiting_for: tuple[str, ...] = ()
     visits: dict[str, int] = field(default_factory=dict)
     measured: tuple[str, ...] = ()
-    """Peers whose visits this data node completed lately."""
+    """Peers whose visits this data node completed recently."""
     paths: PathStatus | None = None
     sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
     window: WindowStatus | None = field(default=None, metadata=LEFT_OUT)
     module_visits: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
     """Completed visits by module, in a run with experts."""
     rerouted: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
-    """By the module that was replaced."""
+    """Visits that went to another expert, by the replaced module."""
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
     weights: WeightsStatus | None = field(default=None, metadata=LEFT_OUT)
     moments: MomentsStatus | None = field(default=None, metadata=LEFT_OUT)
@@ -190,7 +192,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Account):
-    """The answer of a node about itself."""
+    """A node's answer about itself."""
 
     peer: str = ""
     module: str = ""
@@ -215,7 +217,7 @@ class Status(Account):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatus:
-    """One peer of a run: what it announces, and what it answered when asked."""
+    """One peer of a run: its announcement, and its answer if it gave one."""
 
     peer: str
     module: str | None
@@ -240,7 +242,7 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmStatus:
-    """The status of a run, as its peers tell it. Figures are those of all data nodes together."""
+    """Status of a run, as reported by its peers. Figures sum over all data nodes."""
 
     run: str
     name: str
@@ -261,22 +263,20 @@ class SwarmStatus:
         hosting = sum(peer.module is not None for peer in self.peers)
         if self.modules is None or hosting >= len(self.modules):
             return None
-        return (
-            f"{hosting} peers for {len(self.modules)} modules: documents of an expert that nobody serves go to the next"
-            " best"
-        )
+        return f"{hosting} peers for {len(self.modules)} modules: documents of an unserved expert go to the next best"
 
     @classmethod
     def of(
         cls, run: str, name: str, stages: int, peers: tuple[PeerStatus, ...], modules: tuple[str, ...] | None = None
     ) -> SwarmStatus:
-        """Sums up the peers' answers. `modules` are all of a run with experts."""
+        """Sums up the peers' answers. `modules` lists all modules of a run with experts."""
         data = [peer.answered for peer in peers if peer.answered is not None and peer.hosts(0)]
         losses = [each.loss_last for each in data if each.loss_last is not None]
         return cls(
             run=run,
             name=name,
             stages=stages,
+            # Each data node counts its own steps; the foremost one shows the progress.
             step=max((each.steps for each in data), default=None),
             loss=math.fsum(losses) / len(losses) if losses else None,
             tokens=sum(each.tokens for each in data),
@@ -303,15 +303,17 @@ def _one_route(experts: tuple[int, ...], routes: Sequence[RouteStatus], complete
     known = [
         (route.loss, route.visits)
         for route in routes
+        # Peers report these figures, so they are bounded before they enter a mean.
         if route.loss is not None and abs(route.loss) <= MOST_NATS and 0 < route.visits <= MAX_COUNT
     ]
+    # Weighted by visits, so that a rarely used data node does not distort the mean.
     weight = sum(count for _, count in known)
     loss = math.fsum(loss * count for loss, count in known) / weight if weight else None
     return RouteStatus(experts, round(visits / completed, 4), visits, rerouted, loss)
 
 
 def parse_answer(text: bytes) -> dict[str, Any]:
-    """Parses a peer's JSON answer. Raises ProtocolViolation when it is not a JSON object."""
+    """Parses a peer's JSON answer. Raises ProtocolViolation if it is not a JSON object."""
     try:
         table = json.loads(text)
     except (ValueError, RecursionError):
@@ -322,5 +324,5 @@ def parse_answer(text: bytes) -> dict[str, Any]:
 
 
 def parse_status(text: bytes) -> Status:
-    """Parses a peer's status, with defaults for malformed fields. Raises ProtocolViolation without a JSON object."""
+    """Parses a peer's status; malformed fields get defaults. Raises ProtocolViolation if it is not a JSON object."""
     return from_json(Status, parse_answer(text), "status", lenient=True)

@@ -1,4 +1,4 @@
-"""The rate over a sliding window, in tokens per second."""
+"""Rate over a sliding window, in units per second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_SAMPLES = 4096
 
 
 class Rate:
-    """The sum added in the last `WINDOW_S` seconds, divided by the time it took."""
+    """Sum of the amounts in the last `WINDOW_S` seconds, divided by the elapsed time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -35,6 +35,8 @@ class Rate:
             self._samples.popleft()
         if not self._samples:
             return 0.0
+        # A full queue has dropped samples, so the window is as long as the queue.
         full = len(self._samples) == MAX_SAMPLES
+        # A young rate divides by its age, not by the whole window.
         since = self._samples[0][0] if full else max(self._begun, now - WINDOW_S)
         return sum(amount for _, amount in self._samples) / max(1e-6, now - since)

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 MAX_INTEGER: Final = 2**63
+# Fields that came later are left out while None, so that older output stays the same.
 LEFT_OUT: Final = {"left_out": True}
 
 Read = TypeVar("Read")
 
 
 def to_json(value: Any) -> Any:
-    """Converts a value to the types that `json.dumps` writes. Numbers that are not finite become None."""
+    """Converts a value to types that `json.dumps` accepts. Infinity and NaN become None."""
     if dataclasses.is_dataclass(value):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
         return {f.name: to_json(item) for f, item in fields if item is not None or "left_out" not in f.metadata}
@@ -34,14 +35,17 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False) -> Read:
-    """Reads a dataclass, ignores unknown keys. `lenient`: defaults for malformed fields. Raises ProtocolViolation."""
+    """Reads a dataclass and ignores unknown keys; `lenient` gives malformed fields their defaults. Raises
+    ProtocolViolation.
+    """
     from pydantic import ValidationError
 
     try:
-        # Integers beyond 64 bits and constants such as NaN become strings, which no number field accepts.
-        # Pydantic refuses lone surrogates, which a peer may send in keys, too.
+        # Integers beyond 64 bits, and constants such as NaN, become strings, which number fields reject.
+        # Pydantic refuses lone surrogates, which a peer may send even in keys.
         text = json.dumps(table, ensure_ascii=False).encode(errors="replace")
         mended = json.loads(text, parse_int=_bounded, parse_constant=str)
+        # Each pass mends all reported errors; a mended table may show new ones.
         while True:
             text = json.dumps(mended, ensure_ascii=False).encode()
             try:
@@ -66,7 +70,7 @@ def _bounded(digits: str) -> int | str:
 
 
 def _mend(table: Any, error: Any, where: str, *, lenient: bool) -> None:
-    """Removes malformed items when `lenient`, else only turns null into NaN where a number belongs."""
+    """Removes malformed items if `lenient`; else turns null into NaN in number fields, or raises."""
     malformed = set()
     for each in error.errors(include_url=False, include_context=False):
         place = each["loc"]
@@ -79,6 +83,7 @@ def _mend(table: Any, error: Any, where: str, *, lenient: bool) -> None:
             raise _wrong(where, place, each)
     if () in malformed:
         raise _wrong(where, place, each)
+    # Last first, so that positions in lists stay valid.
     for place in sorted(malformed, reverse=True):
         del reduce(getitem, place[:-1], table)[place[-1]]
 

@@ -1,4 +1,4 @@
-"""The version of Skipstone that runs here."""
+"""Version of Skipstone that runs here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def installed_version() -> str:
-    """The version of the installed package; `(not installed)` when it runs from its sources alone."""
+    """Returns the version of the installed package; `(not installed)` in a checkout without installation."""
     try:
         return metadata.version("skipstone")
     except metadata.PackageNotFoundError:

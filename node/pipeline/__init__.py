@@ -1,1 +1,1 @@
-"""The runtime of custody: admission, tensors, workers, the codec of each link."""
+"""Runs microbatches at a node: admission, tensors, computation, codecs and sending."""

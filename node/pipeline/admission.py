@@ -1,4 +1,4 @@
-"""The check of a tensor's header against the manifest, before memory is allocated for it."""
+"""Validation of tensor headers against the manifest, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 
 
 def path_rules(manifest: Manifest) -> PathRules:
-    """The run's rules for paths."""
+    """Returns the run's rules for paths."""
     stages = manifest.stages
     return PathRules(
         stages.count,
@@ -29,20 +29,20 @@ RouteFault = Callable[[MicrobatchTensor], str | None]
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:
-    """The specification of hidden states and their gradients; of the largest, if microbatches are whole documents."""
+    """Specifies hidden states and their gradients: the largest ones, if microbatches are whole documents."""
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
 
 
 def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
-    """The allowed codecs of microbatches, mildest first: what a sender chooses from and a receiver takes."""
+    """Returns the codecs that the run allows, least compressed first. Senders choose, and receivers accept them."""
     half = hidden_tensor(manifest).dtype is DType.BFLOAT16
     limits = {Traffic.ACTIVATIONS: manifest.codecs.activations, Traffic.GRADIENTS: manifest.codecs.gradients}
     return {traffic: ladder(Codec[limit.upper()], half_precision=half) for traffic, limit in limits.items()}
 
 
 class Admission:
-    """The admission rules of one run, for one peer that hosts `module`."""
+    """Admission rules of one run for a peer that hosts `module`."""
 
     def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
         self._own = own
@@ -56,18 +56,18 @@ class Admission:
         self._rules = path_rules(manifest)
 
     def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
-        """Checks a header. Raises ProtocolViolation when an honest peer could not have sent this."""
+        """Checks a header. Raises ProtocolViolation if an honest peer could not have sent it."""
         if not self._is_of_this_run(tensor, message.path.documents):
             raise ProtocolViolation(self._of_another_run(tensor, message.path.documents))
         rows, tokens, _ = tensor.shape
         fewest, most = (1, rows * tokens) if self._tells_labels and not _only_evaluates(message) else (0, 0)
         if not fewest <= message.path.labels <= most:
-            raise ProtocolViolation(f"{message.path.labels} labels were announced; {fewest} to {most} can be meant")
+            raise ProtocolViolation(f"the header announces {message.path.labels} labels; valid are {fewest} to {most}")
         codecs = self._codecs[Traffic.ACTIVATIONS if isinstance(message, Forward) else Traffic.GRADIENTS]
         if tensor.codec not in codecs or tensor.byte_length > tensor.raw_bytes:
             raise ProtocolViolation(
-                f"{tensor.byte_length} bytes as {tensor.codec.name} were announced; this run allows"
-                f" {', '.join(codec.name for codec in codecs)} for this"
+                f"the header announces {tensor.byte_length} bytes as {tensor.codec.name}; this run allows"
+                f" {', '.join(codec.name for codec in codecs)}"
             )
         path = message.path
         if path.data_node != message.microbatch.data_node:
@@ -75,9 +75,10 @@ class Admission:
         stages = [hop.module.stage for hop in path.hops]
         unknown = [str(hop.module) for hop in path.hops if hop.module not in self._modules]
         if unknown:
-            raise ProtocolViolation(f"the path visits module {unknown[0]}, which the manifest does not have")
+            raise ProtocolViolation(f"the path visits module {unknown[0]}, which is not in the manifest")
         evaluated = _only_evaluates(message)
         self._check_order(stages, evaluated=evaluated)
+        # After a repair the path may differ from the signed route, so check both.
         if path.route is not None:
             self._check_order([module.stage for module in path.route.modules], evaluated=evaluated)
         if not -1 <= message.position <= len(path.hops):
@@ -90,7 +91,7 @@ class Admission:
             raise ProtocolViolation(f"{message.microbatch}: {fault}")
 
     def _is_of_this_run(self, tensor: TensorSpec, documents: tuple[int, ...]) -> bool:
-        """Whether an honest peer may send a tensor of this shape for these documents."""
+        """Tells whether an honest peer may send a tensor of this shape for these documents."""
         if tensor.dtype is not self._tensor.dtype:
             return False
         if not self._packs_documents:
@@ -101,31 +102,31 @@ class Admission:
         return fits and tensor.shape == (1, tokens, hidden)
 
     def _of_another_run(self, tensor: TensorSpec, documents: tuple[int, ...]) -> str:
-        announced = f"a tensor {tensor.shape} {tensor.dtype.name} was announced"
+        announced = f"the header announces a tensor {tensor.shape} {tensor.dtype.name}"
         own = f"{self._tensor.shape} {self._tensor.dtype.name}"
         if self._packs_documents:
-            most = f"this run's are at most {own}, with as many tokens as their documents"
-            return f"{announced}, of {len(documents)} documents; {most}"
-        of = f", of {len(documents)} documents" if documents else ""
-        return f"{announced}{of}; this run's are {own}, without documents"
+            most = f"this run has at most {own}, with the tokens of the documents"
+            return f"{announced} with {len(documents)} documents; {most}"
+        of = f" with {len(documents)} documents" if documents else ""
+        return f"{announced}{of}; this run has {own} without documents"
 
     def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
-        """Checks a training path's order. An evaluation may visit any part of the model from the first stage on."""
+        """Checks the order of stages on a path. Evaluations may visit any stages in ascending order."""
         if evaluated:
             in_order = all(one < other for one, other in pairwise(stages))
-            fault = None if in_order else f"not different stages in order: {stages}"
+            fault = None if in_order else f"not different stages in ascending order: {stages}"
         else:
             fault = self._rules.fault_as_taken(stages)
         if fault is not None:
-            raise ProtocolViolation(f"the path is not one that this run allows: {fault}")
+            raise ProtocolViolation(f"this run does not allow the path: {fault}")
 
     def hosts(self, message: MicrobatchTensor) -> bool:
-        """Whether the hop it names is our module. A sender with an old view may be honestly wrong about that."""
+        """Tells whether the named hop is our module. An honest sender may be wrong after a peer moved."""
         hops, position = message.path.hops, message.position
         return not 0 <= position < len(hops) or hops[position].module == self._module
 
     def _check_sender(self, sender: PeerId, message: MicrobatchTensor) -> None:
-        """Only the neighbour on the path may hand something over; who that is depends on the direction."""
+        """Checks that the sender is our neighbour on the path, upstream for Forward and downstream for Backward."""
         match message:
             case Forward(position=position) if position < 0:
                 raise ProtocolViolation("a Forward cannot go to the start of its path")
@@ -136,7 +137,7 @@ class Admission:
             case Backward(position=position):
                 neighbour = message.path.peer_at(position + 1)
         if neighbour != sender:
-            raise ProtocolViolation(f"{short(sender)} sent what only {short(neighbour)} may send on this path")
+            raise ProtocolViolation(f"{short(sender)} sent a tensor that only {short(neighbour)} may send on this path")
 
 
 def _only_evaluates(message: MicrobatchTensor) -> bool:

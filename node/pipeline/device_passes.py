@@ -1,8 +1,8 @@
-"""The passes of a part beyond `node.model.passes.OneDevice`: split, block by block, or on several devices.
+"""Passes of a part other than OneDevice: with deferred weight gradients, block by block, or on several devices.
 
-No peer waits for a linear layer's weight gradient, so `SplitDevice` computes the input's gradient first, and
-`DeferredWeights` the products in idle time (zero-bubble schedules, Qi et al. 2024, arXiv:2401.10241). `BlockByBlock`
-needs the graph of one block only, on devices with little memory (Chen et al. 2016, arXiv:1604.06174).
+Other peers only wait for the input's gradient. `SplitDevice` computes it first, and `DeferredWeights` computes the
+weight gradients of linear layers in idle time (zero-bubble schedules, Qi et al. 2024, arXiv:2401.10241). `BlockByBlock`
+keeps the graph of one block at a time, for devices with little memory (Chen et al. 2016, arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from swarm.vocabulary.types import MicrobatchId, Reasoned
 from swarm.workload.device_shares import CUTTING, Dealing, deal, pieces
 
 _CHUNK_OPERATIONS: Final = {"cpu": 1e8}
-"""Operations of one chunk by kind of device, at most: 1 to 5 ms of one core."""
+"""Largest number of operations per chunk by device type: 1 to 5 ms on one core."""
 _ELSEWHERE: Final = 2e10
 _LEAST_ROWS, _LEAST_TOKENS = 16, 64
-"""Smallest chunk: a smaller one reads and adds more than it computes."""
+"""Smallest chunk. Smaller ones spend more time on memory traffic than on computing."""
 _LARGEST: Final = torch.finfo(torch.float32).max
 
 
-# ---- the first half: all gradients but those of linear layers' weights -----------------------------------------------
+# ---- first half: all gradients except weights of linear layers -------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Noted:
     weight: int
-    """Place of its weight among the part's parameters."""
+    """Index of its weight among the part's parameters."""
     values: Tensor
-    """Its input, which the graph holds, too."""
+    """Input of the linear layer, which the graph holds too."""
     output: GradientEdge
 
 
@@ -63,16 +63,16 @@ class SplitVisit(Visit):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product:
-    """A weight gradient [outputs, inputs] that is to be computed."""
+    """A weight gradient [outputs, inputs] to be computed as a matrix product."""
 
     weight: int
     values: Tensor
-    """[tokens, inputs]"""
+    """Inputs, [tokens, inputs]."""
     gradients: Tensor
-    """[tokens, outputs]"""
+    """Gradients of the outputs, [tokens, outputs]."""
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
-        """Cuts it into chunks: tokens, and rows of the weight."""
+        """Yields chunks of the product: tokens, and rows of the weight."""
         (tokens, inputs), outputs = self.values.shape, self.gradients.shape[1]
         most = _CHUNK_OPERATIONS.get(self.values.device.type, _ELSEWHERE) / (2 * inputs)
         length = min(tokens, max(_LEAST_TOKENS, int(most / _LEAST_ROWS)))
@@ -84,11 +84,11 @@ class _Product:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitGradients:
-    """The first half of a backward pass, and what the second half needs."""
+    """Results of the first half of a backward pass, and the inputs of the second half."""
 
     source: Tensor
     others: tuple[tuple[int, Tensor], ...]
-    """Places and gradients of the parameters that are no linear layer's weight."""
+    """Indices and gradients of all parameters except weights of linear layers."""
     products: tuple[_Product, ...]
 
     @property
@@ -98,9 +98,9 @@ class SplitGradients:
         return sum(storages.values())
 
     def is_bounded(self) -> Tensor:
-        """Whether all gradients will be finite, a bool on the device."""
-        # An element of a product is at most the product of the norms (Cauchy and Schwarz). Gradients for which that
-        # exceeds float32 count as not finite.
+        """Tells whether all gradients will be finite, as a bool on the device."""
+        # By Cauchy-Schwarz, an element of a product is at most the product of the norms. Gradients count as not finite
+        # if that bound overflows float32.
         bound = _length([self.source, *(gradient for _, gradient in self.others)])
         if self.products:
             values = _length([product.values for product in self.products])
@@ -109,7 +109,7 @@ class SplitGradients:
 
     @torch.no_grad()
     def pieces(self) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yields parts of the parameters' gradients: place, rows, and a summand for these."""
+        """Yields summands of the parameter gradients: parameter index, rows, gradient."""
         for place, gradient in self.others:
             yield place, slice(None), gradient
         for product in self.products:
@@ -117,7 +117,7 @@ class SplitGradients:
                 yield product.weight, rows, product.gradients[tokens, rows].T @ product.values[tokens]
 
     def moved(self, places: int) -> SplitGradients:
-        """The same of a part whose parameters come so many places later."""
+        """Adds an offset to the parameter indices, for a part within a larger one."""
         return SplitGradients(
             self.source,
             tuple((place + places, gradient) for place, gradient in self.others),
@@ -130,7 +130,7 @@ def _length(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class SplitDevice(OneDevice):
-    """The passes of a part on one device, whose backward pass can leave the weights of linear layers out."""
+    """Passes on one device whose backward pass can leave out the weights of linear layers."""
 
     def __init__(self, part: nn.Module, hidden_type: torch.dtype = torch.float32) -> None:
         super().__init__(part)
@@ -146,7 +146,7 @@ class SplitDevice(OneDevice):
         self._copies = [linear.narrow for linear in linears if linear.narrow is not None]
         whole = [linear.weight for linear in linears if linear.narrow is None]
         self._read = [*whole, *(parameter for _, parameter in self._others)]
-        """Parameters that graphs refer to directly, not by a narrow copy."""
+        """Parameters that graphs refer to directly rather than by a narrow copy."""
 
     def _note(self, weight: int, linear: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
         if self._noted is not None:
@@ -181,7 +181,7 @@ class SplitDevice(OneDevice):
         return (*self._read, *(copy.fresh() for copy in self._copies))
 
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
-        """Computes the first half; frees the graph. No result shares memory with `gradient` or the visit's input."""
+        """Computes the first half and frees the graph. Results do not share memory with `gradient` or the input."""
         assert isinstance(visit, SplitVisit)
         foreign = {tensor.untyped_storage().data_ptr() for tensor in (gradient, visit.source)}
 
@@ -202,30 +202,30 @@ class SplitDevice(OneDevice):
         )
 
 
-# ---- the second half: weight gradients in idle time ------------------------------------------------------------------
+# ---- second half: weight gradients in idle time ----------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class _PutOff:
-    """The second half of one microbatch's backward pass."""
+    """Second half of one microbatch's backward pass."""
 
     microbatch: MicrobatchId
     tokens: int
     others: deque[tuple[int, Tensor]]
-    """Gradients that are computed, but not added."""
+    """Computed gradients that are not added yet."""
     pieces: deque[tuple[_Product, slice, slice]]
-    """Products that are not computed, with their tokens and rows."""
+    """Products to compute, with their tokens and rows."""
     held_bytes: int
     ended: Callable[[float | None], None]
     labels: int = 0
-    """Predicted tokens; 0 for all."""
+    """Tokens with a label; 0 for all."""
     begun: bool = False
     seconds: float = 0.0
     work: Deferred | None = None
 
 
 class DeferredWeights:
-    """The weight gradients that a replica has deferred. `passes` can be split; None if weights are not deferred."""
+    """Deferred weight gradients of a replica. `passes` is None if weights are not deferred."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class DeferredWeights:
         self.chosen = chosen
         self.visits = 0
         self.held_bytes = 0
-        """Memory of the inputs and gradients that are kept now."""
+        """Memory of the inputs and gradients held now, in bytes."""
         self.peak_bytes = 0
         self._passes = passes
         self._sums = sums
@@ -260,7 +260,7 @@ class DeferredWeights:
         ended: Callable[[float | None], None],
         labels: int = 0,
     ) -> Addition:
-        """Promises the sums a bounded gradient. `ended` gets the seconds that it took, None if cancelled."""
+        """Promises the accumulator a bounded gradient. `ended` gets the compute seconds, or None if cancelled."""
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
         self._sums.promise(microbatch, tokens, labels)
@@ -274,16 +274,17 @@ class DeferredWeights:
         try:
             waiting.work = self._submit(chunks, name)
         except ResourceExhausted:
+            # The idle queue is full: compute it at the deadline.
             waiting.work = AtDeadline(chunks, name)
         return Addition.ADDED
 
     def finish(self) -> None:
-        """Computes all that was deferred. Without memory raises ResourceExhausted and keeps what has not been added."""
+        """Computes all deferred gradients. Raises ResourceExhausted without memory, and keeps the rest for a retry."""
         for waiting in list(self._waiting.values()):
             self._finish(waiting)
 
     def cancel(self, microbatch: MicrobatchId) -> bool:
-        """Takes a promise back if nothing of it has been added yet. Else adds the rest and returns False."""
+        """Cancels a deferred gradient. If parts were already added, adds the rest and returns False."""
         waiting = self._waiting.get(microbatch)
         if waiting is None:
             return False
@@ -297,13 +298,13 @@ class DeferredWeights:
         return True
 
     def _finish(self, waiting: _PutOff) -> None:
-        # A chunk that found no memory in idle time is tried again.
+        # Start a new iterator, because a chunk that ran out of memory ended the old one.
         assert waiting.work is not None
         waiting.work.cancel()
         deque(self._chunks(waiting), maxlen=0)
 
     def _chunks(self, waiting: _PutOff) -> Iterator[None]:
-        """Goes on with the work of one microbatch. Frees the memory of what has been added."""
+        """Continues the work of one microbatch, and frees memory as gradients are added."""
         while waiting.others:
             place, gradient = waiting.others[0]
             self._add(waiting, place, slice(None), gradient)
@@ -336,12 +337,12 @@ class DeferredWeights:
 
 
 class _Alone(nn.Module):
-    """One block of a stack, with the rotary tables of all."""
+    """One block of a stack, with the stack's rotary tables."""
 
     def __init__(self, block: nn.Module, rotary: Rotary) -> None:
         super().__init__()
         self.block = block
-        self._rotary = (rotary,)  # a tuple, so that the tables are no part of this module
+        self._rotary = (rotary,)  # a tuple hides the tables from this module's state
 
     def forward(self, hidden: Tensor, documents: Documents = ()) -> Tensor:
         angles = self._rotary[0](hidden.shape[1], documents, dtype=hidden.dtype)
@@ -351,30 +352,30 @@ class _Alone(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockVisit(Visit):
-    """A visit of a stack: each block's input, and its graph or None."""
+    """Visit of a stack: the input of each block, and its graph or None."""
 
     documents: tuple[int, ...]
     inputs: tuple[Tensor, ...]
     graphs: tuple[SplitVisit | None, ...]
 
     def kept(self) -> BlockVisit:
-        """The part that backward needs: all but the result."""
+        """Drops the result, which backward does not need."""
         return replace(self, result=self.result.new_empty(0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedGradients:
-    """The gradient of a visit's input; those of the parameters have been added."""
+    """The gradient of a visit's input, after the parameter gradients were added to the sums."""
 
     source: Tensor
     are_finite: Tensor
-    """Whether all are, a bool on the device. If not, some have been added, all of them finite."""
+    """Whether all gradients are finite, a bool on the device. Otherwise only finite ones were added."""
     take_back: Callable[[], None]
-    """Subtracts what has been added to the sums, up to rounding."""
+    """Subtracts the added gradients again, up to rounding."""
 
 
 class BlockByBlock:
-    """The passes of a stack; see `node.model.passes.Passes`. Made once for a stack, to which it stays hooked."""
+    """Passes of a stack with one block's graph at a time. Its hooks stay on the stack, so create it once per stack."""
 
     def __init__(self, stack: BlockStack, hidden_type: torch.dtype) -> None:
         blocks = [_Alone(block, stack.rotary) for block in stack.model["layers"].children()]
@@ -385,7 +386,7 @@ class BlockByBlock:
     def forward(
         self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext, graphs: int | None = None
     ) -> BlockVisit:
-        """Computes the stack, keeping the graphs of the last `graphs` blocks; None for all."""
+        """Computes the stack and keeps the graphs of its last `graphs` blocks (None: all)."""
         without = 0 if graphs is None else self.blocks - graphs
         hidden, inputs, kept = source.detach(), [], list[SplitVisit | None]()
         for index, block in enumerate(self._blocks):
@@ -416,9 +417,9 @@ class BlockByBlock:
         return SplitGradients(gradient, others, tuple(product for half in halves for product in half.products))
 
     def backward_into(self, sums: Accumulator, visit: Visit, gradient: Tensor, weight: int) -> AddedGradients:
-        """Adds parameter gradients, scaled by `weight`, without registering the microbatch.
+        """Adds parameter gradients times `weight` to the sums, without registering the microbatch.
 
-        Stops at the first block whose gradients may not be finite. Without memory, takes back what was added.
+        Stops at the first block whose gradients may not be finite. If memory runs out, undoes the additions.
         """
         assert isinstance(visit, BlockVisit)
         added = [0]
@@ -430,6 +431,7 @@ class BlockByBlock:
         return AddedGradients(source, are_finite, lambda: self._take_back(sums, visit, gradient, weight, added))
 
     def _take_back(self, sums: Accumulator, visit: BlockVisit, gradient: Tensor, weight: int, added: list[int]) -> None:
+        # The same pieces come in the same order, so `added` tells how many to subtract.
         if added[0]:
             again = self.forward(visit.source, visit.documents, graphs=0)
             self._add(sums, again, gradient, -weight, [0], added[0])
@@ -437,7 +439,7 @@ class BlockByBlock:
     def _add(
         self, sums: Accumulator, visit: BlockVisit, gradient: Tensor, weight: int, added: list[int], most: int = 2**62
     ) -> tuple[Tensor, Tensor]:
-        """Adds `most` pieces of gradients at most, and counts them in `added`."""
+        """Adds up to `most` pieces of gradients and counts them in `added`."""
         are_finite = torch.ones((), dtype=torch.bool, device=gradient.device)
         for index in reversed(range(self.blocks)):
             half = self._blocks[index].first_half(self._graph(visit, index), gradient)
@@ -445,6 +447,7 @@ class BlockByBlock:
             for place, rows, piece in half.pieces():
                 if added[0] == most:
                     return gradient, are_finite
+                # No synchronisation here: after a bad block, zeros are added.
                 finite = torch.where(are_finite, piece, 0.0)
                 sums.add_to(self._firsts[index] + place, rows, finite, weight)
                 added[0] += 1
@@ -476,22 +479,22 @@ class BlockByBlock:
 Result = TypeVar("Result")
 
 SHORTEST_CUT: Final = 512
-"""Tokens for each device below which documents are not cut."""
+"""Tokens per device below which documents are not cut."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
     places: Tensor
-    """Indices of its rows, or of its tokens in the only row: int64 on the CPU."""
+    """Indices of its rows, or of its tokens if there is one row: int64 on the CPU."""
     documents: tuple[int, ...] | CutDocuments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dealt:
-    """A microbatch's shares, for each device; None for a device that has nothing to do."""
+    """Shares of a microbatch by device. None for a device without work."""
 
     axis: int
-    """Of the places: 0 for rows, 1 for tokens."""
+    """Axis of the indices: 0 for rows, 1 for tokens."""
     shares: tuple[_Share | None, ...]
     exchange: Exchange
 
@@ -501,7 +504,7 @@ class _Dealt:
         return whole.index_select(self.axis, share.places.to(whole.device)).to(device)
 
     def together(self, whole: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
-        """The parts in their places of a tensor like `whole`."""
+        """Writes the parts to their positions in `whole`."""
         for share, part in zip(self.shares, parts, strict=True):
             if share is not None and part is not None:
                 whole.index_copy_(self.axis, share.places.to(whole.device), part.to(whole.device))
@@ -515,7 +518,7 @@ class DealtVisit(Visit):
 
 
 class Copies:
-    """A part on each of several devices. Those with other memory than the first have copies of the parameters."""
+    """Copies of a part on several devices. A device that shares the first one's memory has no copy."""
 
     def __init__(self, part: nn.Module, threads: DeviceThreads, copies: Sequence[nn.Module] | None = None) -> None:
         self._parts = [part, *(copies or (_on(device, part) for device in threads.devices[1:]))]
@@ -528,11 +531,11 @@ class Copies:
         return iter(self._parts)
 
     def changed(self) -> None:
-        """Notes that the part's parameters have changed; the others follow when they are needed."""
+        """Records that the parameters changed. The copies are updated on next use."""
         self._stale = True
 
     def fresh(self) -> Sequence[nn.Module]:
-        """All of them, with the parameters of now."""
+        """Returns all copies with current parameters."""
         if self._stale:
             self._stale = False
             first, *others = self._parts
@@ -545,7 +548,7 @@ class Copies:
 
 
 class SeveralDevices:
-    """The passes of one part on several devices, dealt by `choose`; see `node.model.passes.Passes`."""
+    """Passes of one part on several devices. `choose` assigns documents to devices."""
 
     def __init__(
         self,
@@ -617,7 +620,7 @@ class SeveralDevices:
         return self._threads.at_once([partial(on, rank, part) for rank, part in enumerate(self._parts.fresh())])
 
     def _dealt(self, source: Tensor, documents: tuple[int, ...]) -> _Dealt:
-        """The shares of a microbatch: a function of its documents, so that what is taken back is what was added."""
+        """Computes the shares from the documents alone, so that a retraction subtracts the same values."""
         count = len(self._parts)
         exchange = Exchange(count)
         if not documents:
@@ -645,7 +648,7 @@ class SeveralDevices:
 
 
 class SeveralHeads:
-    """The head on several devices, each with an equal share of the tokens; see `node.model.passes.HeadPasses`."""
+    """Passes of the head on several devices with equal shares of the tokens."""
 
     def __init__(self, heads: Copies, threads: DeviceThreads) -> None:
         self._heads = heads
@@ -686,7 +689,7 @@ class SeveralHeads:
     def _at_once(
         self, hidden: Tensor, labels: Tensor, job: Callable[[nn.Module, Tensor, Tensor], Result]
     ) -> list[Result]:
-        """Of as many tokens as are not left out: fewer than there are devices have fewer jobs."""
+        """Runs `job` on each device's tokens. With fewer tokens than devices, there are fewer jobs."""
         own = torch.tensor_split(hidden.flatten(0, 1).unsqueeze(0), len(self._heads), dim=1)
         wanted = torch.tensor_split(labels.flatten().unsqueeze(0), len(self._heads), dim=1)
 
@@ -705,14 +708,14 @@ class SeveralHeads:
 
 
 def body_passes(part: nn.Module, threads: DeviceThreads | None, quadratic_share: float) -> Passes:
-    """The passes of a part that is on the first device: the embedding or a stack of blocks."""
+    """Makes the passes of the embedding or a block stack on the first device."""
     if threads is None or len(threads.devices) == 1:
         return OneDevice(part)
     return SeveralDevices(Copies(part, threads), threads, quadratic_share)
 
 
 def head_passes(head: HeadPart, threads: DeviceThreads | None) -> HeadPasses:
-    """The passes of the head, which is on the first device."""
+    """Makes the passes of the head on the first device."""
     if threads is None or len(threads.devices) == 1:
         return OneHead(head)
     return SeveralHeads(Copies(head, threads), threads)
@@ -727,14 +730,14 @@ def _device_of(part: nn.Module) -> torch.device:
 
 
 def _joined(dealt: _Dealt, like: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
-    """The parts' results in the order of the microbatch, [rows, tokens, hidden] on the device of `like`."""
+    """Merges the parts in the microbatch's order, [rows, tokens, hidden] on the device of `like`."""
     of_one = next(part for part in parts if part is not None)
     room = torch.empty(*like.shape[:2], *of_one.shape[2:], dtype=of_one.dtype, device=like.device)
     return dealt.together(room, parts)
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor:
-    """The sum on the first one's device, always in the same order."""
+    """Sums on the first tensor's device, always in the same order."""
     total = gradients[0]
     for more in gradients[1:]:
         total = total + more.to(total.device)

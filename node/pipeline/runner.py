@@ -1,7 +1,7 @@
-"""The runner of custody: admits and receives tensors, has them computed, sends the results on.
+"""Runner of custody: receives tensors, computes them, and sends the results.
 
-A visit passes through `MicrobatchRunner`'s admit, received, _compute, _send (until the next peer accepts) and _forget.
-`swarm.pipeline.custody` decides what comes next, `_carry_out` starts it.
+A visit runs through MicrobatchRunner's admit, received, _compute, _send (until the next peer accepts) and _forget.
+`swarm.pipeline.custody` decides each next step, and `_carry_out` starts it.
 """
 
 from __future__ import annotations
@@ -72,45 +72,45 @@ log = logging.getLogger(__name__)
 
 BUSY_RETRY_S = 0.1
 CHECKED_EVERY = 64
-"""Encodings per measured error. Decoding costs less than encoding, so measuring costs about 1 %."""
+"""Encodings per measured error. Decoding is cheaper than encoding, so measuring costs about 1 %."""
 MAX_WAITING_MESSAGES = 256
-"""Unsent messages per peer. More are dropped, as if the peer could not be reached."""
+"""Unsent messages per peer. Further ones are dropped, as if the peer were unreachable."""
 MOST_SHORT_OF_MEMORY = 32
-"""Computations in a row that may fail for want of memory. Then the module is too large for this machine."""
+"""Consecutive computations that may run out of memory before the module counts as too large."""
 BUFFERS_A_SLOT = 6
-"""Input and gradient of an entry and up to two unsettled ones per slot."""
+"""Buffers per slot: input and gradient of an entry and of up to two unsettled ones."""
 MAX_LINKS: Final = 1024
-"""Links whose codecs are remembered; the transport holds fewer open."""
+"""Links whose codecs are remembered. The transport keeps fewer open."""
 DESCRIBED_LINKS: Final = 64
 
 
-# ---- the worker ------------------------------------------------------------------------------------------------------
+# ---- worker ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One computation. `ticket` names the entry it is for: a second copy of its microbatch has another one."""
+    """A computation. `ticket` identifies its entry: a second copy of the microbatch has a different one."""
 
     ticket: int
     key: Key
     work: Work
     purpose: Purpose
     input: Encoded | None = None
-    """Received hidden states; None at a data node's start."""
+    """Received hidden states. None at the start of a path."""
     gradient: Encoded | None = None
     """Received gradient of the output."""
     documents: tuple[int, ...] = ()
-    """Tokens of each document; empty if the microbatch is rows of one stream."""
+    """Tokens per document. Empty for rows of one stream."""
     codec: Codec = Codec.NONE
     check_codec: bool = False
-    """Whether to measure the error of the output's encoding."""
+    """Whether to measure the output's encoding error."""
     labels: int = 0
-    """Predicted tokens; 0 if all are."""
+    """Tokens with a label; 0 for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The result of a job. `step_due` asks for an inner step before anything else."""
+    """Result of a job. `step_due` requests an inner step before any other work."""
 
     tensor: Encoded | None = None
     loss: float | None = None
@@ -119,27 +119,27 @@ class Output:
 
 
 class Worker(Protocol):
-    """The computations of one replica. All methods but `tensor` run on the compute thread."""
+    """Computations of one replica. All methods but `tensor` run on the compute thread."""
 
     @property
     def tensor(self) -> TensorSpec:
-        """Hidden states and their gradients."""
+        """Specification of hidden states and their gradients."""
 
     def compute(self, job: Job) -> Output:
-        """Does a job. Its tensors and `Output.tensor`, which may share their memory, stay until `forget`."""
+        """Runs a job. Its tensors and the output's must stay unchanged until `forget`."""
 
     def retract(self, job: Job) -> bool:
-        """Takes back a gradient, after a step in the next sum. Returns whether there was one."""
+        """Subtracts a microbatch's gradient, even after a step. Returns whether it had been added."""
 
     def forget(self, ticket: int) -> None:
-        """Frees what was kept for an entry. Then the memory of its tensors may be written again."""
+        """Frees an entry's state. Afterwards the memory of its tensors may be overwritten."""
 
     def step(self) -> StepFigures | None:
-        """Takes the inner step that is due; None if an earlier call took it."""
+        """Takes the inner step if it is still due, else returns None."""
 
 
 class WorkerThread:
-    """A worker as seen from the event loop. Raises what the worker and `ComputeThread.run` raise."""
+    """Asynchronous access to a worker. Raises the errors of the worker and of `ComputeThread.run`."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class WorkerThread:
         self._after_step = after_step
 
     async def compute(self, job: Job) -> tuple[Output, float]:
-        """Computes a job. Returns the output, and the seconds that it took on the thread."""
+        """Runs a job. Returns its output and its seconds on the thread."""
 
         def timed() -> tuple[Output, float]:
             begun = self._clock.monotonic()
@@ -184,11 +184,11 @@ class WorkerThread:
 
 
 class LinkCodecs:
-    """The codecs in use on this node's links.
+    """Codecs in use on this node's links.
 
     Args:
-        visit_s: compute time of a microbatch at the slower end of the link to a peer, in seconds; 0 if not known.
-        goodput: bytes per second of the link to a peer; 0 if not known.
+        visit_s: compute time of a microbatch at the slower end of a peer's link, in seconds; 0 if unknown.
+        goodput: throughput of a peer's link in bytes per second; 0 if unknown.
     """
 
     def __init__(
@@ -207,6 +207,7 @@ class LinkCodecs:
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
         levels = self._levels[traffic]
+        # Drop levels that were measured to be too inaccurate.
         while len(levels) > 1 and (traffic, levels[-1]) in self._too_coarse:
             levels = levels[:-1]
         while to not in self._chosen and len(self._chosen) >= MAX_LINKS:
@@ -217,7 +218,7 @@ class LinkCodecs:
         return choices[traffic].value
 
     def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
-        """Takes the relative error of an encoding. A codec with too large an error is not used again."""
+        """Records the relative error of an encoding. Too large an error disables the codec."""
         if error > MOST_ERROR.get(codec, float("inf")):
             self._too_coarse.add((traffic, codec))
 
@@ -225,7 +226,7 @@ class LinkCodecs:
         self._chosen.pop(peer, None)
 
     def describe(self) -> CodecStatus:
-        """Returns the allowed codecs, and the ones in use on each link, with reasons."""
+        """Returns the allowed codecs, and each link's codecs with reasons."""
         return CodecStatus(
             {traffic.value: tuple(codec.name.lower() for codec in levels) for traffic, levels in self._levels.items()},
             tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),
@@ -237,62 +238,62 @@ class LinkCodecs:
         return LinkStatus(round(self._goodput(peer)), **codecs)
 
 
-# ---- the rest of the node --------------------------------------------------------------------------------------------
+# ---- interfaces to the node ------------------------------------------------------------------------------------------
 
 
 class PathEnds:
-    """A data node's interest in its own microbatches. This base class is a peer that starts no paths."""
+    """Callbacks for a data node's own microbatches. This base class is for peers without any."""
 
     def expects(self, message: Forward) -> bool:
-        """Whether this microbatch of ours is in flight."""
+        """Tells whether this microbatch of ours is in flight."""
         return False
 
     def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
-        """Takes a microbatch's loss, in nats per token."""
+        """Receives a microbatch's loss, in nats per token."""
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
-        """Takes in that a microbatch is complete. The gradients on `path` count."""
+        """Called when a microbatch completes. The gradients on `path` count."""
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
-        """Takes in that a microbatch cannot go on."""
+        """Called when a microbatch is lost."""
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        """Whether the peer hosts a module on the microbatch's path. Repair may have changed the replica since."""
+        """Tells whether the peer hosts a module on the microbatch's path. Any replica counts, as repairs may switch."""
         return False
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        """The same, also for a complete microbatch, as long as receipts for it are expected."""
+        """Like `may_hold`, and includes completed microbatches while receipts may still arrive."""
         return False
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
-        """Takes a receipt PASSED_ON for one of our microbatches, which may be complete already."""
+        """Receives a PASSED_ON receipt for a microbatch of ours, possibly after its completion."""
 
 
 class Host(Protocol):
-    """The node's interest in the microbatches at its replica."""
+    """Callbacks for the microbatches at this node's replica."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
-        """A gradient that was added counts."""
+        """Called when an added gradient is confirmed."""
 
     def retracted(self, microbatch: MicrobatchId) -> None:
-        """A gradient that was added did not count, and has been taken back."""
+        """Called after an unconfirmed gradient was subtracted again."""
 
     def stepped(self, figures: StepFigures) -> None:
-        """An inner step has been taken."""
+        """Called after an inner step."""
 
     def not_reached(self, peer: PeerId, error: PeerError) -> None:
-        """A message or a tensor could not be sent."""
+        """Called when a message or tensor could not be sent."""
 
 
-# ---- tensors ---------------------------------------------------------------------------------------------------------
+# ---- tensors of an entry ---------------------------------------------------------------------------------------------
 
 Slot = tuple[Key, type[MicrobatchTensor]]
-"""The entry of a tensor, and whether the tensor is its input or its gradient."""
+"""The entry of a tensor, and whether it is the entry's input or gradient."""
 
 
 @dataclass(slots=True, eq=False)
 class Tensors:
-    """The tensors of one entry. Their buffers are given back once they are forgotten and no task uses them."""
+    """Tensors of one entry. Their buffers are released once the entry is forgotten and no task uses them."""
 
     ticket: int
     input: Encoded | None = None
@@ -300,7 +301,7 @@ class Tensors:
     output: Encoded | None = None
     documents: tuple[int, ...] = ()
     labels: int = 0
-    """Kept, like the documents, as long as the gradient may have to be taken back."""
+    """Tokens with a label. Kept, like `documents`, while the gradient may have to be subtracted."""
     users: int = 0
     forgotten: bool = False
 
@@ -316,11 +317,11 @@ def slot_of(message: MicrobatchTensor) -> Slot:
     return Key(message.microbatch, message.position), type(message)
 
 
-# ---- the runner ------------------------------------------------------------------------------------------------------
+# ---- runner ----------------------------------------------------------------------------------------------------------
 
 
 class MicrobatchRunner(MachineRunner[Event, Action]):
-    """One node's microbatches between its links and its compute thread."""
+    """Runner of one node's microbatches between its links and its compute thread."""
 
     def __init__(
         self,
@@ -344,17 +345,17 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._takes_new_work = True
         self._encoded = 0
         self._short_of_memory = 0
-        """Computations in a row that failed for want of memory."""
-        # A data node's own microbatches need no slots: 64 buffers are for them.
+        """Consecutive computations that ran out of memory."""
+        # A data node's own microbatches take no slots, so reserve 64 buffers for them.
         self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64, worker.allocate)
         self._tensors: dict[Key, Tensors] = {}
         self._arrived: dict[Slot, Encoded] = {}
-        """Tensors about which custody has not decided yet."""
+        """Tensors that await a decision by custody."""
         self._tickets = itertools.count()
         self._forecast = ArrivalForecast()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for microbatches on the links, within the block."""
+        """Registers the handlers for microbatches within the block."""
         return dispatcher.registered(
             tensors={MicrobatchTensor: self},
             messages={MicrobatchControl: self.receive},
@@ -364,7 +365,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     @contextmanager
     def ending_at(self, ends: PathEnds) -> Iterator[None]:
-        """Lets paths start and end here within the block: `ends` is the data node."""
+        """Makes `ends` the data node on this node, within the block."""
         self._ends = ends
         try:
             yield
@@ -372,7 +373,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self._ends = PathEnds()
 
     def take_new_work(self, yes: bool) -> None:
-        """Sets whether new microbatches are taken: not while the node leaves the module to its other replicas."""
+        """Sets whether new microbatches are accepted, to stop before the node leaves its module."""
         self._takes_new_work = yes
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
@@ -380,29 +381,30 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self._carry_out(action)
 
     async def nothing_owed(self, patience_s: float) -> None:
-        """Waits until all messages are handed to the links and all due inner steps are taken, or for `patience_s`."""
+        """Waits up to `patience_s` seconds until all messages are sent and all due inner steps are done."""
         await self._tasks.nothing_owed(patience_s)
 
     @property
     def is_empty(self) -> bool:
         return len(self.custody) == 0 and not self._tasks.owed
 
-    # ---- a tensor arrives --------------------------------------------------------------------------------------------
+    # ---- arriving tensors --------------------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
-        """Answers a tensor's header: a buffer for the tensor, or why it is not taken."""
+        """Answers a tensor's header with a receive buffer or a refusal."""
         self._admission.check(sender, message, tensor)
         if self._pool.in_use >= self._pool.limit:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
         if not self._admission.hosts(message):
             return Refusal(False, "this module is not hosted here")
         is_ours = message.microbatch.data_node == self.custody.own
-        # A leaving peer finishes what it holds, and a data node its own. To be a substitute is new work.
+        # A leaving peer finishes its entries and, as a data node, its microbatches. Substituting for others is new
+        # work.
         is_held = self.custody.get(Key(message.microbatch, message.position)) is not None
         if not (self._takes_new_work or is_held or is_ours):
             return Refusal(False, "this peer is leaving the module")
         if is_ours and isinstance(message, Forward) and not self._ends.expects(message):
-            return Refusal(False, "this microbatch is not under way")
+            return Refusal(False, "this microbatch is not in flight")
         now = self.clock.monotonic()
         if isinstance(message, Forward):
             place = self.custody.admit_forward(message, now)
@@ -426,7 +428,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._worker.expect(self._forecast.expected)
         self._arrived[slot_of(message)] = Encoded(tensor, buffer)
         self.handle(TensorArrived(message))
-        # A second copy, or a tensor of an entry that is gone, has not been taken by any computation.
+        # Custody did not use the tensor if it is a second copy or its entry no longer exists.
         unused = self._arrived.pop(slot_of(message), None)
         if unused is not None:
             self._pool.give_back(unused.data)
@@ -437,7 +439,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._worker.expect(self._forecast.expected)
         self.handle(BrokenOff(message))
 
-    # ---- a message arrives -------------------------------------------------------------------------------------------
+    # ---- arriving messages -------------------------------------------------------------------------------------------
 
     def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
         if isinstance(message, Stranded):
@@ -449,7 +451,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self.handle(Arrived(sender, message))
 
     def _passed_on(self, sender: PeerId, receipt: Receipt) -> None:
-        """Notes that a microbatch of ours has moved on its path."""
+        """Records progress of one of our microbatches on its path."""
         if self._is_of_ours(sender, receipt, self._ends.may_have_held):
             self.custody.touch(Key(receipt.microbatch, -1), self.clock.monotonic())
             self._ends.passed(sender, receipt)
@@ -457,15 +459,15 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     def _is_of_ours(
         self, sender: PeerId, message: Receipt | Stranded, may_know: Callable[[PeerId, MicrobatchId], bool]
     ) -> bool:
-        """Whether it is about a microbatch of ours, and its sender may know about that."""
+        """Tells whether a message is about our microbatch and its sender is on the path."""
         if message.microbatch.data_node != self.custody.own:
             return False
         return sender == self.custody.own or may_know(sender, message.microbatch)
 
     def _knows_route(self, sender: PeerId, message: Stranded) -> bool:
-        """Whether the sender knows the signature of the microbatch's route, so that it was given the microbatch."""
+        """Tells whether the sender knows the route's signature, which proves that it received the microbatch."""
         start = self.custody.get(Key(message.microbatch, -1))
-        # An evaluated microbatch has no entry to compare with.
+        # Evaluated microbatches have no entry to compare with.
         if sender == self.custody.own or start is None or start.path.route is None:
             return True
         return start.path.route.signature == message.signature
@@ -474,7 +476,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         entries = [entry for entry in self.custody.entries() if entry.key.microbatch == message.microbatch]
         has_turned = any(entry.is_start for entry in entries) and any(entry.is_end for entry in entries)
         if message.direction is Direction.FORWARD and has_turned and message.position > -1:
-            return  # a copy that lost against a repaired one: no harm done
+            return  # this copy lost against a repaired one, which already completed forward
         self._ends.lost(message.microbatch, message.detail)
 
     def link_up(self, peer: PeerId) -> None:
@@ -487,24 +489,24 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     def _not_sent(self, to: PeerId, error: PeerError) -> None:
         self._host.not_reached(to, error)
 
-    # ---- custody decides ---------------------------------------------------------------------------------------------
+    # ---- actions of custody ------------------------------------------------------------------------------------------
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            # On the way out: hidden states have arrived. A substitute's gradient arrives before its input.
+            # Hidden states arrived. A substitute receives the gradient before the input.
             case KeepGradient(key):
                 self._take(key, Backward)
             case Compute(key, work):
                 tensors = self._take(key, Backward if work is Work.BACKWARD else Forward)
                 self._begin_with(tensors, partial(self._compute, action))
-            # The output is kept until the next peer has passed it on, so it may be sent more than once.
+            # The output may be sent again, so it is kept until the next peer has passed it on.
             case SendOutput(key):
                 self._begin_with(self._tensors[key], partial(self._send_output, action))
             case Tell(to, message) if to == self.custody.own:
                 asyncio.get_running_loop().call_soon(self.receive, to, message)
             case Tell(to, message):
                 self.send(to, message)
-            # The end at a hop: its gradient counts, or it is taken back.
+            # A hop's gradient is confirmed, or must be subtracted.
             case Confirmed(key):
                 self._host.visited(key.microbatch)
             case Retract(key):
@@ -512,7 +514,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             case Forget(key, reason):
                 log.debug("%s at %d: %s", key.microbatch, key.position, reason)
                 self._forget(key)
-            # The end at its data node.
+            # The data node's microbatch completed.
             case Finished(microbatch, path):
                 self._ends.finished(microbatch, path)
 
@@ -522,7 +524,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         if tensors.forgotten or entry is None:
             return
         tensors.documents, tensors.labels = entry.path.documents, entry.path.labels
-        # The output goes to the neighbour on the path, or to another replica in its place.
+        # The output goes to the neighbour on the path, or to its substitute.
         traffic = Traffic.ACTIVATIONS if work is Work.FORWARD else Traffic.GRADIENTS
         position, codec = key.position + (1 if work is Work.FORWARD else -1), Codec.NONE
         is_sent = position >= -1 and not (work is Work.LOSS and action.purpose is Purpose.EVALUATE)
@@ -539,7 +541,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
                 self.handle(ComputeFailed(key, str(error)))
             self._short_of_memory += isinstance(error, OutOfMemory)
             if isinstance(error, OutOfMemory) and self._short_of_memory == MOST_SHORT_OF_MEMORY:
-                raise  # the module is too large for this machine
+                raise  # ends the node: the module is too large for this machine
             return
         self._short_of_memory = 0
         crash_point(f"after {action.work.name.lower()}")
@@ -547,7 +549,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self.codecs.measured(traffic, codec, output.error)
         if output.step_due:
             self._tasks.owe(self._step())
-            await asyncio.sleep(0)  # the step is queued before whatever this result brings about
+            await asyncio.sleep(0)  # queues the step before any work that the result causes
         if tensors.forgotten:
             return
         tensors.output = output.tensor
@@ -576,12 +578,12 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         try:
             taken_back = await self._worker.retract(tensors.job(key, Work.BACKWARD, Purpose.TRAIN))
         except SkipstoneError as error:
-            log.warning("the gradient of %s could not be taken back: %s", key.microbatch, error)
+            log.warning("cannot subtract the gradient of %s: %s", key.microbatch, error)
             return
         if taken_back:
             self._host.retracted(key.microbatch)
 
-    # ---- its tensors -------------------------------------------------------------------------------------------------
+    # ---- buffers -----------------------------------------------------------------------------------------------------
 
     def _take(self, key: Key, kind: type[MicrobatchTensor]) -> Tensors:
         tensors = self._tensors.get(key)
@@ -595,7 +597,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         return tensors
 
     def _begin_with(self, tensors: Tensors, work: Callable[[Tensors], Coroutine[Any, Any, None]]) -> None:
-        tensors.users += 1  # from here on, so that a Forget before the task starts cannot free them
+        tensors.users += 1  # counts from here, so that a Forget before the task starts cannot free the buffers
 
         async def use() -> None:
             try:
@@ -617,7 +619,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self.begin(self._free(tensors))
 
     async def _free(self, tensors: Tensors) -> None:
-        # The buffers may be written again only after the compute thread has let go of them.
+        # The compute thread must release the buffers before they are reused.
         await self._worker.forget(tensors.ticket)
         tensors.output = None
         for tensor in (tensors.input, tensors.gradient):

@@ -1,4 +1,4 @@
-"""Conversion between the bytes of the wire and tensors on the compute device."""
+"""Conversion between encoded tensors and tensors on the compute device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
 _NOT_FINITE: Final = "the tensor has elements that are not finite"
-_NO_TENSOR: Final = "the tensor, or a gradient that follows from it, is not finite everywhere, or it is no encoding"
+_NO_TENSOR: Final = "the tensor is malformed, or it or a gradient computed from it is not finite"
 
 
 def receive_buffers(device: torch.device) -> Callable[[int], memoryview]:
-    """What makes memory, of so many bytes, for messages whose tensors are to come onto the device."""
+    """Makes the allocator of receive buffers for a device."""
     return partial(buffer_for, device=device)
 
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
-    """The tensor of a message; on the CPU, with NONE, in its memory. Raises ProtocolViolation if it is not finite."""
+    """Decodes a tensor. Shares memory on the CPU without a codec. Raises ProtocolViolation if not finite."""
     tensor = _decoded(encoded, device, or_violates)
     if not are_finite(tensor):
         raise ProtocolViolation(_NOT_FINITE)
@@ -44,12 +44,12 @@ def _decoded(encoded: Encoded, device: torch.device, expect: Expect) -> Tensor:
 
 
 def are_finite(tensor: Tensor) -> Tensor:
-    """Whether all elements are finite, a bool on the tensor's device. A sum that overflows counts as not finite."""
+    """Tells whether all elements are finite, as a bool on the device. An overflowing sum counts as not finite."""
     return torch.isfinite(tensor.sum(dtype=torch.float32))
 
 
 def relative_error(tensor: Tensor, encoded: Encoded) -> float:
-    """Relative error of an encoding, by the Euclidean norm; 0 for a tensor of zeros."""
+    """Returns the relative error of an encoding in the Euclidean norm; 0 for zeros."""
     exact, decoded = tensor.float(), tensor_of(encoded, tensor.device).float()
     lengths = torch.stack([torch.linalg.vector_norm(decoded - exact), torch.linalg.vector_norm(exact)])
     off, length = lengths.tolist()
@@ -57,12 +57,12 @@ def relative_error(tensor: Tensor, encoded: Encoded) -> float:
 
 
 class Wire:
-    """The conversion of a worker's tensors as they come and go, on its device. Runs on the compute thread."""
+    """Decoder of a worker's inputs and encoder of its outputs. Runs on the compute thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.codec_s = 0.0
-        """Seconds spent on encoding and decoding, with GPU work meanwhile."""
+        """Seconds spent encoding and decoding, including concurrent GPU work."""
         self._expected: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
 
@@ -70,14 +70,14 @@ class Wire:
         self._expected.clear()
 
     def let_go(self) -> None:
-        """Waits until the device has read what was received, so that its memory may be reused."""
+        """Waits until the device has read all received data, so that the buffers may be reused."""
         copied, self._copied = self._copied, None
         if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
             copied.synchronize()
 
     def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
-        """The tensor of a message, as `tensor_of`. On a GPU `output` checks it, unless it must be known before."""
-        assert tensor is not None, "custody asks for nothing before its tensors are there"
+        """Decodes a received tensor like `tensor_of`. On a GPU, `output` checks it unless `before_use` is set."""
+        assert tensor is not None, "custody requests no work before its tensors arrive"
         begun = time.perf_counter()
         received = _decoded(tensor, self.device, self.expect)
         if self.device.type == "cuda":
@@ -90,17 +90,17 @@ class Wire:
         return received
 
     def expect(self, holds: Tensor, fault: str) -> None:
-        """Lets the job's output fail unless this bool of the device is true; on the CPU at once."""
+        """Makes the job fail unless the device bool is true: at once on the CPU, else in `output`."""
         if self.device.type == "cpu":
             self._check(bool(holds), fault)
         else:
             self._expected.append(holds)
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
-        """Encodes a job's output; with NONE, on the CPU, in place. Raises ProtocolViolation on bad input."""
+        """Encodes a job's output, without a copy on the CPU without a codec. Raises ProtocolViolation on bad input."""
         begun = time.perf_counter()
         tensor = tensor.detach().contiguous()
-        # Waits for nothing: it is there when the encoding is, which is copied after it.
+        # Does not synchronise here: the encoding is copied later and waited for anyway.
         expected = torch.stack(self._expected).all().to("cpu", non_blocking=True) if self._expected else None
         encoded = encode(tensor, job.codec)
         if expected is not None:

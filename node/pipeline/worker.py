@@ -1,7 +1,4 @@
-"""The workers of a replica: forward and backward of a stage of blocks, and both ends of a path at a data node.
-
-Workers run on the compute thread.
-"""
+"""Workers of a replica, which run on the compute thread: block stages, and both ends of a path at a data node."""
 
 from __future__ import annotations
 
@@ -44,22 +41,22 @@ from swarm.workload.visit_cost import VisitCost
 PROBES = 3
 
 
-# ---- the weights of earlier versions ---------------------------------------------------------------------------------
+# ---- weight stashing -------------------------------------------------------------------------------------------------
 #
-# A gradient has to go through the weights that made the output. Visits whose forward pass came before an inner step
-# need those weights after it: weight stashing (Narayanan et al. 2019, "PipeDream", section 3.3). Without a copy the
-# visit is computed again with the new weights: one in five at a staleness of 1, with a loss some per cent higher in a
-# small run (docs/BENCHMARKS.md).
+# A gradient must flow through the weights that computed the output. After an inner step between forward and backward,
+# that takes a copy of the old weights: weight stashing (Narayanan et al. 2019, "PipeDream", section 3.3). Without a
+# copy, forward is recomputed with the new weights: one visit in five at a staleness of 1, which raised the loss of a
+# small run by some per cent (docs/results.md).
 
 Weights = tuple[Tensor, ...]
 
 
 class WeightVersion:
-    """The weights between two changes of the parameters."""
+    """One version of a part's weights, from one change to the next."""
 
     def __init__(self, weights: Weights) -> None:
         self.visits = 0
-        """Visits in flight whose forward pass used it."""
+        """Visits in flight whose forward pass used this version."""
         self._weights: Weights | None = weights
 
     @property
@@ -71,7 +68,7 @@ class WeightVersion:
 
     def __getitem__(self, place: int) -> Tensor:
         if self._weights is None:
-            raise StateError("the weights that this graph refers to are gone")
+            raise StateError("the weights of this graph were dropped")
         return self._weights[place]
 
 
@@ -90,49 +87,49 @@ class _Saved:
 
 
 class WeightStash:
-    """The versions of one part's weights that visits in flight were computed with, at most `most` in `room` bytes."""
+    """Versions of one part's weights that visits in flight need: at most `most`, within `room` bytes."""
 
     def __init__(self, weights: Callable[[], Weights], most: int, room: int) -> None:
         self._up_to_date, self._weights = weights, weights()
         self._places = {_memory(tensor): place for place, tensor in enumerate(self._weights)}
         size = sum(tensor.nbytes for tensor in self._weights)
-        # Weights that cannot be told apart by their memory could not be found in a graph.
+        # Weights are found in graphs by their memory, which must therefore be distinct.
         can_be_found = len(self._places) == len(self._weights) and size > 0
         self.copies = min(most, room // size) if can_be_found else 0
         self.bytes = self.copies * size
         self._unused: list[Weights] = []
-        """Free copies. The system would zero fresh memory at every step."""
+        """Copies for reuse. The system would zero newly allocated memory at every step."""
         self._copies: dict[WeightVersion, Weights] = {}
         self.current = WeightVersion(self._weights)
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Makes the graphs built within refer to the current version, wherever that will be."""
+        """Makes graphs built within the block refer to the current version, even after it is copied."""
         version = self.current
 
         def pack(tensor: Tensor) -> _Seen | _Saved:
             place = self._places.get(_memory(tensor))
             if place is not None:
                 return _Seen(place, tensor.shape, tensor.stride(), tensor.storage_offset())
-            # Detached: it may be the output of the very node that saves it, a cycle for ever.
+            # Detach, because a node may save its own output, a reference cycle that is never collected.
             return _Saved(tensor.detach(), tensor._version)
 
         def unpack(saved: _Seen | _Saved) -> Tensor:
             if isinstance(saved, _Seen):
                 return version[saved.place].detach().as_strided(saved.size, saved.stride, saved.offset)
             if saved.tensor._version != saved.version:
-                raise StateError("a tensor that the graph needs has been changed in place")
+                raise StateError("a tensor of the graph was changed in place")
             return saved.tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @contextmanager
     def in_place(self, version: WeightVersion) -> Iterator[None]:
-        """Lets the part compute with a version that is there, within the block."""
+        """Computes with an available version within the block."""
         copy = self._copies.get(version)
         if copy is None:
             yield
             return
-        # Narrow copies of the parameters are renewed first, else that would happen while another version is in place.
+        # Refresh narrow copies first. Later they would read the parameters of the other version.
         own = [tensor.data for tensor in self._up_to_date()]
         try:
             for tensor, kept in zip(self._weights, copy, strict=True):
@@ -144,7 +141,7 @@ class WeightStash:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copies the current version, if visits need it, before an inner step changes the weights."""
+        """Copies the current version before an inner step, if visits in flight need it."""
         version, copy = self.current, self._free_copy() if self.current.visits else None
         self._go_on_from(copy)
         if copy is not None:
@@ -160,7 +157,7 @@ class WeightStash:
         self.current = WeightVersion(self._weights)
 
     def done(self, version: WeightVersion) -> None:
-        """Notes that a visit does not need its version any more."""
+        """Releases a visit's version."""
         version.visits -= 1
         if version.visits == 0 and version in self._copies:
             version.refer_to(None)
@@ -171,7 +168,7 @@ class WeightStash:
             return self._unused.pop()
         if self.copies == 0:
             return None
-        if len(self._copies) == self.copies:  # a visit that is in flight for so long was held up somewhere
+        if len(self._copies) == self.copies:  # its visit is delayed, and will be recomputed
             oldest = next(iter(self._copies))
             oldest.refer_to(None)
             return self._copies.pop(oldest)
@@ -186,11 +183,11 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# ---- the memory of graphs --------------------------------------------------------------------------------------------
+# ---- graph memory ----------------------------------------------------------------------------------------------------
 
 
 class GraphBudget:
-    """The memory of one replica for graphs, counted in tokens with a whole graph. Measured at the first visit."""
+    """Memory budget for one replica's graphs, counted in tokens and measured at the first visit."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
@@ -200,7 +197,7 @@ class GraphBudget:
     def forward(
         self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
     ) -> tuple[Tensor, Visit | None, float]:
-        """Computes the part on `source`. Returns result, visit if kept, and its share of the budget until `release`."""
+        """Computes the part. Returns the result, the visit if kept, and its share of the budget until `release`."""
         tokens = of_tokens(source)
         if isinstance(passes, BlockByBlock):
             return self._blocks(passes, source, documents, around)
@@ -215,10 +212,11 @@ class GraphBudget:
         self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...], around: Around
     ) -> tuple[Tensor, Visit | None, float]:
         if self._of_one is None:
-            # One block is enough to measure: all are alike.
+            # All blocks need the same, so measure one.
             one_graph = partial(passes.forward, graphs=1)
             self._of_one = _measured(passes, source, documents, one_graph) * passes.blocks / of_tokens(source)
         of_block = of_tokens(source) / passes.blocks
+        # Each block's input is kept in any case, and graphs of as many blocks as fit.
         inputs = passes.blocks * source.nbytes / self._of_one
         graphs = min(passes.blocks, math.floor((self._budget / self._of_one - self._kept - inputs) / of_block))
         share = inputs + graphs * of_block
@@ -228,7 +226,7 @@ class GraphBudget:
         return visit.result, visit.kept(), share
 
     def take(self, tokens: float) -> bool:
-        """Takes memory for the graph of so many tokens, if it fits; then it is counted until `release`."""
+        """Reserves memory for the graph of `tokens` tokens until `release`. Returns False if it does not fit."""
         fits = (self._kept + tokens) * (self._of_one or 0.0) <= self._budget
         self._kept += fits * tokens
         return fits
@@ -244,7 +242,7 @@ def of_tokens(hidden: Tensor) -> int:
 def _measured(
     passes: Passes, source: Tensor, documents: tuple[int, ...], forward: Callable[..., Visit] | None = None
 ) -> int:
-    """Returns the bytes of all tensors that a visit's graph holds on to, without the parameters."""
+    """Returns the bytes that a visit's graph keeps alive, without the parameters."""
     own = passes.storages()
     seen: dict[int, int] = {}
 
@@ -252,7 +250,7 @@ def _measured(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # the tensor itself may be the output of the very node that saves it: a cycle for ever
+        return tensor.detach()  # a node may save its own output, which would be a reference cycle
 
     def noted() -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
@@ -261,23 +259,23 @@ def _measured(
     return sum(seen.values())
 
 
-# ---- the workers -----------------------------------------------------------------------------------------------------
+# ---- workers ---------------------------------------------------------------------------------------------------------
 
 
 class ReplicaWorker(ABC):
-    """The common part of both workers; see `node.pipeline.runner.Worker`. `tensor`: hidden states."""
+    """Base of both workers, which implement `node.pipeline.runner.Worker`. `tensor` specifies hidden states."""
 
     def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
         self.tensor = tensor
         self.wire = Wire(device)
         self.accumulated = 0
-        """Microbatches whose gradient has been added, those before a resumed snapshot included."""
+        """Microbatches whose gradients were added, including those before a resume."""
         self.accumulated_tokens = 0
         self.recomputed = 0
-        """Visits whose forward pass had to be computed again."""
+        """Visits whose forward pass was recomputed."""
 
     def compute(self, job: Job) -> Output:
-        """Does a job. Raises ProtocolViolation on a non-finite tensor, StateError on an abandoned microbatch."""
+        """Runs a job. Raises ProtocolViolation for a non-finite tensor, StateError for an abandoned microbatch."""
         self.wire.start()
         with device_errors():
             return self._compute(job)
@@ -296,7 +294,7 @@ class ReplicaWorker(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """The input, and the graph if memory allowed it and its weights are there."""
+    """Input of a visit, and its graph if it fit in memory."""
 
     source: Tensor
     visit: Visit | None
@@ -306,11 +304,11 @@ class _Kept:
 
 
 class HopWorker(ReplicaWorker):
-    """One replica of a module of blocks.
+    """Worker for one replica of a block module.
 
     Args:
-        graph_budget_bytes: memory for graphs, a quarter of it for `stashed` earlier versions of the weights.
-        quadratic_share: cost of attention by the manifest; 0 if microbatches are rows of one stream.
+        graph_budget_bytes: memory for graphs; a quarter is for `stashed` older weight versions.
+        quadratic_share: the manifest's cost of attention; 0 if microbatches are rows of one stream.
     """
 
     def __init__(
@@ -321,6 +319,7 @@ class HopWorker(ReplicaWorker):
         tensor: TensorSpec,
         device: torch.device,
         graph_budget_bytes: int,
+        *,
         quadratic_share: float = 0.0,
         passes: Passes | None = None,
         deferred: DeferredWeights | None = None,
@@ -330,7 +329,7 @@ class HopWorker(ReplicaWorker):
         self.part = part
         self.passes = passes or OneDevice(part)
         self.optimizer = optimizer
-        self.deferred = deferred or DeferredWeights(Reasoned(False, "not asked for"), None, accumulator)
+        self.deferred = deferred or DeferredWeights(Reasoned(False, "not enabled"), None, accumulator)
         self._cost = VisitCost(quadratic_share)
         self._accumulator = accumulator
         self._stash = WeightStash(self.passes.weights, stashed, graph_budget_bytes // 4)
@@ -339,7 +338,7 @@ class HopWorker(ReplicaWorker):
 
     @property
     def speed(self) -> Speed:
-        """Speed of forward and backward together; unknown until the first microbatch has been through."""
+        """Speed of forward and backward together, unknown before the first microbatch."""
         return self._cost.speed()
 
     @property
@@ -347,7 +346,7 @@ class HopWorker(ReplicaWorker):
         return self._accumulator
 
     def parameters_changed(self) -> None:
-        """Notes that the parameters have changed otherwise than by an inner step."""
+        """Records a change of the parameters other than an inner step."""
         self._stash.changed()
         self.passes.parameters_changed()
 
@@ -360,7 +359,7 @@ class HopWorker(ReplicaWorker):
         return self.optimizer.step()
 
     def _compute(self, job: Job) -> Output:
-        if job.work is Work.REPLAY:  # a substitute's forward pass is that of a visit whose graph was not kept
+        if job.work is Work.REPLAY:  # a substitute has the input but no graph, so backward recomputes
             self._keep(job.ticket, self.wire.received(job.input), None)
         if job.work in (Work.BACKWARD, Work.REPLAY):
             return self._backward(job, self.wire.received(job.gradient))
@@ -393,21 +392,22 @@ class HopWorker(ReplicaWorker):
             self._stash.done(kept.weights)
 
     def _backward(self, job: Job, gradient: Tensor) -> Output:
-        """The backward pass. Options: the graph was kept or not, weight gradients are put off or not."""
+        """Runs the backward pass. Recomputes a missing graph, and defers weight gradients if enabled."""
         kept = self._kept.pop(job.ticket, None)
         if kept is None:
-            raise StateError(f"microbatch {job.key.microbatch} has been forgotten")
+            # An abandoned or repaired microbatch may be forgotten before its gradient arrives.
+            raise StateError(f"microbatch {job.key.microbatch} is no longer held here")
         self._graphs.release(kept.share)
         begun, visit = time.perf_counter(), kept.visit
         size = Size(of_tokens(kept.source), job.documents)
         try:
             with self._stash.in_place(kept.weights):
                 if visit is None or not kept.weights.is_there:
-                    visit, kept = None, replace(kept, visit=None)  # lets go of the old graph before there is a new one
+                    visit, kept = None, replace(kept, visit=None)  # frees the old graph before building a new one
                     visit = self._again(kept.source, job.documents)
                     self.recomputed += 1
                 begun -= kept.forward_s
-                # What is kept of a visit whose weights are put off has the place of its graph in the budget.
+                # A deferred visit keeps its memory, so it needs a share of the graph budget.
                 if self.deferred.chosen.value and self._graphs.take(size.tokens):
                     output = self._put_off(job, visit, gradient, size, begun)
                 else:
@@ -424,7 +424,7 @@ class HopWorker(ReplicaWorker):
 
     def _add(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
         microbatch, total = job.key.microbatch, self._accumulator
-        if isinstance(self.passes, BlockByBlock):  # where memory is dear, they are added as they are computed
+        if isinstance(self.passes, BlockByBlock):  # adds gradients as they are computed, to save memory
             is_new = not total.has(microbatch)
             found = self.passes.backward_into(total, visit, gradient, size.tokens if is_new else 0)
             try:
@@ -439,7 +439,7 @@ class HopWorker(ReplicaWorker):
         else:
             gradients = self.passes.backward(visit, gradient)
             assert gradients.source is not None
-            output = self.wire.output(gradients.source, job)  # before the gradient counts: memory may not suffice
+            output = self.wire.output(gradients.source, job)  # encode before adding, as it may run out of memory
             addition = total.add(microbatch, size.tokens, gradients.parameters, job.labels)
         self._count(job, size.tokens, addition)
         self._timed(size, time.perf_counter() - begun)
@@ -465,7 +465,7 @@ class HopWorker(ReplicaWorker):
         return output
 
     def retract(self, job: Job) -> bool:
-        """Takes a gradient back, recomputed with the current parameters; see `node.pipeline.runner.Worker`."""
+        """Subtracts a gradient, recomputed with current parameters. Cancels it instead if it is still deferred."""
         self.wire.start()
         with device_errors():
             source = self.wire.received(job.input)
@@ -490,7 +490,7 @@ class HopWorker(ReplicaWorker):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageZero:
-    """The two parts of stage 0, which count their visits apart but step together."""
+    """Both parts of stage 0, which count visits separately but step together."""
 
     embedding: EmbeddingPart
     head: HeadPart
@@ -504,7 +504,7 @@ class StageZero:
 
 
 class DataWorker(ReplicaWorker):
-    """One data node's replica of stage 0: embedding at the start, norm, head and loss at the end."""
+    """Worker for a data node's replica of stage 0: the embedding, and the head with its loss."""
 
     def __init__(
         self, stage: StageZero, tensor: TensorSpec, device: torch.device, embedding: Passes, head: HeadPasses
@@ -514,15 +514,15 @@ class DataWorker(ReplicaWorker):
         self._embedding = embedding
         self._head = head
         self.steps = 0
-        """Inner steps of this data node's own microbatches, those before a resumed snapshot included."""
+        """Inner steps of this data node's microbatches, including those before a resume."""
         self.texts: dict[MicrobatchId, Microbatch] = {}
-        """Texts of the microbatches in flight. The data node writes them, this worker only reads."""
+        """Texts of the microbatches in flight. Written by the data node, read by this worker."""
         self.parameter_version = 0
-        """Number of changes of the parameters. A graph from an earlier version is stale."""
+        """Number of parameter changes. Graphs of earlier versions are stale."""
         self._visits: dict[int, tuple[Visit, int]] = {}
 
     def parameters_changed(self) -> None:
-        """Notes that the parameters have changed otherwise than by an inner step."""
+        """Records a change of the parameters other than an inner step."""
         self.parameter_version += 1
         self._embedding.parameters_changed()
         self._head.parameters_changed()
@@ -535,8 +535,8 @@ class DataWorker(ReplicaWorker):
         return self.stage.optimizer.step()
 
     def retract(self, job: Job) -> bool:
-        """Raises StateError: its gradients count when the microbatch completes, and there is no second copy."""
-        raise StateError("a data node takes no gradient back")
+        """Raises StateError: gradients of a data node only count on completion, and there is no second copy."""
+        raise StateError("a data node's gradients cannot be subtracted")
 
     def _drop(self, ticket: int) -> None:
         self._visits.pop(ticket, None)
@@ -544,7 +544,7 @@ class DataWorker(ReplicaWorker):
     def _compute(self, job: Job) -> Output:
         text = self.texts.get(job.key.microbatch)
         if text is None:
-            raise StateError(f"microbatch {job.key.microbatch} is not under way any more")
+            raise StateError(f"microbatch {job.key.microbatch} is no longer in flight")
         match job.work:
             case Work.FORWARD:
                 return self._embed(job, text)
@@ -553,7 +553,7 @@ class DataWorker(ReplicaWorker):
             case Work.BACKWARD:
                 return self._finish(job, text)
             case Work.REPLAY:
-                raise StateError("nobody stands in for a data node")
+                raise StateError("a data node has no substitutes")
 
     def _embed(self, job: Job, text: Microbatch) -> Output:
         tokens = text.tokens.to(self.wire.device)
@@ -586,7 +586,7 @@ class DataWorker(ReplicaWorker):
         gradient = self.wire.received(job.gradient, before_use=True)
         kept = self._visits.pop(job.ticket, None)
         if kept is None:
-            raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")
+            raise StateError(f"microbatch {job.key.microbatch} has no forward pass here")
         visit, version = kept
         if version != self.parameter_version:
             visit = self._embedding.forward(text.tokens.to(self.wire.device), text.documents)
@@ -600,7 +600,7 @@ class DataWorker(ReplicaWorker):
         return Output(step_due=self.stage.optimizer.due)
 
 
-# ---- making them -----------------------------------------------------------------------------------------------------
+# ---- construction ----------------------------------------------------------------------------------------------------
 
 
 def host_hop(
@@ -612,7 +612,7 @@ def host_hop(
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> HopWorker:
-    """Makes a replica of a module of stage 1 or above with initial weights. Raises ResourceExhausted if too large."""
+    """Makes a replica of a module after stage 0, with initial weights. Raises ResourceExhausted if it does not fit."""
     require_room(manifest, (module,), device, allowance.slots, allowance.moments)
     with device_errors():
         part = build_block_stack(manifest, module).to(device)
@@ -624,6 +624,7 @@ def host_hop(
         optimizer = inner_optimizer(manifest, module, [total], submit, allowance.moments)
         chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
         split: SplitDevice | BlockByBlock | None = None
+        # On a GPU memory is short, so keep one block's graph at a time.
         if is_alone and device.type != "cpu":
             split = BlockByBlock(part, hidden_type)
         elif is_alone and chosen.value:
@@ -631,8 +632,18 @@ def host_hop(
         passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
     deferred = DeferredWeights(chosen, split, total, submit)
-    tensor, stashed = hidden_tensor(manifest), manifest.training.staleness
-    return HopWorker(part, total, optimizer, tensor, device, graph_budget_bytes, share, passes, deferred, stashed)
+    return HopWorker(
+        part,
+        total,
+        optimizer,
+        hidden_tensor(manifest),
+        device,
+        graph_budget_bytes,
+        quadratic_share=share,
+        passes=passes,
+        deferred=deferred,
+        stashed=manifest.training.staleness,
+    )
 
 
 def host_stage_zero(
@@ -642,7 +653,7 @@ def host_stage_zero(
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> DataWorker:
-    """Makes a data node's replica of stage 0. Arguments and errors as of `host_hop`."""
+    """Makes a data node's replica of stage 0. Raises the errors of `host_hop`."""
     require_room(manifest, (ModuleId(0),), device, allowance.slots, allowance.moments)
     with device_errors():
         embedding = build_embedding(manifest).to(device)
@@ -655,7 +666,7 @@ def host_stage_zero(
 
 
 def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> Speed:
-    """Measures the speed of forward and backward on this device: the best of PROBES, the first of which warms up."""
+    """Measures forward and backward on this device and returns the best of PROBES tries; the first warms up."""
     source = torch.zeros(manifest.hidden_shape, dtype=HIDDEN_TYPES[manifest.model.dtype], device=device)
     tokens, longest = manifest.microbatch_tokens, manifest.model.sequence
     documents = (longest,) * manifest.training.rows if manifest.packs_documents else ()
@@ -667,6 +678,6 @@ def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> S
             visit = passes.forward(source, documents)
             gradients = passes.backward(visit, torch.ones_like(visit.result))
             assert gradients.source is not None
-            gradients.source.sum().item()  # waits for a device that works asynchronously
+            gradients.source.sum().item()  # synchronises with an asynchronous device
             fastest = min(fastest, time.perf_counter() - begun)
     return Speed((tokens + share * Size(tokens, documents).squares) / fastest, share)

@@ -1,1 +1,1 @@
-"""Reachability of this node: tested with other peers' help, and improved through the router where it allows."""
+"""Reachability of this node: tested by peers, and improved by the router if possible."""

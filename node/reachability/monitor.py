@@ -1,4 +1,4 @@
-"""Reachability of a running node: the ladder (half of the asked peers must connect) and its monitor."""
+"""Reachability of a running node: tests (half of the asked peers must connect) and their monitor."""
 
 from __future__ import annotations
 
@@ -30,30 +30,29 @@ from swarm.vocabulary.types import PeerId
 
 
 def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Standing:
-    """The verdict of the peers' attempts at `port`. A `told_host` is never replaced by what others see."""
-    # A witness in our own network proves little; those that see a public address count first.
+    """Judges the peers' attempts to dial `port`. An explicit `told_host` is kept even if peers see another host."""
+    # A peer in our own network proves little: prefer those that see a public address.
     tried = [t for t in attempts if t.result.outcome is not DialBackOutcome.NOT_TRIED]
     if not tried:
-        return Standing(ReachStep.UNKNOWN, "no peer of the run could be asked to connect")
+        return Standing(ReachStep.UNKNOWN, "no peer of the run could test this node")
     counted = [t for t in tried if ipaddress.ip_address(t.result.host).is_global] or tried
     reached = [t for t in counted if t.result.outcome is DialBackOutcome.REACHED]
+    # Half is enough, because single peers may have bad routes.
     if 2 * len(reached) >= len(counted):
         host = _most_common(reached)
-        said = f"{len(reached)} of {len(counted)} peers asked have connected to {joined(host, port)}"
+        said = f"{len(reached)} of {len(counted)} peers connected to {joined(host, port)}"
         address = None if told_host is not None else joined(host, port)
         return Standing(ReachStep.DIRECT, said, address, seen_host=host)
     host = _most_common(counted)
     if told_host is not None and told_host != host:
-        said = (
-            f"others see this machine at {host}, where port {port} does not answer; whether {told_host} "
-            "leads here cannot be tested"
-        )
+        said = f"peers see this machine at {host}, where port {port} does not answer; they cannot test {told_host}"
         return Standing(ReachStep.UNKNOWN, said, seen_host=host)
     return _unreachable(counted, host, port)
 
 
 async def climb(port: int, told_host: str | None, ask: Ask, router: Router | None) -> Standing:
-    """Tries the steps from the top. Keeps a mapping only if it has made the node reachable; no `router`, no mapping."""
+    """Tests the direct port, then a mapped one if `router` is given. Keeps a mapping only if it helped."""
+    # Test the mapping that we hold before requesting another one.
     if router is not None and router.mapping is not None:
         standing = await _tested(router.mapping, told_host, ask)
         if standing.step is not ReachStep.UNREACHABLE:
@@ -90,12 +89,12 @@ def _unreachable(counted: Sequence[Attempt], host: str, port: int) -> Standing:
     translated = any(t.local_host not in (None, t.result.host) for t in counted)
     failed = [t.result.outcome for t in counted if t.result.outcome is not DialBackOutcome.REACHED]
     why = _IN_WORDS[Counter(failed).most_common(1)[0][0]]
-    said = f"{len(failed)} of {len(counted)} peers asked could not connect to {joined(host, port)}: {why}"
+    said = f"{len(failed)} of {len(counted)} peers could not connect to {joined(host, port)}: {why}"
     local = next((t.local_host for t in counted if t.local_host is not None), None)
-    fix = f"Let TCP port {port} in through the firewall of this machine or of its network; "
+    fix = f"Open TCP port {port} in the firewall of this machine or its network; "
     if translated:
-        fix = f"Switch on UPnP or NAT-PMP in your router, or forward TCP port {port} there to {local}:{port}; "
-    fix += f"keep the port with --port {port}."
+        fix = f"Enable UPnP or NAT-PMP in your router, or forward its TCP port {port} to {local}:{port}; "
+    fix += f"then use --port {port}."
     return Standing(ReachStep.UNREACHABLE, said, fix=fix, translated=translated, seen_host=host)
 
 
@@ -107,13 +106,13 @@ _IN_WORDS = {
 
 
 def _why_in_vain(mapping: Mapping, tested: Standing) -> str:
-    """Why a port that the router says it has mapped is not reached."""
+    """Explains why a mapped port is still unreachable."""
     if mapping.external_host and tested.seen_host and mapping.external_host != tested.seen_host:
         return (
-            f"the router has mapped a port, but its own address is {mapping.external_host}, and others see"
-            f" {tested.seen_host}: there is a second router before it, often the provider's"
+            f"the router mapped a port, but its address is {mapping.external_host} and peers see"
+            f" {tested.seen_host}: a second router sits in front, often the provider's"
         )
-    return f"the router has mapped port {mapping.external_port} by {mapping.how}, and still: {tested.reason}"
+    return f"the router mapped port {mapping.external_port} by {mapping.how}, but {tested.reason}"
 
 
 def _most_common(attempts: Sequence[Attempt]) -> str:
@@ -124,53 +123,53 @@ log = logging.getLogger(__name__)
 
 STEP_S: Final = 2.0
 _HIDDEN: Final = (ReachStep.REVERSE, ReachStep.UNREACHABLE)
-_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)  # Not with a mapped port: the DHT's own is not mapped
+_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)  # A mapped node would need a second mapping for the DHT's port
 
 FarEnds = Callable[[PeerId], FarEnd | None]
 
 
 @dataclass(slots=True)
 class RelayPart:
-    """The node's part in tunnels. `relay_of` gives a peer's relay multiaddr; `announce` publishes a change of ours."""
+    """The node's part in relayed tunnels. `relay_of` gives a peer's relay multiaddr; `announce` publishes a change."""
 
     own: LocalPeer
     dht: DhtDirectory
     tunnels: RelayTunnels
     relay_of: Callable[[PeerId], str]
     announce: Callable[[], None]
-    local_address: str  # `host:port` at the end of tunnels
+    local_address: str  # `host:port` where tunnels end
     _attached: list[str] = field(default_factory=list)
 
     async def follow(self) -> None:
-        """Updates the part in tunnels to where the node stands now."""
+        """Adapts the DHT and the tunnels to the node's current reachability."""
         hidden = self.own.reach.step in _HIDDEN
-        # A node that cannot be dialled is no place to keep records at: others would wait for it at every look-up.
+        # An unreachable node must not store DHT records: every look-up would wait for it.
         self.dht.take_part(client=hidden)
-        # Others look for its relays among those that it is called through.
+        # Peers look for its relays among the peers that pass calls on to it.
         relays = [relay for peer in self.own.via if (relay := self.relay_of(peer))] if hidden else []
         if relays != self._attached:
             self._attached = relays
             try:
                 await self.tunnels.attach(relays, self.local_address)
             except Unreachable as error:
-                log.info("attached to relays as soon as the DHT is back: %s", error)
+                log.info("will attach to relays once the DHT is back: %s", error)
         relay = self._offer()
         if relay != self.own.relay:
             self.own.relay = relay
             self.announce()
 
     def _offer(self) -> str:
-        """Where the node serves tunnels; empty while it does not, or cannot be dialled."""
+        """Returns the multiaddr where this node relays tunnels; empty if it cannot be dialled or does not relay."""
         own = self.own
         if not (self.dht.serves_tunnels and own.addresses and own.reach.step in _OFFERS):
             return ""
         host = own.addresses[0].rpartition(":")[0].strip("[]")
         relay = f"{multiaddr_of(host, self.dht.port)}/p2p/{own.peer}"
-        return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # no record could say it
+        return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # too long for a record
 
 
 async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-    """Follows the node's standing every few seconds, until cancelled."""
+    """Follows the node's reachability every few seconds until cancelled."""
     announce, relay_of = session.membership_sync.announce, session.book.relay_of
     part = RelayPart(session.own, session.directory, session.tunnels, relay_of, announce, session.local_address)
     while True:
@@ -179,8 +178,8 @@ async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitab
 
 
 def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
-    """The far end, without a host while the node cannot be dialled."""
-    # The caller may have come through a tunnel: dialling its local end would probe our own ports.
+    """Wraps `far_end`: hides a peer's host while this node cannot be dialled."""
+    # The caller may come through a tunnel: dialling its local end would probe our own ports.
 
     def found(peer: PeerId) -> FarEnd | None:
         end = far_end(peer)
@@ -189,11 +188,11 @@ def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
     return found
 
 
-# Addresses change and routers restart.
+# Seconds until the next test: addresses change and routers restart.
 AGAIN_S: Final = {ReachStep.DIRECT: 600.0, ReachStep.MAPPED: 600.0, ReachStep.UNREACHABLE: 120.0}
 FIRST_PAUSE_S: Final = 2.0
-LONGEST_PAUSE_S: Final = 60.0  # First and longest pause without witnesses
-CONFIRM_S: Final = 5.0  # Pause before a second test. Busy peers look like a firewall.
+LONGEST_PAUSE_S: Final = 60.0  # First and longest pause while no peer can test us
+CONFIRM_S: Final = 5.0  # Pause before a second test: busy peers look like a firewall
 HOLD_S: Final = 2.0  # Interval of checks of the held links
 
 Climb = Callable[[], Awaitable[Standing]]
@@ -202,29 +201,30 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 def ways_to_map() -> tuple[PortMapper, ...]:
-    """The ways to ask for a port mapping, NAT-PMP first: it asks the gateway alone, and needs nothing installed."""
+    """Returns the mapping protocols. NAT-PMP is tried first: it needs no library and asks only the gateway."""
     return (NatPmp(), Upnp())
 
 
 @dataclass(slots=True)
 class Adoption:
-    """The changes that a standing makes to this node. `announce` tells the others."""
+    """Applies a new reachability result to this node. `announce` publishes the change."""
 
     own: LocalPeer
     events: EventSink
     announce: Callable[[], None]
-    before: tuple[str, ...]  # Addresses without the ladder
+    before: tuple[str, ...]  # Addresses before any test
     climbed: Standing = NOT_LOOKED  # Last result
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
-        """Adopts a standing. An unreachable node announces the peers in `via` in place of addresses."""
+        """Adopts a result. An unreachable node announces the peers in `via` instead of addresses."""
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
         if standing.step is ReachStep.UNREACHABLE:
-            addresses: tuple[str, ...] = ()  # trying would cost every peer its time
+            addresses: tuple[str, ...] = ()  # peers would waste time on dialling them
         else:
             addresses = self.before if standing.address is None else (standing.address,)
+        # A new reason alone is not worth an announcement.
         same_way = addresses == self.own.addresses and self.own.reach.step is known.step
         self.own.addresses = addresses
         if not same_way or via != known_via:
@@ -238,7 +238,7 @@ class Adoption:
 async def reachable(
     mode: ReachMode, told_host: str | None, session: NetworkSession, events: EventSink
 ) -> AsyncIterator[None]:
-    """Keeps the node's reachability up to date within the block, and serves others' tests and calls."""
+    """Keeps the node's reachability up to date within the block, and serves tests and calls of peers."""
     transport, own, membership_sync = session.transport, session.own, session.membership_sync
     router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, transport)
@@ -268,7 +268,7 @@ async def reachable(
 async def watch(
     climbing: Climb, hold: Hold, adoption: Adoption, router: Router | None, sleep: Sleep = asyncio.sleep
 ) -> None:
-    """Climbs, and climbs again when it is time or the router has taken its mapping back; until cancelled."""
+    """Tests again at intervals, or when the router drops its mapping, until cancelled."""
     pause_s = FIRST_PAUSE_S
     while True:
         found = await _climb_surely(climbing, adoption.climbed, sleep)
@@ -276,9 +276,9 @@ async def watch(
         if found.step is ReachStep.UNKNOWN:
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             if adoption.climbed.step is not ReachStep.UNKNOWN:
-                found = adoption.climbed  # that nobody could be asked just now changes nothing about what is known
+                found = adoption.climbed  # no peer could test now, so keep the last result
         if found.step is ReachStep.UNREACHABLE:
-            for _ in range(math.ceil(wait_s / HOLD_S)):  # meanwhile the node is there for calls
+            for _ in range(math.ceil(wait_s / HOLD_S)):  # stay available for calls between tests
                 adoption.adopt(found, await hold())
                 await sleep(HOLD_S)
             continue
@@ -312,7 +312,7 @@ async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
 
 @contextmanager
 def _of_use_to_others(session: NetworkSession) -> Iterator[None]:
-    """Within the block the node is a witness, passes calls on and follows those for itself."""
+    """Within the block, dials peers back, passes calls on, and follows calls to this node."""
     transport, membership_sync, clock = session.transport, session.membership_sync, session.own.clock
     switchboard = Switchboard(session.run, session.own.peer, transport, membership_sync.announced, clock)
     answers = {

@@ -18,8 +18,8 @@ from node.concurrency.task_groups import aside
 
 log = logging.getLogger(__name__)
 
-LEASE_S: Final = 600  # Mappings of a dead machine close by themselves
-ASK_ROUTER_S: Final = 15.0  # For one protocol
+LEASE_S: Final = 600  # A dead machine's mapping expires
+ASK_ROUTER_S: Final = 15.0  # Per protocol
 CLOSE_S: Final = 3.0
 _HAS_GATEWAY: Final = 2  # RTF_GATEWAY of Linux's <linux/route.h>
 
@@ -31,13 +31,13 @@ class Mapping:
     how: str  # `UPnP` or `NAT-PMP`
     internal_port: int
     external_port: int
-    external_host: str | None  # The router's own claim
+    external_host: str | None  # As the router claims
     lease_s: float  # Seconds; infinite without a lease
 
 
 @dataclass(frozen=True, slots=True)
 class NotMapped:
-    """The failure to get a mapping; `reason` says why, for a person."""
+    """The reason why no port is mapped, for a person."""
 
     reason: str
 
@@ -49,15 +49,15 @@ class PortMapper(Protocol):
     def how(self) -> str: ...
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
-        """Maps this machine's TCP port or renews the mapping; the router may choose another external port."""
+        """Maps this machine's TCP port or renews the mapping. The router may choose another external port."""
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
-        """Takes the mapping back; says why if it cannot."""
+        """Removes the mapping; returns the reason if that fails."""
 
 
 @dataclass(slots=True, eq=False)
 class Router:
-    """The mapping of one port, requested in the given ways in turn. Used by one task at a time; `close` at the end."""
+    """The mapping of one port, requested by the given protocols in turn. For one task at a time; call `close`."""
 
     mappers: Sequence[PortMapper]
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -68,7 +68,7 @@ class Router:
     _used: PortMapper | None = field(default=None, init=False)
 
     async def open(self, port: int) -> Mapping | NotMapped:
-        """Gets a mapping of this machine's port, by the first way that works."""
+        """Maps this machine's port by the first protocol that works."""
         await self.close()
         reasons = []
         for mapper in self.mappers:
@@ -77,28 +77,28 @@ class Router:
                 self._used, self.mapping = mapper, answer
                 return answer
             reasons.append(f"{mapper.how}: {answer.reason}")
-        return NotMapped("; ".join(reasons) or "no way of asking the router is known")
+        return NotMapped("; ".join(reasons) or "no mapping protocol is available")
 
     async def keep(self) -> NotMapped:
-        """Renews the mapping at half and at three quarters of its lease. Returns when it is lost."""
+        """Renews the mapping at 1/2 and 3/4 of its lease. Returns once it is lost."""
         while (held := self.mapping) is not None and (mapper := self._used) is not None:
-            lease_s = min(held.lease_s, self.lease_s)  # what has no end is asked for again too: routers restart
+            lease_s = min(held.lease_s, self.lease_s)  # renew even an endless lease: routers restart
             await self.sleep(max(0.0, self._asked_at + lease_s / 2 - self.now()))
             answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
-                log.info("the mapping of port %d is not renewed yet: %s", held.internal_port, answer.reason)
+                log.info("cannot renew the mapping of port %d yet: %s", held.internal_port, answer.reason)
                 await self.sleep(lease_s / 4)
                 answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
                 self.mapping = None
-                return NotMapped(f"the router does not renew the mapping: {answer.reason}")
+                return NotMapped(f"the router did not renew the mapping: {answer.reason}")
             self.mapping = answer
             if answer.external_port != held.external_port:
-                return NotMapped(f"the router has moved the mapping to port {answer.external_port}")
+                return NotMapped(f"the router moved the mapping to port {answer.external_port}")
         return NotMapped("nothing is mapped")
 
     async def close(self) -> None:
-        """Takes the mapping back, if there is one; if that fails, its lease ends it."""
+        """Removes the mapping, if any. If that fails, its lease ends it."""
         held, mapper, self.mapping = self.mapping, self._used, None
         if held is None or mapper is None:
             return
@@ -109,7 +109,7 @@ class Router:
         except OSError as error:
             failed = NotMapped(str(error.strerror or error))
         if failed is not None:
-            text = "port %d of the router stays mapped for at most %.0f s: %s"
+            text = "port %d of the router stays mapped for up to %.0f s: %s"
             log.info(text, held.external_port, held.lease_s, failed.reason)
 
     async def _ask(self, mapper: PortMapper, port: int, external_port: int) -> Mapping | NotMapped:
@@ -119,7 +119,7 @@ class Router:
         except TimeoutError:
             return NotMapped(f"no answer within {ASK_ROUTER_S:g} s")
         except OSError as error:
-            return NotMapped(f"it cannot be asked: {error.strerror or error}")
+            return NotMapped(f"cannot ask the router: {error.strerror or error}")
         if isinstance(answer, Mapping):
             self._asked_at = began
         return answer
@@ -129,7 +129,7 @@ ROUTES: Final = Path("/proc/net/route")
 
 
 def default_gateway(routes: Path = ROUTES) -> str | None:
-    """The gateway's IPv4 address with the lowest metric, by Linux's table of routes; None elsewhere."""
+    """Returns the IPv4 gateway with the lowest metric in Linux's route table; None on other systems."""
     try:
         lines = routes.read_text().splitlines()[1:]
     except OSError:
@@ -143,23 +143,23 @@ def default_gateway(routes: Path = ROUTES) -> str | None:
 
 
 PORT: Final = 5351
-WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)  # The RFC's first waits (section 3.1), in seconds
+WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)  # First waits of RFC 6886, section 3.1
 
 _ASK_ADDRESS: Final = 0
 _MAP_TCP: Final = 2
 _ANSWERS: Final = 128
 _RESULTS: Final = {
-    1: "it does not speak this version",
-    2: "it refuses: mapping is switched off",
-    3: "it has no address outside",
-    4: "it has no ports left",
-    5: "it cannot map TCP",
+    1: "unsupported version",
+    2: "mapping is disabled",
+    3: "no external address",
+    4: "no free ports",
+    5: "cannot map TCP",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class NatPmp:
-    """A `PortMapper` by NAT-PMP (RFC 6886). `gateway` finds the router, `port` is for tests."""
+    """A `PortMapper` by NAT-PMP (RFC 6886). `gateway` finds the router; `port` is for tests."""
 
     how: ClassVar[str] = "NAT-PMP"
     gateway: Callable[[], str | None] = default_gateway
@@ -170,8 +170,9 @@ class NatPmp:
         if isinstance(answer, NotMapped):
             return answer
         internal, external, lease = struct.unpack("!HHI", answer[8:16])
+        # External port 0 or lease 0 would mean a deletion.
         if internal != port or external == 0 or lease == 0:
-            return NotMapped(f"the router's answer makes no sense: port {internal} as {external} for {lease} s")
+            return NotMapped(f"the router answered nonsense: port {internal} as {external} for {lease} s")
         return Mapping(self.how, port, external, self._external_host(), lease)
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
@@ -189,16 +190,16 @@ class NatPmp:
         try:
             answer = _exchange(gateway, self.port, request)
         except OSError as error:
-            return NotMapped(f"the router at {gateway} does not speak it ({error.strerror or error})")
+            return NotMapped(f"the router at {gateway} does not support it ({error.strerror or error})")
         if answer is None:
             return NotMapped(f"the router at {gateway} did not answer")
         if len(answer) < 4 or answer[0] != 0 or answer[1] != _ANSWERS + request[1]:
-            return NotMapped(f"the router at {gateway} gave an answer of another kind")
+            return NotMapped(f"the router at {gateway} sent an unexpected answer")
         result = struct.unpack("!H", answer[2:4])[0]
         if result != 0:
-            return NotMapped(f"the router at {gateway} said no: {_RESULTS.get(result, f'result {result}')}")
+            return NotMapped(f"the router at {gateway} refused: {_RESULTS.get(result, f'result {result}')}")
         if len(answer) != length:
-            return NotMapped(f"the router at {gateway} gave {len(answer)} bytes instead of {length}")
+            return NotMapped(f"the router at {gateway} sent {len(answer)} bytes instead of {length}")
         return answer
 
 
@@ -207,7 +208,7 @@ def _map_request(port: int, external_port: int, lease_s: int) -> bytes:
 
 
 def _exchange(gateway: str, port: int, request: bytes) -> bytes | None:
-    """Asks again after each wait. A connected socket hears nobody but the gateway."""
+    """Sends the request and repeats it after each wait. The connected socket hears only the gateway."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((gateway, port))
         for wait_s in WAITS_S:
@@ -222,7 +223,7 @@ def _exchange(gateway: str, port: int, request: bytes) -> bytes | None:
 
 SEARCH_S: Final = 2.0
 DESCRIPTION: Final = "skipstone"
-TRIES: Final = 3  # External ports tried
+TRIES: Final = 3  # External ports to try
 
 _MULTICAST: Final = "239.255.255.250"
 _PORT: Final = 1900
@@ -245,14 +246,17 @@ def leads_to(gateway: str, url: str) -> bool:
 
 
 def location_in(answer: bytes, gateway: str) -> str | None:
-    """The address of the device's description, by its answer to a search; None unless that is on the gateway."""
+    """Extracts the URL of the device's description from a search answer; None unless it is on the gateway."""
     match = _LOCATION.search(answer)
     location = "" if match is None else match[1].decode("ascii", "replace")
     return location if leads_to(gateway, location) else None
 
 
 def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = None) -> str | None:
-    """Searches for the gateway's description (UPnP Device Architecture 1.1, section 1.3), or at `targets`."""
+    """Searches for the URL of the gateway's UPnP description (Device Architecture 1.1, section 1.3).
+
+    `targets` replace the gateway and the multicast group.
+    """
     # Many gateways answer only at the multicast group.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as searching:
         searching.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
@@ -261,7 +265,7 @@ def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = Non
                 try:
                     searching.sendto(_SEARCH.format(device).encode(), target)
                 except OSError:
-                    continue  # no way there; the other may do
+                    continue  # no route; the other target may work
         return _first_answer(searching, gateway, time.monotonic() + SEARCH_S)
 
 
@@ -270,7 +274,7 @@ def _first_answer(searching: socket.socket, gateway: str, deadline: float) -> st
         searching.settimeout(left)
         try:
             answer, (host, _) = searching.recvfrom(2048)
-        except OSError:  # the time is over, or the gateway has said that nobody listens there
+        except OSError:  # timeout, or an ICMP error from the gateway
             continue
         if host == gateway and (location := location_in(answer, gateway)) is not None:
             return location
@@ -285,10 +289,10 @@ def _by_miniupnpc(location: str) -> tuple[Any, str]:
 
 
 def _add(device: Any, external_port: int, port: int, lease_s: int) -> str | None:
-    """Why the router did not take it. The sixth argument is the remote host (any), the seventh the lease."""
+    """Adds a mapping; returns the router's refusal. The empty argument means any remote host."""
     try:
         device.addportmapping(external_port, "TCP", device.lanaddr, port, DESCRIPTION, "", lease_s)
-    except Exception as error:  # miniupnpc has no type of its own
+    except Exception as error:  # miniupnpc has no exception type
         return str(error)[:200]
     return None
 
@@ -296,15 +300,15 @@ def _add(device: Any, external_port: int, port: int, lease_s: int) -> str | None
 def _external_host(device: Any) -> str | None:
     try:
         return str(device.externalipaddress())
-    except Exception:  # likewise; it is for people only
+    except Exception:  # no exception type either; the address is only for people
         return None
 
 
-# The search is our own, because miniupnpc's visits every device that answers. Only the default gateway is listened to,
-# and its description has to lie on the gateway itself.
+# The search is ours, because miniupnpc would visit every device that answers. Only the default gateway is heard, and
+# its description must be on the gateway itself.
 @dataclass(eq=False)
 class Upnp:
-    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and gives device and control URL."""
+    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and returns device and control URL."""
 
     how: ClassVar[str] = "UPnP"
 
@@ -323,22 +327,24 @@ class Upnp:
             if failed is None:
                 self._device = device
                 return Mapping(self.how, port, wanted, _external_host(device), lease)
+            # Another machine holds the port: try a random one.
             if "ConflictInMappingEntry" in failed:
-                wanted = random.randrange(20_000, 60_000)  # noqa: S311 - no secret
+                wanted = random.randrange(20_000, 60_000)  # noqa: S311 - not a secret
+            # Some routers know only endless mappings; `close` removes them.
             elif "OnlyPermanentLeasesSupported" in failed:
                 lease = float("inf")
             else:
                 break
         self._device = None
-        return NotMapped(f"the router said no: {failed}")
+        return NotMapped(f"the router refused: {failed}")
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
         if self._device is None:
-            return NotMapped("the router has not been found")
+            return NotMapped("the router was not found")
         try:
             self._device.deleteportmapping(mapping.external_port, "TCP")
-        except Exception as error:  # miniupnpc has no type of its own
-            return NotMapped(f"the router said no: {error}")
+        except Exception as error:  # miniupnpc has no exception type
+            return NotMapped(f"the router refused: {error}")
         return None
 
     def _find(self) -> Any:
@@ -352,9 +358,9 @@ class Upnp:
             device, control = self.connect(location)
         except ImportError:
             missing = "miniupnpc is not installed here (`pip install 'skipstone[nat]'`)"
-            return NotMapped(f"the router at {gateway} speaks it, but {missing}")
-        except Exception as error:  # miniupnpc has no type of its own
-            return NotMapped(f"the router at {gateway} offers no such service: {error}")
+            return NotMapped(f"the router at {gateway} supports it, but {missing}")
+        except Exception as error:  # miniupnpc has no exception type
+            return NotMapped(f"the router at {gateway} offers no mapping service: {error}")
         if not leads_to(gateway, control):
-            return NotMapped(f"the router at {gateway} sends us elsewhere, to {control[:80]}")
+            return NotMapped(f"the router at {gateway} points to another host: {control[:80]}")
         return device

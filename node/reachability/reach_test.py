@@ -1,4 +1,4 @@
-"""The reachability test by dialling back: a witness dials, and a node asks a few peers to be its witnesses."""
+"""Reachability test by dialling back: a witness dials, and a node asks a few peers to be its witnesses."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from swarm.vocabulary.types import PeerId, PeerState, short
 log = logging.getLogger(__name__)
 
 WITNESSES: Final = 3
-MAX_ASKED: Final = 9  # Until WITNESSES have answered
-ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0  # The dial-back, and a link that has to be opened first
+MAX_ASKED: Final = 9  # Stops when WITNESSES have answered
+ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0  # The dial-back, plus opening a link first
 MAX_AT_ONCE: Final = 8
 BURST: Final = 16
-REFILL_S: Final = 10.0  # Of one address: enough for a home of nodes that start at once
+REFILL_S: Final = 10.0  # Per address: enough for several nodes of one household that start together
 
 Got = TypeVar("Got")
 
@@ -44,7 +44,7 @@ Got = TypeVar("Got")
 class Witness:
     """Answers DIAL_BACK questions by dialling the asker's own address, as TLS has proved it."""
 
-    # The asker cannot choose the host, so nobody else can be made a target.
+    # The asker cannot choose the host, so it cannot aim us at a third party.
 
     far_end: Callable[[PeerId], FarEnd | None]
     clock: Clock
@@ -53,14 +53,14 @@ class Witness:
     _under_way: set[PeerId] = field(default_factory=set)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Dials the asker back. Raises Busy beyond the limits of the asker, of its address, or of all askers."""
+        """Dials the asker back. Raises Busy beyond the limits of the asker, its address, or all askers."""
         end = self.far_end(asker)
         if end is None:
             return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
         if asker in self._under_way or len(self._under_way) >= MAX_AT_ONCE:
-            raise Busy("a dial-back is under way already; ask again in a few seconds")
+            raise Busy("a dial-back is in progress; ask again in a few seconds")
         if not self._allowance.take(end.host, self.clock.monotonic()):
-            raise Busy("your address was dialled often enough; ask again in a minute")
+            raise Busy("too many dial-backs to your address; ask again in a minute")
         self._under_way.add(asker)
         try:
             return encode_dial_back(await self.dial(end.host, question.port, end.certificate))
@@ -70,20 +70,20 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The result of one peer's attempt to dial a port of ours."""
+    """Result of one peer's attempt to dial a port of ours."""
 
     witness: PeerId
     result: DialBackResult
-    local_host: str | None  # Towards the witness; a host other than the witness sees means address translation
+    local_host: str | None  # Our address towards the witness; if the witness sees another one, the node is behind NAT
 
 
-Ask = Callable[[int], Awaitable[Sequence[Attempt]]]  # Has a few peers try a port of ours; empty without peers
+Ask = Callable[[int], Awaitable[Sequence[Attempt]]]  # Lets a few peers dial a port of ours; empty without peers
 
 
 def witnesses_of(
     membership: Membership, links: GrpcTransport, choose: Callable[[list[Announcement]], None] = random.shuffle
 ) -> Ask:
-    """A function that asks up to three peers, in different networks if possible; `choose` orders the candidates."""
+    """Returns a function that asks up to three peers in different networks; `choose` orders the candidates."""
 
     async def ask(port: int) -> list[Attempt]:
         candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
@@ -97,7 +97,7 @@ def witnesses_of(
 async def in_waves(
     peers: Sequence[PeerId], wanted: int, attempt: Callable[[PeerId], Awaitable[Got | None]]
 ) -> list[Got]:
-    """Attempts as many at once as are still wanted; returns what was got."""
+    """Attempts peers in waves, each as large as the number still wanted. Returns the successes."""
     found: list[Got] = []
     while peers and (missing := wanted - len(found)):
         now, peers = peers[:missing], peers[missing:]
@@ -106,8 +106,8 @@ async def in_waves(
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
-    """The peers ordered so that new networks come first and peers without addresses last."""
-    # Calling is in vain while this node does not know its own address.
+    """Orders the peers: new networks first, peers without addresses last."""
+    # A peer without addresses must be called, which fails before this node knows its own address.
     first: list[Announcement] = []
     later: list[Announcement] = []
     seen: set[str] = set()
@@ -120,7 +120,7 @@ def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
 
 
 def network_of(address: str) -> str:
-    """The network of a `host:port`: the /24 of an IPv4 address, the /48 of an IPv6 one, a name itself."""
+    """Returns the network of a `host:port`: the /24 of an IPv4 address, the /48 of an IPv6 one, a name itself."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         found = ipaddress.ip_address(host)
@@ -134,7 +134,7 @@ async def _ask_one(links: GrpcTransport, peer: PeerId, port: int) -> Attempt | N
         answer = await links.ask(peer, Question(QuestionAbout.DIAL_BACK, port=port), ASK_TIMEOUT_S)
         result = decode_dial_back(answer)
     except PeerError as error:
-        log.info("%s is no witness: %s", short(peer), error)
+        log.info("%s cannot be a witness: %s", short(peer), error)
         return None
     end = links.far_end(peer)
     return Attempt(peer, result, None if end is None else address_towards(end.host))

@@ -1,4 +1,4 @@
-"""The roles in a call that are not the caller's: who passes it on, and who is called and opens the link."""
+"""Reverse calls: passing a call on, and opening the link when called."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from swarm.vocabulary.types import PeerId, RunId, short
 log = logging.getLogger(__name__)
 
 WANTED: Final = 3
-MAX_TRIED: Final = 9  # Until WANTED links are open
+MAX_TRIED: Final = 9  # Stops when WANTED links are open
 CONNECT_S: Final = 6.0
-AVOIDED_S: Final = 60.0  # Pause of an unreachable peer
+AVOIDED_S: Final = 60.0  # Pause before an unreachable peer is tried again
 
 
 @dataclass(slots=True, eq=False)
 class Attachments:
-    """The held links of this node. They are the transport's, like all others, and stay as long as both sides live."""
+    """Links that a node behind NAT keeps open, so that peers can call it through them. The transport owns them."""
 
     own: LocalPeer
     membership: Membership
     links: GrpcTransport
     connect_s: float = CONNECT_S
     _held: tuple[PeerId, ...] = field(default=(), init=False)
-    _avoided: dict[PeerId, float] = field(default_factory=dict, init=False)  # Until when
+    _avoided: dict[PeerId, float] = field(default_factory=dict, init=False)  # End of the pause, monotonic
 
     async def hold(self) -> tuple[PeerId, ...]:
-        """Opens links to the best peers, as far as they can be had. Returns those that do, at most three."""
+        """Opens links to the best peers, at most three. Returns the connected ones."""
         known = [a for a in self.membership.peers() if not self.membership.is_given_up(a.peer)]
         best = by_worth(self.own.peer, self.own.module, known, self._held)
         best = relays_first(best, {a.peer for a in known if a.relay})
+        # Avoided peers are tried last, but not skipped.
         order = sorted(best, key=self._is_avoided)[:MAX_TRIED]
         held = await in_waves(order, WANTED, self._connect)
         self._avoided = {peer: until for peer, until in self._avoided.items() if self._is_avoided(peer)}
@@ -56,7 +57,7 @@ class Attachments:
             async with asyncio.timeout(self.connect_s):
                 await self.links.connect(peer)
         except (PeerError, TimeoutError) as error:
-            log.info("%s cannot be held on to: %s", short(peer), error)
+            log.info("cannot hold a link to %s: %s", short(peer), error)
             self._avoided[peer] = self.own.clock.monotonic() + AVOIDED_S
             return None
         return peer
@@ -65,21 +66,23 @@ class Attachments:
         return self._avoided.get(peer, 0.0) > self.own.clock.monotonic()
 
 
-FOLLOW_S: Final = 5.0  # For opening the link: as much as dialling
+FOLLOW_S: Final = 5.0  # To open the link: as long as dialling
 PASS_ON_S: Final = FOLLOW_S + 1.0
 PASSED_ON_BURST: Final = 32
-PASSED_ON_REFILL_S: Final = 2.0  # Of one address: enough for a data node that calls all its hops at once
-MAX_AT_ONCE_TO_ONE: Final = 4  # Half of its open questions, so that it can still be asked for its state
+PASSED_ON_REFILL_S: Final = 2.0  # Per address: enough for a data node that calls all its hops at once
+MAX_AT_ONCE_TO_ONE: Final = 4  # Half of its open questions, so that status questions still pass
 FOLLOWED_BURST: Final = 4
-FOLLOWED_REFILL_S: Final = 5.0  # Of one caller
+FOLLOWED_REFILL_S: Final = 5.0  # Per caller
 MAX_FOLLOWED_AT_ONCE: Final = 16
 
 
 @dataclass(slots=True, eq=False)
 class Switchboard:
-    """Answers CALL and CALLED questions. `learn` makes the caller's record known, so that it can be dialled."""
+    """Passes calls between peers on (CALL) and opens a link when called (CALLED). `learn` stores the record of a
+    caller.
+    """
 
-    # A caller names only itself: its own signed record says whom to dial. Both sides limit the rate.
+    # A caller can name only itself: its signed record gives the address. Both sides limit the rate.
 
     run: RunId
     own: PeerId
@@ -92,22 +95,23 @@ class Switchboard:
     _following: set[PeerId] = field(default_factory=set)
 
     async def pass_on(self, asker: PeerId, question: Question) -> bytes:
-        """Has a linked peer open a link to the asker. Raises Busy, Rejected, or the called peer's error."""
+        """Asks a linked peer to open a link to the asker. Raises Busy, Rejected, or the called peer's error."""
         end = self.links.far_end(asker)
         if end is None or not self._passed_on.take(end.host, self.clock.monotonic()):
-            raise Busy("enough calls from your address were passed on; call again in a few seconds")
+            raise Busy("too many calls from your address; call again in a few seconds")
+        # Otherwise a caller could aim the called peer at a third party.
         if self._read(question.record).peer != asker:
-            raise Rejected("the record that came with the call is another peer's")
+            raise Rejected("the record in the call belongs to another peer")
         called = question.peer
         if called is None or not self.links.is_linked(called):
-            raise Rejected("the peer that you call has no link to this one")
+            raise Rejected("the called peer has no link to this one")
         if self._open[called] >= MAX_AT_ONCE_TO_ONE:
-            raise Busy("the peer that you call is being called by others; call again in a few seconds")
+            raise Busy("the called peer is busy with other calls; call again in a few seconds")
         self._open[called] += 1
         try:
             return await self.links.ask(called, Question(QuestionAbout.CALLED, record=question.record), PASS_ON_S)
         finally:
-            self._open -= Counter((called,))  # and nothing is kept of 0
+            self._open -= Counter((called,))  # also drops zero counts
 
     async def follow(self, _sender: PeerId, question: Question) -> bytes:
         """Opens a link to the owner of the record unless there is one. Raises Busy, Rejected, or the dial's error."""
@@ -115,25 +119,25 @@ class Switchboard:
         if self.links.is_linked(caller):
             return b""
         if caller in self._following or len(self._following) >= MAX_FOLLOWED_AT_ONCE:
-            raise Busy("a call is being followed already")
+            raise Busy("a call is already in progress")
         if not self._followed.take(caller, self.clock.monotonic()):
-            raise Busy("this caller was dialled often enough")
+            raise Busy("too many calls from this caller")
         self.learn(caller, question.record)
         self._following.add(caller)
         try:
             async with asyncio.timeout(FOLLOW_S):
                 await self.links.connect(caller)
         except TimeoutError:
-            raise Unreachable(f"{short(caller)} could not be connected to within {FOLLOW_S:g} s") from None
+            raise Unreachable(f"could not connect to {short(caller)} within {FOLLOW_S:g} s") from None
         finally:
             self._following.remove(caller)
         return b""
 
     def _read(self, record: bytes) -> Announcement:
-        """Raises ProtocolViolation when the record proves nothing, Rejected when it leads nowhere."""
+        """Decodes a caller's record. Raises ProtocolViolation if it is invalid, Rejected if it cannot be dialled."""
         caller = decode_announced(record, run=self.run, now=self.clock.wall())
         if not caller.addresses:
-            raise Rejected("whoever calls must be able to be dialled")
+            raise Rejected("a caller must be reachable itself")
         if caller.peer == self.own:
-            raise Rejected("a peer does not call itself")
+            raise Rejected("a peer cannot call itself")
         return caller

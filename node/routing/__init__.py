@@ -1,1 +1,1 @@
-"""The data node's side of paths: launches microbatches, negotiates lanes, evaluates."""
+"""A data node's side of paths: launching, evaluation and the window."""

@@ -1,7 +1,4 @@
-"""Held-out loss through the swarm as it is: microbatches that are computed on the way out and never come back.
-
-Answers `evaluate`: the loss on held-out text, through the swarm as it is now.
-"""
+"""Held-out loss through the running swarm: microbatches that go forward only."""
 
 from __future__ import annotations
 
@@ -33,24 +30,25 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
 LIFETIMES_S = (15.0, 30.0, 60.0)
-"""How long to wait for a loss, try by try: a hop that dies takes what it has accepted with it, and nobody else keeps
-what is only evaluated."""
+"""Seconds to wait for a loss, per attempt. A dead hop loses its evaluated microbatches, since no other peer keeps them.
+"""
 WINDOW = 8
-"""Under way at once: each waits behind what is trained on at every hop, so one after the other takes many times as
-long. Still less than a hop's slots."""
+"""Evaluated microbatches in flight, below a hop's slots. Each queues behind training at every hop, so one at a time
+would be many times slower.
+"""
 
 
 Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], Path]
-"""Signs the route of a microbatch of this data node, of these documents and labels, that is to live so many seconds
-without news (`protocol.identity.signatures.Routes.signed`)."""
+"""Signs a microbatch's route: purpose, lifetime in seconds, lengths of documents, labels
+(`protocol.identity.signatures.Routes.signed`).
+"""
 MAX_MICROBATCHES = 256
 
 
 class Departures:
-    """Sends microbatches of this data node on their way; the worker has their texts until they are back.
+    """Launches microbatches of this data node. The worker keeps their texts until they end.
 
-    Args:
-        tells_labels: whether hops are told how many labels a microbatch that is trained on has.
+    `tells_labels`: hops learn the number of labels of a training microbatch.
     """
 
     def __init__(
@@ -70,22 +68,22 @@ class Departures:
         self._runner.handle(Started(microbatch, path, purpose, lifetime_s))
 
     def text_of(self, microbatch: MicrobatchId) -> Microbatch | None:
-        """The text of one that is under way."""
+        """Returns the text of a microbatch in flight."""
         return self._worker.texts.get(microbatch)
 
     def end(self, microbatch: MicrobatchId) -> Microbatch | None:
-        """Its text, which is not needed here any more; None when it has ended already."""
+        """Removes and returns the microbatch's text; None if it ended before."""
         return self._worker.texts.pop(microbatch, None)
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> Microbatch | None:
-        """As `end`, of one that may still be under way."""
+        """Abandons a microbatch that may be in flight; returns its text as `end`."""
         text = self.end(microbatch)
         self._runner.abandon(microbatch, detail)
         return text
 
 
 class StrandedOnPathError(Exception):
-    """An evaluated microbatch got stuck; another try may find another path."""
+    """An evaluated microbatch got stuck; another attempt may find another path."""
 
 
 class Evaluator:
@@ -120,11 +118,7 @@ class Evaluator:
             arrival.set_exception(StrandedOnPathError(detail))
 
     async def evaluate(self, texts: Sequence[Microbatch], stages: Sequence[int]) -> list[float]:
-        """The loss of each text in nats per token, on paths through these stages; nothing is learnt from it.
-
-        Raises:
-            Unreachable: a microbatch found no way through, several times.
-        """
+        """Returns each text's loss in nats per token on paths through `stages`. Trains nothing. Raises Unreachable."""
         room = asyncio.Semaphore(WINDOW)
 
         async def measured(text: Microbatch) -> float:
@@ -137,6 +131,7 @@ class Evaluator:
 
     async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
         reason = ""
+        # Each attempt plans a new path.
         for attempt, lifetime_s in enumerate(LIFETIMES_S):
             if attempt:
                 await asyncio.sleep(PAUSE_S)
@@ -144,8 +139,8 @@ class Evaluator:
                 route = taken_route(text, self._planner, self._planner.open_modules(self._clock.monotonic())).value
                 return await self._send(text, route, stages, lifetime_s)
             except (StrandedOnPathError, TimeoutError) as error:
-                reason = str(error) or f"nothing came back for {lifetime_s:.0f} s"
-        raise Unreachable(f"the held-out text found no way through the swarm: {reason}")
+                reason = str(error) or f"no loss returned within {lifetime_s:.0f} s"
+        raise Unreachable(f"no path through the swarm could evaluate the held-out text: {reason}")
 
     async def _send(self, text: Microbatch, route: Route, stages: Sequence[int], lifetime_s: float) -> float:
         microbatch = MicrobatchId(self._own, self._next)
@@ -161,11 +156,12 @@ class Evaluator:
                 return await arrival
         finally:
             del self._awaited[microbatch]
+            # Hops release the microbatch; a loss that arrives later is ignored.
             self._departures.abandon(microbatch, "evaluated")
 
 
 class HeldOut:
-    """The held-out text of one run at one data node. One evaluation at a time; a second one waits."""
+    """Held-out text of one run at one data node. Evaluations run one at a time."""
 
     def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator) -> None:
         self._manifest = manifest
@@ -174,32 +170,29 @@ class HeldOut:
         self._turn = asyncio.Lock()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """JSON: loss in nats per token, tokens, microbatches and the stages that were visited after stage 0; in a run
-        with experts also `routes`, for each its loss, tokens and microbatches.
+        """Answers as JSON: loss in nats per token, tokens, microbatches, stages, and figures per route with experts.
 
-        Raises:
-            Rejected: the question asks for too much, or there is no held-out text.
-            Unreachable: the text found no way through the swarm.
+        Raises Rejected if the question asks for too much or there is no held-out text, Unreachable if no path works.
         """
         count = question.microbatches
         if not 1 <= count <= MAX_MICROBATCHES:
-            raise Rejected(f"{count} microbatches were asked for; 1 to {MAX_MICROBATCHES} are allowed")
+            raise Rejected(f"cannot evaluate {count} microbatches; 1 to {MAX_MICROBATCHES} are allowed")
         every = all_stages(self._manifest.stages.count)
         stages = question.stages or every
         if not set(stages) <= set(every):
-            raise Rejected(f"stage {max(stages)} was asked for; this run's last is {len(every)}")
+            raise Rejected(f"stage {max(stages)} does not exist; the last stage is {len(every)}")
         async with self._turn:
             try:
                 texts = await asyncio.to_thread(self._texts, count)
             except ConfigError as error:
                 raise Rejected(str(error)) from None
             found = await self._evaluator.evaluate(texts, stages)
-        # The head's mean is over all tokens; some of held-out text are no labels.
+        # The head averages over all tokens, but some held-out tokens are not labels.
         losses = [(text.per_label(loss), text.scored) for loss, text in zip(found, texts, strict=True)]
         sizes = summary_of([text.workload for text in texts], self._manifest.microbatch_tokens)
         report = answer_of(held_out_loss([text.route for text in texts], losses, sizes)) | {"stages": stages}
         return json.dumps(report).encode()
 
     def _texts(self, count: int) -> list[Microbatch]:
-        """Reads files."""
+        """Packs the held-out microbatches. Reads files."""
         return list(held_out_microbatches(self._manifest, count, self._documents))

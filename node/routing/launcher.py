@@ -1,4 +1,4 @@
-"""Starts the paths: reads text, launches microbatches, and keeps the account of what became of them."""
+"""The launcher: reads text, launches microbatches, and counts their outcomes."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from swarm.workload.microbatch_sizes import SizeSummary
 log = logging.getLogger(__name__)
 
 LIFETIME_IN_PATHS = 20
-"""A microbatch of which nothing has been heard for so many times as its path usually takes is given up."""
+"""A microbatch without a sign of life for this many times its path's usual duration is abandoned."""
 LOOK_AGAIN_S = 0.5
 
 
 class Texts(Protocol):
-    """Where microbatches of text come from."""
+    """A source of packed microbatches."""
 
     def ready(self) -> Microbatch | None:
-        """The next one, or None when it is not packed yet; then `arrived` will be called."""
+        """Returns the next microbatch, or None if it is not packed yet. The data node is woken once it is."""
         ...
 
 
 @dataclass(slots=True)
 class Progress:
-    """Of the training as this data node sees it."""
+    """Training progress as this data node sees it."""
 
     loss_first: float | None = None
     loss_last: float | None = None
@@ -58,7 +58,7 @@ class Progress:
 
     @property
     def stage_visits(self) -> dict[int, int]:
-        """Completed visits of each stage after 0."""
+        """Completed visits of each stage after stage 0."""
         stages: dict[int, int] = {}
         for module, count in self.visits.items():
             stages[module.stage] = stages.get(module.stage, 0) + count
@@ -67,7 +67,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Where a data node stands in its training: what it saves, and goes on from."""
+    """A data node's position in its training: saved in checkpoints and resumed."""
 
     flights: Flights
     progress: Progress
@@ -75,12 +75,7 @@ class Training:
 
 
 class DataNode(PathEnds):
-    """A peer that hosts stage 0: where paths start and end.
-
-    Args:
-        texts: packed ahead.
-        window: of the flights.
-    """
+    """A peer that hosts stage 0, where paths start and end. `texts` are packed ahead."""
 
     def __init__(
         self,
@@ -111,12 +106,12 @@ class DataNode(PathEnds):
         self._on_finished = given.finished
         self._line = DepartureLine(planner, texts.ready, training.reading.drawn, self.flights.next_number)
         self._missing: dict[ModuleId, str] = {}
-        """Modules that nobody serves, and what is done about it, as it was told."""
+        """Unserved modules, with the consequence that was reported."""
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
 
     async def all_landed(self) -> None:
-        """Returns when nothing is under way."""
+        """Returns once no microbatch is in flight."""
         while self.flights.in_flight:
             self._landed.clear()
             await self._landed.wait()
@@ -124,16 +119,16 @@ class DataNode(PathEnds):
     # ---- launching -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Something has changed that may let another microbatch start."""
+        """Signals a change that may allow another launch."""
         self._wake.set()
 
     def stop_launching(self) -> None:
-        """What is under way goes on."""
+        """Stops launching. Microbatches in flight continue."""
         self._is_stopping = True
 
     async def run(self) -> None:
         """Launches until cancelled."""
-        if self.flights.finished:  # it was resumed from behind its last step
+        if self.flights.finished:  # resumed after its last step
             self._on_finished()
         while True:
             self._tell_who_is_missing()
@@ -142,7 +137,7 @@ class DataNode(PathEnds):
             await set_or_after(self._wake, LOOK_AGAIN_S)
 
     def _launch(self) -> bool:
-        """Sends the next microbatch off; False when there is no path or no text for it now."""
+        """Launches the next microbatch; False if it has no path or no text now."""
         now = self._clock.monotonic()
         queue = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
         departure = self._line.next(self.flights.next_number, queue, now)
@@ -158,7 +153,7 @@ class DataNode(PathEnds):
         return True
 
     def _tell_who_is_missing(self) -> None:
-        """Says once which modules keep the run waiting, and once when each is served again."""
+        """Reports each unserved module once, and once when it is served again."""
         before, moment = self._missing, self._clock.monotonic()
         unserved = self._planner.unserved(moment)
         self.progress.waiting_for = unserved
@@ -194,8 +189,9 @@ class DataNode(PathEnds):
                 self._leave_out(outlier)
 
     def _outliers_of(self, microbatch: MicrobatchId) -> LossOutliers:
-        """Losses are compared among microbatches of one route: those of another one are of other documents."""
+        """Returns the outlier detector of the microbatch's route: other documents have other losses."""
         text = self._departures.text_of(microbatch)
+        # Beyond the bound all routes share one detector.
         route = () if text is None or len(self._outliers) > MAX_ROUTES else text.route
         if route not in self._outliers:
             self._outliers[route] = LossOutliers(self._round_microbatches)
@@ -204,7 +200,7 @@ class DataNode(PathEnds):
     def _leave_out(self, outlier: Outlier) -> None:
         pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
         name = f"replica {short(outlier.peer)} of module {outlier.module}"
-        self._events.emit(Note("warning", f"{name} is left out of paths for {pause_s:.0f} s: {outlier.why}"))
+        self._events.emit(Note("warning", f"{name} is excluded from paths for {pause_s:.0f} s: {outlier.why}"))
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self._times.completed(microbatch, self._clock.monotonic())
@@ -218,7 +214,7 @@ class DataNode(PathEnds):
         if flight is not None:
             hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)
             crash_point("before completed")
-            # A visit without its completion would be one too many; the other way round it is lost.
+            # Log the completion before the visit: a crash in between loses a visit instead of adding one.
             route = None if text is None else text.route or None
             self._events.emit(Completed(self.flights.own, str(microbatch), hops, flight.tokens, route))
             crash_point("after completed")
@@ -238,10 +234,12 @@ class DataNode(PathEnds):
             self._events.emit(Step(step.step, step.loss, tokens, rate, self.flights.own, self._packed()))
         if self.flights.finished:
             self._on_finished()
+        # A completed microbatch makes room for the next launch.
         self._landed.set()
         self.wake()
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        # An evaluated microbatch has no gradients to settle.
         if self._evaluator.awaits(microbatch):
             self._evaluator.lost(microbatch, detail)
             return
@@ -273,7 +271,8 @@ class DataNode(PathEnds):
         self._events.emit(Abandoned(str(flight.microbatch), detail))
         if text is None:
             return
-        if flight.loss is None:  # no stage has learnt from it yet: its text sets out again
+        # Without a loss, no stage has learnt from the text, so launch it again.
+        if flight.loss is None:
             self._line.sets_out_again(text)
         else:
             self._reading.dropped(text)

@@ -1,4 +1,4 @@
-"""A data node's window in the node: what it is told of, and what bounds it here."""
+"""A data node's window inside the node: its inputs and local bounds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 
 
 class WindowFinder:
-    """The window of a data node's flights, found by their round trips.
+    """Adapts the number of microbatches that a data node keeps in flight to measured round trips.
 
-    Args:
-        asked: what `--window` says; None to find it.
-        memory: the microbatches for which there was room when the node started (`node.model.memory_need`).
+    `asked`: the value of `--window`, None to adapt. `memory`: microbatches for which memory was reserved at the start
+    (`node.model.memory_need`).
     """
 
     def __init__(
@@ -34,26 +33,25 @@ class WindowFinder:
         self._membership, self._clock = membership, clock
         self._memory = memory
         start = flights.rules.window
-        # Never less than at the beginning, which keeps every stage busy where nothing takes time on its way: what is
-        # measured there is computing, of which each microbatch's differs, and a window that just covers the mean left
-        # hops waiting 2 % longer.
+        # Never below the start value, which keeps every stage busy when links cost nothing. Compute times vary, and a
+        # window that covers only their mean left hops idle 2 % longer.
         self._window = None if asked is not None else Window(start, start, least_of(self._bounds()))
         self._follow()
 
     @property
     def value(self) -> Reasoned[int]:
-        """How many microbatches may be under way, and why."""
+        """Largest number of microbatches in flight, with the reason."""
         if self._window is None:
-            return Reasoned(self._flights.window, "as asked for (--window)")
+            return Reasoned(self._flights.window, "set by --window")
         return self._window.value
 
     def describe(self) -> WindowStatus:
-        """The window for the node's status."""
+        """Describes the window for the node's status."""
         value = self.value
         return WindowStatus(value.value, len(self._flights.in_flight), value.reason)
 
     def completed(self, flight: Flight, now: float) -> None:
-        """Takes in that a microbatch has come home, before the flights complete it."""
+        """Notes that a microbatch has returned. Call it before `Flights.complete`."""
         if self._window is not None:
             self._window.bound(least_of(self._bounds()))
             self._window.completed(flight.started, now, len(self._flights.in_flight))
@@ -64,8 +62,8 @@ class WindowFinder:
 
     def _bounds(self) -> Iterator[Reasoned[int]]:
         rules = self._flights.rules
-        yield Reasoned(rules.most_by_staleness, f"a staleness of {rules.staleness} allows no more")
-        yield Reasoned(self._memory, "memory was set aside for no more here (--slots)")
+        yield Reasoned(rules.most_by_staleness, f"limited by a staleness of {rules.staleness}")
+        yield Reasoned(self._memory, "limited by the memory reserved for --slots")
         now, stages = self._clock.monotonic(), self._manifest.stages
         served = {module: self._membership.replicas(module, now) for module in self._manifest.modules()}
         slots: list[list[int]] = [[] for _ in range(1, stages.count)]

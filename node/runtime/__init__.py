@@ -1,1 +1,1 @@
-"""The runtime of one node, from its start to its end: roles, serving, moving, leaving."""
+"""One node from start to end: roles, serving, moving and leaving."""

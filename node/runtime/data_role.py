@@ -1,4 +1,4 @@
-"""The role of a data node: its parts, put together and taken apart."""
+"""The role of a data node: builds its parts and takes them down."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from swarm.vocabulary.announcement import MAX_VISITED_STAGES
 from swarm.vocabulary.types import ModuleId, PeerId
 
 LAST_WORDS_S = 3.0
-"""How long a data node that stops may take for its last inner step, and to tell the hops that their gradients count."""
+"""Limit for a stopping data node to finish its last inner step and tell the hops that their gradients count."""
 
 
 class DataRole:
@@ -77,7 +77,7 @@ class DataRole:
         self._has_experts = has_experts
 
     async def prepare(self) -> None:
-        """Gets the state on which its module stands. A data node announces no speed: nobody chooses among them."""
+        """Fetches the module's state. Announces no speed, because peers never choose among data nodes."""
         await self.rounds.prepare()
 
     async def run(self) -> None:
@@ -95,6 +95,7 @@ class DataRole:
         except TimeoutError:
             for flight in self._data_node.flights.in_flight:
                 self._data_node.lost(flight.microbatch, "its data node stops")
+        # Hops wait for the word that their gradients count.
         await self.runner.nothing_owed(LAST_WORDS_S)
 
     def capture(self, post: Post) -> ReplicaState:
@@ -131,7 +132,7 @@ class DataRole:
         )
 
     async def _wake_on_changes(self) -> None:
-        """A peer that comes may be the one that is waited for."""
+        """Wakes the data node when the membership view changes: a new peer may unblock a microbatch."""
         changed = self._session.membership_sync.changed
         while True:
             await changed.wait()
@@ -141,7 +142,7 @@ class DataRole:
 
 @asynccontextmanager
 async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
-    """Builds the role of a data node, its text open and the first microbatches being packed."""
+    """Builds the role of a data node, with its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.session.own, SystemClock()
     allowance, per_step = given.options.allowance, manifest.microbatches_per_step
     worker = await given.compute.run(
@@ -153,6 +154,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     if position is not None:
         given.events.emit(Continued(own.peer, _reported(counts_of(position))))
     tell_moments(given, worker.stage.optimizer)
+    # A restored optimizer already has steps.
     own.steps = worker.stage.optimizer.steps
     assert given.text.value is not None, given.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value, given.router)
@@ -160,6 +162,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     rules = _flight_rules(given.options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
+    # A record has room for a bounded number of stages.
     if paths.skippable <= MAX_VISITED_STAGES:
         own.visits = lambda: tuple(planner.prices.launched)
 
@@ -168,13 +171,15 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
         return tuple(sorted({own.peer, *(announcement.peer for announcement in replicas)}))
 
     start = START if position is None else position.cursor
+    # Training and evaluation draw from separate halves of the numbers, so their microbatches never collide.
     number, measured = first_number(position, randbelow(NUMBERS // 2)), NUMBERS + randbelow(NUMBERS // 2)
     feed = TrainingFeed(manifest, documents, own.peer, start)
     stage = worker.stage
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
+    # One more than the window, so that a launch never waits for packing.
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     async with module_rounds(given, replica, first) as rounds, AsyncExitStack() as stack:
-        del first
+        del first  # free the anchor; the rounds hold their own
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         departures = Departures(worker, runner, given.session.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)
@@ -235,8 +240,8 @@ def _reported(counts: Counts) -> MicrobatchCounts:
 
 
 def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
-    """The window to begin with: one microbatch for each stage keeps every stage busy; two more cover what is on the
-    wire. Further it finds itself."""
+    # To begin with: one microbatch per stage keeps every stage busy, and two more cover those on the wire.
+    # `WindowFinder` adapts the window later.
     window = options.window or manifest.stages.visited_per_path + 3
     staleness, tokens = manifest.training.staleness, manifest.microbatch_tokens
     return FlightRules(manifest.microbatches_per_step, staleness, window, options.steps, tokens)

@@ -1,4 +1,4 @@
-"""The local socket of the node that uses an identity: a lock admits one node, `skipstone leave` reaches it there."""
+"""The local socket of a running node: a lock admits one node per identity, and `skipstone leave` connects to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACCEPTED = b"leaving\n"
 CONNECT_S = 5.0
 LISTEN_S = 5.0
 MAX_CONVERSATIONS = 64
-"""Beyond this the oldest silent connection ends: any user of this machine can open some."""
+"""Beyond this the oldest silent connection is closed, because any local user can open some."""
 LOCK_PATIENCE_S = 2.0
 LOCK_POLL_S = 0.05
 
@@ -44,9 +44,10 @@ def door_path(identity_path: Path) -> Path:
 async def sole_use(identity_path: Path) -> AsyncIterator[None]:
     """Locks the identity within the block. Raises IdentityError if another node of this machine uses it."""
     try:
+        # O_NOFOLLOW: a planted symlink must not lead to another file.
         descriptor = os.open(identity_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise IdentityError(f"the identity key {identity_path} cannot be used: {error.strerror or error}") from error
+        raise IdentityError(f"cannot open the identity key {identity_path}: {error.strerror or error}") from error
     try:
         await _lock(descriptor, identity_path)
         yield
@@ -59,7 +60,7 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
     """Listens for `skipstone leave` within the block; each request calls `ask`. Raises ResourceExhausted."""
     secret = secrets.token_hex(SECRET_BYTES)
     path = door_path(identity_path)
-    silent: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+    silent: dict[asyncio.StreamWriter, None] = {}  # oldest first
     accepted: list[asyncio.StreamWriter] = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,6 +74,7 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
             async with asyncio.timeout(LISTEN_S):
                 heard = await reader.readexactly(len(secret))
         silent.pop(writer, None)
+        # Only a reader of the 0600 file knows the secret.
         if not hmac.compare_digest(heard, secret.encode()):
             writer.close()
             return
@@ -84,9 +86,7 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
         server = await asyncio.start_server(listen, LOOPBACK, 0, backlog=MAX_CONVERSATIONS)
         _write(path, _Door(server.sockets[0].getsockname()[1], secret, os.getpid()))
     except OSError as error:
-        raise ResourceExhausted(
-            f"the door for `skipstone leave` cannot be opened: {error.strerror or error}"
-        ) from error
+        raise ResourceExhausted(f"cannot listen for `skipstone leave`: {error.strerror or error}") from error
     try:
         yield
     finally:
@@ -109,13 +109,14 @@ async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
     try:
         if not accepted:
             raise _nobody(identity_path)
+        # The connection ends with the node's process.
         async with asyncio.timeout(patience_s):
-            with contextlib.suppress(ConnectionError):  # a process that ends may reset its connections
+            with contextlib.suppress(ConnectionError):  # an ending process may reset its connections
                 await reader.read(1)
     except TimeoutError:
         raise Stalled(
-            f"the node has been asked to leave, but is still there after {patience_s:.0f} s",
-            hint="Look at its log, or end its process.",
+            f"the node was asked to leave, but still runs after {patience_s:.0f} s",
+            hint="Look at its log, or kill its process.",
         ) from None
     finally:
         writer.close()
@@ -126,13 +127,14 @@ async def _lock(descriptor: int, identity_path: Path) -> None:
         import fcntl
     except ImportError:  # Windows
         return
+    # A node that is just leaving may hold the lock for a moment.
     for _ in range(int(LOCK_PATIENCE_S / LOCK_POLL_S)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             await asyncio.sleep(LOCK_POLL_S)
         except OSError as error:
-            log.warning("%s cannot be locked (%s): see to it that one node uses it", identity_path, error.strerror)
+            log.warning("cannot lock %s (%s): make sure that only one node uses it", identity_path, error.strerror)
             return
         else:
             return
@@ -140,13 +142,13 @@ async def _lock(descriptor: int, identity_path: Path) -> None:
     with contextlib.suppress(ConfigError):
         who = f" (process {_read(door_path(identity_path)).process})"
     raise IdentityError(
-        f"another node{who} runs on this machine with the identity {identity_path}",
-        hint="Let it leave first (`skipstone leave`), or give this one a key of its own with --identity FILE.",
+        f"another node{who} on this machine uses the identity {identity_path}",
+        hint="Stop it with `skipstone leave`, or give this node its own key with --identity FILE.",
     )
 
 
 def _write(path: Path, door: _Door) -> None:
-    path.unlink(missing_ok=True)  # of a node that was killed
+    path.unlink(missing_ok=True)  # left by a killed node
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump({"port": door.port, "secret": door.secret, "process": door.process}, file)
 
@@ -160,6 +162,7 @@ def _read(path: Path) -> _Door:
 
 
 def _remove_own(path: Path, secret: str) -> None:
+    # Another node may have started with the same identity.
     with contextlib.suppress(ConfigError, OSError):
         if _read(path).secret == secret:
             path.unlink()
@@ -167,6 +170,6 @@ def _remove_own(path: Path, secret: str) -> None:
 
 def _nobody(identity_path: Path) -> ConfigError:
     return ConfigError(
-        f"no node is running here with the identity {identity_path}",
-        hint="Name the key file that it was started with: skipstone leave --identity FILE.",
+        f"no node runs here with the identity {identity_path}",
+        hint="Name the node's key file: skipstone leave --identity FILE.",
     )

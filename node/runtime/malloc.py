@@ -1,4 +1,4 @@
-"""A setting of glibc's allocator: keep freed memory, else every chunk faults its pages in again (mallopt(3))."""
+"""Setting of glibc's allocator: keep freed memory, else every chunk faults its pages in again (mallopt(3))."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _KEPT_BYTES: Final = 64 * 1024 * 1024
 _SMALLEST_MAPPED_BYTES: Final = 32 * 1024 * 1024
-"""The highest value of glibc's own adjustment. With 4 MiB, arithmetic on tensors of 8 MiB takes ten times as long."""
+"""Largest threshold of glibc's own adjustment. With 4 MiB, arithmetic on 8 MiB tensors takes ten times as long."""
 
 
 def keep_freed_memory() -> bool:
-    """Makes the C library keep freed memory in this process. False where it has no such setting."""
+    """Makes the C library keep freed memory in this process. False if it has no such setting."""
     if sys.platform != "linux":
         return False
     try:

@@ -1,4 +1,4 @@
-"""The choice of the module that a node takes, and of the one that it moves to, among those that fit its memory."""
+"""The choice of a node's module, and of the one to move to, among those that fit its memory."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ from swarm.membership.room import Need, Room
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
+# Announcements of other newcomers should arrive before the choice.
 LOOK_AROUND_S = 2.0
 
 
 class FittingModules:
-    """The modules of a run that this machine has room for, now or when it has let go of the one that it holds."""
+    """The modules that fit this machine, now or after it frees the hosted one."""
 
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
         self._reckoned = needs_of(manifest, options.slots_held)
-        """By the moments that other peers assume."""
+        """Needs as other peers assume them: with float32 moments."""
         self._manifest = manifest
         self._options = options
         self._device = device
         self._too_large: Need | None = None
-        """The smallest module that ran out of memory."""
+        """Smallest module that ran out of memory."""
         self._seen = self.room()
 
     def room(self, held: ModuleId | None = None) -> Room:
-        """The free memory, with that of `held` if any."""
+        """Measures the free memory, plus the memory of `held`."""
         room = room_on(self._device)
         if held is not None:
             room = room.and_back(self.needs[held])
         room = room.within(self._options.memory_limit_bytes)
         if self._too_large is not None:
             tried = self._too_large.all if room.device is None else self._too_large.device
-            room = room.within(Reasoned(tried - 1, "as far as has been tried"))
+            room = room.within(Reasoned(tried - 1, "below the module that ran out of memory"))
         return room
 
     def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]:
@@ -59,11 +60,12 @@ class FittingModules:
         return modules_that_fit(untried, self._seen, self.needs)
 
     def announced(self) -> tuple[int, int]:
-        """The memory to announce, of the machine and of the device. Zeros if every module fits."""
+        """Returns the memory to announce, of machine and device; zeros if every module fits."""
         modules = self._manifest.modules()
         fitting, room = self.of(modules), self.room()
         if len(fitting) == len(modules):
             return 0, 0
+        # Peers reckon with float32 moments: announce enough for all modules that fit with ours.
         if self._options.moments is not MomentType.FLOAT32:
             for module in fitting:
                 room = room.reaching(self._reckoned[module])
@@ -73,7 +75,8 @@ class FittingModules:
         return what_fits(self._manifest, self.room(), self._options.slots_held, self._options.moments)
 
     def _ran_out(self, module: ModuleId) -> None:
-        """Notes that the module ran out of memory: from now on neither it nor a larger one fits."""
+        """Notes that the module ran out of memory: neither it nor a larger one fits."""
+        # Free the failed module before the memory is measured again.
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -87,22 +90,24 @@ class FittingModules:
     async def choose(
         self, session: NetworkSession, resumed: Resumed, text: Reasoned[Places | None], events: EventSink
     ) -> Reasoned[ModuleId]:
-        """The module asked for, else that of its checkpoint, else the most needed. Raises ConfigError, OutOfMemory."""
+        """Chooses --stage's module, else the checkpoint's, else the most needed. Raises ConfigError, OutOfMemory."""
         options, asked = self._options, asked_modules(self._options, self._manifest)
         wanted = asked or ([] if resumed.module is None else [resumed.module])
         if text.value is None and ModuleId(0) in wanted:
             raise ConfigError(
-                f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
+                f"this node cannot take stage 0: {text.reason}",
+                hint="Or choose another stage with --no-data.",
             )
         if len(asked) == 1:
-            return Reasoned(self._only(asked[0]), "asked for")
+            return Reasoned(self._only(asked[0]), "set by --stage")
         if resumed.module is not None and (not asked or resumed.module in asked):
             if self.of([resumed.module]):
-                return Reasoned(resumed.module, "the one in its checkpoint")
-            events.emit(Note("warning", f"not the module in its checkpoint: {self._refusal([resumed.module])}"))
+                return Reasoned(resumed.module, "resumed from the checkpoint")
+            events.emit(Note("warning", f"cannot resume the checkpoint's module: {self._refusal([resumed.module])}"))
         reads_text = options.reads_text and text.value is not None
         if options.reads_text and not reads_text:
-            events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
+            events.emit(Note("warning", f"this node cannot take stage 0: {text.reason}"))
+        # A new run cannot start without stage 0.
         if options.link is None and reads_text and not asked:
             return Reasoned(self._only(ModuleId(0)), "the first node of a run is a data node")
         allowed = asked or [module for module in self._manifest.modules() if module.stage > 0 or reads_text]
@@ -113,15 +118,16 @@ class FittingModules:
         return await self._most_needed(session, candidates)
 
     async def choose_smaller(self, error: OutOfMemory, failed: ModuleId, session: NetworkSession) -> Reasoned[ModuleId]:
-        """The most needed smaller module after one ran out of memory. Raises the same OutOfMemory without one."""
+        """Chooses the most needed smaller module after one ran out of memory. Raises the same error if none fits."""
         self._ran_out(failed)
         asked = asked_modules(self._options, self._manifest)
         allowed = [module for module in asked or self._manifest.modules() if module.stage > 0]
+        # The first node must stay the data node of its run.
         candidates = [] if self._options.link is None else self.of(allowed)
         if not candidates:
             raise error
         chosen = await self._most_needed(session, candidates)
-        return Reasoned(chosen.value, f"module {failed} ran out of memory; of the smaller ones, {chosen.reason}")
+        return Reasoned(chosen.value, f"module {failed} ran out of memory; among smaller ones: {chosen.reason}")
 
     def _only(self, module: ModuleId) -> ModuleId:
         if not self.of([module]):
@@ -134,13 +140,13 @@ class FittingModules:
 
 
 def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
-    """The modules that `--stage` allows; none without it. Raises ConfigError."""
+    """Returns the modules that `--stage` allows; empty if not given. Raises ConfigError."""
     if options.asked_stage is None:
         return []
     stage, expert = options.asked_stage, options.asked_expert
     modules = [module for module in manifest.modules() if module.stage == stage and expert in (None, module.expert)]
     if not modules and stage >= manifest.stages.count:
-        raise ConfigError(f"stage {stage} does not exist: this run has the stages 0 to {manifest.stages.count - 1}")
+        raise ConfigError(f"stage {stage} does not exist: this run has stages 0 to {manifest.stages.count - 1}")
     if not modules:
         last = manifest.stages.experts_at(stage) - 1
         raise ConfigError(f"module {options.stage} does not exist: the last expert of stage {stage} is {last}")
@@ -153,30 +159,30 @@ STATE_BYTES_PER_PARAMETER = 8
 """Anchor and outer momentum, both float32."""
 UNMEASURED_BYTES_PER_S = 4e6
 LOOK_S = 30.0
-"""Interval between looks at the swarm, jittered by up to a fifth."""
+"""Interval between looks at the swarm, with 20 % jitter."""
 LOOK_FOR_EMPTY_S = 2.0
 SETTING_UP_S = 10.0
-"""Time of a move besides the download, in seconds."""
+"""Time of a move without the download, in seconds."""
 
 
 NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
-"""Returns when the node should move, with where to and why."""
+"""Waits until the node should move; returns the target and the reason."""
 
 
 def workload_of(manifest: Manifest) -> Workload:
-    """The work of the run's modules in blocks. Stage 0's embedding and head count as at least one."""
+    """Describes the run's modules by their cost in blocks. Embedding and head count as at least one."""
     cost = tuple(float(max(1, blocks)) for blocks in manifest.stages.blocks)
     return Workload(manifest.modules(), cost, manifest.stages.visited_per_path)
 
 
 async def stay_for_ever() -> Reasoned[ModuleId]:
-    """Never moves: the `NextModule` of a node that was told which stage to host, or of a data node."""
+    """Never returns: the `NextModule` of a data node, or of a node with a fixed stage."""
     await asyncio.Event().wait()
-    raise AssertionError("nobody sets this event")
+    raise AssertionError("this event is never set")
 
 
 class Mover:
-    """Decides when one node moves from its module, from when it is made."""
+    """Decides when one node moves from its module."""
 
     def __init__(self, session: NetworkSession, manifest: Manifest, proofs: Proofs, fitting: FittingModules) -> None:
         self._session = session
@@ -190,7 +196,7 @@ class Mover:
     async def next_module(self) -> Reasoned[ModuleId]:
         looked = self._clock.monotonic()
         while True:
-            jitter = random.uniform(0.8, 1.2)  # noqa: S311 - keeps nodes from looking at the same moment
+            jitter = random.uniform(0.8, 1.2)  # noqa: S311 - nodes should not look at the same moment
             await asyncio.sleep(LOOK_FOR_EMPTY_S * jitter)
             now = self._clock.monotonic()
             due = now - looked >= LOOK_S * jitter
@@ -203,7 +209,7 @@ class Mover:
                 return Reasoned(goal.value, goal.reason)
 
     def _some_module_is_empty(self, now: float) -> bool:
-        """A hint only: it does not count joining peers."""
+        """Whether a module seems unserved. Only a hint, because joining peers are ignored."""
         served = self._session.membership.served(now) | {self._session.own.module}
         return not all(module in served for module in self._manifest.modules() if module.stage > 0)
 
@@ -212,6 +218,7 @@ class Mover:
         others = tuple(a for a in membership.peers() if not membership.is_given_up(a.peer))
         goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
         rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
+        # Estimate the download of the new module by our fastest link.
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
         of_block = STATE_BYTES_PER_PARAMETER * block_parameters(self._manifest.model)
         fitting = self._fitting.of(goals, held=own.module)

@@ -1,4 +1,4 @@
-"""A node from start to end: enters a run, serves one module after another, and leaves in good order."""
+"""One node from start to end: enters a run, serves one module after another, and leaves cleanly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WITHDRAW_S = 2.0
 
 
 Consent = Callable[[SignedManifest, Reasoned[Places | None], Reasoned[tuple[int, ...]], bool], Awaitable[bool]]
-"""Asks the person about a run: what may be read of its text, the stages that fit, whether the run is their own."""
+"""Asks the person about a run: the text to read, the stages that fit, and whether it is their own run."""
 
 
 async def run_node(
@@ -64,7 +64,7 @@ async def run_node(
     clock = SystemClock()
     identity = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
-    run = signed.run if signed is not None else cast(JoinLink, options.link).run  # there is a link or a manifest
+    run = signed.run if signed is not None else cast(JoinLink, options.link).run  # a link or a manifest is given
     devices = choose_devices(options.device)
     device = devices.value[0]
     if options.threads is not None:
@@ -139,23 +139,23 @@ async def _joined(
     consent: Consent | None,
     stop: asyncio.Event,
 ) -> Reasoned[Places | None]:
-    """The places of the run's text on this machine. Raises ConfigError for one stage, Rejected without consent."""
+    """Asks for consent; returns where the text is. Raises ConfigError for a one-stage run, Rejected without consent."""
     if signed.manifest.stages.count < 2:
         raise ConfigError(
-            "this run has one stage, which leaves nothing for other peers to do",
+            "this run has only one stage, so it cannot be shared",
             hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
         )
     own = signed.author == peer
     text = places(signed.manifest.data, options.told, own=own)
     if consent is not None and not await unless(stop, consent(signed, text, fitting.told(), own)):
-        raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
+        raise Rejected("the run was not joined", hint="Answer yes when asked, or use --yes.")
     return text
 
 
 async def _serve(
     given: ModuleContext, signed: SignedManifest, fitting: FittingModules, moving: Moving, stop: asyncio.Event
 ) -> None:
-    """Serves one module after the other; after OutOfMemory a smaller one, if there is one."""
+    """Serves one module after another; after OutOfMemory a smaller one, if possible."""
     session, folder = given.session, None
     if given.options.checkpoint_dir is not None:
         router = b"" if given.router is None else given.router.to_bytes()
@@ -166,8 +166,8 @@ async def _serve(
         try:
             module = await serve_module(given, moving, folder, stop)
         except OutOfMemory as error:
-            shortage = OutOfMemory(str(error), hint=error.hint)  # the error's own frames keep the module alive
-        # Before the room for another module is measured: what was put off holds tensors of the last one.
+            shortage = OutOfMemory(str(error), hint=error.hint)  # the frames of `error` keep the module alive
+        # Deferred work holds tensors of the last module, so drop it before the free memory is measured.
         await given.compute.run(Priority.UPKEEP, given.compute.give_up_idle_work)
         if shortage is not None:
             chosen = await fitting.choose_smaller(shortage, given.module, session)
@@ -181,7 +181,7 @@ async def _serve(
 
 
 async def _router(options: NodeOptions, session: NetworkSession, manifest: Manifest) -> Router | None:
-    """The router beside the manifest or checkpoint, else a peer's. Raises ConfigError, StateError, Unreachable."""
+    """Finds the router next to manifest or checkpoint, else asks peers. Raises ConfigError, StateError, Unreachable."""
     if options.manifest_path is not None:
         return load_router(options.manifest_path, manifest)
     if options.checkpoint_dir is not None:
@@ -198,12 +198,13 @@ def readiness_to_move(fitting: FittingModules, given: ModuleContext) -> NextModu
 
 @contextmanager
 def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
-    """Where the node's events go: the stream, and everything to the log if there is one."""
+    """Sends events to the stream, and all of them to the log if there is one."""
     if options.log_dir is None:
         yield Tee(stream, None)
         return
     with open_event_log(options.log_dir, peer) as event_log:
         yield Tee(stream, event_log)
+        # Reached only after a clean end; `skipstone check` relies on it.
         event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
@@ -237,6 +238,7 @@ def _directory(options: NodeOptions, identity: Identity, signed: SignedManifest 
         options.listen,
         port,
         (multiaddr_of(host, port),) if host and port else (),
+        # A restarted first node finds its own address in the link.
         tuple(address for address in initial if not address.endswith(f"/{identity.peer}")),
         relay_bytes_per_hour=options.relay_bytes_per_hour,
     )

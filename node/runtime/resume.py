@@ -1,4 +1,4 @@
-"""Conversion between a replica at work and its saved state."""
+"""Conversion between a working replica and its saved state."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import ModuleId, PeerId
 
 RESERVED_NUMBERS = 2**32
-"""Distance that two lives keep between their microbatch numbers: a killed node used more than its snapshot says."""
+"""Distance between the microbatch numbers of two starts. A killed node used more numbers than its snapshot says."""
 NUMBERS = 2**47
-"""Numbers of training microbatches; those from here on are for evaluation."""
+"""Numbers of training microbatches; evaluation uses the numbers above."""
 
 
 def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> ReplicaState:
+    # Gradients not yet applied are not saved, so they do not count.
     unapplied = worker.unapplied
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
     return capture_module((worker.part,), worker.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
 
 
 def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | None, post: Post) -> ReplicaState:
-    """Captures a data node's replica, and the place in its text that goes with exactly these parameters."""
+    """Captures a data node's replica, and the reading position that belongs to exactly these parameters."""
     stage, flights, progress = worker.stage, training.flights, training.progress
     counts = flights.counts
     unapplied = stage.embedding_sum
@@ -53,14 +54,14 @@ def restore_hop(worker: HopWorker, state: ReplicaState) -> None:
 
 
 def restore_stage_zero(worker: DataWorker, state: ReplicaState, per_step: int) -> None:
-    """Restores a data node's replica of stage 0. Errors as `restore_module`."""
+    """Restores a data node's replica of stage 0. Raises as `restore_module`."""
     restore_module(worker.stage.parts, worker.stage.optimizer, state)
     worker.steps = 0 if state.data is None else state.data.steps_done(per_step)
     worker.accumulated, worker.accumulated_tokens = state.counters.visits, state.counters.tokens
 
 
 def counts_of(data: DataState | None) -> Counts:
-    """The counts from which a data node resumes. In-flight microbatches were never completed, and are read again."""
+    """Returns the counts at a resume. Microbatches that were in flight are read again."""
     if data is None:
         return Counts()
     return Counts(data.completed + data.abandoned, data.completed, data.abandoned, data.duplicated)
@@ -78,7 +79,7 @@ def progress_of(resumed: Resumed) -> Progress:
 
 
 def first_number(data: DataState | None, drawn: int) -> int:
-    """The first microbatch number of this start: `drawn`, unless the last life came too near it."""
+    """Returns the first microbatch number: `drawn`, unless the last start used numbers near it."""
     if data is None or abs(drawn - data.next_number) > RESERVED_NUMBERS:
         return drawn
     return (drawn + 2 * RESERVED_NUMBERS + 1) % (NUMBERS // 2)
@@ -92,12 +93,12 @@ def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) ->
     try:
         found = load_newest(folder, peer, module)
     except CorruptSnapshot as error:
-        return Resumed(), (Note("warning", f"{error}; the node goes on without them"),)
+        return Resumed(), (Note("warning", f"{error}; the node starts without a snapshot"),)
     if found is None:
         return Resumed(), ()
     header = found.header
     at = f"inner step {header.steps}, {header.counters.tokens} tokens"
-    damaged = tuple(Note("warning", f"damaged snapshot passed over: {problem}") for problem in found.problems)
+    damaged = tuple(Note("warning", f"skipped a damaged snapshot: {problem}") for problem in found.problems)
     told = Note("info", f"resumes module {header.owner.module} from snapshot {header.number}: {at}")
     return Resumed(header.owner.module, found.state), (*damaged, told)
 

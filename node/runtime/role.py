@@ -1,4 +1,4 @@
-"""The common part of the two roles of a node in its module."""
+"""Common parts of a node's two roles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 
 
 class NodeRole(Protocol):
-    """The interface of a role to the process."""
+    """The interface between a role and the process."""
 
     runner: MicrobatchRunner
     rounds: ModuleRounds
@@ -34,11 +34,11 @@ class NodeRole(Protocol):
     async def run(self) -> None: ...
 
     async def drain(self, patience_s: float) -> None:
-        """Finishes what is in flight, or gives up after `patience_s` seconds."""
+        """Completes microbatches in flight, or gives up after `patience_s` seconds."""
         ...
 
     def capture(self, post: Post) -> ReplicaState:
-        """Copies the replica's state by jobs of `post`. Runs on the compute thread."""
+        """Copies the replica's state. Runs on the compute thread; `post` queues further copying jobs there."""
         ...
 
     def load(self) -> Load: ...
@@ -47,7 +47,7 @@ class NodeRole(Protocol):
 
 
 class ReplicaHost:
-    """Reports the replica's microbatches to rounds, events and proofs (`node.pipeline.runner.Host`)."""
+    """Reports a replica's microbatches to rounds, events and proofs (`node.pipeline.runner.Host`)."""
 
     def __init__(self, given: ModuleContext, rounds: ModuleRounds) -> None:
         self._given = given
@@ -72,7 +72,7 @@ class ReplicaHost:
 
 
 class PlannedReplicas:
-    """The replicas that could take a microbatch over (`swarm.pipeline.custody.Replicas`)."""
+    """Replicas that could take over a microbatch (`swarm.pipeline.custody.Replicas`)."""
 
     def __init__(
         self, planner: Planner, membership: Membership, clock: Clock, is_linked: Callable[[PeerId], bool]
@@ -108,7 +108,7 @@ class PlannedReplicas:
 def microbatch_runner_for(
     given: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
 ) -> MicrobatchRunner:
-    """Makes the microbatch runner of the node's replica, whose repair asks the planner for substitutes."""
+    """Builds the microbatch runner of the node's replica. The planner chooses substitutes for lost hops."""
     session, clock = given.session, SystemClock()
     own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
@@ -126,22 +126,23 @@ def moments_status(optimizer: InnerOptimizer) -> MomentsStatus:
 
 
 def tell_moments(given: ModuleContext, optimizer: InnerOptimizer) -> None:
-    """Tells the person what became of `--moments`, and of moments that were saved."""
+    """Tells the person the effect of `--moments`, also on saved moments."""
     if given.options.moments is MomentType.FLOAT32:
         return
     resumed = given.resumed.state is not None and optimizer.moments.value is not MomentType.FLOAT32
-    then = "; those of the checkpoint, where they are float32, have been rounded to that" if resumed else ""
+    then = "; float32 moments of the checkpoint are rounded to it" if resumed else ""
     given.events.emit(Note("info", f"moments: {optimizer.moments.reason}{then}"))
 
 
 def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:
-    """Makes the codecs of the node's links. The slower end of a link sets the time of a visit."""
+    """Builds the codecs of the node's links. The slower end of a link determines the time of a visit."""
     own, membership, transport = given.session.own, given.session.membership, given.session.transport
     tokens = given.manifest.microbatch_tokens
 
     def visit_s(peer: PeerId) -> float:
         announced = membership.get(peer)
         speeds = (own.speed.tokens_per_s, 0.0 if announced is None else announced.tokens_per_second)
+        # A data node announces no speed.
         known = [speed for speed in speeds if speed > 0]
         return tokens / min(known) if known else 0.0
 

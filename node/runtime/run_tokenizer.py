@@ -1,4 +1,4 @@
-"""The run's tokenizer file on this machine: named by the person, kept from an earlier time, or from peers."""
+"""The run's tokenizer file: named by the person, kept from an earlier run, or fetched from peers."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ async def run_tokenizer(
     if sha256 is None:
         return RunTokenizer(text)
     named, kept = tokenizer_place(data, options.told.tokenizer, own=own), kept_file(options.identity_path, sha256)
+    # The named file first, then the one kept from an earlier run.
     for place in (named.value, kept):
         content = None if place is None else await asyncio.to_thread(_content, place, sha256)
         if content is not None:
             return RunTokenizer(_with(text, place), content)
-    if named.value is not None:  # whoever opens it says what is wrong with it
+    if named.value is not None:  # opening it later reports the error
         return RunTokenizer(_with(text, named.value))
     if text.value is None or not options.reads_text or (options.asked_stage or 0) > 0:
         return RunTokenizer(text)
@@ -52,7 +53,7 @@ async def run_tokenizer(
         content = await fetch_tokenizer(session, sha256, options.patience_s)
         await asyncio.to_thread(_keep, kept, content)
     except (Unreachable, OSError) as error:
-        return RunTokenizer(Reasoned(None, f"{error}; say with --tokenizer where the run's tokenizer lies here"))
+        return RunTokenizer(Reasoned(None, f"{error}; set the tokenizer's file with --tokenizer"))
     return RunTokenizer(_with(text, kept), content)
 
 
@@ -73,7 +74,7 @@ def _content(place: Path, sha256: str) -> bytes | None:
 
 
 def _keep(file: Path, content: bytes) -> None:
-    """Writes the file atomically: nodes that share the folder may do this at the same time."""
+    """Writes the file atomically, because nodes that share the folder may write it at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     try:

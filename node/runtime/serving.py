@@ -1,4 +1,4 @@
-"""A node's service in one module: prepares it, serves, and lets go in good order, to stop or to take another module."""
+"""A node's service in one module: prepares, serves, and lets go cleanly to stop or to move."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 log = logging.getLogger(__name__)
 
 DRAIN_S = 12.0
-"""Limit of a drain. Less than the 20 s after which the person uses force."""
+"""Limit of a drain, in seconds. Below the 20 s after which a stop is forced."""
 HAND_OVER_S = 3.0
 REPORT_S = 2.0
 MAX_ASKED = 16
@@ -45,7 +45,7 @@ Moving = Callable[[ModuleContext], NextModule]
 async def serve_module(
     given: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
 ) -> ModuleId | None:
-    """Serves a module from JOINING to drained. Returns the next module, or None when `stop` was set."""
+    """Serves a module from JOINING to drained. Returns the next module, or None if `stop` was set."""
     session, own, events = given.session, given.session.own, given.events
     own.take(given.module)
     tell_state(session, events)
@@ -54,8 +54,9 @@ async def serve_module(
     if first is None:
         return None
     async with make(given, first.anchor) as role:
+        # Free the state on disk and the first anchor: the replica holds its own copies now.
         given.resumed.state = None
-        del first  # its anchor lasts no longer than the rounds keep it
+        del first
 
         async def status(asker: PeerId, question: Question) -> bytes:
             return status_json(own, role, given.compute, session.tunnels)
@@ -67,6 +68,7 @@ async def serve_module(
                 async with _at_work(role, given, saver):
                     goal = await _serve(role, given, moving(given), stop)
                     await hand_over(role.rounds.finish_round, HAND_OVER_S)
+                # A node that moves leaves the module to its other replicas, so only a stop saves.
                 if goal is None and saver is not None:
                     await saver.save_at_the_end()
                 events.emit(node_summary(own, role, given.compute))
@@ -81,12 +83,12 @@ def tell_state(session: NetworkSession, events: EventSink) -> None:
 
 
 async def hand_over(finish: Callable[[], Awaitable[None]], limit_s: float) -> None:
-    """Finishes what others need, up to the limit."""
+    """Finishes a round that other replicas wait for, up to the limit."""
     try:
         async with asyncio.timeout(limit_s):
             await finish()
     except TimeoutError:
-        log.warning("handing over took more than %.0f s and was given up", limit_s)
+        log.warning("gave up handing over after %.0f s", limit_s)
 
 
 async def _prepared(role: NodeRole) -> bool:
@@ -95,7 +97,7 @@ async def _prepared(role: NodeRole) -> bool:
 
 
 async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
-    """Serves until it is time to stop or to move, and drains. Calls a move off that would leave the module empty."""
+    """Serves until a stop or a move, then drains. Cancels a move that would leave the module empty."""
     own, events = given.session.own, given.events
     while True:
         _become(PeerState.SERVING, given)
@@ -105,7 +107,7 @@ async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, 
             continue
         if goal is not None:
             events.emit(Move(own.peer, str(given.module), str(goal.value), goal.reason))
-        # Others hear of it first. Late work is refused if another replica can take it.
+        # Announce first. Refuse late work if another replica can take it, else finish it.
         _become(PeerState.DRAINING, given)
         crash_point("draining")
         role.runner.take_new_work(not _replicas(given))
@@ -116,13 +118,14 @@ async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, 
                 events.emit(LastPeer(own.peer, str(given.module), None if folder is None else str(folder)))
             return None
         assert goal is not None, "without a stop there was a goal"
-        if await others_serve(given):  # asked again: another replica may have begun to leave at the same moment
+        if await others_serve(given):  # another replica may have left meanwhile
             return goal.value
-        events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
+        events.emit(Note("info", f"stays in module {given.module}: no other peer serves it now"))
 
 
 async def others_serve(given: ModuleContext) -> bool:
-    """Whether a replica with proven work says now that it serves. A liar could announce itself to empty the module."""
+    """Whether a replica with proven work answers that it serves the module."""
+    # Without the proof, a liar could announce itself and so empty the module.
     await given.proofs.refresh()
     session, proven = given.session, given.proofs.proven
     asked = [a.peer for a in _replicas(given) if a.peer in proven][:MAX_ASKED]
@@ -146,7 +149,7 @@ async def _at_work(role: NodeRole, given: ModuleContext, saver: Saver | None) ->
         work = [role.runner.run(), role.run(), _report(role, given.events), *([] if saver is None else [saver.run()])]
         running = [tasks.create_task(each) for each in work]
         try:
-            await asyncio.sleep(0)  # the runner takes work only when it runs
+            await asyncio.sleep(0)  # the runner must run before it can take work
             with role.runner.receiving(given.session.dispatcher):
                 yield
         finally:
@@ -170,11 +173,11 @@ def _saver(
     return Saver(capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)
 
 
-# ---- reports of itself -----------------------------------------------------------------------------------------------
+# ---- reports ---------------------------------------------------------------------------------------------------------
 
 
 def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
-    """The account of a node that leaves its module."""
+    """Sums up a node that leaves its module."""
     account = role.account()
     busy = BusySeconds(compute.busy_s, account.codec_s, role.runner.wire_s, compute.idle_s, compute.idle_work_s)
     return NodeSummary(
@@ -192,7 +195,7 @@ def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> Node
 
 
 def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels: RelayTunnels) -> bytes:
-    """The status of the node as JSON."""
+    """Encodes the node's status as JSON."""
     account, custody, rounds = role.account(), role.runner.custody, role.rounds
     status = Status(
         **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},

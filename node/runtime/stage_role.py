@@ -1,4 +1,4 @@
-"""The role of a stage peer: its parts, put together and taken apart."""
+"""The role of a stage peer: builds its parts and takes them down."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from protocol.interfaces.clock import SystemClock
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
 
+# Seconds between rate samples, and of silence before a drain ends.
 QUIET_S = 1.0
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 
 class StageRole:
-    """The role of a peer of stage 1 or above."""
+    """A peer that hosts stage 1 or above."""
 
     def __init__(self, given: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds) -> None:
         self.runner = runner
@@ -56,6 +57,7 @@ class StageRole:
             await asyncio.sleep(QUIET_S)
             self._rate.add(self._worker.accumulated_tokens - self._seen)
             self._seen = self._worker.accumulated_tokens
+            # The speed measured at the start stays until real work replaces it.
             if self._worker.speed.tokens_per_s:
                 self._given.session.own.speed = self._worker.speed
 
@@ -63,6 +65,7 @@ class StageRole:
         quiet_since = None
         loop = asyncio.get_running_loop()
         try:
+            # Upstream peers may still send work until they hear of the drain, so wait for a quiet second.
             async with asyncio.timeout(patience_s):
                 while quiet_since is None or loop.time() - quiet_since < QUIET_S:
                     if not self.runner.is_empty:
@@ -97,7 +100,7 @@ class StageRole:
 
 @asynccontextmanager
 async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[StageRole]:
-    """Builds the role of a stage peer, not prepared yet; `first` as of `module_rounds`."""
+    """Builds the role of a stage peer, not prepared yet; `first` as in `module_rounds`."""
     manifest, device = given.manifest, given.device
     budget = _graph_budget(given)
     allowance, submit = given.options.allowance, given.compute.submit
@@ -123,12 +126,13 @@ def _graph_budget(given: ModuleContext) -> int:
     limit = options.memory_limit_bytes
     if limit is None:
         return budget
+    # The limit covers stage and kept graphs together.
     need = need_of(given.manifest, (given.module,), options.slots_held, options.moments)
     return min(budget, max(0, limit.value - (need.all if given.device.type == "cpu" else need.device)))
 
 
 def _default_graph_budget(device: torch.device) -> int:
-    """Two fifths of a GPU's free memory, else an eighth of the machine's, 2 GiB at most."""
+    """Returns 2/5 of a GPU's free memory, else 1/8 of main memory, at most 2 GiB."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free * 2 // 5

@@ -1,4 +1,4 @@
-"""Training in one process: the baseline that a swarm of one replica a stage must reproduce."""
+"""Training in one process: the baseline that a swarm with one replica per stage must reproduce."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def train_solo(
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Summary:
     """Trains for `steps` inner steps or until `should_stop`. Raises ConfigError, StateError, CorruptSnapshot."""
-    with flushed_denormals():  # as a node computes
+    with flushed_denormals():  # as nodes do
         model = WholeModel(manifest, device, moments)
         model.begin(start)
         trainer = SoloTrainer(manifest, model, open_documents(manifest, router=router), moments=moments)
         if saves is not None:
             for problem in trainer.resume(saves.folder):
-                on_event(Note("warning", f"damaged snapshot passed over: {problem}"))
+                on_event(Note("warning", f"skipped a damaged snapshot: {problem}"))
             if trainer.steps:
                 on_event(Note("info", f"resumes at step {trainer.steps}, {trainer.tokens} tokens"))
         began = last = saved_at = monotonic()
@@ -86,13 +86,13 @@ def train_solo(
             now = monotonic()
             rate.add((trainer.tokens - tokens) / max(now - last, 1e-9))
             last, tokens = now, trainer.tokens
-            losses = [*losses[:1], loss]  # the first and the last
+            losses = [*losses[:1], loss]  # keep the first and the last
             on_event(Step(trainer.steps, loss, tokens, rate.mean, peer=""))
             if saves is not None and now - saved_at >= saves.every_s:
                 saved_at = now
                 try:
                     trainer.save(saves.folder)
-                except (StateError, ResourceExhausted) as error:  # training goes on
+                except (StateError, ResourceExhausted) as error:  # training continues
                     on_event(Note("warning", f"{error}. {error.hint}"))
         if saves is not None:
             trainer.save(saves.folder)
@@ -109,16 +109,16 @@ class Measurable(Protocol):
 
 
 def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
-    """The loss per token, tokens and microbatches; `routes` in a run with experts. Raises ConfigError without any."""
+    """Measures loss, tokens and microbatches, also by route. Raises ConfigError without microbatches."""
     texts = list(microbatches)
     losses = [(model.loss(microbatch), microbatch.scored) for microbatch in texts]
     if not losses:
-        raise ConfigError("a loss was asked for over no microbatch", hint="Ask for at least 1.")
+        raise ConfigError("cannot measure a loss without microbatches", hint="Ask for at least 1.")
     return answer_of(held_out_loss([text.route for text in texts], losses))
 
 
 class WholeModel:
-    """All parts of a run on one device."""
+    """All modules of a run on one device."""
 
     def __init__(self, manifest: Manifest, device: torch.device, moments: MomentType = MomentType.FLOAT32) -> None:
         self.device = device
@@ -143,7 +143,7 @@ class WholeModel:
 
     @torch.no_grad()
     def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
-        """The mean loss in nats per predicted token, of a path through these stages (None for all)."""
+        """Measures the mean loss in nats per label on a path through `stages` (None for all)."""
         documents = microbatch.documents
         hidden: torch.Tensor = self.embedding(microbatch.tokens.to(self.device), documents)
         for stack in self._path(microbatch, stages):
@@ -153,7 +153,7 @@ class WholeModel:
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None
     ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
-        """The loss of a path through these stages (None for all) and the gradients of each part."""
+        """Computes the loss on a path through `stages` (None for all) and the gradients of each part."""
         stacks = self._path(microbatch, stages)
         documents = microbatch.documents
         visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device), documents)]
@@ -162,6 +162,7 @@ class WholeModel:
         end = visit.forward(self.head, visits[-1].result, microbatch.labels.to(self.device))
         found = visit.backward(self.head, end)
         gradients: dict[nn.Module, tuple[torch.Tensor, ...]] = {self.head: found.parameters}
+        # Backward in reverse order; popping a visit frees its graph.
         for part in [*reversed(stacks), self.embedding]:
             found = visit.backward(part, visits.pop(), found.source)
             gradients[part] = found.parameters
@@ -174,8 +175,8 @@ class WholeModel:
             return
         if start is None:
             raise ConfigError(
-                "this run starts from an existing model, and nobody has said where its folder lies",
-                hint="Say it with --model DIR.",
+                "this run starts from an existing model, but its folder is not set",
+                hint="Set it with --model DIR.",
             )
         for module, parts in self.modules():
             anchor = start.anchor(module)
@@ -185,27 +186,27 @@ class WholeModel:
 
     @torch.no_grad()
     def load(self, gathered: Gathered) -> None:
-        """Takes over every module's parameters. Raises StateError if they are of another model."""
+        """Loads every module's parameters. Raises StateError if they belong to another model."""
         for module, parts in self.modules():
             saved, parameters = gathered.modules[module], parameters_of(*parts)
             if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in parameters.items()}:
-                raise StateError(f"the checkpoint's module {module} is not that of the model its manifest describes")
+                raise StateError(f"the checkpoint's module {module} does not match the model of its manifest")
             for name, parameter in parameters.items():
                 parameter.copy_(saved[name])
 
 
 ChooseStages = Callable[[int], Sequence[int]]
-"""The stages that a microbatch visits, by its number."""
+"""Maps a microbatch's number to the stages that it visits."""
 
 
 def planned_stages(manifest: Manifest) -> ChooseStages:
-    """The stages of a path, as the planner of a data node chooses them."""
+    """Chooses stages as the planner of a data node does."""
     rules = path_rules(manifest)
     return lambda number: ring_stages(rules, number)
 
 
 class SoloTrainer:
-    """Inner steps of all modules, each as soon as it is due, and outer steps as a lone replica takes them."""
+    """Takes inner steps of all modules as they fall due, and outer steps like a lone replica."""
 
     def __init__(
         self,
@@ -230,26 +231,28 @@ class SoloTrainer:
         self._completed = 0
 
     def save(self, folder: CheckpointFolder) -> None:
-        """Saves the model as of stage 0's last step. Unapplied gradients are not saved, as in a swarm."""
+        """Saves the model as of stage 0's last step. Gradients not yet applied are dropped, as in a swarm."""
+        # Microbatches since the last step are trained again after a resume.
         done = self._completed
         data = DataState(self._at, next_number=done, completed=done, abandoned=0, duplicated=0, steps=self.steps)
         for each in self._hosted:
             agreed, tokens = each.replica.agreed(), each.optimizer.tokens
             state = capture_module(each.parts, each.optimizer, visits=each.visits, tokens=tokens, agreed=agreed)
             write_snapshot(folder, solo_peer(each.module), each.module, replace(state, data=data))
-        for each in self._hosted:  # old ones last: a crash leaves a whole save
+        for each in self._hosted:  # last, so that a crash leaves one complete save
             remove_older(folder, solo_peer(each.module))
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
-        """Restores the last whole save, if any; returns the problems found. Raises CorruptSnapshot, StateError."""
+        """Restores the last complete save, if any, and returns damage found. Raises CorruptSnapshot, StateError."""
         check_run(folder)
         problems: list[Problem] = []
         saved = [_by_position(whole_snapshots(folder, solo_peer(each.module), problems)) for each in self._hosted]
+        # Modules are saved one after the other: only a position that all share is consistent.
         common = set(saved[0]).intersection(*saved)
         if not common:
             if problems or any(saved):
                 named = "; ".join(str(problem) for problem in problems) or "its modules were saved at different times"
-                raise CorruptSnapshot(f"{folder.path}: no save of the run is whole: {named}")
+                raise CorruptSnapshot(f"{folder.path}: no save of the run is complete: {named}")
             return ()
         for each, headers in zip(self._hosted, saved, strict=True):
             state = read_state(folder.of(solo_peer(each.module)), headers[max(common)])
@@ -257,7 +260,7 @@ class SoloTrainer:
             each.replica.restore(state)
             each.visits = state.counters.visits
         position = saved[0][max(common)].data
-        assert position is not None, "`_by_position` has no others"
+        assert position is not None, "`_by_position` keeps only headers with a position"
         self.microbatches = self._completed = position.completed
         self.tokens = self._hosted[0].optimizer.tokens
         self.steps = position.steps_done(self._manifest.microbatches_per_step)
@@ -266,7 +269,7 @@ class SoloTrainer:
         return tuple(problems)
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
-        """Trains until stage 0 has stepped; returns its mean loss, or None when asked to stop. Raises StateError."""
+        """Trains until stage 0 steps and returns its mean loss, or None if asked to stop. Raises StateError."""
         losses: list[tuple[float, int]] = []
         before, stage_zero = self.steps, self._hosted[0]
         while self.steps == before:
@@ -274,6 +277,7 @@ class SoloTrainer:
                 return None
             text = self._feed.next()
             losses.append((self._microbatch(text), text.scored))
+            # Stage 0 sees every microbatch, so its steps are the run's.
             self.steps += stage_zero.optimizer.due
             for hosted in self._hosted:
                 if hosted.optimizer.due:
@@ -288,11 +292,12 @@ class SoloTrainer:
         sums = [self._accumulators[part] for part in parts]
         optimizer = inner_optimizer(manifest, module, sums, moments=self._moments)
         local = LocalReplica(parts, training.fragments, optimizer)
+        # Fragments take turns, so that each is averaged once per `inner_steps`.
         every = -(-training.inner_steps // len(local.layout.fragments))
         return Hosted(module, parts, optimizer, SoloReplica(local, outer_rule(manifest), every))
 
     def _microbatch(self, microbatch: Microbatch) -> float:
-        # Counted by route, as a data node counts: else routes that alternate would always skip the same stages.
+        # Count by route as a data node does: alternating routes would always skip the same stages.
         turn = self._turns[microbatch.route] if microbatch.route else self.microbatches
         self._turns[microbatch.route] += 1
         found, gradients = self._model.gradients(microbatch, self._choose(turn))
@@ -303,7 +308,7 @@ class SoloTrainer:
             if addition is not Addition.ADDED:
                 raise StateError(
                     f"training has diverged: microbatch {name} has loss {loss}, and {addition.value}",
-                    hint="Make a run with a lower training.inner.learning_rate or a longer warm-up.",
+                    hint="Lower training.inner.learning_rate or lengthen the warm-up.",
                 )
         self.microbatches += 1
         self.tokens += microbatch.size
@@ -320,7 +325,7 @@ class CheckpointPlan:
 
 
 class SoloReplica:
-    """The anchor of a lone module. Its outer step comes right before the inner step after the one that made it due."""
+    """Anchor of a lone module. A due outer step is taken just before the next inner step."""
 
     def __init__(self, local: LocalReplica, rule: OuterRule, every: int) -> None:
         self.store = AnchorStore(anchor_of(local))
@@ -343,7 +348,7 @@ class SoloReplica:
         return Agreed(self.store.saved(), self._steps, self._tokens)
 
     def restore(self, state: ReplicaState) -> None:
-        """Resumes from a checkpoint whose parameters the replica has already. Raises CorruptSnapshot."""
+        """Resumes the anchor from a checkpoint; the parameters are restored already. Raises CorruptSnapshot."""
         if state.anchor is not None:
             self.store = AnchorStore(restored_anchor(self._local.layout, state.anchor))
             self._steps, self._tokens = state.counters.steps_since_anchor, state.counters.tokens_since_anchor

@@ -1,1 +1,1 @@
-"""The start of a run from an existing model: its folder, checked, and cut into modules."""
+"""The start of a run from an existing model: its folder, checked and cut into modules."""

@@ -1,6 +1,7 @@
-"""A Hugging Face model folder, and its cut into the modules of a run: first anchors with digests in the manifest.
+"""A Hugging Face model folder, cut into the modules of a run: first anchors, whose digests are in the manifest.
 
-Only safetensors are opened; pickles can run code. Keys are those of LlamaConfig and its kin of transformers 4 and 5.
+Only safetensors are opened, because pickles can run code. Keys are those of LlamaConfig and its relatives in
+transformers 4 and 5.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+# Longest default row in tokens; then the defaults of transformers for absent keys.
 SEQUENCE: Final = 1024
 _MISTRAL_WINDOW: Final = 4096
 _QWEN3_HEAD_DIM: Final = 128
@@ -35,7 +37,7 @@ Config = Mapping[str, Any]
 
 
 def parse_config(text: bytes) -> Config:
-    """The JSON object of a `config.json`. Raises ConfigError: it is none."""
+    """Parses a `config.json`. Raises ConfigError if it is not a JSON object."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -46,17 +48,17 @@ def parse_config(text: bytes) -> Config:
 
 
 def blocks_of(config: Config) -> int:
-    """The number of the model's transformer blocks. Raises ConfigError."""
+    """Returns the number of the model's transformer blocks. Raises ConfigError."""
     return _whole(config, "num_hidden_layers")
 
 
 def model_table(config: Config, sequence: int | None = None) -> dict[str, Any]:
-    """The manifest's `[model]` keys that follow from the folder. Raises ConfigError for what is not computed here."""
+    """Derives the manifest's `[model]` keys from the folder. Raises ConfigError for unsupported models."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
-            f"this is a model of type {str(family)[:40]!r}; a run can start from {', '.join(FAMILIES)}",
-            hint="Name the folder of a model of one of these families.",
+            f"a run cannot start from model type {str(family)[:40]!r}, only from {', '.join(FAMILIES)}",
+            hint="Choose a model of one of these families.",
         )
     _require_computed(family, config)
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
@@ -87,39 +89,38 @@ def model_table(config: Config, sequence: int | None = None) -> dict[str, Any]:
 
 
 def _require_computed(family: str, config: Config) -> None:
-    """Raises ConfigError for what would make another model of it than the one that is computed here."""
+    """Raises ConfigError for options that would change the model's output here."""
     if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"its activation is {str(config['hidden_act'])[:40]!r}; only silu is computed here")
+        raise ConfigError(f"activation {str(config['hidden_act'])[:40]!r} is not supported, only silu")
     if config.get("quantization_config") is not None:
-        raise ConfigError("its weights are quantized", hint="Name the folder of the model as it was before that.")
+        raise ConfigError("quantized weights are not supported", hint="Choose the folder of the original model.")
     if config.get("mlp_bias", False) is not False:
-        raise ConfigError("its feed-forward layers have biases (mlp_bias), which are not computed here")
+        raise ConfigError("biases in feed-forward layers (mlp_bias) are not supported")
     if family == "mistral" and config.get("attention_bias", False) is not False:
-        raise ConfigError("a Mistral model with biases (attention_bias) is not computed here")
+        raise ConfigError("a Mistral model with biases (attention_bias) is not supported")
     slides = config.get("use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ())
     if family != "mistral" and slides:
-        raise ConfigError("some of its blocks have a sliding window (use_sliding_window), which is not computed here")
+        raise ConfigError("blocks with a sliding window (use_sliding_window) are not supported")
+    # Only LlamaConfig has a default: as many as heads.
     if config.get("num_key_value_heads") is None and family != "llama":
         raise ConfigError("config.json: num_key_value_heads is missing")
 
 
 def _rotary(config: Config) -> tuple[float, dict[str, Any] | None]:
-    """Theta and the scaling of the rotary embedding, as transformers 5 (`rope_parameters`) or 4 writes them."""
+    """Reads theta and scaling of the rotary embedding, as transformers 5 (`rope_parameters`) or 4 writes them."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(said, dict):
         raise ConfigError("config.json: rope_scaling is not a table")
     theta = _number(said if "rope_theta" in said else config, "rope_theta", 10_000.0)
     if said.get("partial_rotary_factor", 1.0) != 1.0 or config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("only a part of each head is turned (partial_rotary_factor), which is not computed here")
+        raise ConfigError("partial rotary embeddings (partial_rotary_factor) are not supported")
     kind = said.get("rope_type", said.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind == "linear":
         return theta, {"kind": kind, "factor": _number(said, "factor")}
     if kind != "llama3":
-        raise ConfigError(
-            f"its rotary embedding is scaled by {str(kind)[:40]!r}; only linear and llama3 are computed here"
-        )
+        raise ConfigError(f"rotary scaling {str(kind)[:40]!r} is not supported, only linear and llama3")
     first = "original_max_position_embeddings"
     return theta, {
         "kind": kind,
@@ -153,15 +154,16 @@ MAX_INDEX_BYTES: Final = 2**24
 MAX_HEADER_BYTES: Final = 2**24
 MAX_FILES: Final = 4096
 TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# A constant that old exports contain; it is computed, not read.
 _ROTARY_CONSTANT: Final = "rotary_emb.inv_freq"
 
 
 class ModelFolder:
-    """The folder of an existing model, open for reading by any thread. Raises ConfigError."""
+    """Folder of an existing model, open for reading by any thread. Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a folder", hint="Name the folder with the model's config.json.")
+            raise ConfigError(f"{path} is not a folder", hint="Choose the folder with the model's config.json.")
         self.path = path
         self._root = path.resolve()
         self._lock = threading.Lock()
@@ -171,38 +173,40 @@ class ModelFolder:
             self._open(name)
 
     def require(self, wanted: Mapping[str, Shape]) -> None:
-        """Raises ConfigError unless the folder has exactly these parameters, in readable types."""
+        """Checks that the folder has exactly these parameters, in readable types. Raises ConfigError."""
         for name, shape in wanted.items():
             if name not in self._files:
-                raise ConfigError(f"{self.path} has no parameter {name}, which its config.json asks for")
+                raise ConfigError(f"{self.path} has no parameter {name}, but its config.json needs one")
             header = self._files[name].get_slice(name)
             found, kind = tuple(header.get_shape()), header.get_dtype()
             if found != shape:
-                raise ConfigError(f"{self.path}: {name} is {found}, and config.json asks for {shape}")
+                raise ConfigError(f"{self.path}: {name} is {found}, but config.json needs {shape}")
             if kind not in TYPES:
-                raise ConfigError(f"{self.path}: {name} is of type {kind}; read are {', '.join(TYPES)}")
+                raise ConfigError(f"{self.path}: {name} has type {kind}, not one of {', '.join(TYPES)}")
         for name in self._files.keys() - wanted.keys():
-            if name != HEAD and not name.endswith(_ROTARY_CONSTANT):  # a head in a folder whose embeddings are tied
-                raise ConfigError(f"{self.path} has a parameter {name}, which models of its config.json do not have")
+            # With tied embeddings a folder may still store the head.
+            if name != HEAD and not name.endswith(_ROTARY_CONSTANT):
+                raise ConfigError(f"{self.path} has a parameter {name}, but its config.json has no place for it")
 
     def read(self, name: str, first: int, out: Vector) -> None:
-        """Reads elements of a parameter from `first` on into `out` as float32. Raises ConfigError."""
+        """Reads elements of a parameter, starting at `first`, into `out` as float32. Raises ConfigError."""
         last = first + len(out)
         try:
             with self._lock:
                 view = self._files[name].get_slice(name)
+                # safetensors slices whole rows only.
                 width = math.prod(view.get_shape()[1:])
                 rows = view[first // width : -(-last // width)]
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.path}: {name} cannot be read: {error}") from error
+            raise ConfigError(f"{self.path}: cannot read {name}: {error}") from error
         skipped = first - first // width * width
         values = rows.flatten()[skipped : skipped + len(out)]
         torch.from_numpy(out).copy_(values)
         if not np.isfinite(out).all():
-            raise ConfigError(f"{self.path} is of no use: {name} has values that are not finite")
+            raise ConfigError(f"{self.path} is unusable: {name} has infinite or NaN values")
 
     def tokenizer(self) -> Path:
-        """The place of the model's tokenizer file. Raises ConfigError: there is none."""
+        """Returns the path of the model's tokenizer file. Raises ConfigError if it is missing."""
         try:
             return self._place(TOKENIZER)
         except FileNotFoundError:
@@ -218,8 +222,8 @@ class ModelFolder:
             return [SINGLE]
         if any(file.suffix in (".bin", ".pt", ".pth") for file in self.path.iterdir()):
             raise ConfigError(
-                f"{self.path} has its weights as pickles only, which can run programs and are not opened",
-                hint="Convert it with transformers where you trust it: AutoModelForCausalLM.from_pretrained(DIR)"
+                f"{self.path} has only pickled weights, which could run code and are not opened",
+                hint="Convert a model that you trust: AutoModelForCausalLM.from_pretrained(DIR)"
                 ".save_pretrained(OTHER).",
             )
         raise ConfigError(f"{self.path} has no {SINGLE} and no {INDEX}")
@@ -229,12 +233,14 @@ class ModelFolder:
             index = json.loads(self._read(INDEX, MAX_INDEX_BYTES))
             files = {str(file) for file in index["weight_map"].values()}
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{self.path / INDEX} does not say which parameter is in which file") from None
+            raise ConfigError(f"{self.path / INDEX} does not map parameters to files") from None
         if not 1 <= len(files) <= MAX_FILES:
-            raise ConfigError(f"{self.path / INDEX} names {len(files)} files; allowed are 1 to {MAX_FILES}")
+            raise ConfigError(f"{self.path / INDEX} names {len(files)} files, not 1 to {MAX_FILES}")
         odd = [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]
         if odd:
-            raise ConfigError(f"{self.path / INDEX} names {odd[0][:80]!r}, which is no safetensors file of this folder")
+            raise ConfigError(
+                f"{self.path / INDEX} names {odd[0][:80]!r}, which is not a safetensors file of this folder"
+            )
         return sorted(files)
 
     def _open(self, name: str) -> None:
@@ -243,24 +249,25 @@ class ModelFolder:
             with open_regular(place) as file:
                 header = int.from_bytes(file.read(8), "little")
             if header > MAX_HEADER_BYTES:
-                raise ConfigError(f"{self.path / name}: its header has {header} bytes, allowed are {MAX_HEADER_BYTES}")
+                raise ConfigError(f"{self.path / name}: the header has {header} bytes, more than {MAX_HEADER_BYTES}")
             opened: Any = safe_open(place, framework="pt")
             names = list(opened.keys())
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.path / name} cannot be read: {error}") from error
+            raise ConfigError(f"cannot read {self.path / name}: {error}") from error
         for tensor in names:
             if tensor in self._files:
                 raise ConfigError(f"{self.path}: parameter {tensor} is in two files")
             self._files[tensor] = opened
 
     def _place(self, name: str) -> Path:
-        """The real path of a file in the folder or among its hub blobs. Raises ConfigError, FileNotFoundError."""
+        """Resolves a file of the folder or of its hub blobs. Raises ConfigError, FileNotFoundError."""
         real = (self._root / name).resolve(strict=True)
         homes = [self._root]
+        # The hub's cache links snapshots to blobs.
         if self._root.parent.name == "snapshots":
             homes.append(self._root.parent.parent / "blobs")
         if not any(real.is_relative_to(home) for home in homes):
-            raise ConfigError(f"{self.path / name} is a link that leads out of the folder")
+            raise ConfigError(f"{self.path / name} links to a file outside the folder")
         return real
 
     def _read(self, name: str, limit: int) -> bytes:
@@ -269,31 +276,31 @@ class ModelFolder:
                 text = file.read(limit + 1)
         except OSError as error:
             raise ConfigError(
-                f"{self.path / name} cannot be read: {error.strerror or error}",
-                hint="Name the folder of a model, with its config.json and model.safetensors.",
+                f"cannot read {self.path / name}: {error.strerror or error}",
+                hint="Choose a model folder with config.json and model.safetensors.",
             ) from None
         if len(text) > limit:
             raise ConfigError(f"{self.path / name} is longer than {limit} bytes")
         return text
 
 
-_OTHER: Final = "Name the folder from which `skipstone new --from-model` made this run, with the same files."
+_OTHER: Final = "Choose the folder from which `skipstone new --from-model` made this run."
 
 
 def module_layout(manifest: Manifest, module: ModuleId) -> Layout:
-    """The layout of a module's anchors."""
+    """Returns the layout of a module's anchors."""
     return layout_of(parameter_shapes(manifest, module), manifest.training.fragments)
 
 
 def first_version(manifest: Manifest, module: ModuleId) -> AnchorVersion:
-    """The version of a module's first anchor, in a run that starts from an existing model."""
-    assert manifest.start is not None, "asked only of such runs"
+    """Returns the version of a module's first anchor, for a run that starts from an existing model."""
+    assert manifest.start is not None, "the run has a start"
     return AnchorVersion(0, 0, 0, 0, bytes.fromhex(manifest.start.modules[module.stage]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstAnchor:
-    """A first anchor whose chunks are read from the folder when they are asked for, for who serves it to others."""
+    """A first anchor whose chunks are read from the folder on demand, to serve them to peers."""
 
     version: AnchorVersion
     layout: Layout
@@ -301,18 +308,19 @@ class FirstAnchor:
     _folder: ModelFolder
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, read from disk. Raises IndexError, ConfigError."""
+        """Reads the bytes of a chunk from disk. Raises IndexError, ConfigError."""
         if not 0 <= number < 2 * self.layout.chunks:
             raise IndexError(f"chunk {number} of {2 * self.layout.chunks}")
         part = self.layout.range_of(number % self.layout.chunks, number % self.layout.chunks + 1)
         values: Vector = np.zeros(part.stop - part.start, np.float32)
+        # The second half of the chunks is outer momentum, which starts at zero.
         if number < self.layout.chunks:
             _read(self._folder, self.layout, part, values)
         return values.view(np.uint8).data
 
 
 class CutModel:
-    """A model's folder cut as a manifest says, for any thread. Raises ConfigError for other parameters."""
+    """A model folder cut as a manifest says, for any thread. Raises ConfigError for other parameters."""
 
     def __init__(self, manifest: Manifest, folder: ModelFolder) -> None:
         self._manifest = manifest
@@ -321,34 +329,34 @@ class CutModel:
         self._anchors: dict[int, FirstAnchor] = {}
         there, cut = blocks_of(folder.config), sum(manifest.stages.blocks)
         if there != cut:
-            raise ConfigError(f"{folder.path} has {there} blocks, and the run's stages have {cut} together")
+            raise ConfigError(f"{folder.path} has {there} blocks, but the run's stages have {cut}")
         wanted: dict[str, Shape] = {}
         for stage in range(manifest.stages.count):
             wanted |= parameter_shapes(manifest, ModuleId(stage))
         folder.require(wanted)
 
     def digests(self) -> tuple[str, ...]:
-        """The hexadecimal digest of each stage's first anchor. Reads the whole model. Raises ConfigError."""
+        """Computes the hex digest of each stage's first anchor. Reads the whole model. Raises ConfigError."""
         return tuple(self.first_anchor(stage).version.digest.hex() for stage in range(self._manifest.stages.count))
 
     def first_anchor(self, stage: int) -> FirstAnchor:
-        """The first anchor of a stage's modules, for others; the first time it reads all of it. Raises ConfigError."""
+        """Returns a stage's first anchor, for peers. The first call reads the whole stage. Raises ConfigError."""
         with self._lock:
             if stage not in self._anchors:
                 self._anchors[stage] = self._hashed(stage)
             return self._anchors[stage]
 
     def has(self, module: ModuleId, digest: bytes) -> bool:
-        """Whether the manifest says that this is the module's first anchor."""
+        """Whether the manifest names this digest as the module's first anchor."""
         return self._manifest.has(module) and first_version(self._manifest, module).digest == digest
 
     def hashed(self, module: ModuleId, digest: bytes) -> FirstAnchor | None:
-        """The first anchor of this digest, if its hashes are known by now. Never waits."""
+        """Returns the first anchor with this digest if its hashes are known already. Never waits."""
         found = self._anchors.get(module.stage)
         return found if found is not None and found.version.digest == digest else None
 
     def anchor(self, module: ModuleId) -> Anchor:
-        """A module's first anchor in memory. Raises ConfigError if the folder is another model, OutOfMemory."""
+        """Loads a module's first anchor into memory. Raises ConfigError for another model's folder, OutOfMemory."""
         layout = module_layout(self._manifest, module)
         parameters = empty_vector(layout)
         for part, array in parameters.pieces():
@@ -356,7 +364,7 @@ class CutModel:
         anchor = initial_anchor(layout, parameters)
         if anchor.version != first_version(self._manifest, module):
             raise ConfigError(
-                f"{self._folder.path} is not the model from which this run starts: module {module} has other values",
+                f"{self._folder.path} is not the model that this run starts from: module {module} differs",
                 hint=_OTHER,
             )
         return anchor
@@ -366,6 +374,7 @@ class CutModel:
         blank = FirstAnchor(AnchorVersion(0, 0, 0, 0, bytes(32)), layout, (), self._folder)
         parameters = [hash_of(blank.chunk(number)) for number in range(layout.chunks)]
         parts = [layout.range_of(number, number + 1) for number in range(layout.chunks)]
+        # Zero chunks come in at most two sizes, so hash each size once.
         zeros = {size: hash_of(memoryview(bytes(size))) for size in {4 * (part.stop - part.start) for part in parts}}
         momentum = [zeros[4 * (part.stop - part.start)] for part in parts]
         hashes = (*parameters, *momentum)
@@ -377,12 +386,12 @@ def open_start(manifest: Manifest, path: Path | None) -> CutModel | None:
     if path is None:
         return None
     if manifest.start is None:
-        raise ConfigError("this run does not start from an existing model", hint="Leave --model out.")
+        raise ConfigError("this run does not start from an existing model", hint="Remove --model.")
     return CutModel(manifest, ModelFolder(path))
 
 
 def _read(folder: ModelFolder, layout: Layout, part: slice, out: Vector) -> None:
-    """Reads this part of the vector."""
+    """Reads a part of the vector that spans the module's parameters."""
     for place in layout.places:
         start, stop = max(place.start, part.start), min(place.stop, part.stop)
         if start < stop:

@@ -1,5 +1,7 @@
-"""Encoding of tensors to bytes and back, with any codec, deterministic bit for bit. A wider codec replaces one that
-cannot express a tensor."""
+"""Encoding and decoding of tensors with any codec, bit for bit deterministic.
+
+If a codec cannot express a tensor, a wider codec is used.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from swarm.vocabulary.types import Codec
 
 
 class Unchanged:
-    """The codec NONE. All tensors of a call are on one device."""
+    """Codec NONE. All tensors of a call are on one device."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         out.copy_(values.view(torch.uint8))
@@ -40,7 +42,7 @@ class Unchanged:
 
 
 class HalfPrecision:
-    """The codec BF16. Elements are float32 or bfloat16, on one device in a call."""
+    """Codec BF16, for float32 and bfloat16. All tensors of a call are on one device."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         for half, value in in_slices(out.view(torch.bfloat16).view(-1, 1), values.view(-1, 1)):
@@ -52,7 +54,7 @@ class HalfPrecision:
 
 
 class _Simple(Protocol):
-    """A codec whose length follows from the number of elements alone."""
+    """A codec whose encoded length depends only on the number of elements."""
 
     def encode(self, values: Tensor, out: Tensor) -> None: ...
 
@@ -76,7 +78,7 @@ class Encoded:
 
 
 def encode(values: Tensor, codec: Codec) -> Encoded:
-    """Encodes a contiguous tensor. On the CPU with NONE the result shares the tensor's memory."""
+    """Encodes a contiguous tensor. With NONE on the CPU, the result shares the tensor's memory."""
     shape, dtype = tuple(values.shape), DTYPES[values.dtype]
     if codec is Codec.NONE:
         return Encoded(TensorSpec(shape, dtype), octets_of_tensor(to_host(values.detach().view(-1).view(torch.uint8))))
@@ -89,7 +91,7 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
 
 
 def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
-    """Raises StateError if the codec cannot express a value."""
+    """Encodes with the spec's codec. Raises StateError if the codec cannot express a value."""
     blockwise = _BLOCKWISE.get(spec.codec)
     if blockwise is not None:
         spec, octets = outliers.encode(values, spec, blockwise)
@@ -108,14 +110,14 @@ def _encode_planes(values: Tensor) -> Encoded:
 
 
 def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_violates) -> None:
-    """Writes the elements into `out`, contiguous, of `spec`'s shape and type.
+    """Decodes into `out`, a contiguous tensor of the spec's shape and type.
 
     Raises:
-        ProtocolViolation: `data` is no encoding; `out` is untouched, but with PLANES may be written in part.
-        ValueError: `data` or `out` has another length or form than `spec` says.
+        ProtocolViolation: `data` is malformed; `out` is unchanged, or with PLANES partly written.
+        ValueError: `data` or `out` do not match the spec.
     """
     if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or out.dtype is not ELEMENT_TYPES[spec.dtype]:
-        raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not go with {spec}")
+        raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not match {spec}")
     if spec.codec is Codec.PLANES:
         _decode_planes(octets_of(data), out)
         return
@@ -128,7 +130,7 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
 
 
 def _decode_planes(octets: Tensor, out: Tensor) -> None:
-    """On the CPU; to another device the whole is copied."""
+    """Decodes on the CPU, then copies to another device if necessary."""
     target = out.view(-1)
     elements = target if out.device.type == "cpu" else torch.empty_like(target, device="cpu")
     planes.decode(octets, elements)
@@ -144,22 +146,22 @@ def encoded_bytes(codec: Codec, elements: int) -> int:
 
 
 def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
-    """Writes the encoding of `values` into `out`. Raises StateError (inexpressible; `out` is undefined), ValueError
-    (length)."""
+    """Encodes a vector into `out`. Raises StateError for inexpressible values (`out` is undefined), ValueError for a
+    wrong length."""
     _check(codec, values, out)
     if len(values):
         _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))
 
 
 def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
-    """Writes what `data` encodes into `out`. Raises ProtocolViolation (`out` is untouched), ValueError (length)."""
+    """Decodes a vector into `out`. Raises ProtocolViolation (`out` is unchanged), ValueError for a wrong length."""
     _check(codec, out, data)
     if len(out):
         _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))
 
 
 def _check(codec: Codec, vector: Vector, encoding: memoryview) -> None:
-    """Raises ValueError when the encoding and the vector do not go together, or the latter is none."""
+    """Raises ValueError unless the vector is contiguous float32 and the encoding has its length."""
     if vector.ndim != 1 or vector.dtype != np.float32 or not vector.flags.c_contiguous:
         raise ValueError(f"codecs take contiguous float32 vectors, not {vector.dtype} {vector.shape}")
     expected = encoded_bytes(codec, len(vector))

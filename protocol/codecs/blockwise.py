@@ -1,10 +1,13 @@
-"""The codecs INT8 and INT4: blocks of elements, each block with one scale.
+"""Codecs INT8 and INT4: blocks of elements with one scale per block.
 
 INT8: n codes (int8), then ceil(n / 128) scales (float32). scale = largest magnitude / 127; element = code * scale.
+
 INT4: ceil(n / 2) bytes of codes, then ceil(n / 64) scales (bfloat16). Byte i of a block of w elements has the code of
-element i in its lower half, of element ceil(w / 2) + i in its upper half. scale = element of largest magnitude / -8;
-element = (code - 8) * scale. All is little-endian and rounded to nearest, ties to even. A scale is 0 or from
-SMALLEST_SCALE. Relative errors on normal data: 6.5e-3 and 0.1.
+element i in the lower half and the code of element ceil(w / 2) + i in the upper half. scale = element of largest
+magnitude / -8; element = (code - 8) * scale.
+
+Numbers are little-endian and rounded to nearest, ties to even. A scale is 0, or its magnitude is at least
+SMALLEST_SCALE. Relative errors on normally distributed data are 6.5e-3 and 0.1.
 """
 
 from __future__ import annotations
@@ -21,26 +24,26 @@ from protocol.interfaces.tensor_spec import BLOCK, INT4_BLOCK, blocks_of
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 
+# Smallest normal float32. Processors treat smaller numbers differently, and their reciprocal overflows.
 SMALLEST_SCALE: Final = float(np.finfo(np.float32).tiny)
-"""Smallest normal float32: processors disagree about smaller numbers, and their inverse overflows."""
 
+# 128 KiB of float32: just too small for torch to use several threads, which is far slower on a busy machine
 SLICE_ELEMENTS: Final = 255 * 128
-"""128 KiB of float32: just too small for torch to share among threads, which was far slower on a busy machine."""
-SLICES_OF_ONE_THREAD: Final = 4  # Slices taken at once if torch has one thread
-SPAN_ELEMENTS: Final = 24 * SLICE_ELEMENTS  # 3 MiB of float32, whose scales are computed together
+SLICES_OF_ONE_THREAD: Final = 4  # Slices per operation if torch has one thread
+SPAN_ELEMENTS: Final = 24 * SLICE_ELEMENTS  # 3 MiB of float32, with scales computed together
 EVERYTHING: Final = 2**62
 
+# Adding this to a float32 of magnitude below 2^22 rounds it, ties to even, into the lowest bits (two's complement)
 _ROUNDING: Final = 1.5 * 2.0**23
-"""Added to a float32 below 2^22, rounds it, ties to even, into the lowest bits (two's complement)."""
 _ROUNDED_ZERO: Final = 0x4B400000
-_EIGHT: Final = torch.int64  # Eight INT4 codes are handled as one number; no step carries into the next code
+_EIGHT: Final = torch.int64  # Eight INT4 codes are processed as one number; no step carries into the next code
 _LOWER_HALVES: Final = 0x0F0F0F0F0F0F0F0F
 _SIGNS: Final = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte: adding 0x78 to a code and flipping its sign subtracts 8
 _SIGNS_LESS_8: Final = 0x7878787878787878
 
 
+# Takes a bool tensor that must be true, and the error message otherwise. Reading the tensor waits for its device.
 Expect = Callable[[Tensor, str], None]
-"""Takes a bool on the device that must hold, and the fault otherwise. Looking at it waits for the device."""
 
 
 def or_cannot_express(holds: Tensor, fault: str) -> None:
@@ -55,7 +58,7 @@ def or_violates(holds: Tensor, fault: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Blockwise:
-    """One of the two codecs. All tensors of a call are on one device."""
+    """INT8 or INT4. All tensors of a call are on one device."""
 
     codec: Codec
     block: int
@@ -67,8 +70,7 @@ class Blockwise:
         return self.codec is Codec.INT4
 
     def encode(self, values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> None:
-        """Writes codes and scales of `values` [n]. Raises StateError if a value is not finite or too large; `out` is
-        undefined."""
+        """Encodes `values` [n]. Raises StateError if a value is not finite or too large; `out` is then undefined."""
         elements, device, packed = len(values), values.device, self._is_packed
         code_bytes = self._code_bytes(elements)
         scales = torch.empty(blocks_of(elements, self.block), 1, device=device)
@@ -90,7 +92,7 @@ class Blockwise:
         out[code_bytes:].copy_(scales.to(self.scale_type).view(-1).view(torch.uint8))
 
     def decode(self, data: Tensor, out: Tensor, expect: Expect = or_violates) -> None:
-        """Writes code * scale into `out` [n]. Raises ProtocolViolation for an impossible scale; `out` is untouched."""
+        """Decodes into `out` [n]. Raises ProtocolViolation for an impossible scale; `out` is then unchanged."""
         elements, device, packed = len(out), out.device, self._is_packed
         scales = data[self._code_bytes(elements) :].clone().view(self.scale_type).float().view(-1, 1)
         check_received(scales.abs() if packed else scales, self.largest_scale, self.codec.name, expect)
@@ -112,14 +114,14 @@ class Blockwise:
         return -(-elements // 2) if self._is_packed else elements
 
     def _codes(self, encoding: Tensor, piece: Piece) -> Tensor:
-        """Bytes of the codes of a piece [blocks, bytes]."""
+        """Returns the codes of a piece, [blocks, bytes] uint8, as a view."""
         first, end = self._code_bytes(piece.start), self._code_bytes(piece.stop)
         return encoding[first:end].view(piece.end - piece.first, -1)
 
     def _write_scales(self, x: Tensor, scale: Tensor) -> None:
-        """Scales of the rows of `x` [blocks, width], NaN where a row has one."""
+        """Writes the scale of each row of `x` [blocks, width]; NaN if the row contains NaN."""
         lowest = torch.empty_like(scale)
-        # Extremes take half the time of magnitudes, and a third of `torch.aminmax`.
+        # Two reductions take half the time of abs().amax(), and a third of `torch.aminmax`.
         for part, high, low in in_slices(x, scale, lowest):
             torch.amax(part, 1, keepdim=True, out=high)
             torch.amin(part, 1, keepdim=True, out=low)
@@ -127,7 +129,7 @@ class Blockwise:
             torch.where(scale < -lowest, lowest, scale, out=scale)
             scale.div_(-8).copy_(scale.to(self.scale_type))
         else:
-            # A GPU divides by a number of the host by multiplying with its inverse, which may be off by one bit.
+            # Divide by a tensor: by a Python number a GPU multiplies with its reciprocal, which may differ in one bit.
             torch.maximum(scale, lowest.neg_(), out=scale).div_(torch.full((), 127.0, device=scale.device))
 
 
@@ -136,7 +138,7 @@ INT4: Final = Blockwise(Codec.INT4, INT4_BLOCK, torch.bfloat16, float(np.finfo(n
 
 
 def _pack(codes: Tensor, out: Tensor) -> None:
-    """Writes [blocks, width] uint8 into [blocks, ceil(width / 2)]."""
+    """Packs codes [blocks, width] uint8 into [blocks, ceil(width / 2)]."""
     if codes.shape[1] == INT4_BLOCK:
         for code, target in in_slices(codes.view(_EIGHT), out.view(_EIGHT)):
             lower, upper = code.chunk(2, 1)
@@ -148,7 +150,7 @@ def _pack(codes: Tensor, out: Tensor) -> None:
 
 
 def _unpack(packed: Tensor, out: Tensor) -> None:
-    """Writes the codes less 8 from [blocks, ceil(width / 2)] into [blocks, width] int8."""
+    """Unpacks [blocks, ceil(width / 2)] into codes minus 8, [blocks, width] int8."""
     if out.shape[1] == INT4_BLOCK:
         for target, code in in_slices(out.view(_EIGHT), packed.view(_EIGHT)):
             lower, upper = target.chunk(2, 1)
@@ -164,9 +166,9 @@ def _unpack(packed: Tensor, out: Tensor) -> None:
 
 
 def inverse_of(scale: Tensor) -> Tensor:
-    """1 / scale, and 0 where the scale vanishes; vanishing scales are set to 0."""
+    """Returns 1 / scale, or 0 for scales below SMALLEST_SCALE, which are set to 0."""
     sizes = scale.abs()
-    # The usual case takes a third of the time. A device is not asked, for we would have to wait for it.
+    # A shortcut for the usual case, in a third of the time. Not on a GPU, because reading the result waits for it.
     if scale.is_cpu and float(sizes.amin()) >= SMALLEST_SCALE:
         return scale.reciprocal()
     vanishing = sizes < SMALLEST_SCALE
@@ -175,20 +177,20 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def check_encoded(scales: Tensor, largest: float, codec: str, expect: Expect = or_cannot_express) -> None:
-    """Expects that the scales are finite and not beyond `largest`."""
+    """Requires finite scales, not larger than `largest`."""
     holds = (scales.abs() <= largest).all()
     if scales.is_cpu and bool(holds):
         return
-    expect(holds, f"{codec} can express finite values only, and none near the largest float32; this has others")
+    expect(holds, f"{codec} can express only finite values well below the largest float32; this tensor has others")
 
 
 def check_received(scales: Tensor, largest: float, codec: str, expect: Expect = or_violates) -> None:
-    """Expects that each scale is 0, or from SMALLEST_SCALE to `largest`."""
+    """Requires each scale to be 0, or from SMALLEST_SCALE to `largest`."""
     sizes = scales.masked_fill(scales == 0, SMALLEST_SCALE)
-    allowed = sizes.clamp(SMALLEST_SCALE, largest)  # NaN is equal to nothing
+    allowed = sizes.clamp(SMALLEST_SCALE, largest)  # NaN compares unequal
     if scales.is_cpu and torch.equal(sizes, allowed):
         return
-    fault = f"an {codec} encoding has a scale that is no number, negative, too large or too small"
+    fault = f"an {codec} encoding has a scale that is not a number, negative, too large or too small"
     expect((sizes == allowed).all(), fault)
 
 
@@ -197,7 +199,7 @@ def check_received(scales: Tensor, largest: float, codec: str, expect: Expect = 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of blocks, and of their elements; only the last one of a vector may be a single shorter one."""
+    """A range of blocks and of their elements. The last piece of a vector may be a single shorter block."""
 
     first: int
     end: int
@@ -210,7 +212,7 @@ class Piece:
 
 
 def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
-    """Cuts a vector into runs of whole blocks of `width` elements, then the shorter last block by itself."""
+    """Splits a vector into pieces of whole blocks of `width` elements, and a piece for a shorter last block."""
     whole, rest = divmod(elements, width)
     step = max(1, at_once // width)
     for first in range(0, whole, step):
@@ -231,30 +233,30 @@ def span_elements(device: torch.device) -> int:
 
 
 def in_slices(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts matrices with equally many rows into slices whose part of the first one fits a core's cache."""
+    """Splits matrices with the same number of rows into slices; a slice of the first matrix fits a core's cache."""
     count, width = matrices[0].shape
     rows = max(1, slice_elements(matrices[0].device) // width)
     sizes = [min(rows, count - first) for first in range(0, count, rows)]
-    # One call a matrix: a call for each slice takes as long as the arithmetic on 10 KiB.
+    # One split call per matrix: a call per slice takes as long as the arithmetic on 10 KiB.
     return zip(*(matrix.split_with_sizes(sizes) for matrix in matrices), strict=True)
 
 
 class _Scratch:
-    """Scratch memory, allocated once for a whole vector."""
+    """Scratch memory, allocated once per vector."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(elements, dtype=dtype, device=device)
         self._last = self._flat
 
     def like(self, x: Tensor) -> Tensor:
-        """The scratch memory, in the shape of `x`."""
+        """Returns scratch memory in the shape of `x`."""
         if self._last.shape != x.shape:
             self._last = self._flat[: x.numel()].view(x.shape)
         return self._last
 
 
 class _Rounding:
-    """Rounds `x * factor + offset` to whole numbers, ties to even; their magnitude must be below 2^22."""
+    """Rounds `x * factor + offset` to integers of magnitude below 2^22, ties to even."""
 
     def __init__(self, elements: int, width: int, device: torch.device, offset: float) -> None:
         self._constant = torch.full((1, width), _ROUNDING + offset, device=device)
@@ -262,7 +264,7 @@ class _Rounding:
         self._row = self._sums = self._bits = torch.empty(0)
 
     def __call__(self, x: Tensor, factor: Tensor) -> Tensor:
-        """[blocks, width] int32: the bits of _ROUNDED_ZERO plus the number; valid until the next call."""
+        """Returns [blocks, width] int32: _ROUNDED_ZERO plus each integer. Valid until the next call."""
         if self._sums.shape != x.shape:
             self._row, self._sums = self._constant[:, : x.shape[1]], self._scratch.like(x)
             self._bits = self._sums.view(torch.int32)
@@ -271,7 +273,7 @@ class _Rounding:
 
 
 def _in_float32(x: Tensor, scratch: _Scratch) -> Tensor:
-    """`x` itself if it is float32, else its copy in `scratch`."""
+    """Returns `x` if it is float32, else a float32 copy in `scratch`."""
     if x.dtype is torch.float32:
         return x
     result = scratch.like(x)

@@ -1,4 +1,4 @@
-"""Views of the same memory by numpy, torch and the interpreter, and pinned memory that GPUs copy at full speed."""
+"""Views of one memory by numpy, torch and memoryview, and pinned memory for fast copies to GPUs."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ DTYPES: Final = {kind: dtype for dtype, kind in ELEMENT_TYPES.items()}
 
 
 def tensor_of(array: npt.NDArray[Any]) -> Tensor:
-    """A tensor over the array's memory; read-only memory is copied."""
+    """Returns a tensor over the array's memory; copies read-only memory."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def octets_of(data: memoryview) -> Tensor:
-    """The bytes as a tensor, not copied (but see `tensor_of`)."""
+    """Returns the bytes as a tensor, without a copy unless they are read-only."""
     return tensor_of(np.frombuffer(data, dtype=np.uint8))
 
 
 def octets_of_tensor(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, not copied."""
+    """Returns the bytes of a contiguous tensor on the CPU, without a copy."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 _PINS: Final = "cuda"
-_COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})  # MPS reads the memory later without keeping it
+_COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})  # MPS reads the source later without keeping a reference
 
 
 def buffer_for(size_bytes: int, device: torch.device) -> memoryview:
-    """Writable memory to copy to the device: pinned for a GPU, if the system has any left. Raises MemoryError."""
+    """Allocates writable memory for copies to the device, pinned for a GPU if possible. Raises MemoryError."""
     pinned = _pinned(size_bytes) if device.type == _PINS else None
     return memoryview(bytearray(size_bytes)) if pinned is None else pinned.numpy().data
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies to the device. From pinned memory the copy is only begun, in the order of the stream."""
+    """Copies to the device. Asynchronous from pinned memory, in stream order."""
     return tensor.to(device, non_blocking=device.type not in _COPIES_IN_ORDER)
 
 
 def to_host(octets: Tensor) -> Tensor:
-    """The bytes [n] on the CPU, after waiting for the device; by pinned memory from a GPU."""
+    """Returns the bytes [n] on the CPU, after waiting for the device. Uses pinned memory for a GPU."""
     pinned = _pinned(len(octets)) if octets.is_cuda else None
     return octets.cpu() if pinned is None else pinned.copy_(octets)
 
@@ -58,12 +58,12 @@ def to_host(octets: Tensor) -> Tensor:
 def _pinned(size_bytes: int) -> Tensor | None:
     try:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:  # what CUDA says when the system gives no more of it
+    except RuntimeError:  # CUDA's error if no more memory can be pinned
         return None
 
 
 class BufferPool:
-    """At most `limit` buffers of `size_bytes` bytes. `allocate` makes one or raises MemoryError."""
+    """Pool of at most `limit` buffers of `size_bytes` bytes. `allocate` returns one or raises MemoryError."""
 
     def __init__(self, size_bytes: int, limit: int, allocate: Callable[[int], memoryview] | None = None) -> None:
         self.size_bytes = size_bytes
@@ -73,7 +73,7 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """A writable buffer with arbitrary content. Raises ResourceExhausted."""
+        """Takes a writable buffer with arbitrary content. Raises ResourceExhausted."""
         if self.in_use >= self.limit:
             raise ResourceExhausted(f"all {self.limit} receive buffers of {self.size_bytes} bytes are in use")
         try:
@@ -84,7 +84,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: memoryview) -> None:
-        """Returns a buffer, or a part of it, to the pool; nothing may read or write it afterwards."""
+        """Returns a buffer, or a part of one, to the pool. It must not be used afterwards."""
         self.in_use -= 1
         self._free.append(memoryview(buffer.obj))
 

@@ -1,7 +1,7 @@
-"""Blockwise encoding of matrices whose outlier channels are sent apart (Dettmers et al. 2022, LLM.int8()).
+"""Blockwise encoding of matrices with separate outlier channels (LLM.int8(), Dettmers et al. 2022).
 
-After the blocks, where they are zeros: k channel numbers (unsigned 16 bits, little-endian, rising), then k columns of
-bfloat16, one number a row.
+The blocks contain zeros for these channels. After the blocks follow k channel numbers (uint16, little-endian,
+ascending), then k columns of bfloat16, one number per row.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from protocol.codecs.memory import to_host
 from protocol.interfaces.tensor_spec import TensorSpec, most_outliers
 from swarm.vocabulary.errors import StateError
 
-TIMES_THE_MEDIAN: Final = 8.0  # Largest element of an outlier channel, in medians of all channels' largest elements
-SAMPLED_ROWS: Final = 64  # The same channels stand out in all rows. A missed one costs accuracy in its own blocks only.
+TIMES_THE_MEDIAN: Final = 8.0  # An outlier channel's largest element, over the median of all channels' largest elements
+# Enough, because the same channels are outliers in all rows. A missed one costs only accuracy.
+SAMPLED_ROWS: Final = 64
 LARGEST_CHANNEL: Final = 2**16
+# Two int64 after the encoding on a device: number of outliers, and whether the codec can express the rest
 _FIGURES_BYTES: Final = 16
-"""Two int64 behind a device's encoding: number of outliers, and whether the rest can be expressed."""
 
 
 def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
-    """Encodes a contiguous tensor; returns its spec with the outliers, and the bytes on the CPU. Raises StateError."""
+    """Encodes a contiguous tensor. Returns its spec with the outliers, and the bytes on the CPU. Raises StateError."""
     if not values.is_cpu:
         return encode_without_waiting(values, spec, codec)
     channels = _found(values)
@@ -39,7 +40,7 @@ def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSp
 
 
 def encode_without_waiting(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
-    """`encode` with one wait for the device: space for all possible outliers is copied and cut off here."""
+    """Encodes as `encode`, waiting for the device once: copies space for all possible outliers, then cuts it off."""
     most, base = most_apart(values), spec.byte_length
     space = 2 * most * (1 + spec.rows)
     out = torch.empty(base + space + _FIGURES_BYTES, dtype=torch.uint8, device=values.device)
@@ -54,21 +55,21 @@ def encode_without_waiting(values: Tensor, spec: TensorSpec, codec: Blockwise) -
     octets = to_host(out)
     apart, is_expressed = octets[base + space :].clone().view(torch.int64).tolist()
     if not is_expressed:
-        raise StateError(f"{spec.codec.name} can express finite values only, and none near the largest float32")
+        raise StateError(f"{spec.codec.name} can express only finite values well below the largest float32")
     return replace(spec, outliers=apart), _cut(octets, base, 2 * most, 2 * apart, spec.rows)
 
 
 def _cut(octets: Tensor, base: int, space: int, used: int, rows: int) -> Tensor:
-    """Moves the columns forward, behind the `used` bytes of channel numbers of the `space` reserved."""
+    """Moves the columns forward, directly behind the `used` bytes of channel numbers, of `space` reserved."""
     columns = octets[base + space : base + space + used * rows]
     end = base + used + len(columns)
     if 0 < used < space:
-        octets[base + used : end] = columns.clone()  # for the two may overlap
+        octets[base + used : end] = columns.clone()  # clone, because source and target may overlap
     return octets[:end]
 
 
 def decode(spec: TensorSpec, octets: Tensor, codec: Blockwise, out: Tensor, expect: Expect) -> None:
-    """Writes the elements into `out`. Raises ProtocolViolation, with `out` untouched, for what is no encoding."""
+    """Decodes into `out`. Raises ProtocolViolation if the encoding is malformed; `out` is then unchanged."""
     base = len(octets) - spec.apart_bytes
     apart = octets[base:]
     channels = _checked_channels(apart, spec.outliers, spec.shape[-1], expect) if spec.outliers else None
@@ -80,25 +81,25 @@ def decode(spec: TensorSpec, octets: Tensor, codec: Blockwise, out: Tensor, expe
 
 
 def _checked_channels(data: Tensor, count: int, channels: int, expect: Expect = or_violates) -> Tensor:
-    """Reads the channel numbers, and expects that they exist and rise. The result can be used as indices anyway."""
+    """Reads the channel numbers and requires them to ascend within range. The result is a valid index in any case."""
     numbers = data[: 2 * count].clone().view(torch.uint16).to(torch.int64)
     if data.is_cpu:
         read = numbers.tolist()
         if read[-1] < channels and all(one < other for one, other in pairwise(read)):
             return numbers
-    fault = f"the channels sent apart are not {count} different ones of {channels} in rising order"
+    fault = f"the outlier channels are not {count} ascending numbers below {channels}"
     expect((numbers[-1] < channels) & (numbers[1:] > numbers[:-1]).all(), fault)
-    return numbers.clamp_(max=channels - 1)  # an index outside ends a GPU's context for good
+    return numbers.clamp_(max=channels - 1)  # an index out of range would destroy the GPU's context
 
 
 def most_apart(values: Tensor) -> int:
-    """The largest number of channels of `values` [..., channels] that can be sent apart."""
+    """Returns the largest number of outlier channels of `values` [..., channels]."""
     may_be = values.ndim > 1 and values.shape[-1] <= LARGEST_CHANNEL
     return most_outliers(tuple(values.shape)) if may_be else 0
 
 
 def _found(values: Tensor) -> Tensor:
-    """Outlier channels of `values` [..., channels] on the CPU, rising."""
+    """Finds the outlier channels of `values` [..., channels] on the CPU, ascending."""
     most = most_apart(values)
     if not most:
         return torch.empty(0, dtype=torch.int64)
@@ -107,7 +108,11 @@ def _found(values: Tensor) -> Tensor:
 
 
 def find_without_looking(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest outlier channels, rising, padded with the number of channels; and their number, an int64."""
+    """Finds outlier channels without reading from the device.
+
+    Returns:
+        The largest ones, ascending, padded with the number of channels; and their number, an int64 tensor.
+    """
     most, channels = most_apart(values), values.shape[-1]
     largest, stand_out = _standing_out(values)
     sizes = torch.where(stand_out, largest, -1.0)
@@ -117,7 +122,7 @@ def find_without_looking(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _standing_out(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel the largest magnitude in the sampled rows, and whether it is an outlier."""
+    """Returns each channel's largest magnitude in the sampled rows, and whether the channel is an outlier."""
     matrix = values.view(-1, values.shape[-1])
     sample = matrix[:: max(1, len(matrix) // SAMPLED_ROWS)][:SAMPLED_ROWS]
     largest = sample.abs().amax(0).float()
@@ -125,13 +130,13 @@ def _standing_out(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split(values: Tensor, channels: Tensor, out: Tensor) -> Tensor:
-    """Writes the numbers and columns of `channels` into `out`; returns a copy of `values` with zeros there."""
+    """Writes the numbers and columns of `channels` into `out`. Returns a copy of `values` with zeros in the columns."""
     matrix, count = values.view(-1, values.shape[-1]), values.shape[-1]
-    real = channels.clamp(max=count - 1)  # what is written of a filler is cut off later
+    real = channels.clamp(max=count - 1)  # the columns of padding are cut off later
     out[: 2 * len(real)].copy_(real.to(torch.uint16).view(torch.uint8))
     columns = matrix.index_select(1, real).to(torch.bfloat16).t().contiguous()
     out[2 * len(real) :].copy_(columns.view(-1).view(torch.uint8))
-    if values.is_cpu:  # in half the time
+    if values.is_cpu:  # takes half the time of the mask below
         return matrix.clone().index_fill_(1, channels[channels < count], 0.0)
     are_apart = torch.zeros(count + 1, dtype=torch.bool, device=values.device).index_fill_(0, channels, True)
     return matrix.masked_fill(are_apart[:count], 0.0)

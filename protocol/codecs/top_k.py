@@ -1,16 +1,17 @@
-"""The codecs TOP_K_4 and TOP_K_2: the 192 or 256 largest of each chunk of 4096 elements; all others decode to 0.
+"""Codecs TOP_K_4 and TOP_K_2: the 192 or 256 largest of each chunk of 4096 elements; all others decode to 0.
 
-A chunk of w elements sends n = ceil(w * 192 / 4096) of them (256 with TOP_K_2) in rising order, in whole bytes whose
-lowest bit comes first:
+A chunk of w elements sends n = ceil(w * 192 / 4096) of them (256 with TOP_K_2), in ascending order of position. Each of
+these parts fills whole bytes, lowest bit first:
 
-    levels      the lowest and the highest one, bfloat16, little-endian
-    low bits    n times 4 bits: each place modulo 16
-    high bits   n + ceil(w / 16) bits, n of them 1: for the i-th place p the bit floor(p / 16) + i (Elias-Fano)
+    levels      the lowest and the highest level, bfloat16, little-endian
+    low bits    n times 4 bits: each position modulo 16
+    high bits   n + ceil(w / 16) bits, n of them 1: for the i-th position p, bit floor(p / 16) + i (Elias-Fano)
     codes       n times 4 bits, or 2
 
-A code's upper bit is the sign, the rest j from 0 to m (7 or 1): lowest + (j / m)^2 * (highest - lowest), each
-operation rounded to float32. Levels are the extreme magnitudes (TOP_K_4) or the means of the smaller and the larger
-ones (TOP_K_2): relative errors 0.03 and 0.09. A level is 0, or from SMALLEST_SCALE to LARGEST_LEVEL.
+The upper bit of a code is the sign, the rest is j from 0 to m (7 or 1). The magnitude is lowest + (j / m)^2 * (highest
+- lowest), with each operation rounded to float32. Levels are the extreme magnitudes (TOP_K_4), or the means of the
+smaller and of the larger magnitudes (TOP_K_2); relative errors are 0.03 and 0.09. A level is 0, or from SMALLEST_SCALE
+to LARGEST_LEVEL.
 """
 
 from __future__ import annotations
@@ -37,23 +38,22 @@ from protocol.interfaces.tensor_spec import PLACE_LOW_BITS, SPARSE_CHUNK, Sparse
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
-LARGEST_LEVEL: Final = float(np.finfo(np.float32).max) / 4  # Nothing decodes to infinity, in bfloat16 neither
+LARGEST_LEVEL: Final = float(np.finfo(np.float32).max) / 4  # So that no value decodes to infinity, also in bfloat16
 _LOW_MASK: Final = (1 << PLACE_LOW_BITS) - 1
-_GATHER: Final = 0x0102040810204080  # Times an int64 of bytes 0 or 1: moves the k-th to bit 56 + k
+_GATHER: Final = 0x0102040810204080  # Multiplying an int64 of bytes 0 or 1 by this moves byte k to bit 56 + k
 
-LLOYD_STEPS: Final = 2  # Steps of Lloyd 1982 for the two levels
+LLOYD_STEPS: Final = 2  # Iterations for the two levels of TOP_K_2 (Lloyd 1982)
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """One of the two codecs. All tensors of a call are on one device."""
+    """TOP_K_4 or TOP_K_2. All tensors of a call are on one device."""
 
     codec: Codec
-    levels_of: Callable[[Tensor], Tensor]  # From magnitudes [chunks, kept] to levels [chunks, 2]
+    levels_of: Callable[[Tensor], Tensor]  # Magnitudes [chunks, kept] -> levels [chunks, 2]
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Writes the encoding of `values` [n]. Raises StateError if a value is not finite or too large; `out` is
-        undefined."""
+        """Encodes `values` [n]. Raises StateError if a value is not finite or too large; `out` is then undefined."""
         written = 0
         for piece in pieces(len(values), SPARSE_CHUNK, span_elements(values.device)):
             chunk, count = SparseChunk(piece.width, self.codec), piece.end - piece.first
@@ -63,7 +63,7 @@ class TopK:
             written = end
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Writes what `data` encodes into `out` [n]. Raises ProtocolViolation if malformed; `out` is untouched."""
+        """Decodes into `out` [n]. Raises ProtocolViolation if `data` is malformed; `out` is then unchanged."""
         read = 0
         found: list[tuple[Piece, Tensor, Tensor]] = []
         for piece in pieces(len(out), SPARSE_CHUNK, span_elements(out.device)):
@@ -79,11 +79,11 @@ class TopK:
 
     @property
     def _highest_code(self) -> int:
-        """Of a magnitude."""
+        """Largest code of a magnitude."""
         return 7 if self.codec is Codec.TOP_K_4 else 1
 
     def _encode_chunks(self, x: Tensor, chunk: SparseChunk, out: Tensor) -> None:
-        """`x` [chunks, elements] float32, `out` [chunks, bytes]."""
+        """Encodes `x` [chunks, elements] float32 into `out` [chunks, bytes]."""
         places = _largest(x, chunk.kept)
         kept = x.gather(1, places)
         sizes = kept.abs()
@@ -104,13 +104,13 @@ class TopK:
         codes_out.copy_(_packed(codes, chunk.code_bits))
 
     def _values(self, levels: Tensor, codes: Tensor, chunk: SparseChunk) -> Tensor:
-        """[chunks, kept] float32 from the encoding's parts."""
+        """Returns the values [chunks, kept] float32."""
         both = levels.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
         check_received(both, LARGEST_LEVEL, self.codec.name)
         lowest, highest = both[:, :1], both[:, 1:]
         if bool((lowest < 0).any()) or bool((lowest > highest).any()):
             raise ProtocolViolation(
-                f"a {self.codec.name} encoding has a level that is negative, or a lowest one above the highest"
+                f"a {self.codec.name} encoding has a negative level, or a lowest level above the highest"
             )
         numbers = _unpacked(codes, chunk.code_bits, chunk.kept)
         size = self._squares(levels.device)[numbers.bitwise_and(self._highest_code).long()]
@@ -118,13 +118,13 @@ class TopK:
         return torch.where(numbers > self._highest_code, -size, size)
 
     def _squares(self, device: torch.device) -> Tensor:
-        """Of each code of a magnitude: how far its level is from the lowest to the highest."""
+        """Returns each code's position between the lowest and the highest level, from 0 to 1."""
         most = self._highest_code
         return torch.tensor([code**2 / most**2 for code in range(most + 1)], device=device)
 
 
 def _two_means(sizes: Tensor) -> Tensor:
-    """Of the smaller and of the larger ones: the two numbers nearest to all of them, or nearly."""
+    """Returns the means [chunks, 2] of the smaller and of the larger magnitudes, by 2-means."""
     border = sizes.mean(1, keepdim=True)
     low = high = border
     for _ in range(LLOYD_STEPS):
@@ -142,23 +142,23 @@ TOP_K_4: Final = TopK(Codec.TOP_K_4, lambda sizes: torch.stack([sizes.amin(1), s
 TOP_K_2: Final = TopK(Codec.TOP_K_2, _two_means)
 
 
-# ---- places and bits ----------------------------------------------------------------------------------------------
+# ---- positions and bits -------------------------------------------------------------------------------------------
 
 
 def _parts(rows: Tensor, chunk: SparseChunk) -> tuple[Tensor, ...]:
-    """Levels, low bits, high bits, codes of [chunks, bytes]: views."""
+    """Splits [chunks, bytes] into views of levels, low bits, high bits and codes."""
     return rows.split_with_sizes([4, chunk.low_bytes, chunk.high_bytes, chunk.code_bytes], 1)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Places of the `count` elements of largest magnitude in each row, rising; slice by slice."""
+    """Returns the positions of the `count` largest magnitudes in each row, ascending."""
     rows = max(1, slice_elements(x.device) // x.shape[1])
     found = [part.abs().topk(count, sorted=False).indices for part in torch.split(x, rows)]
     return torch.cat(found).sort().values
 
 
 def _write_places(places: Tensor, low: Tensor, high: Tensor) -> None:
-    """`places` [chunks, kept] int64, rising."""
+    """Writes positions [chunks, kept] int64, ascending."""
     low.copy_(_packed(places.bitwise_and(_LOW_MASK).to(torch.uint8), PLACE_LOW_BITS))
     order = torch.arange(places.shape[1], device=places.device)
     bits = torch.zeros(len(high), 8 * high.shape[1], dtype=torch.uint8, device=high.device)
@@ -167,26 +167,28 @@ def _write_places(places: Tensor, low: Tensor, high: Tensor) -> None:
 
 
 def _places(low: Tensor, high: Tensor, chunk: SparseChunk) -> Tensor:
-    """[chunks, kept] int64. Raises ProtocolViolation."""
+    """Reads positions [chunks, kept] int64. Raises ProtocolViolation."""
     bits = _spread(high.device)[high.long()].view(torch.uint8)
     if bool((bits.sum(1) != chunk.kept).any()):
-        raise ProtocolViolation(f"a sparse chunk does not have {chunk.kept} places")
+        raise ProtocolViolation(f"a sparse chunk does not have {chunk.kept} positions")
     order = torch.arange(chunk.kept, device=high.device)
     places = bits.nonzero()[:, 1].view(-1, chunk.kept).sub_(order).mul_(_LOW_MASK + 1)
     places.add_(_unpacked(low, PLACE_LOW_BITS, chunk.kept))
     if bool((places[:, -1] >= chunk.elements).any()) or bool((places[:, 1:] <= places[:, :-1]).any()):
-        raise ProtocolViolation(f"the places of a sparse chunk do not rise, or leave its {chunk.elements} elements")
+        raise ProtocolViolation(
+            f"the positions of a sparse chunk do not ascend, or exceed its {chunk.elements} elements"
+        )
     return places
 
 
 def _spread(device: torch.device) -> Tensor:
-    """Of each byte its bits, the lowest first, as the bytes of an int64: what _GATHER puts together."""
+    """Returns, for each byte value, its bits as the bytes of an int64, lowest bit first (the inverse of _GATHER)."""
     each = [sum((number >> bit & 1) << 8 * bit for bit in range(8)) for number in range(256)]
     return torch.tensor(each, dtype=torch.int64, device=device)
 
 
 def _packed(numbers: Tensor, width: int) -> Tensor:
-    """[chunks, n] uint8 below 2^width, as bytes with the first number in the lowest bits. `width` is 4 or 2."""
+    """Packs [chunks, n] uint8 below 2^width into bytes, the first number in the lowest bits. `width` is 4 or 2."""
     each = 8 // width
     numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % each))
     result = numbers[:, ::each].clone()
@@ -196,7 +198,7 @@ def _packed(numbers: Tensor, width: int) -> Tensor:
 
 
 def _unpacked(data: Tensor, width: int, count: int) -> Tensor:
-    """What `_packed` put together: [chunks, count] uint8. Bits after these are not looked at."""
+    """Unpacks [chunks, count] uint8 packed by `_packed`. Ignores further bits."""
     each, mask = 8 // width, (1 << width) - 1
     parts = [(data >> index * width).bitwise_and_(mask) for index in range(each)]
     return torch.stack(parts, -1).flatten(1)[:, :count]

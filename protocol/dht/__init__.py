@@ -1,1 +1,1 @@
-"""The directory: client, supervisor, child process, guards."""
+"""The directory of peers, on a DHT in a supervised child process."""

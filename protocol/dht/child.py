@@ -1,4 +1,4 @@
-"""The lifetime of one DHT child process, as the node manages it: start, requests, end, clean-up."""
+"""One DHT child process, managed by the node: start, requests, stop, clean-up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LENGTH_BYTES = 4
 
 
 def pack(message: Message) -> bytes:
-    """The message with its length before it. Raises ResourceExhausted: longer than MAX_MESSAGE_BYTES."""
+    """Serialises a message with a length prefix. Raises ResourceExhausted above MAX_MESSAGE_BYTES."""
     data: bytes = message.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES:
         raise ResourceExhausted(f"dht: a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
@@ -45,7 +45,7 @@ def pack(message: Message) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, into: type[Parsed]) -> Parsed | None:
-    """The next message; None once the pipe is closed. Raises ProtocolViolation, after which nothing can be read."""
+    """Reads the next message; None once the pipe is closed. After a ProtocolViolation the pipe is unusable."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if length > MAX_MESSAGE_BYTES:
@@ -53,7 +53,7 @@ async def receive(reader: asyncio.StreamReader, into: type[Parsed]) -> Parsed | 
         data = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return parsed(into, data, "dht: bytes on the pipe are no message")
+    return parsed(into, data, "dht: the bytes on the pipe are not a message")
 
 
 log = logging.getLogger(__name__)
@@ -67,14 +67,14 @@ _SOURCES = Path(__file__).resolve().parent.parent.parent
 
 
 class DhtChild:
-    """A running DHT child process. Made by `running_child`."""
+    """A running DHT child process, created by `running_child`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._waiting: dict[int, asyncio.Future[dht_process_pb2.DhtReply]] = {}
         self._numbers = itertools.count(1)
         self._last_lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
-        self.ended = asyncio.Event()  # Set when the child is gone or has closed its side
+        self.ended = asyncio.Event()  # Set when the child has ended or closed its side
 
     @property
     def process_id(self) -> int:
@@ -85,7 +85,7 @@ class DhtChild:
         if self.ended.is_set():
             raise Unreachable("the DHT process has ended")
         if len(self._waiting) >= MAX_WAITING_REQUESTS:
-            raise Unreachable(f"the DHT has {MAX_WAITING_REQUESTS} requests waiting already")
+            raise Unreachable(f"the DHT has {MAX_WAITING_REQUESTS} open requests already")
         request.number = next(self._numbers)
         reply: asyncio.Future[dht_process_pb2.DhtReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.number] = reply
@@ -110,7 +110,7 @@ class DhtChild:
             raise Unreachable("the DHT process has closed its pipe") from error
 
     async def hand_out_replies(self) -> None:
-        """Delivers replies to those that wait for them until the child ends; the rest then get Unreachable."""
+        """Delivers replies to their requests until the child ends. Open requests then fail with Unreachable."""
         assert self._process.stdout is not None
         try:
             while (reply := await receive(self._process.stdout, dht_process_pb2.DhtReply)) is not None:
@@ -118,7 +118,7 @@ class DhtChild:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
         except ProtocolViolation as violation:
-            log.warning("the DHT process is out of step: %s", violation)
+            log.warning("the DHT process broke its protocol: %s", violation)
         finally:
             self.ended.set()
             for waiting in self._waiting.values():
@@ -126,7 +126,7 @@ class DhtChild:
                     waiting.set_exception(Unreachable("the DHT process has ended"))
 
     async def pass_on_its_log(self) -> None:
-        """Forwards the child's log lines as debug output: hivemind and p2pd are talkative."""
+        """Logs the child's output at debug level, because hivemind and p2pd write a lot."""
         assert self._process.stderr is not None
         rest = b""
         while chunk := await self._process.stderr.read(4096):
@@ -141,7 +141,7 @@ class DhtChild:
         return "; ".join(self._last_lines)
 
     async def stop(self) -> None:
-        """Asks the child to end by closing its stdin, and waits a while. `end` has to follow."""
+        """Asks the child to end by closing its stdin, and waits up to STOP_PATIENCE_S. Call `end` afterwards."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -151,7 +151,7 @@ class DhtChild:
             log.warning("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
 
     async def end(self) -> None:
-        """Kills what is left of the process group and waits until the pipes are closed. Harmless when all are gone."""
+        """Kills the rest of the process group and waits until the pipes are closed. Does nothing if all have ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -163,8 +163,8 @@ class DhtChild:
 async def running_child(
     start: dht_process_pb2.DhtStart, identity: Identity
 ) -> AsyncIterator[tuple[DhtChild, dht_process_pb2.DhtSituation]]:
-    """A started child and its situation; it is stopped after the block. Raises ConfigError, Unreachable."""
-    # The key travels in a private file, which is removed as soon as p2pd has read it.
+    """Starts a child, yields it with its situation, and stops it. Raises ConfigError, Unreachable."""
+    # The key is passed in a private file, which is removed as soon as p2pd has read it.
     folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
     try:
         key_file = folder / _IDENTITY_FILE
@@ -195,7 +195,7 @@ async def _process() -> AsyncIterator[DhtChild]:
             try:
                 yield child
             except SkipstoneError as error:
-                failure = error  # raised below, where the group does not wrap it
+                failure = error  # raised below, outside the group, which would wrap it
             finally:
                 await child.stop()
                 for reader in readers:
@@ -207,18 +207,19 @@ async def _process() -> AsyncIterator[DhtChild]:
 
 
 async def _started() -> asyncio.subprocess.Process:
-    """Whole, or ended again when cancelled."""
+    """Starts the process. If cancelled, ends it again."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # not from the folder in which the user stands
+            "-P",  # do not import from the current folder
             "-m",
             "protocol.dht.process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=with_packages({"HIVEMIND_LOGLEVEL": "WARNING", **os.environ}, str(_SOURCES)),
-            start_new_session=True,  # a group of its own to kill, and no Ctrl-C from the terminal: we stop it in order
+            # a process group to kill, without Ctrl-C from the terminal, so that we stop it in order
+            start_new_session=True,
         )
     )
     try:
@@ -231,8 +232,8 @@ async def _started() -> asyncio.subprocess.Process:
 
 
 async def _done(short: asyncio.Future[Any]) -> None:
-    """Waits until the future is done, even when cancelled meanwhile."""
-    # A second cancellation would stop asyncio's clean-up after the first: the process and its pipes stayed open.
+    """Waits until the future is done, even if cancelled."""
+    # A second cancellation would stop asyncio's clean-up after the first one and leak the process and its pipes.
     cancelled = None
     while not short.done():
         try:

@@ -1,4 +1,4 @@
-"""One node of the swarm's DHT. Imports hivemind, so it belongs into the DHT's process."""
+"""One node of the swarm's DHT. Imports hivemind, so only the DHT's process imports this module."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from swarm.vocabulary.types import RunId
 log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 5.0
-FIRST_JOIN_PATIENCE_S = 2.0  # Joining goes on in the background
-MISSING_RETRY_S = (0.2, 5.0)  # First and longest pause while an initial peer has not answered
-MISSING_PATIENCE_S = 120.0  # Then an initial peer is looked for as rarely as everything else
+FIRST_JOIN_PATIENCE_S = 2.0  # Joining continues in the background
+MISSING_RETRY_S = (0.2, 5.0)  # First and longest pause between attempts to reach missing initial peers
+MISSING_PATIENCE_S = 120.0  # After this time missing initial peers are retried every REFRESH_S
 REFRESH_S = 60.0
 MAX_BLACKLIST = 4096
 
 
 class DhtService:
-    """This process's node of the DHT, from `start` to `stop`. `stay_joined` and `daemon_ended` run all the while."""
+    """This process's DHT node. `stay_joined` and `daemon_ended` run from `start` to `stop`."""
 
     def __init__(self, node: DHTNode, initial_peers: dict[PeerID, list[Multiaddr]], *, client: bool) -> None:
         self._node = node
@@ -52,7 +52,7 @@ class DhtService:
 
     @classmethod
     async def start(cls, start: dht_process_pb2.DhtStart) -> DhtService:
-        """Starts p2pd and the DHT node. Errors as `start_daemon`; ValueError for a malformed initial peer."""
+        """Starts p2pd and the DHT node. Raises as `start_daemon`, and ValueError for a malformed initial peer."""
         initial_peers = _by_peer(start.initial_peers, own=start.peer)
         guard_serializer()
         daemon = await start_daemon(start)
@@ -73,12 +73,12 @@ class DhtService:
         await self._node.p2p.shutdown()
 
     async def daemon_ended(self) -> int:
-        """Waits until p2pd is gone, which leaves this service without a network; returns its exit code."""
+        """Waits until p2pd ends, which leaves this service without a network. Returns its exit code."""
         return int(await self._node.p2p._child.wait())
 
     async def stay_joined(self) -> None:
-        """Greets initial peers that are missing, with growing pauses, and looks for new neighbours now and then."""
-        # A swarm may start all at once in any order, and a DHT that fell apart must grow together again.
+        """Retries missing initial peers with growing pauses, and refreshes neighbours periodically."""
+        # The peers of a swarm may start in any order, and a partitioned DHT must merge again.
         pause_s, longest_s = MISSING_RETRY_S
         began = time.monotonic()
         while True:
@@ -98,23 +98,23 @@ class DhtService:
                 await self._tried.wait()
 
     async def store(self, request: dht_process_pb2.DhtStore) -> None:
-        """Stores our record at the nodes nearest to its key. Raises Unreachable if no other node took it."""
+        """Stores our record at the nodes nearest to its key. Raises Unreachable if no other node accepts it."""
         stored = await self._node.store(
             request.key, request.record, request.expires_at, subkey=request.owner, exclude_self=self._client
         )
         if not stored:
-            raise Unreachable("no node of the DHT took the record")
+            raise Unreachable("no node of the DHT accepted the record")
         if self._initial_peers and not self._peers_known():
-            raise Unreachable("no other node of the DHT can be reached; the record is only kept here")
+            raise Unreachable("no other node of the DHT is reachable; only this node has the record")
 
     async def find(self, keys: list[str]) -> list[bytes]:
-        """Looks records up: the union of what all nodes near each key hold, so that no single one can hide a record."""
+        """Looks records up at all nodes near each key and merges them, so that no single node can hide a record."""
         answers = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         dictionaries = [answer.value for answer in answers.values() if answer is not None]
         return [item.value for dictionary in dictionaries for item in dictionary.values()]
 
     async def situation(self) -> dht_process_pb2.DhtSituation:
-        """The state of the DHT node. It asks p2pd, so that an answer also says that p2pd is well."""
+        """Returns the state of the DHT node. Queries p2pd, so a result shows that p2pd works."""
         _, addresses = await self._node.p2p._client.identify()
         own = Multiaddr(f"/p2p/{self.daemon.peer_id}")
         return dht_process_pb2.DhtSituation(
@@ -127,7 +127,7 @@ class DhtService:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def _join(self) -> int:
-        """Returns how many of the initial peers do not answer."""
+        """Returns the number of initial peers that do not answer."""
         greeted = await asyncio.gather(*(self._greet(peer, at) for peer, at in self._initial_peers.items()))
         if self._peers_known():
             await self._node.find_nearest_nodes([self._node.node_id])
@@ -143,9 +143,9 @@ class DhtService:
                 await self._node.p2p._client.connect(peer, addresses)
                 node_id = await self._node.protocol.call_ping(peer)
         except (P2PDaemonError, OSError, TimeoutError) as error:
-            log.debug("initial peer %s cannot be reached: %s", peer, error or type(error).__name__)
+            log.debug("initial peer %s is unreachable: %s", peer, error or type(error).__name__)
             return False
-        # hivemind adds it in a task of its own; here it must be known when this returns.
+        # hivemind adds the node in a separate task; callers need it in the table when this returns.
         if node_id is not None:
             await self._node.protocol.update_routing_table(node_id, peer, responded=True)
         return node_id is not None
@@ -153,15 +153,15 @@ class DhtService:
 
 async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode:
     hivemind.dht.node.DHTProtocol = GuardedProtocol
-    # Set on the class, because requests can come in before `create` returns.
+    # Set on the class, because requests can arrive before `create` returns.
     GuardedProtocol.budgets = SourceBudgets(time.monotonic)
-    keys = 1 + sum(start.experts)  # visitors have a key too
+    keys = 1 + sum(start.experts)  # one more key for visitors
     node = await DHTNode.create(
         p2p=daemon,
         node_id=node_id_of(daemon.peer_id),
         client_mode=start.client,
         record_validator=RecordRules(RunId(start.run), tuple(start.experts), time.time),
-        # Nothing is cached: a look-up asks the nodes near the key each time, and caches are one more thing to poison.
+        # No caches: they could be poisoned, and every look-up asks the nodes near the key anyway.
         cache_locally=False,
         cache_nearest=0,
         cache_on_store=False,

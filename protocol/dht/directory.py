@@ -1,4 +1,4 @@
-"""The directory of a run's peers, on hivemind's DHT in a supervised child process (`protocol.dht.process`)."""
+"""Directory of a run's peers, on hivemind's DHT in a supervised child process (`protocol.dht.process`)."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 HEARTBEAT_TIMEOUT_S = 10.0
-RESTART_PAUSE_S = (0.1, 30.0)  # First and longest pause; doubled each time, shortened at random by up to half
-STEADY_S = 60.0  # After this life the next pause is the first one again
+RESTART_PAUSE_S = (0.1, 30.0)  # First and longest pause; doubled each time, with up to 50 % jitter
+STEADY_S = 60.0  # Lifetime of a child after which the pause is reset
 MAX_REMEMBERED_PEERS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class DirectorySettings:
-    """How this node takes part in the DHT."""
+    """Settings of this node's part in the DHT."""
 
-    host: str = "0.0.0.0"  # noqa: S104  # peers are to reach it
-    """Empty: none, for a client that only asks."""
-    port: int = 0  # 0: any, kept over restarts of the DHT
-    announce: tuple[str, ...] = ()  # Multiaddrs for others, for a forwarded port
-    initial_peers: tuple[str, ...] = ()  # Multiaddrs (`/ip4/.../tcp/.../p2p/12D3Koo...`); none for a swarm's first node
-    client: bool = False  # Keeps nothing for others and is not asked
+    # Address to listen on; empty for a client that only queries
+    host: str = "0.0.0.0"  # noqa: S104  # other machines connect to it
+    port: int = 0  # 0: any free port, kept over restarts of the DHT
+    announce: tuple[str, ...] = ()  # Multiaddrs to announce, for a forwarded port
+    initial_peers: tuple[str, ...] = ()  # Multiaddrs `/ip4/.../tcp/.../p2p/12D3Koo...`; none for a swarm's first node
+    client: bool = False  # Stores no records for others and answers no queries
     relay_bytes_per_hour: int = 0  # 0: no relay
+    # Modules of each stage; records of other modules are not stored
     experts: tuple[int, ...] = (1, *(MAX_EXPERTS for _ in range(1, MAX_STAGES)))
-    """Modules of each stage; records of others are not kept."""
     startup_timeout_s: float = 60.0
     publish_timeout_s: float = 15.0
     look_up_timeout_s: float = 15.0
@@ -75,25 +75,25 @@ class DirectorySettings:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryStatistics:
-    """Figures of the DHT process, for `status` and diagnosis."""
+    """Statistics of the DHT process, for `status` and diagnosis."""
 
     running: bool
     restarts: int
-    peers: int  # Other nodes in our routing table
-    records: int  # Records kept here for the swarm
+    peers: int  # Nodes in our routing table
+    records: int  # Records stored here for the swarm
 
 
 class LatestSequences:
-    """The newest record of each peer until it expires, so that a replaced one cannot come back."""
+    """Sequence of each peer's newest unexpired record, so that a replaced record cannot return."""
 
-    # Bounded by expiry: a peer whose clock was far ahead counts from less after it was set right.
+    # Forgotten at expiry, so that a peer whose clock was far ahead can correct it.
 
     def __init__(self, limit: int = MAX_REMEMBERED_PEERS) -> None:
         self._limit = limit
         self._latest: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
 
     def is_current(self, announcement: Announcement, now: float) -> bool:
-        """Whether no newer unexpired record of this peer is known at `now` (Unix time); remembers it if so."""
+        """Whether no newer unexpired record of this peer is known at `now` (Unix time). Remembers it if so."""
         sequence, expires_at = self._latest.get(announcement.peer, (0, 0.0))
         if announcement.sequence < sequence and now < expires_at:
             return False
@@ -105,7 +105,7 @@ class LatestSequences:
 
 
 class DhtDirectory:
-    """The directory, an async context manager. While the DHT restarts, methods raise Unreachable."""
+    """The directory, as an async context manager. While the DHT restarts, methods raise Unreachable."""
 
     def __init__(self, settings: DirectorySettings, identity: Identity, run: RunId, clock: Clock) -> None:
         self._settings = settings
@@ -142,10 +142,10 @@ class DhtDirectory:
         if isinstance(error, asyncio.CancelledError):
             await self._tasks.__aexit__(kind, error, traceback)
         else:
-            await self._tasks.__aexit__(None, None, None)  # the caller's own error is not to be wrapped in a group
+            await self._tasks.__aexit__(None, None, None)  # do not wrap the caller's error in a group
 
     async def publish(self, announcement: Announcement) -> None:
-        """Signs and stores our record under its module's key. Raises Unreachable, ProtocolViolation."""
+        """Signs our record and stores it under its module's key. Raises Unreachable, ProtocolViolation."""
         store = dht_process_pb2.DhtStore(
             key=directory_key(announcement.run, announcement.module),
             owner=announcement.peer,
@@ -155,7 +155,7 @@ class DhtDirectory:
         await self.keep("record", dht_process_pb2.DhtRequest(store=store))
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """The newest valid record of every peer under these modules or among the visitors. Raises Unreachable."""
+        """Returns the newest valid record of every peer of these modules and of visitors. Raises Unreachable."""
         child = self._running()
         keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
         newest: dict[PeerId, Announcement] = {}
@@ -169,16 +169,16 @@ class DhtDirectory:
         return list(newest.values())
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
-        """Sends the DHT process another request and waits for the reply. Raises Unreachable."""
+        """Sends a request to the DHT process and waits for the reply. Raises Unreachable."""
         return await self._running().ask(request, timeout_s)
 
     async def keep(self, name: str, request: dht_process_pb2.DhtRequest) -> None:
-        """Sends a request, as `ask`, now and after every restart of the DHT, until another one takes its name."""
+        """Sends a request now, as `ask`, and after every restart of the DHT, until a request with the same name."""
         self._kept[name] = request
         await self.ask(request, self._settings.publish_timeout_s)
 
     def take_part(self, *, client: bool) -> None:
-        """Switches between client and full DHT node; a change restarts the DHT and ends its tunnels."""
+        """Switches between client and full DHT node. A change restarts the DHT and ends its tunnels."""
         self._settings = dataclasses.replace(self._settings, client=client)
 
     @property
@@ -194,7 +194,7 @@ class DhtDirectory:
         return self._situation
 
     def multiaddrs(self) -> list[str]:
-        """The multiaddrs, with our peer id, at which others can join the DHT through us: what goes into a join link."""
+        """Returns the multiaddrs of this DHT node, with its peer id, for a join link."""
         return list(self._situation.multiaddrs)
 
     @property
@@ -208,23 +208,23 @@ class DhtDirectory:
 
     @property
     def process_id(self) -> int | None:
-        """The process id of the DHT process, for diagnosis; None while there is none."""
+        """Process id of the DHT process, for diagnosis; None while it is not running."""
         return None if self._child is None else self._child.process_id
 
     def _running(self) -> DhtChild:
         if self._child is None:
-            raise Unreachable("the DHT is being restarted", hint="It comes back by itself; try again in a moment.")
+            raise Unreachable("the DHT is being restarted", hint="Try again in a moment.")
         return self._child
 
     def _checked(self, records: Sequence[bytes]) -> list[Announcement]:
-        """Those that are what they claim and not older than what we have seen of the same peer."""
+        """Returns the valid records that are not older than a known record of the same peer."""
         now = self._clock.wall()
         valid: list[Announcement] = []
         for record in records:
             try:
                 valid.append(decode_announced(record, run=self._run, now=now))
             except ProtocolViolation as violation:
-                log.debug("a record from the DHT is left out: %s", violation)
+                log.debug("ignoring a record from the DHT: %s", violation)
         newest_first = sorted(valid, key=lambda announcement: -announcement.sequence)
         return [announcement for announcement in newest_first if self._sequences.is_current(announcement, now)]
 
@@ -244,11 +244,11 @@ class DhtDirectory:
                 log.log(level, "the DHT has to be restarted: %s", error)
             if self._clock.monotonic() - began > STEADY_S:
                 pause_s = RESTART_PAUSE_S[0]
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # no secret
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # not a secret
             pause_s = min(longest_s, pause_s * 2)
 
     async def _live_once(self, started: asyncio.Future[None]) -> None:
-        """From the start of a child to its end. Raises ConfigError, Unreachable."""
+        """Runs one child from start to end. Raises ConfigError, Unreachable."""
         start = self._start_message()
         async with running_child(start, self._identity) as (child, situation):
             self._situation = situation
@@ -265,10 +265,10 @@ class DhtDirectory:
                 self._child = None
 
     async def _watch(self, child: DhtChild, client: bool) -> None:
-        """Raises Unreachable when the child is gone, silent, or has to take part in another way."""
+        """Raises Unreachable when the child has ended, is silent, or must switch between client and node."""
         while True:
             if client != self._settings.client:
-                raise _TakesPartAnew(f"from now on it is {'no' if client else 'a'} client")
+                raise _TakesPartAnew(f"it is now a {'full node' if client else 'client'}")
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await child.ended.wait()
@@ -285,7 +285,7 @@ class DhtDirectory:
             try:
                 await child.ask(request, self._settings.publish_timeout_s)
             except Unreachable as error:
-                log.info("our %s: not yet again: %s", name, error)
+                log.info("our %s is not restored yet: %s", name, error)
 
     def _start_message(self) -> dht_process_pb2.DhtStart:
         settings = self._settings
@@ -309,29 +309,29 @@ class _TakesPartAnew(Unreachable):
 
 
 MAX_ATTACHED: Final = 2
-OPEN_S: Final = 16.0  # For one relay: the dial, and the far end's acceptance
+OPEN_S: Final = 16.0  # Timeout per relay, for the dial and the far end's acceptance
 
 
 @dataclass(frozen=True, slots=True)
 class RelayAttachment:
     relay: str
     standing: bool
-    reason: str  # Why not
+    reason: str  # Reason if it is not standing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayTunnels:
-    """Opens and takes tunnels through relays. `relay_of` gives a peer's relay multiaddr, or ""."""
+    """Opens and accepts tunnels through relays. `relay_of` returns a peer's relay multiaddr, or ""."""
 
     directory: DhtDirectory
     relay_of: Callable[[PeerId], str]
     shuffle: Callable[[list[str]], None] = random.shuffle
 
     async def way_to(self, contact: Contact) -> str:
-        """A local `host:port` that leads to the peer, for one connection within 10 s. Raises Unreachable."""
+        """Returns a local `host:port` that leads to the peer, for one connection within 10 s. Raises Unreachable."""
         relays = [relay for peer in contact.via if (relay := self.relay_of(peer))]
         if not relays:
-            raise Unreachable(f"{short(contact.peer)} has no relay that is known here")
+            raise Unreachable(f"{short(contact.peer)} has no known relay")
         self.shuffle(relays)
         reasons = []
         for relay in relays[:MAX_ATTACHED]:
@@ -346,15 +346,15 @@ class RelayTunnels:
         raise Unreachable(f"no tunnel to {short(contact.peer)}: {'; '.join(reasons)}")
 
     async def attach(self, relays: Sequence[str], local: str) -> None:
-        """Attaches to the first two relays in the background; tunnels lead to `local`. Raises Unreachable."""
+        """Attaches to the first two relays in the background. Tunnels lead to `local`. Raises Unreachable."""
         attach = dht_process_pb2.DhtAttach(relays=relays[:MAX_ATTACHED], local=local)
         await self.directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
 
     def attachments(self) -> list[RelayAttachment]:
-        """The states of the attachments that `attach` asked for, as of the DHT's last heartbeat (2 s)."""
+        """Returns the attachments requested by `attach`, as of the DHT's last heartbeat (every 2 s)."""
         standing = self.directory.situation.attachments
         return [RelayAttachment(each.relay, each.standing, each.reason) for each in standing]
 
     def carried(self) -> RelayFigures:
-        """The traffic carried for others since the node started, as of the last heartbeat."""
+        """Returns the relayed traffic since the node started, as of the last heartbeat."""
         return read_figures(self.directory.situation.relay)

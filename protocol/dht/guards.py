@@ -1,6 +1,6 @@
-"""Guards between hivemind's DHT and strangers' bytes: bounds on size, work, expiry and DHT positions.
+"""Guards for hivemind's DHT against malicious bytes: bounds on size, work, expiry and DHT positions.
 
-hivemind 1.1.12 decodes nested msgpack by recursion in C, stores anything, and believes answers about their own expiry.
+hivemind 1.1.12 decodes nested msgpack recursively in C, stores any value, and accepts the expiry that an answer claims.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MAX_KEYS_OF_OWNER = 8
 
 
 def owners_per_key(keys: int) -> int:
-    """The number of owners one of `keys` keys has room for, so that together they stay near MAX_RECORDS."""
+    """Returns the number of owners per key, so that all `keys` keys together have about MAX_RECORDS records."""
     return max(MIN_OWNERS_OF_KEY, min(MAX_OWNERS_OF_KEY, MAX_RECORDS // keys))
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A stored record. `value` is opaque here; it was validated before."""
+    """A stored record. `value` is opaque and already validated."""
 
     value: bytes
     expires_at: float
@@ -49,12 +49,12 @@ class Kept:
 
 @dataclass(slots=True)
 class RecordStore:
-    """Records by key and owner until they expire. `now` returns Unix time in seconds."""
+    """Records by key and owner, until they expire. `now` returns Unix time in seconds."""
 
     now: Callable[[], float]
     owners_of_key: int = MAX_OWNERS_OF_KEY
     max_records: int = MAX_RECORDS
-    longest_s: float = math.inf  # A record may expire later by an older, wrong clock of this machine
+    longest_s: float = math.inf  # Longest remaining time in seconds, in case this machine's clock was set back
     _rooms: dict[Any, dict[str, Kept]] = field(default_factory=dict)
     _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)
     _count: int = 0
@@ -63,7 +63,7 @@ class RecordStore:
         return self._count
 
     def put(self, key: Any, owner: str, kept: Kept) -> bool:
-        """Stores a record; whether it was taken: it is newer than what the owner has here, or there is room for it."""
+        """Stores a record if it is newer than the owner's stored one, or if there is room. Returns whether it did."""
         if not self._holds(kept):
             return False
         present = self._rooms.get(key, {}).get(owner)
@@ -114,16 +114,16 @@ class RecordStore:
 
 log = logging.getLogger(__name__)
 
-MAX_EXTENSION_DEPTH = 4  # Honest values have one level
-MAX_PACKED_BYTES = (MAX_RECORD_BYTES + 128) * MAX_OWNERS_OF_KEY  # The records of one full key, with their owners' names
+MAX_EXTENSION_DEPTH = 4  # Legitimate values have one level
+MAX_PACKED_BYTES = (MAX_RECORD_BYTES + 128) * MAX_OWNERS_OF_KEY  # Records of one full key, with owner names
 MAX_KEYS_PER_REQUEST = 256
 BUDGET_BURST_BYTES = 4 * 2**20
-BUDGET_BYTES_PER_S = 256 * 2**10  # About 200 records a second, a tenth of a core
+BUDGET_BYTES_PER_S = 256 * 2**10  # About 200 records per second, a tenth of a CPU core
 LOOKUP_COST_BYTES = 4096
 
 
 def guard_serializer() -> None:
-    """Bounds hivemind's msgpack decoder for foreign bytes, once a process."""
+    """Limits hivemind's msgpack decoder for foreign bytes. Applied once per process."""
     if getattr(MSGPackSerializer, "is_guarded", False):
         return
     decode_extension = MSGPackSerializer._decode_ext_types.__func__
@@ -151,18 +151,18 @@ def guard_serializer() -> None:
 
 
 def node_id_of(peer: PeerID) -> Any:
-    """The place of a peer in the DHT: the hash of its peer id, so that it cannot choose its neighbours."""
+    """Returns a peer's position in the DHT: the hash of its id, so that it cannot choose its neighbours."""
     return DHTID.generate(peer.to_bytes())
 
 
 @functools.lru_cache(maxsize=4096)
 def _key_id(run: RunId, module: ModuleId | None) -> bytes:
-    """How hivemind names a key to a validator: by its hash."""
+    """Returns a key's hash, by which hivemind names the key to a validator."""
     return bytes(DHTID.generate(directory_key(run, module)))
 
 
 def unpack_bytes(packed: bytes) -> bytes:
-    """The content of one msgpack `bin 8` or `bin 16` value. Raises ProtocolViolation for any other encoding."""
+    """Returns the content of one msgpack `bin 8` or `bin 16` value. Raises ProtocolViolation for other encodings."""
     if len(packed) >= 2 and packed[0] == 0xC4 and packed[1] == len(packed) - 2:
         return packed[2:]
     if len(packed) >= 3 + 256 and packed[0] == 0xC5 and int.from_bytes(packed[1:3], "big") == len(packed) - 3:
@@ -171,14 +171,14 @@ def unpack_bytes(packed: bytes) -> bytes:
 
 
 class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Accepts this run's signed records under their own key and owner, and nothing else."""
+    """Accepts only this run's signed records under their own key and owner."""
 
-    # A value without subkey has the packed None there, which is no peer id.
+    # A value without a subkey has a packed None here, which is not a peer id.
 
     priority = 1000
 
     def __init__(self, run: RunId, experts: Sequence[int], now: Callable[[], float]) -> None:
-        """`experts` are the modules of each stage."""
+        """`experts`: number of modules of each stage."""
         self._run, self._experts, self._now = run, experts, now
 
     def validate(self, record: DHTRecord) -> bool:
@@ -190,7 +190,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         return True
 
     def check(self, record: DHTRecord) -> None:
-        """Checks a record. Raises ProtocolViolation with the reason when it is not to be stored or believed."""
+        """Checks a record. Raises ProtocolViolation with the reason if it is invalid."""
         value, expires_at = record.value, record.expiration_time
         if not isinstance(value, bytes) or len(value) > MAX_RECORD_BYTES + 3:
             raise ProtocolViolation("dht: the value is not bytes, or too long")
@@ -205,7 +205,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         if announcement.expires_at != expires_at:
             raise ProtocolViolation("dht: the expiry is not the signed one")
         if record.key != _key_id(announcement.run, announcement.module):
-            raise ProtocolViolation("dht: stored under another key than the signed one")
+            raise ProtocolViolation("dht: stored under another key, not the signed one")
         if record.subkey != MSGPackSerializer.dumps(str(announcement.peer)):
             raise ProtocolViolation("dht: the subkey is not the owner's peer id")
         self._check_module(announcement)
@@ -221,7 +221,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
 class GuardedStorage:
     """A `RecordStore` behind hivemind's storage interface."""
 
-    # Every answer is a new dictionary: hivemind merges into the one it was given.
+    # Returns a new dictionary each time, because hivemind merges into it.
 
     def __init__(self, store: RecordStore) -> None:
         self._records = store
@@ -250,7 +250,7 @@ class GuardedStorage:
 
 
 def dictionary_of(records: Mapping[str, tuple[bytes, float]]) -> ValueWithExpiration | None:
-    """hivemind's form of a key's records, with the expiry that follows from them; None when there are none."""
+    """Converts a key's records to hivemind's form, with the latest expiry; None without records."""
     if not records:
         return None
     dictionary = DictionaryDHTValue()
@@ -261,33 +261,33 @@ def dictionary_of(records: Mapping[str, tuple[bytes, float]]) -> ValueWithExpira
 
 
 def recomputed(answer: ValueWithExpiration | None) -> ValueWithExpiration | None:
-    """A node's answer with the expiry recomputed from its records, instead of the one it claims."""
+    """Recomputes the expiry of a node's answer from its records, instead of trusting its claim."""
     if answer is None or not isinstance(answer.value, DictionaryDHTValue):
         return None
     return dictionary_of({owner: (kept.value, kept.expiration_time) for owner, kept in answer.value.data.items()})
 
 
 def plausible(nearest: Mapping[Any, PeerID], most: int) -> dict[Any, PeerID]:
-    """The neighbours in an answer whose DHT position follows from their peer ids, at most as many as asked for."""
+    """Returns at most `most` neighbours from an answer, only those with the DHT position of their peer id."""
     honest = [(node, peer) for node, peer in nearest.items() if node == node_id_of(peer)]
     return dict(honest[:most])
 
 
 class SourceBudgets:
-    """Work budgets, one a peer, in bytes."""
+    """Work budget of each peer, in bytes."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._allowance = Allowance(BUDGET_BURST_BYTES, 1 / BUDGET_BYTES_PER_S)
 
     def spend(self, peer: str, cost_bytes: int) -> None:
-        """Charges a peer. Raises ResourceExhausted when it has used up its share; later there will be some again."""
+        """Charges a peer. Raises ResourceExhausted if its budget is exhausted; the budget refills."""
         if not self._allowance.take(peer, self._now(), cost_bytes):
-            raise ResourceExhausted("too much at once; try again later")
+            raise ResourceExhausted("too many requests; try again later")
 
 
 class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no types
-    """hivemind's DHT protocol with bounds on requests and doubts about answers. Speaks with ordinary hivemind nodes."""
+    """hivemind's DHT protocol with bounds on requests and checks of answers. Compatible with plain hivemind nodes."""
 
     budgets: SourceBudgets
 
@@ -299,7 +299,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         if len(request.keys) > MAX_KEYS_PER_REQUEST or len(request.subkeys) != len(request.keys):
             raise ProtocolViolation(f"at most {MAX_KEYS_PER_REQUEST} records, each with a subkey")
         if any(request.in_cache):
-            raise ProtocolViolation("nothing is cached here for others")
+            raise ProtocolViolation("this node does not cache records")
         self.budgets.spend(str(context.remote_id), request.ByteSize())
         return await super().rpc_store(request, context)
 
@@ -316,7 +316,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return {key: (recomputed(item), plausible(nearest, self.bucket_size)) for key, (item, nearest) in found.items()}
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Drops invalid records instead of the whole answer: an expired one must not hide its neighbours."""
+        """Drops invalid records, not the whole answer, so that an expired record does not hide others."""
         with dictionary.freeze():
             for subkey, (value, expires_at) in tuple(dictionary.items()):
                 record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expires_at)
@@ -334,7 +334,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             self._trim_replacements(node_id)
 
     def _trim_replacements(self, node_id: Any) -> None:
-        """hivemind remembers every node it had no place for; a bucket's worth is enough."""
+        """Limits the replacement nodes of a bucket, which hivemind keeps without a bound."""
         table = self.routing_table
         bucket = table.buckets[table.get_bucket_index(node_id)]
         while len(bucket.replacement_nodes) > self.bucket_size:

@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_REQUESTS = 32
 MAX_RELAYS = 4
-STOP_PATIENCE_S = 1.5  # Then the kernel kills p2pd as this process ends
+STOP_PATIENCE_S = 1.5  # Then this process ends, and the kernel kills p2pd with it
 
 
 class _Finished(Exception):
-    """Ends the task group: the node closed our stdin, or p2pd is gone."""
+    """Ends the task group: the node closed our stdin, or p2pd ended."""
 
 
 class _Work:
-    """The DHT's node, and the relay, attachments and opened tunnels of this process, which carries their bytes."""
+    """The DHT node, relay, attachments and tunnels of this process, which carries the tunnels' bytes."""
 
     def __init__(self, service: DhtService, run: RunId, tasks: asyncio.TaskGroup) -> None:
         self._dht = service
@@ -75,7 +75,7 @@ class _Work:
             reply.situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
 
     def _attach(self, wish: dht_process_pb2.DhtAttach) -> None:
-        """Attaches to exactly these relays; tunnels through others end. Raises ProtocolViolation."""
+        """Attaches to exactly these relays. Tunnels through other relays end. Raises ProtocolViolation."""
         host, _, port = wish.local.rpartition(":")
         if len(wish.relays) > MAX_RELAYS or (wish.relays and not (host and port.isdecimal())):
             raise ProtocolViolation(f"dht: {len(wish.relays)} relays and {wish.local!r} cannot be attached")
@@ -90,7 +90,7 @@ class _Work:
 
 
 class _Desk:
-    """Takes requests from the node and answers each once, several at a time."""
+    """Answers the node's requests, several at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -118,8 +118,7 @@ class _Desk:
         try:
             await work.carry_out(request, reply)
         except Exception as error:
-            # hivemind has no exceptions of its own for a network that lets it down: it may be anything, assertions
-            # included.
+            # hivemind raises arbitrary exceptions for network errors, including AssertionError.
             log.debug("request %d failed", request.number, exc_info=True)
             reply.failed = str(error) or type(error).__name__
         finally:
@@ -129,7 +128,7 @@ class _Desk:
         except ResourceExhausted as error:
             await self.reply(dht_process_pb2.DhtReply(number=request.number, failed=str(error)))
         except ConnectionError:
-            raise _Finished("the node is gone") from None
+            raise _Finished("the node has ended") from None
 
 
 async def _run(desk: _Desk) -> None:
@@ -139,7 +138,7 @@ async def _run(desk: _Desk) -> None:
     try:
         await _start_and_serve(desk, request)
     finally:
-        # The node removes it too, unless it was killed.
+        # The node removes the folder too, unless it was killed.
         shutil.rmtree(request.start.folder, ignore_errors=True)
 
 
@@ -172,13 +171,13 @@ async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> 
 
 
 async def _start_unless_left(desk: _Desk, start: dht_process_pb2.DhtStart) -> DhtService:
-    """Starts the service, or raises _Finished if the node goes away meanwhile."""
+    """Starts the service. Raises _Finished if the node closes the pipe meanwhile."""
     starting = asyncio.ensure_future(DhtService.start(start))
     leaving = asyncio.ensure_future(desk.next())
     try:
         await asyncio.wait({starting, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            raise _Finished("the node is gone")
+            raise _Finished("the node has ended")
         return starting.result()
     finally:
         for task in (starting, leaving):
@@ -200,7 +199,7 @@ async def _main() -> None:
 
 
 def _claim_pipes() -> tuple[int, int]:
-    """Our copies of stdin and stdout. What anybody else reads is empty, and what anybody else prints goes to stderr."""
+    """Returns copies of stdin and stdout, and redirects the originals: reads are empty, output goes to stderr."""
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,1 +1,1 @@
-"""Serialisation of messages, from what the vocabulary and link.proto declare."""
+"""Serialisation of messages, derived from the vocabulary's types and link.proto."""

@@ -1,8 +1,8 @@
-"""Converters between dataclasses of the vocabulary and messages of link.proto, derived from their type annotations.
+"""Converters between dataclasses of the vocabulary and messages of link.proto, derived from type annotations.
 
-A field travels in the field of its name and is checked against its declared bounds, then the message's `fault`.
-Seconds `x_s` may travel as whole `x_ms` or `x_us`; a text is cut and made printable; a frozenset rises;
-None is nothing or 0; a part omits what it inherits from the message around it.
+A field is sent in the proto field of the same name. The receiver checks its declared bounds, then the message's
+`fault`. Seconds `x_s` may be sent as whole `x_ms` or `x_us`. Text is truncated and made printable, a frozenset is
+sorted, None is an absent message or 0. A part omits the fields that it inherits from the enclosing message.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
-Around = Any
-"""Values that the surrounding message gives to its parts, by name."""
+Around = Any  # Values that a message passes to its parts, by name
 MessageType = Any  # A descriptor
 Convert = Callable[[Any, Around], Any]
 Made = TypeVar("Made")
@@ -37,15 +36,15 @@ _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 
 
 class Converter(NamedTuple):
-    """The conversion of one type's values, both ways."""
+    """Converts values of one type in both directions."""
 
-    write: Convert  # To a number, a text, bytes, a list, or a dict for a message
+    write: Convert  # To a number, text, bytes, a list, or a dict for a message
     read: Convert  # Raises ProtocolViolation
 
 
 @cache
 def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
-    """The converter of a dataclass, over those of its fields that `message` has."""
+    """Returns the converter of a dataclass, by its fields in `message`."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
     parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
@@ -63,7 +62,7 @@ def _field_by_field(
     maybe: set[str],
     inherited: tuple[str, ...],
 ) -> Converter:
-    """Headers of microbatches are read and written by this, so what is the same for each of them is done beforehand."""
+    """Builds a converter. Microbatch headers use it, so everything that does not depend on the value is done once."""
     reads = [_inherited(name) if name in inherited else part.read for name, part in parts.items()]
     kept = [(name, part.write) for name, part in parts.items() if name not in inherited]
     writes = [(fields[name].name, None if write is _as_is else write) for name, write in kept]
@@ -81,7 +80,7 @@ def _field_by_field(
 
 
 def _getter(names: list[str], maybe: set[str]) -> Callable[[Any], Sequence[Any]]:
-    """All these attributes; None for a message in `maybe` that is not there."""
+    """Returns a function that gets these attributes; None for an absent message in `maybe`."""
     if maybe:
         return lambda said: [
             None if name in maybe and not said.HasField(name) else getattr(said, name) for name in names
@@ -90,7 +89,7 @@ def _getter(names: list[str], maybe: set[str]) -> Callable[[Any], Sequence[Any]]
 
 
 def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[Any]]) -> Convert:
-    """The short ones, of which paths consist, without a loop."""
+    """Builds a reader. Without a loop for two fields, because paths consist of such messages."""
     if all(read is _as_is for read in reads):
         return lambda said, _: kind(*values(said))
     if len(reads) == 2:
@@ -108,7 +107,7 @@ def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[An
 
 
 def faultless(made: Made) -> Made:
-    """The decoded message. Raises ProtocolViolation if its `fault` reports one."""
+    """Returns the message. Raises ProtocolViolation if its `fault` reports one."""
     fault = made.fault()  # type: ignore[attr-defined]
     if fault is not None:
         raise ProtocolViolation(f"{type(made).__name__}: {fault}")
@@ -116,7 +115,7 @@ def faultless(made: Made) -> Made:
 
 
 def parsed(kind: type[Parsed], data: bytes, fault: str) -> Parsed:
-    """The protobuf message in `data`. Raises ProtocolViolation with `fault`."""
+    """Parses a protobuf message. Raises ProtocolViolation with `fault`."""
     try:
         return kind.FromString(data)
     except (DecodeError, UnicodeDecodeError, ValueError):
@@ -124,7 +123,7 @@ def parsed(kind: type[Parsed], data: bytes, fault: str) -> Parsed:
 
 
 def checked_version(version: AnchorVersion) -> AnchorVersion:
-    """The version, its fields checked. Raises ProtocolViolation when one is out of bounds."""
+    """Returns the version. Raises ProtocolViolation if a field is out of bounds."""
     checked: AnchorVersion = converter(AnchorVersion, wire.AnchorVersion.DESCRIPTOR).read(version, None)
     return checked
 
@@ -143,11 +142,11 @@ def _as_is(value: Any, _: Around) -> Any:
 
 
 def _inherited(name: str) -> Convert:
-    """The reader of a field that the message around says for all; nothing writes it."""
+    """Returns the reader of a field that parts inherit from the enclosing message."""
 
     def read(own: Any, around: Around) -> Any:
         if own is not None:
-            raise ProtocolViolation(f"a {name} of its own where the message around says it for all")
+            raise ProtocolViolation(f"a part repeats the {name} of the enclosing message")
         return around[name]
 
     return read
@@ -164,7 +163,7 @@ def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
 
 
 def field_converter(hint: Any, field: Any, where: str) -> Converter:
-    """The converter of an annotated type in this field of link.proto. `where` is its name for people."""
+    """Returns the converter of an annotated type in a field of link.proto. `where`: its name in errors."""
     if inner := inner_type(hint):
         return _optional(field_converter(inner, field, where))
     kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -204,9 +203,9 @@ def _repeated(kind: Callable[[Any], Any], item: Converter, bounds: Sequence[Any]
     def read_all(values: Any, around: Around) -> Any:
         check(values, None)
         if distinct and len(set(values)) < len(values):
-            raise ProtocolViolation(f"{where} has something twice")
+            raise ProtocolViolation(f"{where} has equal elements")
         if rising and any(later <= earlier for earlier, later in pairwise(values)):
-            raise ProtocolViolation(f"{where} does not rise")
+            raise ProtocolViolation(f"{where} is not increasing")
         return kind(values if read is _as_is else [read(value, around) for value in values])
 
     def write_all(values: Any, around: Around) -> Any:
@@ -237,12 +236,12 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
             lambda seconds, _: parts_of_a_second(seconds, parts), lambda count, _: check(count / parts, None)
         )
     if kind not in (int, bool, bytes, float):
-        raise TypeError(f"{where}: no way for {kind} to travel")
+        raise TypeError(f"{where}: {kind} has no encoding")
     return Converter(_as_is, check)
 
 
 def _bounded(bounds: Sequence[Any], where: str) -> Convert:
-    """What lets a value through that is within its bounds."""
+    """Returns a function that passes values within the bounds and rejects others."""
     if not bounds:
         return _as_is
     [bound] = bounds
@@ -268,7 +267,7 @@ EnumT = TypeVar("EnumT", bound=enum.Enum)
 
 
 def parts_of_a_second(seconds: float, parts: int) -> int:
-    """Seconds as a whole number of such parts of a second, clamped to 0..2^32 - 1."""
+    """Converts seconds to units of 1/`parts` s, clamped to 0..2^32 - 1."""
     return min(max(round(seconds * parts), 0), _LARGEST)
 
 
@@ -277,15 +276,15 @@ def milliseconds(seconds: float) -> int:
 
 
 def packed(measured: LinkRate) -> int:
-    """A measured rate with its mark as 32 bits: 24 of the mark, 8 of the rate."""
+    """Packs a measured rate into 32 bits: 24 bits of the mark, 8 bits of the rate."""
     return measured.mark << 8 | measured.rate
 
 
 @lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """A peer id of the right form; only the certificate proves it. Raises ProtocolViolation."""
+    """Checks the form of a peer id; only the certificate proves it. Raises ProtocolViolation."""
     if not _PEER_ID.fullmatch(text):
-        raise ProtocolViolation("a peer id is not of the form 12D3Koo... with 52 characters")
+        raise ProtocolViolation("a peer id does not have the form 12D3Koo... with 52 characters")
     return PeerId(text)
 
 
@@ -297,5 +296,5 @@ def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
 
 
 def printable(text: str) -> str:
-    """The text without characters that could drive the reader's terminal."""
+    """Replaces characters that could control a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

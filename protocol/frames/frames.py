@@ -1,4 +1,4 @@
-"""Frames of a link and their encoding (link.proto). `decode` trusts nothing and raises only ProtocolViolation."""
+"""Frames of a link and their encoding (link.proto). `decode` checks all input and raises only ProtocolViolation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class QuestionFrame:
-    """A question as a frame: the number that its answer repeats, and what is asked."""
+    """A question as a frame. Its answer repeats the `id`."""
 
     id: int
     question: Question
@@ -70,7 +70,7 @@ class QuestionFrame:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """An answer as a frame. A refusal has `about` None and its text in `content`."""
+    """An answer as a frame. A refusal has `about` None and the reason in `content`."""
 
     id: int
     about: QuestionAbout | None
@@ -78,7 +78,7 @@ class AnswerFrame:
 
 
 def _parts(about: QuestionAbout) -> dict[str, Converter]:
-    """The fields of a Question that are asked with; none of them may be missing."""
+    """Returns converters for the fields of a question; all of them are required."""
     hints = get_type_hints(Question, include_extras=True)
     asked: MessageType = _QUESTION.fields_by_name[about.value].message_type
     return {
@@ -103,7 +103,7 @@ def _write_question(frame: QuestionFrame, _: Around) -> dict[str, Any]:
 def _read_question(question: wire.Question, _: Around) -> QuestionFrame:
     kind = question.WhichOneof("about")
     if kind is None:
-        raise ProtocolViolation("a question about nothing known")
+        raise ProtocolViolation("a question about an unknown subject")
     about, said = QuestionAbout(kind), getattr(question, kind)
     fields = {name: part.read(getattr(said, name), None) for name, part in _ABOUT[about].items()}
     return QuestionFrame(question.id, Question(about, **fields))
@@ -135,12 +135,12 @@ HASH_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """The content that a digest covers, but for the chunks themselves."""
+    """The content covered by a state's digest, with hashes instead of the chunks."""
 
     version: AnchorVersion
-    elements: int  # Of the parameters; the momentum has as many
+    elements: int  # Number of parameters; the outer momentum has the same number
     chunk_elements: int
-    hashes: tuple[bytes, ...]  # BLAKE3 of each chunk of the parameters, then of the momentum
+    hashes: tuple[bytes, ...]  # BLAKE3 of each chunk of the parameters, then of the outer momentum
 
 
 def encode_hash_list(hash_list: HashList) -> bytes:
@@ -159,10 +159,10 @@ def encode_hash_list(hash_list: HashList) -> bytes:
 
 
 def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_elements: int) -> HashList:
-    """Parses a peer's hash list; the caller checks by hashing that it leads to `digest`. Raises ProtocolViolation."""
+    """Parses a peer's hash list. The caller checks it against `digest`. Raises ProtocolViolation."""
     if len(data) > MAX_ANSWER_BYTES:
         raise ProtocolViolation(f"hash list: {len(data)} bytes are more than {MAX_ANSWER_BYTES}")
-    said = parsed(wire.HashList, data, f"hash list: {len(data)} bytes are none")
+    said = parsed(wire.HashList, data, f"hash list: {len(data)} bytes are not a hash list")
     if (said.elements, said.chunk_elements) != (elements, chunk_elements):
         raise ProtocolViolation(
             f"hash list: {said.elements} elements in chunks of {said.chunk_elements};"
@@ -195,7 +195,7 @@ class _Route:
     def fault(self) -> str | None:
         if (self.modules or self.documents or self.labels) and not self.signature:
             what = f"{len(self.modules)} modules, {len(self.documents)} documents and {self.labels} labels"
-            return f"{what} that nobody has signed"
+            return f"{what} without a signature"
         return None
 
     @property
@@ -256,8 +256,8 @@ _ALONG_A_PATH: Final[dict[type, Converter]] = {
 }
 
 
+# Largest frame other than a chunk: a path of 256 hops takes about 20 KiB, an answer up to 68 KiB
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Every frame but a chunk: a path of 256 hops takes about 20 KiB, an answer 68."""
 
 MAX_AGE_MS: Final = 2**48
 
@@ -280,12 +280,12 @@ class FarewellReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first frame of each side: who it is, in which run, and what it speaks."""
+    """First frame of each side: its identity, run and protocol versions."""
 
     peer: PeerId
     run: RunId
     versions: VersionRange
-    record: OptionalRecord  # Empty before the first
+    record: OptionalRecord  # Empty without a record
     incarnation: int = 0  # Random, 64 bits
     age_ms: int = 0
 
@@ -307,11 +307,11 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """The last frame of a side that ends the link, with its reason."""
+    """Last frame of the side that ends the link, with the reason."""
 
     reason: FarewellReason
     detail: Detail = ""
-    record: OptionalRecord = b""  # With SAME_KEY: the other process's
+    record: OptionalRecord = b""  # With SAME_KEY: record of the other process
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ Frame = SmallFrame | Chunk
 
 
 def encode(frame: SmallFrame) -> bytes:
-    """Encodes a frame. What is ours to bound (details for people) is cut to its bound here."""
+    """Encodes a frame. Truncates text for people to its bound."""
     said = frame.message if isinstance(frame, TensorFrame) else frame
     name = _FIELD_OF[type(said)]
     fields = _KINDS[name].converter.write(said, None)
@@ -346,17 +346,17 @@ def encode(frame: SmallFrame) -> bytes:
 
 
 def is_chunk(data: bytes) -> bool:
-    """Whether what a peer sent claims to be a chunk of a tensor; else it is a small frame."""
+    """Whether the frame claims to be a chunk of a tensor. Otherwise it is a small frame."""
     return data[:1] == bytes((CHUNK_TAG,))
 
 
 def topic_of(data: bytes) -> Topic | None:
-    """The topic of a small frame by its first bytes; None if it concerns everybody. Raises ProtocolViolation."""
+    """Returns a small frame's topic by its first bytes; None if every peer may send it. Raises ProtocolViolation."""
     return _KINDS[_name_of(data)].topic
 
 
 def decode(data: bytes) -> Frame:
-    """Decodes and checks a frame from a peer. Raises ProtocolViolation: says what is wrong with it."""
+    """Decodes and checks a frame from a peer. Raises ProtocolViolation."""
     if is_chunk(data):
         return decode_chunk(data)
     name = _name_of(data)
@@ -370,7 +370,7 @@ def decode(data: bytes) -> Frame:
 
 
 def _name_of(data: bytes) -> str:
-    """The name of the one field that the frame consists of. protobuf would take several and believe the last."""
+    """Returns the name of the frame's only field. protobuf alone would accept several and use the last one."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
     tag, at = _varint(data, 0) if data else (_BYTES, 0)
@@ -386,7 +386,7 @@ def _name_of(data: bytes) -> str:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number there, of at most three bytes, and the place behind it."""
+    """Reads a number of at most three bytes. Returns it with the position behind it."""
     value = 0
     for place, octet in enumerate(data[at : at + 3]):
         value |= (octet & 0x7F) << 7 * place
@@ -395,7 +395,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ProtocolViolation(f"{len(data)} bytes are not a frame")
 
 
-# ---- what comes first on a link -------------------------------------------------------------------------------------
+# ---- the first frame of a link --------------------------------------------------------------------------------------
 
 
 def _write_hello(hello: Hello, _: Around) -> dict[str, Any]:
@@ -415,9 +415,9 @@ def _read_hello(hello: wire.Hello, _: Around) -> Hello:
         raise ProtocolViolation("the run is not 64 hexadecimal digits")
     versions = VersionRange(hello.lowest_version, hello.highest_version)
     if not 1 <= versions.lowest <= versions.highest:
-        raise ProtocolViolation(f"no protocol versions from {versions.lowest} to {versions.highest}")
+        raise ProtocolViolation(f"{versions.lowest} to {versions.highest} is not a range of protocol versions")
     if hello.age_ms >= MAX_AGE_MS:
-        raise ProtocolViolation(f"no process is {hello.age_ms} ms old")
+        raise ProtocolViolation(f"the process cannot be {hello.age_ms} ms old")
     record = _read_record(hello.announcement) if hello.announcement else b""
     return Hello(checked_peer(hello.peer), RunId(hello.run), versions, record, hello.incarnation, hello.age_ms)
 
@@ -428,7 +428,7 @@ def _read_record(record: bytes) -> bytes:
     return record
 
 
-# ---- which class is which field of link.proto's Frame ---------------------------------------------------------------
+# ---- fields of link.proto's Frame by class ---------------------------------------------------------------------------
 
 
 class _Kind(NamedTuple):
@@ -446,6 +446,7 @@ _BY_HAND: Final[dict[type, Converter]] = {
     **_ALONG_A_PATH,
     **CONVERTERS,
 }
+# Names in link.proto by class
 _NAMES: Final[dict[str, type]] = {
     **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *_WITH_TENSOR, *_TOPIC_OF)},
     "Roster": SignedRoster,
@@ -453,7 +454,6 @@ _NAMES: Final[dict[str, type]] = {
     "Answer": AnswerFrame,
     "announcement": AnnouncementFrame,
 }
-"""Names in link.proto by class."""
 
 
 def _kind(field: Any) -> _Kind:
@@ -463,8 +463,8 @@ def _kind(field: Any) -> _Kind:
     )
 
 
+# Kinds by field name
 _KINDS: Final = {field.name: _kind(field) for field in wire.Frame.DESCRIPTOR.fields if field.name != "chunk"}
-"""Kinds by field name."""
 _FIELD_OF: Final = {kind.what: name for name, kind in _KINDS.items()}
 _BY_TAG: Final = {
     field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _KINDS

@@ -1,4 +1,4 @@
-"""Tensors on a link: their headers, their chunk frames, and the transfer of one."""
+"""Tensors on a link: headers, chunk frames and transfers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm.vocabulary.pipeline_messages import Backward, Forward, TensorMessage
 from swarm.vocabulary.types import Codec
 
 MAX_CHUNK_BYTES: Final = 1024 * 1024
-MIN_CHUNK_BYTES: Final = 4096  # Of every chunk but a transfer's last
+MIN_CHUNK_BYTES: Final = 4096  # Except for the last chunk of a transfer
 MAX_CHUNK_FRAME_BYTES: Final = MAX_CHUNK_BYTES + 64
 CHUNK_TAG: Final = 0x12  # First byte of a chunk's frame: field 2, length-delimited
 
@@ -31,7 +31,7 @@ _LONGEST_UINT32: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a transfer. `data` is a view of the received frame, which lives as long as the view."""
+    """One part of a transfer. `data` is a view that keeps the received frame alive."""
 
     transfer: int
     index: int
@@ -40,14 +40,14 @@ class Chunk:
 
 
 def checksum_of(data: memoryview) -> int:
-    """The checksum of a chunk's data. XXH3-64: finds bugs and broken memory, not attackers, who are TLS's business."""
+    """Returns the XXH3-64 of a chunk's data. It detects bugs and faulty memory; TLS stops attackers."""
     return xxhash.xxh3_64_intdigest(data)
 
 
-# Written by hand: a protobuf library would copy a tensor once more on either side. The bytes are those of the library:
-# fields in ascending order, zeros left out (https://protobuf.dev/programming-guides/encoding/).
+# Encoded without the protobuf library, which would copy the data once more on each side. The bytes are the same:
+# ascending fields, zeros omitted (https://protobuf.dev/programming-guides/encoding/).
 def encode_chunk(transfer: int, index: int, data: memoryview) -> bytes:
-    """Encodes a chunk as a whole frame; the one copy of `data` on the sending side."""
+    """Encodes a chunk as a whole frame. This is the only copy of `data` on the sending side."""
     fields = bytearray()
     if transfer:
         fields.append(_TRANSFER_TAG)
@@ -66,7 +66,7 @@ def encode_chunk(transfer: int, index: int, data: memoryview) -> bytes:
 
 
 def decode_chunk(frame: bytes) -> Chunk:
-    """Parses a chunk frame without comparing its checksum. Raises ProtocolViolation."""
+    """Parses a chunk frame without verifying its checksum. Raises ProtocolViolation."""
     if len(frame) > MAX_CHUNK_FRAME_BYTES:
         raise ProtocolViolation(f"a chunk frame of {len(frame)} bytes is longer than {MAX_CHUNK_FRAME_BYTES}")
     try:
@@ -120,7 +120,7 @@ _LOSSLESS: Final = frozenset({Codec.NONE, Codec.PLANES})
 
 @dataclass(frozen=True, slots=True)
 class TensorFrame:
-    """A message whose tensor follows in `chunk_count` chunks of the same transfer."""
+    """A message with a tensor, which follows in `chunk_count` chunks of the same transfer."""
 
     message: TensorMessage
     tensor: TensorSpec
@@ -129,7 +129,7 @@ class TensorFrame:
 
 
 def wire_header(frame: TensorFrame) -> dict[str, Any]:
-    """The fields of link.proto's TensorHeader: what `read_header` reads back."""
+    """Returns the fields of link.proto's TensorHeader."""
     return {
         "transfer": frame.transfer,
         "dtype": frame.tensor.dtype.value,
@@ -143,7 +143,7 @@ def wire_header(frame: TensorFrame) -> dict[str, Any]:
 
 
 def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFrame:
-    """Reads a message with its tensor's header, checked for what can be checked without knowing the run."""
+    """Reads a tensor's header. Checks everything that does not depend on the run. Raises ProtocolViolation."""
     dtype = read_enum(DType, header.dtype, "element type")
     codec = read_enum(Codec, header.codec, "codec")
     if not 1 <= len(header.shape) <= MAX_DIMENSIONS or 0 in header.shape:
@@ -164,13 +164,13 @@ def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFram
 
 
 def _misfit(message: TensorMessage, tensor: TensorSpec) -> str | None:
-    """Why such a tensor does not go with the message; None when it may."""
+    """Returns the reason why the message cannot have such a tensor; None if it can."""
     if isinstance(message, Forward | Backward):
         return None
     if len(tensor.shape) != 1 or tensor.dtype is not DType.FLOAT32:
-        return f"what belongs to a module is a float32 vector, not {tensor.dtype.name} {tensor.shape}"
+        return f"a module's data is a float32 vector, not {tensor.dtype.name} {tensor.shape}"
     if isinstance(message, StateChunk) and tensor.codec not in _LOSSLESS:
-        return f"a chunk of state is sent without loss, not as {tensor.codec.name}"
+        return f"a chunk of state must be lossless, not {tensor.codec.name}"
     return None
 
 
@@ -179,7 +179,7 @@ LEAST_CHUNK_BYTES: Final = 64 * 1024
 
 
 def chunk_bytes_for(goodput_bytes_per_s: float, most: int) -> int:
-    """The chunk size of the next transfer: what the link carries in CHUNK_S, as a power of two within the limits."""
+    """Returns the chunk size for a transfer: the link's bytes in CHUNK_S, as a power of two within the limits."""
     if goodput_bytes_per_s <= 0:
         return most
     carried = int(min(goodput_bytes_per_s * CHUNK_S, most))
@@ -191,7 +191,7 @@ def chunk_count_of(byte_length: int, chunk_bytes: int) -> int:
 
 
 class OutgoingTransfer:
-    """The frames of one tensor, made one at a time; at most one is copied ahead."""
+    """The chunk frames of one tensor, made one at a time, with at most one prepared in advance."""
 
     __slots__ = ("_ahead", "_chunk_bytes", "_chunk_count", "_data", "_header", "_next", "number")
 
@@ -206,7 +206,7 @@ class OutgoingTransfer:
 
     @property
     def begun(self) -> bool:
-        """Whether the header has been taken, so that the receiver may know of the transfer."""
+        """Whether the header was taken, so that the receiver may know the transfer."""
         return self._next >= 0
 
     @property
@@ -232,7 +232,7 @@ class OutgoingTransfer:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """Counts and checks the chunks of one transfer and swallows them; `Assembly` also takes the data."""
+    """An incoming transfer whose chunks are checked and discarded; `Assembly` stores them."""
 
     frame: TensorFrame
     _received: int = 0
@@ -243,21 +243,21 @@ class Arrival:
         return self._received == self.frame.chunk_count
 
     def swallowing_the_rest(self) -> Arrival:
-        """The arrival without its buffer, from now on: it goes on counting when the data is not wanted any more."""
+        """Returns a copy that discards the remaining chunks, so that the buffer can be released."""
         return Arrival(self.frame, self._received, self._chunk_bytes)
 
     def add(self, chunk: Chunk) -> None:
-        """Takes the next chunk. Raises ProtocolViolation: out of order, or not of the size it must have."""
+        """Takes the next chunk. Raises ProtocolViolation if its index or size is wrong."""
         if chunk.index != self._received:
             raise ProtocolViolation(
-                f"transfer {chunk.transfer}: chunk {chunk.index} came where {self._received} was due"
+                f"transfer {chunk.transfer}: chunk {chunk.index} arrived instead of {self._received}"
             )
         if chunk.index == 0:
             self._fix_chunk_size(len(chunk.data))
         due = min(self._chunk_bytes, self.frame.tensor.byte_length - chunk.index * self._chunk_bytes)
         if len(chunk.data) != due:
             raise ProtocolViolation(
-                f"transfer {chunk.transfer}: chunk {chunk.index} has {len(chunk.data)} bytes where {due} were due"
+                f"transfer {chunk.transfer}: chunk {chunk.index} has {len(chunk.data)} bytes instead of {due}"
             )
         self._received += 1
 
@@ -265,13 +265,13 @@ class Arrival:
         if chunk_count_of(self.frame.tensor.byte_length, size) != self.frame.chunk_count:
             raise ProtocolViolation(
                 f"transfer {self.frame.transfer}: {self.frame.chunk_count} chunks were announced,"
-                f" but chunks of {size} bytes make another number"
+                f" but chunks of {size} bytes give a different number"
             )
         self._chunk_bytes = size
 
 
 class Assembly(Arrival):
-    """An admitted arrival, reassembled in the buffer it was given."""
+    """An admitted incoming transfer, reassembled in a buffer."""
 
     __slots__ = ("_target", "buffer", "deadline", "progressed_at")
 
@@ -283,9 +283,9 @@ class Assembly(Arrival):
         self.deadline = deadline
 
     def add(self, chunk: Chunk) -> None:
-        """Takes the next chunk, as `Arrival.add`; also ProtocolViolation when the checksum does not agree."""
+        """Stores the next chunk. Raises as `Arrival.add`, and ProtocolViolation for a wrong checksum."""
         super().add(chunk)
         if checksum_of(chunk.data) != chunk.checksum:
-            raise ProtocolViolation(f"transfer {chunk.transfer}: the checksum of chunk {chunk.index} does not agree")
+            raise ProtocolViolation(f"transfer {chunk.transfer}: the checksum of chunk {chunk.index} does not match")
         start = chunk.index * self._chunk_bytes
         self._target[start : start + len(chunk.data)] = chunk.data

@@ -1,1 +1,1 @@
-"""Keys, certificates, and what is signed with them: announcements, routes, entries, pieces."""
+"""Identity keys, certificates, and signatures of announcements, routes, entries and pieces."""

@@ -1,9 +1,10 @@
 """TLS certificates that prove a peer id, signed by the run's authority.
 
-gRPC's TLS takes no Ed25519: each start makes a P-256 key, which the identity signs in the libp2p TLS extension
-(https://github.com/libp2p/specs/blob/master/tls/tls.md). The authority's key follows from the RunId and proves only
-"knows the run". A caller trusts exactly the contact's certificate, so `peer_of_certificate` refuses one that may sign
-others. CA:FALSE is not enough: gRPC 1.85 accepts a leaf signed by a root unless the root's key usage excludes it.
+gRPC's TLS does not support Ed25519. Therefore each process makes a P-256 key, signed by the identity in the libp2p TLS
+extension (https://github.com/libp2p/specs/blob/master/tls/tls.md). The authority's key is derived from the RunId and
+proves only knowledge of the run. A dialling peer trusts exactly the contact's certificate, so `peer_of_certificate`
+rejects certificates that may sign others. CA:FALSE is not enough: gRPC 1.85 accepts a leaf signed by a root unless the
+root's key usage excludes it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from protocol.identity.keys import KEY_BYTES, LIBP2P_PUBLIC_KEY_PREFIX, Identity
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
-MAX_CERTIFICATE_BYTES: Final = 1024  # DER; ours have about 605. A DHT record (2 KiB) carries one.
+MAX_CERTIFICATE_BYTES: Final = 1024  # DER. Ours have about 605 bytes. Must fit in a DHT record (2 KiB).
 
 _LIBP2P_EXTENSION: Final = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
 
-# The extension's DER: SEQUENCE { OCTET STRING public key, OCTET STRING signature }. For an Ed25519 identity all
-# lengths are fixed, and DER allows one encoding only, so comparing the fixed bytes is a complete parser.
+# The extension's DER: SEQUENCE { OCTET STRING public key, OCTET STRING signature }. For an Ed25519 identity all lengths
+# are fixed, and DER has one encoding, so a comparison of the fixed bytes is a complete parser.
 _KEY_HEADER: Final = bytes.fromhex("30680424") + LIBP2P_PUBLIC_KEY_PREFIX
 _SIGNATURE_HEADER: Final = bytes.fromhex("0440")
 
-# A certificate ends with its key, which never leaves the process. Fixed dates let machines with wrong clocks talk.
+# Fixed dates, so that machines with wrong clocks can connect. The key ends with the process anyway.
 _NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
 
@@ -67,21 +68,21 @@ _MALFORMED: Final = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TlsCredentials:
-    """A peer's certificate for a run, its private key, and the run's authority. The repr leaves the key out."""
+    """A peer's certificate for a run, its private key, and the run's authority. The repr omits the key."""
 
     peer: PeerId
     run: RunId
     certificate_der: bytes
     certificate_pem: bytes
     private_key_pem: bytes
-    authority_pem: bytes  # Root of the callers' certificates
+    authority_pem: bytes  # Root for the certificates of dialling peers
 
     def __repr__(self) -> str:
         return f"TlsCredentials(fingerprint={fingerprint(self.certificate_der).hex()})"
 
 
 def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
-    """A new P-256 key with a certificate that proves `identity.peer` and is let in by the peers of `run`."""
+    """Makes a P-256 key with a certificate that proves `identity.peer` to the peers of `run`."""
     key = ec.generate_private_key(ec.SECP256R1())
     authority_key, authority = _authority(run)
     certificate = (
@@ -103,7 +104,7 @@ def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
 
 
 def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
-    """The peer that a certificate made for `run` proves. Dates are left to TLS. Raises ProtocolViolation."""
+    """Returns the peer that a certificate for `run` proves. TLS checks the dates. Raises ProtocolViolation."""
     if len(der) > MAX_CERTIFICATE_BYTES:
         raise ProtocolViolation(f"certificate: {len(der)} bytes are more than the {MAX_CERTIFICATE_BYTES} allowed")
     try:
@@ -127,18 +128,18 @@ def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
 
 
 def pem_of(der: bytes) -> bytes:
-    """The certificate converted from DER to PEM, which is what gRPC takes."""
+    """Converts a certificate from DER to PEM, for gRPC."""
     return ssl.DER_cert_to_PEM_cert(der).encode()
 
 
 def fingerprint(der: bytes) -> bytes:
-    """SHA-256 of the certificate's DER, 32 bytes."""
+    """Returns the SHA-256 of the certificate's DER, 32 bytes."""
     return hashlib.sha256(der).digest()
 
 
 @functools.lru_cache(maxsize=_CACHED_AUTHORITIES)
 def _authority(run: RunId) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """The run's authority. The key is no secret, so that the modulus favours some keys does not matter."""
+    """Derives the run's authority. The key is public, so the bias of the modulus does not matter."""
     scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
     key = ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
     name = _name(f"skipstone run {run[:32]}")
@@ -183,7 +184,7 @@ def _check_signed_by(authority: x509.Certificate, certificate: x509.Certificate)
     try:
         certificate.verify_directly_issued_by(authority)
     except InvalidSignature:
-        raise ProtocolViolation("certificate: the signature is not that of this run's authority") from None
+        raise ProtocolViolation("certificate: not signed by this run's authority") from None
     except _MALFORMED as error:
         raise ProtocolViolation(f"certificate: not issued by this run's authority: {error}") from None
 
@@ -198,7 +199,7 @@ def _proven_peer(extensions: x509.Extensions, key: ec.EllipticCurvePublicKey) ->
     end = start + len(_SIGNATURE_HEADER)
     well_formed = len(value) == end + SIGNATURE_BYTES
     if not (well_formed and value.startswith(_KEY_HEADER) and value[start:end] == _SIGNATURE_HEADER):
-        raise ProtocolViolation("certificate: the libp2p extension is not that of an Ed25519 identity")
+        raise ProtocolViolation("certificate: the libp2p extension is not for an Ed25519 identity")
     public_key, signature = value[len(_KEY_HEADER) : start], value[end:]
     if not verify(public_key, signature, _SIGNATURE_PURPOSE + _subject_public_key_info(key)):
         raise ProtocolViolation("certificate: the libp2p extension's signature does not verify")
@@ -215,6 +216,6 @@ def _check_speaks_only_for(peer: PeerId, extensions: x509.Extensions) -> None:
     if is_authority:
         raise ProtocolViolation("certificate: it claims to be an authority (CA:TRUE)")
     if usage != _SIGNS_HANDSHAKES_ONLY:
-        raise ProtocolViolation("certificate: the key usage is not digitalSignature alone")
+        raise ProtocolViolation("certificate: the key usage is not only digitalSignature")
     if names != [x509.DNSName(peer)]:
         raise ProtocolViolation(f"certificate: the alternative names are not exactly {peer}")

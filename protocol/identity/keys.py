@@ -1,4 +1,4 @@
-"""A node's identity: one Ed25519 key in a file, and its libp2p peer id, which contains the public key."""
+"""A node's identity: an Ed25519 key in a file, and its libp2p peer id, which contains the public key."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId
 KEY_BYTES: Final = 32
 PEER_ID_CHARACTERS: Final = 52
 MAX_KEY_FILE_BYTES: Final = 4096
-KEYS_KEPT: Final = 4096  # Reading base58 takes half as long as verifying a signature
+KEYS_KEPT: Final = 4096  # Decoding base58 takes half as long as verifying a signature
 
+# Prefix of libp2p's PublicKey protobuf: type 1 (Ed25519), 32 bytes
 LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")
-"""libp2p's PublicKey protobuf before the key: type 1 (Ed25519), 32 bytes."""
 _LIBP2P_PRIVATE_KEY_PREFIX: Final = bytes.fromhex("08011240")
 _IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
 
 
 class Identity:
-    """A node's private key and what can be done with it. Its repr shows the peer id and nothing secret."""
+    """A node's private key. The repr shows only the peer id."""
 
     __slots__ = ("_key", "_peer", "_public_key")
 
@@ -75,12 +75,12 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Self:
-        """The identity in the file, or a new one saved there when there is no file. Errors as `load` and `create`."""
+        """Loads the identity, or creates it if there is no file. Raises as `load` and `create`."""
         if not os.path.lexists(path):
             try:
                 return cls.create(path)
             except IdentityError:
-                # Another process may have created it in between; then that one counts for both.
+                # Another process may have created it meanwhile. Then use that one.
                 if not os.path.lexists(path):
                     raise
         return cls.load(path)
@@ -91,15 +91,15 @@ class Identity:
 
     @property
     def public_key(self) -> bytes:
-        """The raw Ed25519 public key, 32 bytes."""
+        """Raw Ed25519 public key, 32 bytes."""
         return self._public_key
 
     def sign(self, data: bytes) -> bytes:
-        """An Ed25519 signature (RFC 8032). `data` starts with a purpose, so that no signature serves another one."""
+        """Signs with Ed25519 (RFC 8032). `data` starts with its purpose, so that a signature has only one use."""
         return self._key.sign(data)
 
     def libp2p_private_key(self) -> bytes:
-        """libp2p's PrivateKey protobuf (68 bytes, secret): what `p2pd` reads from its identity file."""
+        """Returns libp2p's PrivateKey protobuf (68 bytes, secret), the format of `p2pd`'s identity file."""
         return _LIBP2P_PRIVATE_KEY_PREFIX + self._key.private_bytes_raw() + self._public_key
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Identity:
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
-    """The peer id of a raw Ed25519 public key. Raises ProtocolViolation: not 32 bytes."""
+    """Returns the peer id of a raw Ed25519 public key. Raises ProtocolViolation unless it has 32 bytes."""
     if len(public_key) != KEY_BYTES:
         raise ProtocolViolation(f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(public_key)}")
     return PeerId(base58.b58encode(_IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX + public_key).decode())
@@ -115,9 +115,9 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 @lru_cache(KEYS_KEPT)
 def public_key_of(peer: PeerId) -> bytes:
-    """The raw Ed25519 public key in a peer id. Raises ProtocolViolation for any other spelling."""
+    """Returns the raw Ed25519 public key in a peer id. Raises ProtocolViolation for any other spelling."""
     prefix = _IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX
-    # The length is checked first: decoding base58 takes quadratic time.
+    # Check the length first, because base58 decoding takes quadratic time.
     if len(peer) == PEER_ID_CHARACTERS:
         try:
             decoded = base58.b58decode(peer)
@@ -130,7 +130,7 @@ def public_key_of(peer: PeerId) -> bytes:
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether `signature` over `data` was made with the key. False for malformed keys and signatures."""
+    """Whether the signature of `data` is valid. False for malformed keys and signatures."""
     if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:
@@ -141,7 +141,7 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 
 
 def _read_private_file(path: Path) -> bytes:
-    """Reads a secret; checks the opened file, so that nobody can swap it. Raises FileNotFoundError, IdentityError."""
+    """Reads a secret file, checking the open file against a swap. Raises FileNotFoundError, IdentityError."""
     try:
         # O_NONBLOCK: a named pipe in place of the file must not hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -191,7 +191,7 @@ def _parse_key(pem: bytes, path: Path) -> Ed25519PrivateKey:
 
 
 def _make_private_folders(folder: Path) -> None:
-    """Makes what is missing of `folder` with mode 0700 at every level; what exists is left as it is."""
+    """Creates missing folders with mode 0700. Does not change existing ones."""
     if folder.is_dir():
         return
     _make_private_folders(folder.parent)
@@ -203,12 +203,12 @@ def _make_private_folders(folder: Path) -> None:
 
 
 def _write_private_file(path: Path, data: bytes) -> None:
-    """Puts a whole file of mode 0600 at `path` or none. Raises FileExistsError, also for a dangling link."""
+    """Writes a new file with mode 0600 atomically. Raises FileExistsError, also for a dangling link."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # a umask may have taken even the owner's rights
+            os.fchmod(descriptor, 0o600)  # the umask may have removed even the owner's rights
             file.write(data)
             file.flush()
             os.fsync(descriptor)

@@ -1,8 +1,6 @@
-"""Ed25519 signatures of routes and of rounds (RFC 8032); the signer's public key is in its peer id.
+"""Ed25519 signatures of routes, entries and pieces (RFC 8032). The signer's public key is in its peer id.
 
-A data node signs purpose 0 | run (32 bytes) | number (8) | purpose (1) | lifetime in ms (4) | modules: stage (2) and
-expert (2) each, all big-endian. With documents the number of modules (2) precedes them and the tokens of each document
-(4) follow; with labels their number (4) precedes the documents.
+`proto/link.proto` specifies the signed bytes at Route, Entry and Contribution.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _PIECE_NUMBERS: Final = struct.Struct("<6Q")
 
 
 class EntrySeal:
-    """Signs and checks entries of one run: a `Seal`. Other runs, rounds, attempts and anchors have other bytes."""
+    """Signs and verifies entries of one run (`Seal`). Run, round, attempt and anchor are part of the signed bytes."""
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity
@@ -39,12 +37,12 @@ class EntrySeal:
         return replace(entry, signature=self._identity.sign(entry_statement(self._run, entry)))
 
     def verify(self, entry: Entry) -> bool:
-        """Whether the entry's peer has signed it. Takes 0.1 ms. Raises ProtocolViolation for a malformed peer id."""
+        """Whether the entry's signature is valid (0.1 ms). Raises ProtocolViolation for a malformed peer id."""
         return verify(public_key_of(entry.peer), entry.signature, entry_statement(self._run, entry))
 
 
 def entry_statement(run: RunId, entry: Entry) -> bytes:
-    """The bytes that are signed: all of the entry but its peer, which the key names."""
+    """Returns the signed bytes of an entry: everything but the peer, which is the key."""
     attempt = entry.round
     return b"".join(
         (
@@ -65,7 +63,7 @@ def _version(version: AnchorVersion) -> bytes:
 
 
 class PieceSignatures:
-    """Signs and checks pieces as one member of one run."""
+    """Signs pieces as one member of a run, and verifies others'."""
 
     def __init__(self, run: RunId, identity: Identity) -> None:
         self._run = bytes.fromhex(run)
@@ -95,11 +93,11 @@ def hash_of_piece(data: memoryview) -> bytes:
 DOMAIN: Final = b"skipstone-route:2\0"
 DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
 LABELS_DOMAIN: Final = b"skipstone-route-labels:1\0"
-REMEMBERED: Final = 4096  # Verified signatures that are remembered: each microbatch comes again on its way back
+REMEMBERED: Final = 4096  # Verified signatures in the cache, because each microbatch returns in the backward pass
 
 
 class Routes:
-    """Signs this node's routes, and checks everybody's, in one run."""
+    """Signs this node's routes and verifies all peers' routes, in one run."""
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity
@@ -115,7 +113,7 @@ class Routes:
         documents: tuple[int, ...] = (),
         labels: int = 0,
     ) -> Path:
-        """Signs the route of our own microbatch; returns its path with the lifetime in whole milliseconds."""
+        """Signs the route of our own microbatch. Returns its path, with the lifetime rounded to milliseconds."""
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
@@ -124,7 +122,7 @@ class Routes:
         return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels))
 
     def fault(self, message: MicrobatchTensor) -> str | None:
-        """Why the message deviates from its signed route; None if it does not. 0.2 ms the first time, 10 us then."""
+        """Returns the reason why a message violates its signed route; None if it is valid. Takes 0.2 ms, then 10 us."""
         route, microbatch = message.path.route, message.microbatch
         if route is None:
             return "its data node has not signed the route"
@@ -132,7 +130,7 @@ class Routes:
             return "the path visits other modules than its data node has signed"
         purpose = (
             message.purpose if isinstance(message, Forward) else Purpose.TRAIN
-        )  # what is evaluated never comes back
+        )  # evaluated microbatches never return
         data = signed_bytes(
             self._run, microbatch, purpose, route.lifetime_s, route.modules, route.documents, route.labels
         )
@@ -159,7 +157,7 @@ def signed_bytes(
     documents: tuple[int, ...] = (),
     labels: int = 0,
 ) -> bytes:
-    """The bytes that are signed. The data node is not in it: its key is."""
+    """Returns the signed bytes of a route: everything but the data node, which is the key."""
     parts = [LABELS_DOMAIN if labels else DOCUMENTS_DOMAIN if documents else DOMAIN]
     parts += [bytes.fromhex(run), microbatch.number.to_bytes(8), purpose.value.to_bytes(1)]
     parts.append(milliseconds(lifetime_s).to_bytes(4))

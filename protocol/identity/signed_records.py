@@ -1,5 +1,4 @@
-"""Signed announcement records in the DHT and on links (`proto/records.proto`): exactly one byte string for each
-record."""
+"""Signed announcements in the DHT and on links (`proto/records.proto`), with exactly one encoding per record."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, ModuleId, PeerState
 KEY_PREFIX = "skipstone/"
 MAX_RECORD_BYTES = 2048
 RECORD_LIFETIME_S = 60.0  # From signing to expiry, by the signer's clock
-MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S  # Longest time to expiry, in seconds: the signer's clock may be a minute ahead
+MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S  # Longest accepted time to expiry: the signer's clock may be a minute ahead
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 64
 MAX_VIA = 4
@@ -33,7 +32,7 @@ MAX_INCARNATION = 2**48 - 1
 
 _DOMAIN = b"skipstone-record:"
 _REMEMBERED_RECORDS: Final = 4096
-# Fields of the announcement that the record has under the same name
+# Fields with the same name in announcement and record
 _SAME = (
     *("run", "peer", "certificate", "tokens_per_second", "quadratic_share", "slots", "free_slots", "steps", "relay"),
     *("incarnation", "sequence", "expires_at", "memory_bytes", "device_bytes"),
@@ -47,7 +46,7 @@ _MULTIADDR = re.compile(r"/[!-~]+")
 
 
 def directory_key(run: RunId, module: ModuleId | None) -> str:
-    """The DHT key of a module's replicas, or of the run's visitors when there is no module."""
+    """Returns the DHT key of a module's replicas; of the run's visitors without a module."""
     return f"{KEY_PREFIX}{run}/{'visitors' if module is None else module}"
 
 
@@ -68,13 +67,13 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
     return record
 
 
+# Verified records by their bytes, because both signatures are expensive and every look-up repeats them
 _verified: OrderedDict[bytes, Announcement] = OrderedDict()
-"""Verified records by their bytes: the two signatures are expensive and repeat at every look-up."""
 
 
 def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
     """Decodes and checks a record, cheap checks first. Raises ProtocolViolation."""
-    # `now` is Unix time in seconds, or None on the owner's own link, where a record is fresh.
+    # `now`: Unix time in seconds, or None on a link from the owner, where a record is always fresh.
     if len(data) > MAX_RECORD_BYTES:
         raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
     data = bytes(data)
@@ -108,7 +107,7 @@ def _signed_bytes(announcement: Announcement, body: bytes) -> bytes:
 
 
 def _parse(kind: type[Parsed], data: bytes, what: str) -> Parsed:
-    """Raises ProtocolViolation unless `data` is the one canonical encoding of the message."""
+    """Parses a message. Raises ProtocolViolation unless `data` is its canonical encoding."""
     message = parsed(kind, data, f"{what}: not the expected protobuf message")
     message.DiscardUnknownFields()
     if message.SerializeToString(deterministic=True) != data:
@@ -155,7 +154,7 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
 
 
 def _check_fields(announcement: Announcement) -> None:
-    """The bounds on every field, the same when we write and when we read."""
+    """Checks the bounds of all fields, before signing and after verification."""
     for address in announcement.addresses[:MAX_ADDRESSES]:
         _check_address(address)
     for fine, fault in _bounds(announcement):
@@ -215,7 +214,7 @@ def _check_run_and_time(announcement: Announcement, run: RunId, now: float | Non
 
 
 def _check_address(address: str) -> None:
-    """`host:port`, where the host is a name, an IPv4 address or an IPv6 address in brackets."""
+    """Checks `host:port`; the host is a name, an IPv4 address, or an IPv6 address in brackets."""
     host, colon, port = address.rpartition(":")
     fits = len(address) <= MAX_ADDRESS_LENGTH and bool(colon) and bool(_PORT.fullmatch(port)) and int(port) <= 65_535
     if not (fits and _is_host(host)):
@@ -227,6 +226,6 @@ def _is_host(host: str) -> bool:
     try:
         ip = ipaddress.IPv6Address(host[1:-1]) if bracketed else ipaddress.IPv4Address(host)
     except ValueError:
-        # A name of digits and dots only is a misspelt address, not a name.
+        # A name of only digits and dots is a misspelt address.
         return not bracketed and bool(_HOST_NAME.fullmatch(host)) and not re.fullmatch(r"[0-9.]+", host)
     return not (ip.is_unspecified or ip.is_multicast)

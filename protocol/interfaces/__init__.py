@@ -1,1 +1,1 @@
-"""The seams between node, transport, directory and clock."""
+"""Interfaces of transport, directory and clock."""

@@ -1,4 +1,4 @@
-"""The clock's interface, and the machine's own clock."""
+"""The clock's interface, and the system clock."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of time: steady for durations, wall time for what other machines see."""
+    """A source of monotonic and wall time."""
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary moment; never goes back. For durations and deadlines."""
+        """Returns seconds since an arbitrary moment, never decreasing, for durations and deadlines."""
 
     def wall(self) -> float:
-        """Unix time in seconds. Only for what other machines see: record expiry and sequence."""
+        """Returns Unix time in seconds, only for values that other machines read, such as a record's expiry."""
 
 
 class SystemClock:

@@ -1,4 +1,4 @@
-"""A tensor's specification from its header; it bounds what a receiver spends, before memory is taken."""
+"""Shape, type and encoding of a tensor, from its header, so that a receiver knows all sizes before it allocates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from swarm.vocabulary.types import Codec
 BLOCK: Final = 128
 INT4_BLOCK: Final = 64
 SPARSE_CHUNK: Final = 4096
-PLACE_LOW_BITS: Final = 4  # Bits of a position in its chunk that are sent as they are (`protocol.codecs.top_k`)
-FEWEST_CHANNELS_AN_OUTLIER: Final = 16  # So that little is sent twice
+PLACE_LOW_BITS: Final = 4  # Low bits of a position in its chunk, sent verbatim (`protocol.codecs.top_k`)
+# Channels per outlier, at least, because outliers are also sent as zeros in the blocks
+FEWEST_CHANNELS_AN_OUTLIER: Final = 16
 
 
 class DType(enum.Enum):
-    """Element types that may travel. The value is the one in link.proto."""
+    """Element types on the wire. The value is the one in link.proto."""
 
     FLOAT32 = 1
     BFLOAT16 = 2
@@ -28,8 +29,8 @@ class DType(enum.Enum):
         return 4 if self is DType.FLOAT32 else 2
 
 
+# Elements sent of each chunk. A shorter last chunk sends an equal share, rounded up.
 KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
-"""Elements per chunk. A shorter last chunk sends an equal share, rounded up."""
 
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.INT4})
 _WHOLE_FLOATS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16})
@@ -37,13 +38,13 @@ _WHOLE_FLOATS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16})
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, element type and encoding of a tensor on the wire. What `fault` objects to is no tensor of ours."""
+    """Shape, element type and encoding of a tensor on the wire. Invalid if `fault` returns a reason."""
 
     shape: tuple[int, ...]
     dtype: DType
     codec: Codec = Codec.NONE
-    outliers: int = 0  # Channels sent apart in bfloat16. Blockwise codecs only.
-    compressed_bytes: int = 0  # PLANES only: depends on the elements
+    outliers: int = 0  # Channels sent separately in bfloat16; blockwise codecs only
+    compressed_bytes: int = 0  # PLANES only, depends on the elements
 
     @property
     def elements(self) -> int:
@@ -76,7 +77,7 @@ class TensorSpec:
 
     @property
     def apart_bytes(self) -> int:
-        """Bytes of the outliers: two for a channel's number, two for each of its elements."""
+        """Bytes of the outliers: two for each channel number, two for each element."""
         return 2 * self.outliers * (1 + self.rows)
 
     def fault(self) -> str | None:
@@ -84,10 +85,10 @@ class TensorSpec:
             return f"{self.codec.name} encodes float32 and bfloat16, not {self.dtype.name}"
         apart = len(self.shape) > 1 and self.codec in _BLOCKWISE
         if self.outliers > (most_outliers(self.shape) if apart else 0):
-            return f"{self.outliers} channels sent apart are more than {self.codec.name} of {self.shape} allows"
+            return f"{self.outliers} outlier channels are more than {self.codec.name} of {self.shape} allows"
         planes = self.codec is Codec.PLANES
         if planes != (self.compressed_bytes > 0) or self.compressed_bytes > self.raw_bytes:
-            return f"{self.compressed_bytes} compressed bytes make no sense with {self.codec.name} of {self.shape}"
+            return f"{self.compressed_bytes} compressed bytes are impossible with {self.codec.name} of {self.shape}"
         return None
 
 
@@ -96,13 +97,13 @@ def blocks_of(elements: int, size: int) -> int:
 
 
 def most_outliers(shape: tuple[int, ...]) -> int:
-    """The largest number of channels of such a tensor that may be sent apart."""
+    """Returns the largest allowed number of outlier channels."""
     return shape[-1] // FEWEST_CHANNELS_AN_OUTLIER
 
 
 @dataclass(frozen=True, slots=True)
 class SparseChunk:
-    """The layout of a chunk of the sparse codecs: levels, lower bits of places, upper ones, codes, in whole bytes."""
+    """Layout of a chunk of the sparse codecs: levels, low bits of positions, high bits, codes, each in whole bytes."""
 
     elements: int  # 1 to SPARSE_CHUNK
     codec: Codec
@@ -121,7 +122,7 @@ class SparseChunk:
 
     @property
     def high_bytes(self) -> int:
-        """The length of the upper bits: one for each place, and one for each run of 2^PLACE_LOW_BITS elements."""
+        """Bytes of the high bits: one bit per position, and one per 2^PLACE_LOW_BITS elements."""
         return -(-(self.kept + blocks_of(self.elements, 2**PLACE_LOW_BITS)) // 8)
 
     @property

@@ -1,1 +1,1 @@
-"""The libp2p daemon and its streams, in the DHT's child process, where alone hivemind is imported."""
+"""The libp2p daemon and its streams, for the DHT's child process, the only one that imports hivemind."""

@@ -1,6 +1,6 @@
-"""Child processes: an allowlist for their environment, and a program that ends a command with its parent.
+"""Child processes: an allowlist for the environment, and a program that ends a command with its parent.
 
-`python -I -S child_process.py PARENT_PID COMMAND ...` runs isolated, so this module imports the standard library alone.
+`python -I -S child_process.py PARENT_PID COMMAND ...` runs isolated, so this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Final
 
 _PR_SET_PDEATHSIG = 1
-_MAX_OPEN_FILES = 4096  # p2pd has no limits of its own
+_MAX_OPEN_FILES = 4096  # p2pd itself has no limit
+# Without PYTHONSTARTUP, PYTHONINSPECT, PYTHONHOME, PYTHONPYCACHEPREFIX and LD_PRELOAD, which choose the code that runs
 NAMES: Final = frozenset(
     {
         *("HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TERM", "NO_COLOR", "COLUMNS"),
@@ -25,18 +26,17 @@ NAMES: Final = frozenset(
         *("PYTHONFAULTHANDLER", "PYTHONNOUSERSITE", "PYTHONSAFEPATH"),
     }
 )
-"""Not PYTHONSTARTUP, PYTHONINSPECT, PYTHONHOME or PYTHONPYCACHEPREFIX, nor LD_PRELOAD: they say which code runs."""
 PREFIXES: Final = (
     *("SKIPSTONE_", "LC_", "GRPC_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_"),
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "NCCL_", "HIP_", "ROCR_", "HSA_"),
 )
+# Passed without relative and empty entries, which mean the current folder
 PATHS: Final = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"})
-"""Without relative and empty entries, which would mean the current folder."""
 
 
 def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, str]:
-    """The environment for a child of a process that has `inherited`; `more` comes on top."""
+    """Returns the allowed part of `inherited` as a child's environment, plus `more`."""
     kept = {name: value for name, value in inherited.items() if name in NAMES or name.startswith(PREFIXES)}
     for name in PATHS & inherited.keys():
         if folders := [folder for folder in inherited[name].split(os.pathsep) if os.path.isabs(folder)]:
@@ -45,24 +45,24 @@ def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, st
 
 
 def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> dict[str, str]:
-    """`child_environment` for a child that imports from `packages` first."""
+    """Returns `child_environment` for a child that imports from `packages` first."""
     kept = child_environment(inherited, **more)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (packages, kept.get("PYTHONPATH"))))}
 
 
 def main() -> None:
-    """Runs a command that ends with its parent: on Linux by PR_SET_PDEATHSIG, elsewhere the node kills the group."""
+    """Runs a command that ends with its parent: by PR_SET_PDEATHSIG on Linux; elsewhere the node kills the group."""
     import resource
 
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the kernel was asked
+        if os.getppid() != parent:  # the parent died before prctl
             sys.exit(1)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_MAX_OPEN_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    os.execv(command[0], command)  # noqa: S606  # no shell wanted
+    os.execv(command[0], command)  # noqa: S606  # without a shell
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""hivemind's libp2p daemon (`p2pd`, a Go program) with a node's settings, and its streams. Imports hivemind."""
+"""hivemind's libp2p daemon (`p2pd`, a Go program) with our settings, and its streams. Imports hivemind."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from protocol.nat.relay import RelayStream
 from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId
 
-_MEMORY_GOAL = "512MiB"  # For Go's garbage collector
+_MEMORY_GOAL = "512MiB"  # Soft limit for Go's garbage collector
+# The defaults (256, 512, 2 minutes) keep a flood of idle connections too long
 _CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
-"""Its defaults (256, 512, two minutes) keep a flood of idle connections too long."""
 
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
-    """p2pd that cannot outlive this process, with its sockets in a folder of its own instead of /tmp."""
+    """p2pd that cannot outlive this process, with its sockets in a private folder instead of /tmp."""
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
@@ -39,8 +39,8 @@ class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
 async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     """Starts p2pd and connects to it. Raises ConfigError if it does not start, IdentityError for another peer id."""
-    # Off: relaying (p2pd's gives away 4 GiB a circuit), port mapping (it believes anybody in the local network),
-    # AutoNAT. Initial peers are not passed: p2pd would refuse to start while they are away.
+    # Disabled: relaying (p2pd's would carry 4 GiB per circuit), port mapping (it trusts every device in the local
+    # network), AutoNAT. No initial peers, because p2pd does not start while they are unreachable.
     os.environ.setdefault("GOMEMLIMIT", _MEMORY_GOAL)
     folder = Path(start.folder)
     _Daemon._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
@@ -54,7 +54,7 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
             **listening,
             announce_maddrs=list(start.announce) or None,
             identity_path=str(folder / start.identity),
-            check_if_identity_free=False,  # hivemind's check takes every key for RSA
+            check_if_identity_free=False,  # hivemind's check supports only RSA keys
             dht_mode="client" if start.client else "server",
             auto_nat=False,
             nat_port_map=False,
@@ -70,19 +70,19 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
         ) from error
     if daemon.peer_id.to_base58() != start.peer:
         await daemon.shutdown()
-        raise IdentityError(f"the DHT came up as {daemon.peer_id}, not as {start.peer}")
+        raise IdentityError(f"the DHT started as {daemon.peer_id} instead of {start.peer}")
     return daemon
 
 
 async def any_answers(addresses: list[Multiaddr]) -> bool:
-    # After a failed dial p2pd refuses to retry for 5 s, too long for a swarm that starts at once.
+    # Check by TCP first: after a failed dial p2pd refuses to retry for 5 s, too long for a swarm that starts together.
     return any(await asyncio.gather(*map(_answers, addresses)))
 
 
 async def _answers(address: Multiaddr) -> bool:
     hosts = [address[name] for name in ("ip4", "ip6", "dns", "dns4", "dns6") if name in address]
     if not hosts or "tcp" not in address or "p2p-circuit" in address:
-        return True  # not ours to tell
+        return True  # cannot be checked here, so let p2pd try
     try:
         _, writer = await asyncio.open_connection(hosts[0], int(address["tcp"]))
     except OSError:
@@ -92,23 +92,23 @@ async def _answers(address: Multiaddr) -> bool:
 
 
 def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> None:
-    """Raises OSError if the port is taken: p2pd would share it (SO_REUSEPORT) and get half the calls."""
+    """Raises OSError if the port is in use. p2pd would share it (SO_REUSEPORT) and get only some connections."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former life may linger
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
         probe.bind((str(address), port))
 
 
 PROTOCOL: Final = "/skipstone/relay/1"
 DIAL_S: Final = 5.0
+# Relay addresses come from peers, so allow only these transports of libp2p
 _RELAY: Final = re.compile(
     r"(?P<way>/(ip4|ip6|dns4|dns6)/[A-Za-z0-9.:-]+/tcp/[0-9]{1,5})/p2p/(?P<peer>[1-9A-HJ-NP-Za-km-z]{46,64})"
 )
-"""Announced by peers; libp2p knows transports that peers must not have us use."""
 
 
 class Libp2pStreams:
-    """Opens streams to relaying peers, and takes those that come to us."""
+    """Opens streams to relays, and accepts streams from peers."""
 
     def __init__(self, daemon: P2P) -> None:
         self._daemon = daemon
@@ -117,7 +117,7 @@ class Libp2pStreams:
         """Opens a stream; see `protocol.nat.relay.Dial`."""
         match = _RELAY.fullmatch(relay)
         if match is None:
-            raise Unreachable(f"{relay[:128]!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")
+            raise Unreachable(f"{relay[:128]!r} is not of the form /ip4/ADDRESS/tcp/PORT/p2p/PEER")
         try:
             peer, way = PeerID.from_base58(match["peer"]), Multiaddr(match["way"])
             async with asyncio.timeout(DIAL_S):
@@ -132,7 +132,7 @@ class Libp2pStreams:
         return RelayStream(PeerId(match["peer"]), reader, writer)
 
     async def take(self, serve: Callable[[RelayStream], Awaitable[None]]) -> None:
-        """Serves incoming streams from now on. Raises P2PDaemonError."""
+        """Starts to serve incoming streams. Raises P2PDaemonError."""
 
         async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await serve(RelayStream(PeerId(info.peer_id.to_base58()), reader, writer))

@@ -1,4 +1,4 @@
-"""Imports hivemind's DHT without the rest of hivemind, which would cost torch, 1.6 CPU-seconds and 280 MB."""
+"""Imports hivemind's DHT without the rest of hivemind, which would import torch (1.6 CPU-seconds, 280 MB)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GATHERED_BY_UTILS = {
 
 
 def install() -> None:
-    """Makes `hivemind.dht.node` importable cheaply, unless hivemind is imported already. Raises ConfigError."""
+    """Prepares a cheap import of `hivemind.dht.node`, unless hivemind is already imported. Raises ConfigError."""
     if "hivemind" in sys.modules:
         return
     found = importlib.util.find_spec("hivemind")

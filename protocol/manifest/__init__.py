@@ -1,1 +1,1 @@
-"""The definition of a run, its signature, and the join link."""
+"""The manifest that defines a run, its signature, and the join link."""

@@ -1,6 +1,7 @@
-"""The join link: `skipstone:<run>@<multiaddr>[,<multiaddr>...]`, the run and the peers to ask first.
+"""Join link: `skipstone:<run>@<multiaddr>[,<multiaddr>...]`, with a run and some of its peers.
 
-A multiaddr is /ip4, /ip6, /dns4 or /dns6, then /tcp/PORT or /udp/PORT/quic-v1, then /p2p/PEER. Shells need no quotes.
+A multiaddr is /ip4, /ip6, /dns4 or /dns6 and a host, then /tcp/PORT or /udp/PORT/quic-v1, then /p2p/PEER. Shells need
+no quotes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """A run and 1 to 16 multiaddrs of peers in it, in their shortest spelling. Raises ConfigError."""
+    """A run and 1 to 16 multiaddrs of its peers, in shortest spelling. Raises ConfigError."""
 
     run: RunId
     peers: tuple[str, ...]
@@ -47,12 +48,12 @@ class JoinLink:
 
 
 def is_link(text: str) -> bool:
-    """Whether the text is meant as a join link; it may still be malformed."""
+    """Whether the text looks like a join link; it may still be malformed."""
     return text.strip().startswith(_SCHEME)
 
 
 def parse_link(text: str) -> JoinLink:
-    """Reads a link; white space around it is ignored. Raises ConfigError with an example."""
+    """Parses a link, ignoring surrounding white space. Raises ConfigError with an example."""
     link = text.strip()
     if len(link) > MAX_LINK_CHARACTERS:
         raise _wrong(f"it has {len(link)} characters, allowed are {MAX_LINK_CHARACTERS}")
@@ -67,7 +68,7 @@ def parse_link(text: str) -> JoinLink:
 
 
 def multiaddr_of(host: str, port: int) -> str:
-    """The multiaddr of a TCP port of a host given by name or address, without the peer."""
+    """Returns the multiaddr of a TCP port on a host (name or address), without the peer."""
     try:
         kind = f"ip{ipaddress.ip_address(host).version}"
     except ValueError:
@@ -76,7 +77,7 @@ def multiaddr_of(host: str, port: int) -> str:
 
 
 def _checked_address(address: str) -> str:
-    """The multiaddr with its host in the shortest spelling; raises ConfigError when it is not one that we dial."""
+    """Normalises a multiaddr. Raises ConfigError if it cannot be dialled."""
     parts = address.split("/")
     if len(parts) < 2 or parts[0]:
         raise _wrong(f"the address {_shown(address)} does not begin with '/'")
@@ -129,12 +130,12 @@ def _checked_ip(kind: str, host: str, address: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Quoted, with control characters escaped, and cut: it may come from anywhere."""
+    """Quotes, escapes and truncates untrusted text for an error message."""
     return repr(text if len(text) <= 120 else text[:117] + "...")
 
 
 def _wrong(reason: str) -> ConfigError:
     return ConfigError(
         f"this is not a join link: {reason}. A link looks like this: {EXAMPLE}",
-        hint="Copy the whole link again from whoever runs the swarm.",
+        hint="Ask the author of the run for the link and copy all of it.",
     )

@@ -1,4 +1,4 @@
-"""The manifest: one TOML file with everything that must be equal on all peers, checked key by key."""
+"""The manifest: a TOML file with everything that must be equal on all peers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A table: unknown keys are refused, values not coerced. A key's docstring is its comment in the manifest file."""
+    """A table. Rejects unknown keys, does not coerce values. A key's docstring is its comment in the manifest file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
     added_later: ClassVar[frozenset[str]] = frozenset()
-    """Keys that came later. At their default canonical form and file omit them, so older runs keep their RunId."""
+    """Keys added later. At their default, canonical form and file omit them, so that older runs keep their RunId."""
 
     def leaves_out(self, key: str) -> bool:
         return key in self.added_later and bool(getattr(self, key) == type(self).model_fields[key].default)
@@ -40,18 +40,17 @@ Turns = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
 class RopeScalingSection(Section):
-    """The stretching of the rotary embedding, by which a model reads longer rows than it was first trained on."""
+    """Scaling of the rotary embedding, for longer sequences than in the model's first training."""
 
     kind: Literal["linear", "llama3"]
-    """`linear` divides every frequency by `factor` (arXiv:2306.15595); `llama3` mainly the low ones
-    (arXiv:2407.21783)."""
+    """`linear` divides all frequencies by `factor` (arXiv:2306.15595), `llama3` mainly low ones (arXiv:2407.21783)."""
     factor: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)]
     low_frequency_factor: Turns = 1.0
-    """What turns less often than this within `original_positions` is divided by the whole factor."""
+    """Frequencies with fewer turns than this within `original_positions` are divided by the whole factor."""
     high_frequency_factor: Turns = 4.0
-    """What turns more often than this within `original_positions` stays as it is."""
+    """Frequencies with more turns than this within `original_positions` are unchanged."""
     original_positions: Annotated[int, Field(ge=8, le=2**31)] = 8192
-    """The longest row that the model was first trained on."""
+    """Longest sequence of the model's first training."""
 
     @model_validator(mode="after")
     def _rises(self) -> Self:
@@ -64,33 +63,32 @@ class ModelSection(Section):
     """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
-    """`mistral` is `llama`; `qwen2` adds biases to queries, keys and values; `qwen3` an RMSNorm of each query and key
-    head."""
+    """`mistral` equals `llama`. `qwen2` adds biases to queries, keys, values; `qwen3` RMSNorm of queries and keys."""
     vocabulary: Annotated[int, Field(ge=2, le=1_000_000)]
-    """Rows of the embedding; at least the tokenizer's size."""
+    """Rows of the embedding, at least the tokenizer's size."""
     hidden: Annotated[int, Field(ge=8, le=65_536)]
     heads: Annotated[int, Field(ge=1, le=1024)]
     kv_heads: Annotated[int, Field(ge=1, le=1024)]
     head_dim: Annotated[int, Field(ge=2, le=4096)] | None = None
-    """Width of one head; hidden / heads when absent."""
+    """Width of one head. Default: hidden / heads."""
     feed_forward: Annotated[int, Field(ge=8, le=262_144)]
     sequence: Annotated[int, Field(ge=8, le=1_048_576)]
-    """Tokens in one row of a microbatch."""
+    """Tokens per row of a microbatch."""
     rope_theta: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 10_000.0
     rope_scaling: RopeScalingSection | None = None
     norm_epsilon: Annotated[float, Field(gt=0, le=0.1, allow_inf_nan=False)] = 1e-5
     tied_embeddings: bool = False
-    """The head's matrix is the embedding's."""
+    """Use the embedding as the matrix of the LM head."""
     attention_bias: bool = False
-    """All four projections of attention have biases, as some models of the families `llama` and `qwen3` do."""
+    """Biases of all four attention projections, as in some models of the families `llama` and `qwen3`."""
     positions: Annotated[int, Field(ge=8, le=2**31)] | None = None
-    """The most positions that the model was made for, which an export repeats; `sequence` when absent."""
+    """Longest sequence the model is made for, repeated by an export. Default: sequence."""
     sliding_window: Annotated[int, Field(ge=8, le=2**31)] | None = None
-    """Only of `mistral`: a token sees so many before it. No row may be longer, so that here it makes no difference."""
+    """For `mistral`: tokens that attention looks back. Rows may not be longer, so it has no effect in training."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of hidden states on the wire and of the matrix products; parameters are kept in float32."""
+    """Element type of hidden states on the wire and of matrix products. Parameters are float32."""
     attention: Literal["causal", "documents"] = "causal"
-    """`documents`: microbatches are whole documents, masked from each other. `causal`: rows of one stream of text."""
+    """`documents`: microbatches of whole documents, masked from each other. `causal`: rows of one stream of text."""
     added_later: ClassVar[frozenset[str]] = frozenset(
         {
             "attention",
@@ -141,13 +139,13 @@ class ModelSection(Section):
 
 
 def block_parameters(model: ModelSection) -> int:
-    """The number of weights in the matrices of one transformer block; its two norms are left out."""
+    """Returns the number of weights in the matrices of one transformer block, without its two norms."""
     kv_size = model.kv_heads * model.head_size
     return model.hidden * (2 * model.query_size + 2 * kv_size + 3 * model.feed_forward)
 
 
 def quadratic_share(model: ModelSection) -> float:
-    """The cost of a document's attention in tokens per squared token, by operations (arXiv:2001.08361, 2.1)."""
+    """Returns the cost of attention in tokens per squared token, by operations (arXiv:2001.08361, section 2.1)."""
     return model.query_size / block_parameters(model)
 
 
@@ -156,26 +154,26 @@ def document_cost(model: ModelSection, tokens: int) -> float:
 
 
 class InnerSection(Section):
-    """The inner optimizer. `soap` (arXiv:2409.11321) and `muon` (arXiv:2502.16982) move block matrices; the rest is
-    AdamW's."""
+    """The inner optimizer. `soap` (arXiv:2409.11321) and `muon` (arXiv:2502.16982) update the blocks' matrices, and
+    AdamW everything else."""
 
     name: Literal["adamw", "soap", "muon"] = "adamw"
     learning_rate: Rate = 1e-3
     beta1: Share = 0.9
     beta2: Share = 0.95
-    """Also of what SOAP's bases follow from."""
+    """Decay of second moments, also of the statistics for SOAP's bases."""
     epsilon: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Largest norm of one module's mean gradient; a value that is never reached, such as 1e9, means no clipping."""
+    """Largest norm of one module's mean gradient. A huge value such as 1e9 disables clipping."""
     momentum: Share = 0.95
-    """Of `muon`."""
+    """For `muon`."""
     refresh_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
-    """Of `soap`: a matrix's basis is refreshed every so many inner steps."""
+    """For `soap`: inner steps between refreshes of a matrix's basis."""
     refresh_lag: Annotated[int, Field(ge=1, le=1_000_000)] = 2
-    """Of `soap`: inner steps until a refreshed basis is used, at most `refresh_steps`. 1 is the published algorithm."""
+    """For `soap`: inner steps until a refreshed basis is used, at most `refresh_steps`. The paper's algorithm has 1."""
     largest_side: Annotated[int, Field(ge=8, le=65_536)] = 2048
-    """Of `soap`: longer sides of a matrix have no basis. A refresh takes time by the cube of a side."""
+    """For `soap`: longer sides of a matrix have no basis, because a refresh takes cubic time."""
     added_later: ClassVar[frozenset[str]] = frozenset({"momentum", "refresh_steps", "refresh_lag", "largest_side"})
 
     @model_validator(mode="after")
@@ -186,19 +184,18 @@ class InnerSection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate over the tokens of the run: linear warm-up, then as `kind` says, down to `final_ratio` of the
-    peak."""
+    """Learning rate over the tokens of the run: linear warm-up, then `kind` down to `final_ratio` of the peak."""
 
     kind: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 20
-    """Of `inner_tokens` tokens each; not used where tokens are given."""
+    """Length of the warm-up, in steps of `inner_tokens` tokens. Ignored if tokens are given."""
     total_steps: Positive = 1000
-    """As `warmup_steps`."""
+    """Length of the schedule, in the same steps. Ignored if tokens are given."""
     final_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
     warmup_tokens: Annotated[int, Field(ge=0)] | None = None
-    """The peak is reached after this many tokens of the whole run."""
+    """Tokens of the whole run until the peak. Replaces `warmup_steps`."""
     total_tokens: Positive | None = None
-    """The end is reached after this many tokens of the whole run. Replaces `total_steps`."""
+    """Tokens of the whole run until the end. Replaces `total_steps`."""
     added_later: ClassVar[frozenset[str]] = frozenset({"warmup_tokens", "total_tokens"})
 
     @model_validator(mode="after")
@@ -215,7 +212,7 @@ class ScheduleSection(Section):
 
 
 class OuterSection(Section):
-    """The outer optimizer: what a round does with the averaged pseudo-gradient."""
+    """The outer optimizer, which applies the averaged pseudo-gradient in a round."""
 
     name: Literal["nesterov"] = "nesterov"
     learning_rate: Rate = 0.7
@@ -223,20 +220,20 @@ class OuterSection(Section):
 
 
 class TrainingSection(Section):
-    """How the run trains: size of microbatches, inner steps, rounds, optimizers."""
+    """Size of microbatches, inner steps, rounds, optimizers."""
 
     rows: Annotated[int, Field(ge=1, le=65_536)] = 4
-    """Rows (sequences) of one microbatch."""
+    """Rows (sequences) per microbatch."""
     inner_tokens: Positive
-    """A replica takes an inner step after this many tokens; a multiple of rows x sequence."""
+    """Tokens per inner step of a replica, a multiple of rows x sequence."""
     inner_steps: Positive = 50
-    """A round is due after this many inner steps."""
+    """Inner steps after which a round is due."""
     round_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
-    """A round is due after so long at the latest, however few inner steps were taken, provided that there were any."""
+    """Seconds after which a round is due even with fewer inner steps, if there was at least one."""
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)] = 1
-    """Parts of a module that are averaged at staggered times, each after `inner_steps`."""
+    """Parts of a module, averaged in turn, each every `inner_steps`."""
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """Inner steps that a data node may run ahead of its slowest microbatch. 0 reproduces one process; 1 fills the
+    """Inner steps that a data node may run ahead of its slowest microbatch. 0 reproduces a single process, 1 fills the
     pipeline."""
     inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -244,7 +241,7 @@ class TrainingSection(Section):
 
     @property
     def schedule_tokens(self) -> tuple[int, int]:
-        """The tokens of the whole run after which the warm-up and the schedule end."""
+        """Tokens of the whole run after which warm-up and schedule end."""
         schedule = self.schedule
         if schedule.total_tokens is not None and schedule.warmup_tokens is not None:
             return schedule.warmup_tokens, schedule.total_tokens
@@ -252,7 +249,7 @@ class TrainingSection(Section):
 
     @property
     def scheduled_steps(self) -> int:
-        """The inner steps of `inner_tokens` tokens after which the schedule ends, where nothing is skipped."""
+        """Inner steps of `inner_tokens` tokens after which the schedule ends, if no stage is skipped."""
         return -(-self.schedule_tokens[1] // self.inner_tokens)
 
 
@@ -261,7 +258,7 @@ MAX_DOTS_PER_LINE = 64
 """tomllib takes quadratic time over deeply dotted keys."""
 MAX_DEPTH = 8
 DEFAULT_PREFIX: Final = 256
-"""Tokens of a document that choose its route: a few lines tell code from prose."""
+"""First tokens of a document that choose its route: a few lines distinguish code from prose."""
 SOURCES: Final = (
     "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 )
@@ -276,18 +273,18 @@ HUB_PLACE: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(
 
 
 class StagesSection(Section):
-    """The cut of the model into stages, and the paths that are allowed."""
+    """The split of the model into stages, and the allowed paths."""
 
     blocks: Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(min_length=1, max_length=MAX_STAGES)]
-    """Transformer blocks of each stage. Stage 0 also has the embedding, the head and the loss; it may have 0."""
+    """Transformer blocks of each stage. Stage 0 also has embedding, LM head and loss, and may have 0 blocks."""
     experts: Experts | Annotated[tuple[Experts, ...], Field(min_length=1, max_length=MAX_STAGES)] = 1
-    """Modules at each stage but stage 0: one number, or one for each stage, the first of which is 1."""
+    """Experts at each stage after stage 0: one number, or a list with one number per stage, starting with 1."""
     per_path: Annotated[int, Field(ge=0, le=MAX_STAGES)] | None = None
-    """Stages besides stage 0 that one path visits; all of them when absent."""
+    """Stages after stage 0 that one path visits. Default: all."""
     reordering: Literal["none"] = "none"
-    """Stages are visited in ascending order. The key stays, because the ids of runs follow from it."""
+    """Always `none`: stages are visited in ascending order. Kept, because it is part of the RunId."""
     visit_ratio: Annotated[float, Field(ge=1, le=MAX_VISIT_RATIO, allow_inf_nan=False)] = 1.0
-    """Largest ratio of visits between two stages after stage 0. Above 1, weak stages are visited less."""
+    """Largest ratio of visits of two stages after stage 0. Above 1, slow stages get fewer visits."""
     added_later: ClassVar[frozenset[str]] = frozenset({"visit_ratio"})
 
     @property
@@ -300,7 +297,7 @@ class StagesSection(Section):
 
     @property
     def has_experts(self) -> bool:
-        """Whether some stage has several modules, so that documents are routed."""
+        """Whether any stage has several experts, so that documents are routed."""
         return any(experts > 1 for experts in self.experts_of_each)
 
     def experts_at(self, stage: int) -> int:
@@ -316,7 +313,7 @@ class StagesSection(Section):
     @classmethod
     def _in_order(cls, value: object) -> object:
         if value == "adjacent":
-            raise ValueError('paths with steps back ("adjacent") exist no more; this run needs an older Skipstone')
+            raise ValueError('paths with steps back ("adjacent") were removed; this run needs an older Skipstone')
         return value
 
     @model_validator(mode="after")
@@ -340,35 +337,35 @@ class StagesSection(Section):
 
 
 class FilesSection(Section):
-    """The text's list of files. A data node whose files are others refuses to read them."""
+    """Identifies the text files. A data node refuses to read different files."""
 
     count: Annotated[int, Field(ge=1, le=1_000_000)]
     bytes: Annotated[int, Field(ge=1, lt=2**63)]
-    """Of all files together."""
+    """Size of all files together."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of every file's name and size, in the order of names."""
+    """Hash of all names and sizes, in order of names."""
 
 
 class DataSection(Section):
-    """The source of text. Every data node reads the same source and takes its share of the documents."""
+    """The source of text. All data nodes read the same source, each one its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
-    """`python-stdlib`, `path:...` or `tokens:FOLDER` (others give their copy by --text), or
+    """`python-stdlib`, `path:...` or `tokens:FOLDER` (other machines name their copy by --text), or
     `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`."""
     files: FilesSection | None = None
-    """Only of `path:` and `tokens:`; `skipstone new` writes it."""
+    """For `path:` and `tokens:`, written by `skipstone new`."""
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
     """`bytes`, or `file:TOKENIZER.json` in the format of the `tokenizers` library."""
     tokenizer_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """Of the tokenizer file, so that all data nodes use the same one; required with `file:`."""
+    """Hash of the tokenizer file, so that all data nodes use the same one. Required with `file:`."""
     held_out: Share = 0.02
-    """Share of the documents that is never trained on."""
+    """Share of documents reserved for evaluation."""
     labels: Literal["all", "assistant"] = "all"
-    """The tokens that the model learns to predict. `assistant`: what the assistant says in conversations (ChatML)."""
+    """Tokens that the model learns to predict. `assistant`: only the assistant's text in conversations (ChatML)."""
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
-    """Only of `huggingface:`: the commit of the data set; `skipstone new` writes it."""
+    """For `huggingface:`: commit of the data set, written by `skipstone new`."""
     dealt_by: Literal["documents", "files"] = "documents"
-    """`files` for `huggingface:`: data nodes walk the data set file by file. `documents` for all others: shuffled."""
+    """`files` for `huggingface:`: data nodes read the data set file by file. `documents` for all others: shuffled."""
     added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by"})
 
     @property
@@ -377,7 +374,7 @@ class DataSection(Section):
 
     @property
     def is_of_files(self) -> bool:
-        """Whether the text is files that somebody has to have."""
+        """Whether the text is in local files."""
         return self.kind in FILE_KINDS
 
     @field_validator("source")
@@ -390,7 +387,7 @@ class DataSection(Section):
             or (kind == "huggingface" and HUB_PLACE.fullmatch(rest))
         )
         if not known:
-            raise ValueError(f"is none of {SOURCES}")
+            raise ValueError(f"must be one of {SOURCES}")
         return _local_name(source, rest)
 
     @field_validator("tokenizer")
@@ -420,16 +417,16 @@ class DataSection(Section):
 
 
 class CodecSection(Section):
-    """The strongest compression of each kind of traffic. Microbatches use it only as far as a link needs it."""
+    """The strongest allowed compression of each kind of traffic. Links use milder codecs if they are fast enough."""
 
     activations: Literal["none", "bf16", "int8", "int4"] = "none"
     """Hidden states between stages."""
     gradients: Literal["none", "bf16", "int8", "int4"] = "none"
-    """Their gradients."""
+    """Gradients of hidden states."""
     pseudo_gradients: Literal["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"] = "none"
-    """Between replicas in a round. `int4` and the sparse ones keep what is left out in the replica."""
+    """Pseudo-gradients in rounds. With `int4` and `top_k_*`, replicas send the omitted rest in later rounds."""
     state: Literal["none", "planes"] = "planes"
-    """What newcomers download. `planes` shortens it without loss by a sixth where the link is slow."""
+    """State that newcomers download. `planes` is lossless and saves a sixth on slow links."""
 
     @field_validator("activations", "gradients", mode="before")
     @classmethod
@@ -440,67 +437,67 @@ class CodecSection(Section):
 
 
 class RoutingSection(Section):
-    """The router of a run with experts: to which of them each document goes."""
+    """The router of a run with experts, which chooses the experts of each document."""
 
     router: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """BLAKE3 of the router's bytes, which peers give each other."""
+    """BLAKE3 of the router file, which peers pass to each other."""
     prefix: Annotated[int, Field(ge=8, le=4096)] = DEFAULT_PREFIX
-    """The first tokens of a document, by which its route is chosen."""
+    """Number of first tokens of a document that choose its route."""
 
     @model_validator(mode="before")
     @classmethod
     def _router_is_fixed(cls, table: Any) -> Any:
         if isinstance(table, dict) and "reshard" in table:
-            raise ValueError("reshard is gone: the router of a run does not learn any more; make a new run without it")
+            raise ValueError("reshard is gone: the router of a run no longer learns; make a new run without it")
         return table
 
 
 class StartSection(Section):
-    """The existing model from which the run starts, as `skipstone new --from-model` has cut it."""
+    """The existing model from which the run starts, written by `skipstone new --from-model`."""
 
     modules: Annotated[tuple[HexDigest, ...], Field(min_length=1, max_length=MAX_STAGES)]
-    """BLAKE3 of each stage's first anchor, in order of stage. All experts of a stage start alike."""
+    """BLAKE3 of each stage's first anchor, by stage. All experts of a stage start with the same weights."""
 
 
 class Manifest(Section):
-    """The definition of a run. Read one with `protocol.manifest.signing`; compare two by their RunId."""
+    """The definition of a run. Read it by `protocol.manifest.signing`; compare two by their RunIds."""
 
     protocol: Annotated[int, Field(ge=PROTOCOL_VERSIONS.lowest, le=PROTOCOL_VERSIONS.highest)]
-    """Lowest protocol version that can carry this run."""
+    """Lowest protocol version that supports this run."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Initial weights, document order and held-out choice all follow from it."""
+    """Determines initial weights, order of documents, and held-out documents."""
     model: ModelSection
     stages: StagesSection
     data: DataSection = DataSection()
     training: TrainingSection
     codecs: CodecSection = CodecSection()
     routing: RoutingSection | None = None
-    """Only of a run with experts. Without it documents are dealt to them by chance, of their names and the seed."""
+    """For a run with experts. Without it, documents are assigned to experts by a hash of name and seed."""
     start: StartSection | None = None
-    """Only of a run that starts from an existing model. Without it the initial weights follow from the seed."""
+    """For a run that starts from an existing model. Without it, the seed determines the initial weights."""
     added_later: ClassVar[frozenset[str]] = frozenset({"routing", "start"})
 
     @property
     def route_prefix(self) -> int:
-        """Tokens of a document that choose its route, left out of held-out losses; 0 without experts."""
+        """Tokens of a document that choose its route, excluded from held-out losses; 0 without experts."""
         if not self.stages.has_experts:
             return 0
         return DEFAULT_PREFIX if self.routing is None else self.routing.prefix
 
     @property
     def microbatch_tokens(self) -> int:
-        """The tokens of a microbatch; at most, where it is whole documents."""
+        """Tokens of a microbatch; the most, if it has whole documents."""
         return self.training.rows * self.model.sequence
 
     @property
     def tells_labels(self) -> bool:
-        """Whether only some tokens are labels, so that hops are told of each microbatch how many."""
+        """Whether only some tokens are labels, so that routes contain their number."""
         return self.data.labels != "all"
 
     @property
     def packs_documents(self) -> bool:
-        """Whether microbatches are whole documents, each with positions and attention of its own."""
+        """Whether microbatches are whole documents, with separate positions and attention."""
         return self.model.attention == "documents"
 
     @property
@@ -509,13 +506,13 @@ class Manifest(Section):
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """The largest shape of hidden states between stages: rows, tokens, hidden."""
+        """Largest shape of hidden states between stages: (rows, tokens, hidden)."""
         if self.packs_documents:
             return (1, self.microbatch_tokens, self.model.hidden)
         return (self.training.rows, self.model.sequence, self.model.hidden)
 
     def step_tokens(self, module: ModuleId) -> int:
-        """Tokens of a replica's inner step at a stage: experts share the step, a microbatch is the least."""
+        """Returns the tokens per inner step of a module: the stage's experts share them; at least one microbatch."""
         share = self.training.inner_tokens // self.stages.experts_at(module.stage)
         return max(1, share // self.microbatch_tokens) * self.microbatch_tokens
 
@@ -553,7 +550,7 @@ class Manifest(Section):
 
 
 def _local_name(value: str, path: str) -> str:
-    """Raises ValueError for no path, or one on another machine: Windows would send our credentials there."""
+    """Checks a local path. Raises ValueError for one on another machine: Windows would send it our credentials."""
     if "\0" in value:
         raise ValueError("has a zero byte")
     if len(path) > 1 and path[0] in "/\\" and path[1] in "/\\":
@@ -571,7 +568,7 @@ def manifest_from_table(table: dict[str, Any]) -> Manifest:
 
 
 def data_section(table: dict[str, Any]) -> DataSection:
-    """Checks a table of `[data]` alone. Raises as `manifest_from_table`."""
+    """Checks a `[data]` table. Raises as `manifest_from_table`."""
     try:
         return DataSection.model_validate(table)
     except ValidationError as error:
@@ -579,12 +576,12 @@ def data_section(table: dict[str, Any]) -> DataSection:
 
 
 def _check_protocol(version: object) -> None:
-    """Before the rest: of a run of another protocol nothing else need be right."""
+    """Checks the protocol first, because the other keys depend on it."""
     lowest, highest = PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest
     if type(version) is int and not lowest <= version <= highest:
         spoken = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
         advice = (
-            "its author has to make a new run with 'skipstone new'" if version < lowest else "a newer Skipstone may"
+            "its author must make a new run with 'skipstone new'" if version < lowest else "install a newer Skipstone"
         )
         raise ManifestError(
             f"manifest: this run needs protocol version {version}; this Skipstone speaks version {spoken}; {advice}"
@@ -601,14 +598,14 @@ def parse_toml(text: bytes) -> dict[str, Any]:
         )
     try:
         return tomllib.loads(text.decode())
-    except ValueError as error:  # also what int() says of thousands of digits
+    except ValueError as error:  # also from int() for thousands of digits
         raise ManifestError(f"manifest: not a TOML file: {error}") from None
     except RecursionError:
         raise ManifestError("manifest: values are nested too deeply") from None
 
 
 def _tuples(value: Any, depth: int = 0) -> Any:
-    """TOML arrays as tuples, since the strict schema is immutable; refuses what TOML does not promise to carry."""
+    """Converts TOML arrays to tuples for the strict schema. Raises ManifestError for values outside TOML's limits."""
     if depth > MAX_DEPTH:
         raise ManifestError(f"manifest: values are nested more than {MAX_DEPTH} deep")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -1,7 +1,8 @@
 """The manifest's canonical form, its RunId, and the author's signature.
 
-Canonical: JSON, ASCII, sorted keys, no white space, all defaults but those of keys added later, floats as `repr` gives
-them, no negative zero. Comments are not signed, so the text that travels is written anew from the values.
+The canonical form is JSON: ASCII, sorted keys, no white space, floats as `repr`, no negative zero. It includes
+defaults, except for keys added later. Comments are not signed, so peers exchange a text that is rendered from the
+values.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ TomlValue = Scalar | tuple["TomlValue", ...]
 
 
 def toml_of(manifest: Manifest) -> str:
-    """The TOML of every key, defaults included; keys added later are comments at their default."""
-    head = toml_comment(
-        "A Skipstone run. Everything that must be equal on all peers is here: another value makes another run."
-    )
+    """Renders every key as TOML, including defaults; keys added later become comments at their default."""
+    head = toml_comment("A Skipstone run. These values are equal on all peers. Changing a value makes a different run.")
     return "\n\n".join([head, *_table(manifest, "")]) + "\n"
 
 
@@ -38,7 +37,7 @@ def toml_comment(text: str) -> str:
 
 
 def toml_value(value: TomlValue) -> str:
-    """A value in TOML syntax. Floats keep all their bits (`repr`), but there is one zero only."""
+    """Renders a value in TOML syntax. Floats are exact (`repr`), except that -0.0 becomes 0.0."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -46,13 +45,13 @@ def toml_value(value: TomlValue) -> str:
     if isinstance(value, float):
         return repr(value + 0.0)
     if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML wants DEL escaped too.
+        # TOML uses JSON's escapes, and also requires one for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return "[" + ", ".join(toml_value(item) for item in value) + "]"
 
 
 def _table(section: Section, path: str) -> list[str]:
-    """The blocks of a section. TOML wants a table's own keys before its sub-tables."""
+    """Renders a section as blocks. TOML requires a table's own keys before its sub-tables."""
     head = []
     if path:
         about = type(section).__doc__
@@ -73,19 +72,19 @@ def _table(section: Section, path: str) -> list[str]:
 
 _PURPOSE: Final = b"skipstone-manifest:"
 _SIGNATURE_COMMENT: Final = (
-    "Made by the author's identity key over all values above, in whatever order and layout they stand; comments are not"
-    " covered. Whoever changes a value has to sign again, and gets another run."
+    "Made by the author's identity key over all values above. Order, layout and comments do not matter. After a change"
+    " of a value the manifest must be signed again and defines another run."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
-    """A manifest with a checked signature of its author."""
+    """A manifest with the verified signature of its author."""
 
     manifest: Manifest
     author: PeerId
-    signature: bytes  # Ed25519, over `"skipstone-manifest:"` and the canonical form
-    text: bytes  # TOML with the `[signature]` table, the same bytes on every peer
+    signature: bytes  # Ed25519 over `"skipstone-manifest:"` and the canonical form
+    text: bytes  # TOML with the `[signature]` table; equal bytes on every peer
 
     @property
     def run(self) -> RunId:
@@ -93,23 +92,23 @@ class SignedManifest:
 
 
 def canonical(manifest: Manifest) -> bytes:
-    """The canonical bytes of the manifest's values; equal exactly when all values are equal."""
+    """Returns the canonical form, which is equal exactly if all values are equal."""
     return json.dumps(_plain(manifest), sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def run_id_of(manifest: Manifest) -> RunId:
-    """SHA-256 of `"skipstone-manifest:"` and the canonical form, in hexadecimal."""
+    """Returns the SHA-256 of `"skipstone-manifest:"` and the canonical form, in hexadecimal."""
     return RunId(hashlib.sha256(_PURPOSE + canonical(manifest)).hexdigest())
 
 
 def sign_manifest(manifest: Manifest, identity: Identity) -> SignedManifest:
-    """Signs the manifest. Raises ManifestError if a value cannot be written and read back, a bug of the schema."""
+    """Signs the manifest. Raises ManifestError if a value does not survive rendering and parsing (a schema bug)."""
     signature = identity.sign(_PURPOSE + canonical(manifest))
     return read_signed_manifest(render(manifest, identity.peer, signature), run_id_of(manifest))
 
 
 def render(manifest: Manifest, author: PeerId, signature: bytes) -> bytes:
-    """The manifest file's text: every key with its value and comment, then the signature."""
+    """Renders the manifest file: every key with value and comment, then the signature."""
     table = [
         toml_comment(_SIGNATURE_COMMENT),
         "[signature]",
@@ -120,7 +119,7 @@ def render(manifest: Manifest, author: PeerId, signature: bytes) -> bytes:
 
 
 def read_signed_manifest(text: bytes, expected: RunId | None) -> SignedManifest:
-    """Reads and checks a manifest file, maybe a peer's, which must define `expected` if given. Raises ManifestError."""
+    """Reads and verifies an untrusted manifest file, which must define `expected` if given. Raises ManifestError."""
     table = parse_toml(text)
     author, signature = _read_signature(table.pop("signature", None))
     manifest = manifest_from_table(table)
@@ -130,7 +129,7 @@ def read_signed_manifest(text: bytes, expected: RunId | None) -> SignedManifest:
         raise ManifestError(f"signature.author: {error}") from None
     if not verify(public_key, signature, _PURPOSE + canonical(manifest)):
         raise ManifestError(
-            "signature.value: it is not the author's signature of these values; the manifest was changed after signing"
+            "signature.value: not the author's signature of these values; the manifest was changed after signing"
         )
     run = run_id_of(manifest)
     if expected is not None and run != expected:
@@ -159,7 +158,7 @@ def _read_signature(table: Any) -> tuple[PeerId, bytes]:
 
 
 def _plain(value: object) -> object:
-    """Models as dictionaries. Independent of pydantic's dump, which could change a RunId."""
+    """Converts models to dictionaries. Independent of pydantic's dump, whose changes would change RunIds."""
     if isinstance(value, Section):
         keys = (key for key in type(value).model_fields if not value.leaves_out(key))
         return {key: _plain(getattr(value, key)) for key in keys}

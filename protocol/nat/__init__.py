@@ -1,1 +1,1 @@
-"""Ways around NAT: dial-back tests, calls, and tunnels through relaying peers. See docs/REACHABILITY.md."""
+"""NAT traversal: dial-back tests, and tunnels through relays."""

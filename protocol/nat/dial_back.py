@@ -1,4 +1,4 @@
-"""Dialling back: the test whether a peer answers at its port, by TCP and a TLS 1.3 handshake that proves its key."""
+"""Dial-back: tests whether a peer answers at its port, by TCP and a TLS 1.3 handshake that proves its key."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
 
+# Timeout for connection and handshake together, more than ten round trips to a home
 DIAL_BACK_S: Final = 3.0
-"""For the connection and the handshake together: a home's round trip is less than a tenth of that."""
 MAX_RESULT_BYTES: Final = 1536
 MAX_HOST_CHARACTERS: Final = 64
 
 
 class DialBackOutcome(enum.Enum):
-    """The outcome of a dial-back. The value is link.proto's."""
+    """Outcome of a dial-back, with the value in link.proto."""
 
     REACHED = 1
     CLOSED = 2
@@ -33,10 +33,10 @@ class DialBackOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DialBackResult:
-    """The result that one peer reports."""
+    """Result of a dial-back, as one peer reports it."""
 
+    # The asker's IP address as seen by that peer; empty if unknown
     host: Annotated[str, Length(0, MAX_HOST_CHARACTERS)]
-    """The IP address that it has for the asker; empty when it knows none."""
     outcome: DialBackOutcome
     detail: Detail = ""
 
@@ -45,12 +45,14 @@ _RESULT: Final = converter(DialBackResult, wire.DialBackResult.DESCRIPTOR)
 
 
 async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float = DIAL_BACK_S) -> DialBackResult:
-    """Checks whether the owner of `certificate` (DER) answers at an IP address and port. No network errors."""
-    # A name is not looked up: its owner could point it at somebody else.
+    """Checks whether the owner of `certificate` (DER) answers at an IP address and port. Raises no network errors."""
+    # No host names: their owner could direct the test at other machines.
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return DialBackResult("", DialBackOutcome.NOT_TRIED, "your link does not show an IP address of yours")
+        return DialBackResult(
+            "", DialBackOutcome.NOT_TRIED, "your IP address is unknown, because your link does not show it"
+        )
     try:
         async with asyncio.timeout(timeout_s):
             shown = await _certificate_at(host, port)
@@ -59,7 +61,7 @@ async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float =
     except ConnectionRefusedError:
         return DialBackResult(host, DialBackOutcome.CLOSED, f"port {port} refused the connection")
     except (ssl.SSLError, ConnectionError, EOFError) as error:
-        detail = f"what answers at port {port} does not speak as a node does: {type(error).__name__}"
+        detail = f"the server at port {port} is not a node: {type(error).__name__}"
         return DialBackResult(host, DialBackOutcome.ANOTHER, detail)
     except OSError as error:
         return DialBackResult(host, DialBackOutcome.SILENT, f"port {port}: {error.strerror or type(error).__name__}")
@@ -74,10 +76,10 @@ def encode_dial_back(result: DialBackResult) -> bytes:
 
 
 def decode_dial_back(data: bytes) -> DialBackResult:
-    """Decodes a peer's answer. Raises ProtocolViolation: it is none, or its host is no IP address."""
+    """Decodes a peer's answer. Raises ProtocolViolation if it is malformed, or its host is not an IP address."""
     if len(data) > MAX_RESULT_BYTES:
         raise ProtocolViolation(f"dial-back: {len(data)} bytes are more than {MAX_RESULT_BYTES}")
-    said = parsed(wire.DialBackResult, data, f"dial-back: {len(data)} bytes are no result")
+    said = parsed(wire.DialBackResult, data, f"dial-back: {len(data)} bytes are not a result")
     result: DialBackResult = _RESULT.read(said, None)
     return replace(result, host=_read_host(result.host, result.outcome))
 
@@ -94,23 +96,23 @@ def _read_host(host: str, outcome: DialBackOutcome) -> str:
 
 
 async def _certificate_at(host: str, port: int) -> bytes:
-    """The server's certificate (DER), whose key TLS 1.3 proves. Raises OSError."""
+    """Returns the server's certificate (DER), proven by TLS 1.3. Raises OSError."""
     _, writer = await asyncio.open_connection(host, port, ssl=_context())
     try:
         secured: ssl.SSLObject = writer.get_extra_info("ssl_object")
         return secured.getpeercert(binary_form=True) or b""
     finally:
-        # No farewell of TLS: the server is turning us away meanwhile, and what it says to that is of no interest.
+        # Without a TLS shutdown, because the server rejects us meanwhile, and its answer is irrelevant.
         writer.transport.abort()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
 
 
 def _context() -> ssl.SSLContext:
-    """Takes any certificate: it is compared afterwards, which is stricter than any chain."""
+    """Returns a context that accepts any certificate. The caller compares it, which is stricter than a chain."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])  # gRPC's server hangs up on who does not offer it
+    context.set_alpn_protocols(["h2"])  # required by gRPC's server
     return context

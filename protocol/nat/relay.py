@@ -1,4 +1,4 @@
-"""Tunnels through relays: the relay, the attachment of a peer that takes tunnels, and the opening of tunnels."""
+"""Tunnels through relays: the relay, the attachment of a peer to a relay, and the opening of tunnels."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from swarm.vocabulary.types import PeerId, RunId, short
 
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_REASON: Final = 200
-CLOSE_PATIENCE_S: Final = 1.0  # Unsent bytes are dropped after so long
+CLOSE_PATIENCE_S: Final = 1.0  # Time to send the remaining bytes before they are dropped
 _LENGTH_BYTES: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayStream:
-    """A byte stream to a peer whose identity libp2p has proved."""
+    """A byte stream to a peer, authenticated by libp2p."""
 
     peer: PeerId
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     async def say(self, message: relay_pb2.RelayMessage) -> None:
-        """Sends a message; waits while the other side does not read. Raises Unreachable: the stream broke."""
+        """Sends a message, waiting for the other side to read. Raises Unreachable if the stream is broken."""
         data = message.SerializeToString()
         assert len(data) <= MAX_MESSAGE_BYTES
         try:
@@ -46,7 +46,7 @@ class RelayStream:
             raise Unreachable("the stream broke") from error
 
     async def hear(self) -> relay_pb2.RelayMessage:
-        """The next message. Raises Unreachable at the end, ProtocolViolation for unknown or long ones."""
+        """Reads the next message. Raises Unreachable at the end, ProtocolViolation for unknown or long messages."""
         try:
             length = int.from_bytes(await self.reader.readexactly(_LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
@@ -54,13 +54,13 @@ class RelayStream:
             data = await self.reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise Unreachable("the stream ended") from error
-        message = parsed(relay_pb2.RelayMessage, data, "relay: bytes on the stream are no message")
+        message = parsed(relay_pb2.RelayMessage, data, "relay: the bytes on the stream are not a message")
         if message.WhichOneof("kind") is None:
-            raise ProtocolViolation("relay: a message says nothing that is known")
+            raise ProtocolViolation("relay: a message of unknown kind")
         return message
 
     async def close(self) -> None:
-        """Ends the stream after what is written, if the other side takes it soon. Raises only CancelledError."""
+        """Ends the stream after sending the written bytes, or after CLOSE_PATIENCE_S. Raises only CancelledError."""
         self.writer.close()
         try:
             with contextlib.suppress(OSError, TimeoutError):
@@ -70,15 +70,15 @@ class RelayStream:
             self.cut()
 
     def cut(self) -> None:
-        """Ends the stream at once. Harmless when it has ended."""
+        """Ends the stream at once. Does nothing if it has ended."""
         self.writer.transport.abort()
 
 
-Dial = Callable[[str], Awaitable[RelayStream]]  # A new stream to a relay's multiaddr. Raises Unreachable.
+Dial = Callable[[str], Awaitable[RelayStream]]  # Opens a stream to a relay's multiaddr. Raises Unreachable.
 
 
 async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
-    """Sends the first message of a stream and waits for success. Raises Rejected, Unreachable, ProtocolViolation."""
+    """Sends a stream's first message and waits for success. Raises Rejected, Unreachable, ProtocolViolation."""
     try:
         async with asyncio.timeout(timeout_s):
             await stream.say(message)
@@ -86,7 +86,7 @@ async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: f
     except TimeoutError:
         raise Unreachable(f"the relay did not answer within {timeout_s:g} s") from None
     if answer.WhichOneof("kind") != "answer":
-        raise ProtocolViolation(f"relay: {answer.WhichOneof('kind')} is no answer")
+        raise ProtocolViolation(f"relay: {answer.WhichOneof('kind')} is not an answer")
     if answer.answer.refused:
         raise Rejected(f"the relay refused: {printable(answer.answer.refused[:MAX_REASON])}")
 
@@ -95,9 +95,9 @@ def answer(refused: str = "") -> relay_pb2.RelayMessage:
     return relay_pb2.RelayMessage(answer=relay_pb2.RelayAnswer(refused=refused[:MAX_REASON]))
 
 
-READ_BYTES: Final = 128 * 1024  # The limit of asyncio's reader
+READ_BYTES: Final = 128 * 1024  # Limit of asyncio's reader
 
-Spend = Callable[[int], str]  # Asked before bytes are carried; returns the objection
+Spend = Callable[[int], str]  # Called before bytes are carried; returns the objection, or ""
 
 
 def freely(amount: int) -> str:
@@ -110,8 +110,8 @@ async def splice(
     spend: Spend,
     idle_s: float,
 ) -> str:
-    """Carries bytes both ways until a stream ends, `spend` objects, or nothing moves for `idle_s`. Returns why."""
-    # Nothing is read while the other side does not take what was read before. The owners close the streams.
+    """Carries bytes in both directions until a stream ends, `spend` objects, or `idle_s` pass. Returns the reason."""
+    # Reading pauses while the other side does not accept the bytes. The callers close the streams.
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(idle_s) as limit:
@@ -130,7 +130,7 @@ async def splice(
                     way.cancel()
             return ended.result()
     except TimeoutError:
-        return f"nothing has moved for {idle_s:g} s"
+        return f"idle for {idle_s:g} s"
 
 
 async def _pump(
@@ -145,36 +145,36 @@ async def _pump(
             moved()
     except (OSError, RuntimeError) as error:  # RuntimeError: asyncio's, of a transport that is closing
         return f"a stream broke: {error}"
-    return "one side has ended it"
+    return "one side ended it"
 
 
 HOUR_S: Final = 3600.0
+# Fewest bytes left for a new tunnel: a TLS handshake alone takes some thousand bytes
 MIN_OPEN_BYTES: Final = 64 * 1024
-"""With less than this left no tunnel is opened: a TLS handshake alone takes some thousand bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """Limits of a relaying peer: the volunteer's bytes, and bounds on memory, files and time."""
+    """Limits of a relay: the volunteer's bytes, and bounds on memory, files and time."""
 
-    bytes_per_hour: int  # Both ways together
-    pair_share: float = 0.25  # Share of the bytes for any two peers
+    bytes_per_hour: int  # Both directions together
+    pair_share: float = 0.25  # Largest share of the bytes for any two peers
     tunnels: int = 16
     tunnels_of_a_peer: int = 4
     opens: int = 16
-    open_refill_s: float = 2.0  # Each tunnel costs its far end a handshake
+    open_refill_s: float = 2.0  # Seconds per tunnel that a peer opens: each one costs its far end a handshake
     attached: int = 64
     greeting: int = 32  # Streams without a first message
     greeting_of_a_peer: int = 4
-    handshake_s: float = 8.0  # For the first message, and for the far end to accept a tunnel
+    handshake_s: float = 8.0  # Timeout of the first message, and of a tunnel's acceptance
     idle_s: float = 60.0  # Longest silence of a tunnel or an attachment
 
 
 class RelayBudget:
-    """The byte budget of the hour: half may go at once, the other half comes back in its course."""
+    """Byte budget of an hour: half is available at once, the other half refills during the hour."""
 
     def __init__(self, limits: RelayLimits, now: Callable[[], float] = time.monotonic, left: int | None = None) -> None:
-        """`left`: of the burst, when somebody before us has used up some of it."""
+        """`left`: bytes of the first half that a previous process has not used."""
         self._now = now
         self._all = _hourly(limits.bytes_per_hour)
         self._pairs = _hourly(limits.bytes_per_hour * limits.pair_share)
@@ -188,7 +188,7 @@ class RelayBudget:
         return self._pairs.left(_pair(one, other), self._now())
 
     def spend(self, one: PeerId, other: PeerId, amount: int) -> str:
-        """Takes so many bytes for these two peers; returns the reason if they are not to be had."""
+        """Takes bytes for two peers. Returns the reason if there are not enough, else ""."""
         now = self._now()
         if not self._pairs.take(_pair(one, other), now, amount):
             return "these two peers have had their share of the relay's bytes for now"
@@ -208,7 +208,7 @@ def _pair(one: PeerId, other: PeerId) -> str:
 
 @dataclass(slots=True)
 class RelayFigures:
-    """The relay's account, with the names of `DhtRelayFigures` (proto/dht_process.proto)."""
+    """Statistics of a relay, as `DhtRelayFigures` (proto/dht_process.proto)."""
 
     carried_bytes: int = 0
     left_bytes: int = 0
@@ -232,7 +232,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A tunnel that its far end has not accepted yet, and then the tunnel: the far end's stream lives until `over`."""
+    """A tunnel, first waiting for its far end. The far end's stream lives until `over`."""
 
     target: PeerId
     taken: asyncio.Future[RelayStream]
@@ -240,7 +240,7 @@ class _Waiting:
 
 
 class RelayService:
-    """Serves streams to the relay: `serve` is called once for each and returns when it has ended."""
+    """The relay. Call `serve` once for each incoming stream; it returns when the stream has ended."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class RelayService:
         before: RelayFigures | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`before`: what was given already, in a life that this one goes on with."""
+        """`before`: statistics of a previous process, which this one continues."""
         self._run = run
         self._limits = limits
         self._budget = RelayBudget(limits, now, None if before is None else before.left_bytes)
@@ -267,7 +267,7 @@ class RelayService:
         return replace(self._figures, **now)
 
     async def serve(self, stream: RelayStream) -> None:
-        """Serves a stream from its first message to its end; never raises but CancelledError."""
+        """Serves a stream from its first message to its end. Raises only CancelledError."""
         try:
             first = await self._greeted(stream)
             match first.WhichOneof("kind"):
@@ -291,18 +291,18 @@ class RelayService:
             await stream.close()
 
     async def _greeted(self, stream: RelayStream) -> relay_pb2.RelayMessage:
-        """The first message. Raises Rejected when there are too many that have said nothing yet."""
+        """Reads the first message. Raises Rejected if too many streams have not sent theirs."""
         limits = self._limits
         if self._greeting.total() >= limits.greeting or self._greeting[stream.peer] >= limits.greeting_of_a_peer:
-            raise Rejected("too many streams have not said what they want")
+            raise Rejected("too many streams have not sent their first message")
         with _counted(self._greeting, stream.peer):
             try:
                 async with asyncio.timeout(limits.handshake_s):
                     return await stream.hear()
             except TimeoutError:
-                raise Rejected(f"a stream said nothing for {limits.handshake_s:g} s") from None
+                raise Rejected(f"a stream sent nothing for {limits.handshake_s:g} s") from None
 
-    # ---- who waits for tunnels ----------------------------------------------------------------------------------
+    # ---- attached peers -----------------------------------------------------------------------------------------
 
     async def _attach(self, stream: RelayStream, wish: relay_pb2.RelayAttach) -> None:
         self._check_run(wish.run)
@@ -333,18 +333,18 @@ class RelayService:
                             why = printable(message.decline.reason[:MAX_REASON])
                             waiting.taken.set_exception(Rejected(f"the far end declined: {why}"))
                     case kind:
-                        raise ProtocolViolation(f"relay: who is attached said {kind}")
+                        raise ProtocolViolation(f"relay: an attached peer sent {kind}")
         except TimeoutError:
             raise Unreachable(f"an attachment was silent for {self._limits.idle_s:g} s") from None
 
     async def _accept(self, stream: RelayStream, accept: relay_pb2.RelayAccept) -> None:
         waiting = self._waiting.get(accept.number)
         if waiting is None or waiting.target != stream.peer or waiting.taken.done():
-            raise Rejected(f"nobody waits for number {accept.number}")
+            raise Rejected(f"no tunnel has the number {accept.number}")
         waiting.taken.set_result(stream)
         await waiting.over.wait()
 
-    # ---- who opens them -----------------------------------------------------------------------------------------
+    # ---- peers that open tunnels --------------------------------------------------------------------------------
 
     async def _carry_for(self, stream: RelayStream, wish: relay_pb2.RelayOpen) -> None:
         self._check_run(wish.run)
@@ -367,7 +367,7 @@ class RelayService:
         if self._open[peer] >= limits.tunnels_of_a_peer:
             raise Rejected(f"the peer has {limits.tunnels_of_a_peer} tunnels here already")
         if not self._opens.take(peer, self._now()):
-            raise Rejected("the peer has opened tunnels often enough for now")
+            raise Rejected("the peer opens tunnels too often")
         if self._budget.left() < MIN_OPEN_BYTES:
             raise Rejected("the relay's bytes are used up for now")
         if self._budget.pair_left(peer, target) < MIN_OPEN_BYTES:
@@ -375,7 +375,7 @@ class RelayService:
 
     @asynccontextmanager
     async def _far_end(self, attached: RelayStream, opener: PeerId) -> AsyncIterator[RelayStream]:
-        """Has the attached peer accept; its stream is open within the block. Raises Rejected."""
+        """Asks the attached peer to accept, and yields its stream. Raises Rejected."""
         number = next(self._numbers)
         waiting = _Waiting(attached.peer, asyncio.get_running_loop().create_future())
         self._waiting[number] = waiting
@@ -388,7 +388,7 @@ class RelayService:
             except TimeoutError:
                 raise Rejected(f"the far end did not accept within {self._limits.handshake_s:g} s") from None
             except Unreachable:
-                raise Rejected("the peer is not attached here any more") from None
+                raise Rejected("the peer is not attached here any longer") from None
             yield far
         finally:
             del self._waiting[number]
@@ -422,38 +422,38 @@ def _counted(counter: Counter[PeerId], peer: PeerId) -> Iterator[None]:
         counter -= Counter((peer,))  # and nothing is kept of 0
 
 
-PING_S: Final = 20.0  # Routers at home forget connections that are silent for some minutes
+PING_S: Final = 20.0  # Home routers forget connections after some minutes of silence
 SILENCE_S: Final = 60.0
 ANSWER_S: Final = 8.0
-IDLE_S: Final = 90.0  # Longer than the relay's own, so that it is the relay that says when a tunnel is idle
+IDLE_S: Final = 90.0  # Longer than the relay's timeout, so that the relay decides when a tunnel is idle
+# First and longest pause before attaching again; doubled each time, with up to 50 % jitter
 RETRY_S: Final = (1.0, 60.0)
-"""First and longest pause before attaching again; doubled each time, shortened at random by up to half."""
-MAX_INCOMING: Final = 32  # Tunnels to this peer at once, through all relays
+MAX_INCOMING: Final = 32  # Concurrent tunnels to this peer, through all relays
 TAKEN_BURST: Final = 64
+# Burst of tunnels accepted through one relay, and seconds per further tunnel, because a relay can invent tunnels
 TAKEN_REFILL_S: Final = 0.5
-"""Tunnels taken at once through one relay, and seconds until one more: each is work that the relay can cause."""
 
 
 @dataclass(slots=True)
 class Incoming:
-    """The tunnels that lead to this peer now, through whatever relay."""
+    """The tunnels to this peer, through all relays."""
 
-    local: tuple[str, int]  # Host and port that they lead to
+    local: tuple[str, int]  # Host and port to which tunnels lead
     tunnels: int = 0
     allowance: Allowance = field(default_factory=lambda: Allowance(TAKEN_BURST, TAKEN_REFILL_S))
 
     def objection(self, relay: str, now: float) -> str:
-        """The reason against another tunnel through this relay; empty when it may come."""
+        """Returns the reason against another tunnel through this relay; empty if it is allowed."""
         if self.tunnels >= MAX_INCOMING:
-            return f"{MAX_INCOMING} tunnels lead there already"
+            return f"the peer has {MAX_INCOMING} tunnels already"
         if not self.allowance.take(relay, now):
-            return "enough tunnels came through this relay for now"
+            return "too many tunnels through this relay for now"
         return ""
 
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """The attachment to the relay at a multiaddr. `keep` runs as long as it is wanted."""
+    """An attachment to the relay at a multiaddr. Run `keep` as long as it is wanted."""
 
     relay: str
     run: RunId
@@ -462,10 +462,10 @@ class Attachment:
     jitter: Callable[[], float] = random.random  # From 0 to 1
     ping_s: float = PING_S
     standing: bool = field(default=False, init=False)
-    reason: str = field(default="not tried yet", init=False)  # Why it does not stand
+    reason: str = field(default="not tried yet", init=False)  # Reason if it is not standing
 
     async def keep(self) -> None:
-        """Attaches, and attaches again with growing pauses when that ends; until cancelled, with its tunnels."""
+        """Attaches, and reattaches with growing pauses, until cancelled. Its tunnels end with it."""
         pause_s, longest_s = RETRY_S
         async with asyncio.TaskGroup() as tunnels:
             while True:
@@ -481,7 +481,7 @@ class Attachment:
                 pause_s = min(longest_s, 2 * pause_s)
 
     async def _attend(self, tunnels: asyncio.TaskGroup) -> None:
-        """One attachment, from its start to its end. Raises PeerError, always."""
+        """Runs one attachment to its end. Always raises PeerError."""
         stream = await self.dial(self.relay)
         try:
             attach = relay_pb2.RelayAttach(run=self.run)
@@ -498,7 +498,7 @@ class Attachment:
             await stream.close()
 
     async def _ping(self, stream: RelayStream) -> None:
-        with suppress(Unreachable):  # whoever listens on the stream hears of it too
+        with suppress(Unreachable):  # the task that reads the stream gets the error too
             while True:
                 await asyncio.sleep(self.ping_s)
                 await stream.say(relay_pb2.RelayMessage(ping=relay_pb2.RelayPing()))
@@ -515,7 +515,7 @@ class Attachment:
             case "incoming":
                 await self._take(message.incoming.number, stream, tunnels)
             case kind:
-                raise ProtocolViolation(f"relay: {kind} was said to an attached peer")
+                raise ProtocolViolation(f"relay: {kind} was sent to an attached peer")
 
     async def _take(self, number: int, stream: RelayStream, tunnels: asyncio.TaskGroup) -> None:
         if objection := self.incoming.objection(self.relay, time.monotonic()):
@@ -530,7 +530,7 @@ class Attachment:
         self.incoming.tunnels -= 1
 
     async def _accept(self, number: int) -> None:
-        """Carries one tunnel between the relay and this peer's own port."""
+        """Carries one tunnel between the relay and this peer's port."""
         try:
             stream = await self.dial(self.relay)
             try:
@@ -538,7 +538,7 @@ class Attachment:
             finally:
                 await stream.close()
         except (PeerError, OSError) as error:
-            log.info("a tunnel through %s was not taken: %s", self.relay, error)
+            log.info("a tunnel through %s was not accepted: %s", self.relay, error)
 
     async def _carry(self, number: int, stream: RelayStream) -> None:
         accept = relay_pb2.RelayAccept(number=number)
@@ -552,14 +552,14 @@ class Attachment:
 
 
 LOCAL_HOST: Final = "127.0.0.1"
-OPEN_S: Final = 10.0  # For the relay's answer; it gives the far end 8 s of them
-TAKE_S: Final = 10.0  # For the connection to the local port
+OPEN_S: Final = 10.0  # Timeout of the relay's answer, which includes 8 s for the far end
+TAKE_S: Final = 10.0  # Timeout of the connection to the local port
 MAX_OPENING: Final = 8
 MAX_OPENED: Final = 64
 
 
 class OpenTunnels:
-    """The tunnels that this peer has opened. They end with the task group."""
+    """Tunnels opened by this peer. They end with the task group."""
 
     def __init__(self, run: RunId, dial: Dial, tasks: asyncio.TaskGroup) -> None:
         self._run = run
@@ -569,8 +569,8 @@ class OpenTunnels:
         self._opened = 0
 
     async def open(self, relay: str, target: PeerId) -> int:
-        """Opens a tunnel; returns a port on 127.0.0.1 for one connection. Raises PeerError, ResourceExhausted."""
-        # Another local program that connects only speaks to the target's TLS; the node's own connection then fails.
+        """Opens a tunnel. Returns a port of 127.0.0.1 for one connection. Raises PeerError, ResourceExhausted."""
+        # If another local program connects first, it reaches only the target's TLS, and the node's connection fails.
         if self._opening >= MAX_OPENING or self._opened >= MAX_OPENED:
             raise ResourceExhausted(f"{self._opening} tunnels are being opened and {self._opened} are open already")
         self._opening += 1
@@ -613,13 +613,13 @@ class OpenTunnels:
             finally:
                 await local.close()
         except (TimeoutError, OSError) as error:
-            log.info("nobody used the tunnel to %s: %s", short(target), error or "no connection came")
+            log.info("the tunnel to %s was not used: %s", short(target), error or "no connection came")
         finally:
             await stream.close()
 
 
 async def _one_connection(listener: socket.socket, target: PeerId) -> RelayStream:
-    """The first connection that comes; later ones are refused by the system. Raises TimeoutError, OSError."""
+    """Accepts the first connection; the system refuses later ones. Raises TimeoutError, OSError."""
     try:
         async with asyncio.timeout(TAKE_S):
             accepted, _ = await asyncio.get_running_loop().sock_accept(listener)

@@ -1,1 +1,1 @@
-"""Links over gRPC with mutual TLS: dialling, handshake, send queues, limits, and what each link carries."""
+"""Links over gRPC with mutual TLS: dialling, handshake, send queue, limits, and measurements."""

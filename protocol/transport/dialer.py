@@ -1,4 +1,4 @@
-"""Opening of a stream to a peer: by dialling it, by calling it, or through a tunnel."""
+"""Opens a stream to a peer: by dialling it, by calling it (reverse connection), or through a tunnel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, short
 
-TUNNEL_RETRY_S: Final = 1.0  # A tunnel costs three peers
+TUNNEL_RETRY_S: Final = 1.0  # Pause between tunnels, because each one costs three peers
 MAX_REMEMBERED_PEERS: Final = 1024
 MOST_REPLACED: Final = 3
 REPLACED_WITHIN_S: Final = 10.0
@@ -29,22 +29,22 @@ class NoCalls:
         return True
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        raise Unreachable(f"no address is known of {short(contact.peer)}")
+        raise Unreachable(f"{short(contact.peer)} has no known address")
 
 
 class NoTunnels:
-    """`protocol.interfaces.transport.Tunnels` that carry nothing."""
+    """`protocol.interfaces.transport.Tunnels` without any relay."""
 
     async def way_to(self, contact: Contact) -> str:
         raise Unreachable(
             f"{short(contact.peer)} cannot be dialled, nor can this node: both are behind address translation "
-            "and nobody relays"
+            "and no relay is available"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The ways to peers that announce no address. Without any, they can only be waited for."""
+    """Ways to reach peers without addresses. Without calls and tunnels, such peers must dial us."""
 
     caller: Caller = field(default_factory=NoCalls)
     tunnels: Tunnels = field(default_factory=NoTunnels)
@@ -52,7 +52,7 @@ class Ways:
 
 @dataclass(slots=True, eq=False)
 class Dialler:
-    """Opens streams by any way. `own` makes our Hello, `ask` puts a question to a peer that can be dialled."""
+    """Opens streams in any way. `own` makes our Hello; `ask` asks a peer that can be dialled."""
 
     credentials: TlsCredentials
     own: Callable[[], Hello]
@@ -63,11 +63,11 @@ class Dialler:
     _called: set[PeerId] = field(default_factory=set, init=False)
 
     def has_called(self, peer: PeerId) -> bool:
-        """Whether the peer's stream is waited for, so that none of ours is on the way to it."""
+        """Whether we wait for the called peer's stream, and are not opening one ourselves."""
         return peer in self._called
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        """Opens a stream. A called peer opens it itself, and the caller cancels this. Raises PeerError."""
+        """Opens a stream. If the called peer opens one instead, the caller cancels this. Raises PeerError."""
         if not contact.addresses and self.ways.caller.can_be_dialled():
             await self._wait_for_call(contact)
         pause_s = self.settings.first_retry_s if contact.addresses else TUNNEL_RETRY_S
@@ -76,7 +76,7 @@ class Dialler:
             try:
                 return await self._attempt(contact)
             except Duplicate:
-                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted.
+                # The peer's own stream will end this attempt. If it failed, open ours.
                 if self.clock.monotonic() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
@@ -85,7 +85,7 @@ class Dialler:
         timeout_s = self.settings.dial_timeout_s
         if contact.addresses:
             return await dial(contact, self.credentials, self.own(), timeout_s)
-        # Each attempt needs a tunnel of its own: one is good for one connection.
+        # Each attempt needs a new tunnel, because a tunnel carries one connection.
         through = replace(contact, addresses=(await self.ways.tunnels.way_to(contact),))
         return await dial(through, self.credentials, self.own(), timeout_s, far_end_of_tunnel)
 
@@ -95,12 +95,12 @@ class Dialler:
         try:
             async with asyncio.timeout(limit_s):
                 await self.ways.caller.call(contact, self.ask, limit_s)
-                await asyncio.Event().wait()  # the stream that comes cancels it
+                await asyncio.Event().wait()  # cancelled by the incoming stream
         except TimeoutError:
             pass
         finally:
             self._called.discard(contact.peer)
-        raise Unreachable(f"{short(contact.peer)} was called and has opened no link within {limit_s:g} s")
+        raise Unreachable(f"{short(contact.peer)} was called, but opened no link within {limit_s:g} s")
 
 
 async def dial(
@@ -128,8 +128,8 @@ async def _first_that_answers(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd],
 ) -> DialledStream:
-    """A connected stream with our Hello on it. Raises the last address's error."""
-    error: PeerError = Unreachable(f"no address is known of {short(contact.peer)}")
+    """Connects to the first address that answers and sends our Hello. Raises the last address's error."""
+    error: PeerError = Unreachable(f"{short(contact.peer)} has no known address")
     for address in contact.addresses:
         try:
             channel = open_channel(contact, address, credentials)
@@ -157,7 +157,7 @@ async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tu
     try:
         first = await stream.read()
         if first is None:
-            raise Unreachable(f"{short(contact.peer)} ended the stream without a word")
+            raise Unreachable(f"{short(contact.peer)} ended the stream without a Hello")
         hello = expect_hello(decode(first), contact.peer)
         objection = objection_to(hello, own.run, contact.peer)
         if objection is not None:
@@ -170,7 +170,7 @@ async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tu
 
 
 class Turnover:
-    """Counts the recent replacements of links, by peer. Honest peers replace one when they start again."""
+    """Recent replacements of links, by peer. Honest peers replace a link only after a restart."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -183,7 +183,7 @@ class Turnover:
             self._replaced.popitem(last=False)
 
     def is_high(self, peer: PeerId) -> bool:
-        """Whether the peer's links were replaced MOST_REPLACED times within REPLACED_WITHIN_S."""
+        """Whether the peer replaced its link MOST_REPLACED times within REPLACED_WITHIN_S."""
         times = self._replaced.get(peer)
         return (
             times is not None and len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
@@ -192,7 +192,7 @@ class Turnover:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calls:
-    """`Caller` through the peers that the contact names, in turn. `own_record` tells the called peer where to dial."""
+    """`Caller` through the peers named in a contact, in turn. `own_record` has the addresses to dial."""
 
     book: AddressBook
     clock: Clock
@@ -200,18 +200,18 @@ class Calls:
     can_be_dialled: Callable[[], bool]
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Calls the peer. Each passing peer but the last gets half of the remaining time. Raises Unreachable."""
+        """Calls the peer. Each intermediate peer but the last gets half of the remaining time. Raises Unreachable."""
         question = Question(QuestionAbout.CALL, peer=contact.peer, record=self.own_record())
         deadline = self.clock.monotonic() + patience_s
-        # Only peers that can be dialled: nobody is called in order to be asked to call.
+        # Only through peers that can be dialled, so that a call never needs another call.
         known = [self.book.contact(peer) for peer in contact.via]
         through = [each.peer for each in known if each is not None and each.addresses]
-        said = "none of those who could tell it is known"
+        said = "all peers that could forward the call are unknown"
         for place, peer in enumerate(through):
             left_s = max(0.0, deadline - self.clock.monotonic())
             share_s = left_s if place == len(through) - 1 else left_s / 2
             try:
-                # The limit of `ask` does not include a link that has to be opened first.
+                # The timeout of `ask` does not include opening a link.
                 async with asyncio.timeout(share_s):
                     await ask(peer, question, share_s)
                     return
@@ -219,4 +219,4 @@ class Calls:
                 said = f"{short(peer)} did not answer within {share_s:.1f} s"
             except PeerError as error:
                 said = str(error)
-        raise Unreachable(f"{short(contact.peer)} cannot be dialled, and calling it was in vain: {said}")
+        raise Unreachable(f"{short(contact.peer)} cannot be dialled, and calling it failed: {said}")

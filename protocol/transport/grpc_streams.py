@@ -1,4 +1,4 @@
-"""The gRPC layer of a link: one method, `Connect`, streams both ways; errors of grpc.aio are mapped here."""
+"""gRPC layer of a link: one method, `Connect`, with streams in both directions. Maps grpc.aio's errors to ours."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unre
 SERVICE: Final = "skipstone.Skipstone"
 METHOD: Final = "Connect"
 
+# Unread bytes per sender. With gRPC's BDP probing this would grow with the link's speed.
 _RECEIVE_WINDOW_BYTES: Final = 4 * 1024 * 1024
-"""Unread bytes of a sender. gRPC's own probing would let it grow with the link's speed."""
-_WRITE_BUFFER_BYTES: Final = 1024 * 1024  # Making the next chunk overlaps with sending the last
+_WRITE_BUFFER_BYTES: Final = 1024 * 1024  # Preparing the next chunk overlaps with sending the last one
 
 _COMMON_OPTIONS: Final = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", _RECEIVE_WINDOW_BYTES),
     ("grpc.http2.write_buffer_size", _WRITE_BUFFER_BYTES),
     ("grpc.max_metadata_size", 8192),
-    # Identity only: tensors have their own codecs, and what cannot be inflated cannot be a bomb.
+    # No compression: tensors have codecs, and decompression bombs are impossible.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -50,7 +50,7 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.service_config_disable_resolution", 1),
-    # gRPC shares connections, and their back-off, between channels; here a channel is one attempt.
+    # By default gRPC shares connections, with their backoff, between channels. Here each channel is one attempt.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -59,8 +59,8 @@ _ADDRESS: Final = re.compile(
     r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 )
 _WRONG_CERTIFICATE: Final = re.compile("CERTIFICATE_VERIFY_FAILED|Hostname Verification")
+# A TLS 1.3 server rejects a client's certificate only after the client's handshake is complete
 _HUNG_UP: Final = re.compile("failed to connect.*(closed|reset|pipe)", re.IGNORECASE | re.DOTALL)
-"""A TLS 1.3 server refuses a client's certificate only after the client has finished its handshake."""
 _MISBEHAVED: Final = (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError)
 
 
@@ -72,10 +72,10 @@ class Stream(Protocol):
     """A bidirectional stream of frames as bytes, in order. One reader and one writer at a time."""
 
     async def read(self) -> bytes | None:
-        """The next frame; None when the other side ended the stream. Raises PeerError: the stream broke."""
+        """Reads the next frame; None if the other side ended the stream. Raises PeerError if the stream broke."""
 
     async def write(self, frame: bytes) -> None:
-        """Hands a frame to gRPC; waits while the other side does not read. Raises PeerError."""
+        """Writes a frame, waiting while the other side does not read. Raises PeerError."""
 
     async def half_close(self) -> None: ...
 
@@ -83,7 +83,7 @@ class Stream(Protocol):
 
 
 class DialledStream:
-    """A stream that this side opened, with the channel that serves it alone."""
+    """A stream opened by this side, with its own channel."""
 
     def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
         self._channel = channel
@@ -91,7 +91,7 @@ class DialledStream:
         self._call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
     def far_end(self) -> FarEnd | None:
-        """The far end that the channel was opened to, if whoever opened it has said so."""
+        """The far end of the channel, if set by the dialler."""
         return self._far_end
 
     async def read(self) -> bytes | None:
@@ -125,17 +125,17 @@ class DialledStream:
 
 
 class AcceptedStream:
-    """A stream that the other side opened. gRPC ends it when its handler returns."""
+    """A stream opened by the other side. gRPC ends it when its handler returns."""
 
     def __init__(self, context: ServicerContext) -> None:
         self._context = context
 
     def far_end(self) -> FarEnd:
-        """The caller; its host is empty when gRPC does not say. Raises Rejected when it showed no certificate."""
+        """The caller; its host is empty if unknown. Raises Rejected without a certificate."""
         return FarEnd(_host_of_caller(self._context.peer()), self.certificate())
 
     def certificate(self) -> bytes:
-        """DER of the leaf that the caller proved to own in the TLS handshake. Raises Rejected: there is none."""
+        """Returns the DER of the caller's certificate, proven by TLS. Raises Rejected if the caller showed none."""
         pem = self._context.auth_context().get("x509_pem_cert")
         if not pem:
             raise Rejected("the caller showed no certificate")
@@ -155,7 +155,7 @@ class AcceptedStream:
             raise stream_error(error) from None
 
     async def half_close(self) -> None:
-        """Does nothing: a gRPC server ends its writing with the status that it sends when the handler returns."""
+        """Does nothing: a gRPC server ends its side by the status that follows when the handler returns."""
 
     async def close(self) -> None:
         """Does nothing: gRPC frees the stream when the handler returns."""
@@ -166,12 +166,12 @@ def far_end_at(address: str, certificate: bytes) -> FarEnd:
 
 
 def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
-    """The far end of a stream through a tunnel, without address: the local one would make us probe our own ports."""
+    """Returns the far end of a tunnel, without an address: with the local one we would probe our own ports."""
     return FarEnd("", certificate)
 
 
 def _host_of_caller(name: str) -> str:
-    """The IP address in gRPC's caller name, such as `ipv6:%5B2001:db8::1%5D:4002`; empty without one."""
+    """Extracts the IP address from gRPC's caller name, such as `ipv6:%5B2001:db8::1%5D:4002`; else returns ""."""
     kind, _, address = unquote(name).partition(":")
     host = address.rpartition(":")[0].strip("[]").partition("%")[0]
     try:
@@ -184,7 +184,7 @@ def _host_of_caller(name: str) -> str:
 
 
 def raise_if_cancelled() -> None:
-    """Raises CancelledError when this task was cancelled, and not only the call: grpc.aio reports both alike."""
+    """Raises CancelledError if this task was cancelled; grpc.aio reports a cancelled call in the same way."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -200,7 +200,7 @@ def _limits(max_frame_bytes: int) -> tuple[tuple[str, int], ...]:
 def open_channel(
     contact: Contact, address: str, credentials: TlsCredentials, *, max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES
 ) -> grpc.aio.Channel:
-    """A channel that trusts only the contact's certificate and shows ours. Raises Unreachable."""
+    """Opens a channel that trusts only the contact's certificate and presents ours. Raises Unreachable."""
     return grpc.aio.secure_channel(
         target_of(address),
         grpc.ssl_channel_credentials(
@@ -213,7 +213,7 @@ def open_channel(
 
 
 def target_of(address: str) -> str:
-    """The gRPC target of a peer's `host:port`, never another scheme of gRPC (unix:, xds:). Raises Unreachable."""
+    """Returns the gRPC target of a peer's `host:port`, never of other schemes (unix:, xds:). Raises Unreachable."""
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise Unreachable(f"{address[:80]!r} is not an address of the form host:port")
@@ -228,7 +228,8 @@ def make_server(
     *,
     max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server of `Connect` for peers with a certificate of its run, and its port. Raises RuntimeError."""
+    """Makes a server of `Connect` for peers with a certificate of the run. Returns it with its port. Raises
+    RuntimeError."""
     logging.getLogger(_GRPC_LOG).addFilter(_is_news)
     server = grpc.aio.server(options=(*_SERVER_OPTIONS, *_limits(max_frame_bytes)), maximum_concurrent_rpcs=max_streams)
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
@@ -243,24 +244,24 @@ def make_server(
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Filters gRPC's traceback for a caller that cuts its stream: anybody could fill a log with it."""
+    """Filters gRPC's traceback for a caller that cuts its stream, with which any caller could fill the log."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def stream_error(error: BaseException) -> PeerError:
-    """The error of ours for an error of grpc.aio."""
+    """Converts an error of grpc.aio to ours."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return Unreachable("the stream broke")
     details = printable((error.details() or "no details")[:300])
     match error.code():
         case grpc.StatusCode.UNIMPLEMENTED:
-            return Rejected("what answers at that address is no Skipstone node")
+            return Rejected("the server at that address is not a Skipstone node")
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return Rejected(f"the peer refused the connection: {details}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
             return ProtocolViolation(f"a frame was too long: {details}")
         case grpc.StatusCode.UNAVAILABLE if _WRONG_CERTIFICATE.search(details):
-            return Rejected(f"what answers at that address proved to be another peer: {details}")
+            return Rejected(f"another peer answers at that address: {details}")
         case grpc.StatusCode.UNAVAILABLE if _HUNG_UP.search(details):
             return Unreachable(f"the peer closed the connection; it may train another run: {details}")
         case _:

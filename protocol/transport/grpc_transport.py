@@ -1,6 +1,6 @@
-"""The transport: one link for each pair of peers, over gRPC with mutual TLS.
+"""The transport: one link per pair of peers, over gRPC with mutual TLS.
 
-When two peers dial each other, the stream dialled by the smaller peer id is kept.
+If two peers dial each other at the same time, they keep the stream dialled by the smaller peer id.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
-_ABOUT_AS_OLD_S: Final = 1.0  # Travel time of a Hello
-_SPARE_STREAMS: Final = 16  # Beyond `max_links`, in their handshake
+_ABOUT_AS_OLD_S: Final = 1.0  # Tolerance for a process's age, because of a Hello's latency
+_SPARE_STREAMS: Final = 16  # Streams beyond `max_links` during the handshake
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dial:
-    """An attempt to get a link. `outcome` is also resolved by a link that the peer opens meanwhile."""
+    """A dial in progress. A link that the peer opens meanwhile resolves `outcome` too."""
 
     outcome: asyncio.Future[Link]
     task: asyncio.Task[None]
 
 
 class GrpcTransport:
-    """`Transport` over gRPC, an async context manager. `own_record` gives our SignedRecord (or b"") for each Hello."""
+    """`Transport` over gRPC, as an async context manager. `own_record` returns our SignedRecord, or b""."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GrpcTransport:
         self._own_record = own_record
         self._door = Door(credentials.run)
         self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
-        self.incarnation = secrets.randbits(64)  # Tells this process from others with its key
+        self.incarnation = secrets.randbits(64)  # Distinguishes this process from others with the same key
         self._began = clock.monotonic()
         self._turnover = Turnover(clock)
         waits = ExponentialBackoff(settings.first_retry_s, settings.longest_retry_s)
@@ -87,14 +87,14 @@ class GrpcTransport:
         return self._port
 
     async def __aenter__(self) -> Self:
-        """Starts to listen. Raises ConfigError: the address cannot be bound."""
+        """Starts to listen. Raises ConfigError if the address cannot be bound."""
         address = f"{self._settings.listen_host}:{self._settings.listen_port}"
         most = self._settings.max_links + _SPARE_STREAMS
         try:
             self._server, self._port = make_server(self._serve, self._credentials, address, most)
         except RuntimeError:
             raise ConfigError(
-                f"cannot listen on {address}", hint="Choose another port, or stop what uses it now."
+                f"cannot listen on {address}", hint="Choose another port, or stop the program that uses this one."
             ) from None
         await self._tasks.__aenter__()
         await self._server.start()
@@ -104,8 +104,7 @@ class GrpcTransport:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._shut_down()
-        # Only a cancellation is the group's business (it may have caused it); the block's own error passes by it
-        # unwrapped.
+        # Pass only a cancellation to the task group, which may have caused it. It would wrap other errors.
         if isinstance(error, asyncio.CancelledError):
             await self._tasks.__aexit__(kind, error, traceback)
         else:
@@ -121,7 +120,7 @@ class GrpcTransport:
         return await (await self._link_to(peer)).ask(question, timeout_s)
 
     async def connect(self, peer: PeerId) -> None:
-        """Opens a link to the peer unless there is one. Same errors as `send`."""
+        """Opens a link to the peer unless there is one. Raises as `send`."""
         await self._link_to(peer)
 
     def is_linked(self, peer: PeerId) -> bool:
@@ -135,7 +134,7 @@ class GrpcTransport:
         return {peer: link.figures() for peer, link in self._links.items()}
 
     def goodput_bytes_per_s(self, peer: PeerId) -> float:
-        """The measured goodput of the link; 0 without a link or before the first answer."""
+        """Returns the measured goodput of the link; 0 if unknown."""
         link = self._links.get(peer)
         return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
@@ -155,7 +154,7 @@ class GrpcTransport:
         return await asyncio.shield(attempt.outcome)
 
     def _install(self, link: Link, hello: Hello) -> None:
-        """Makes it the link to its peer. Whoever waits for one gets it; an older one has lost its other end."""
+        """Makes it the link to its peer, for all waiting callers. Ends an older link, which has lost its other end."""
         old = self._links.get(link.peer)
         if old is not None:
             old.end(Unreachable(f"{short(link.peer)} has opened a new link"), Farewell(FarewellReason.DUPLICATE))
@@ -181,7 +180,7 @@ class GrpcTransport:
             self._hear_of_duplicate(link.peer, error)
 
     def _hear_of_duplicate(self, peer: PeerId, error: PeerError) -> None:
-        """Hands on what is to prove that another process uses our identity."""
+        """Reports a record that proves that another process uses our key."""
         if isinstance(error, SameKey) and error.record:
             self._handler.announced(peer, error.record)
 
@@ -208,7 +207,7 @@ class GrpcTransport:
 
     def _start_dial(self, peer: PeerId) -> _Dial:
         outcome: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-        # Whoever waited may have given up by the time it fails.
+        # Retrieve the error, because all callers may have given up.
         outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
         attempt = _Dial(outcome, self._spawn(self._dial(peer)))
         self._dials[peer] = attempt
@@ -231,7 +230,7 @@ class GrpcTransport:
 
     def _give_up(self, peer: PeerId, error: PeerError) -> None:
         attempt = self._dials.get(peer)
-        # After the peer's own stream has been taken, a new attempt may already stand here.
+        # If the peer's own stream was accepted, this may be a newer attempt.
         if attempt is not None and attempt.task is asyncio.current_task():
             del self._dials[peer]
             attempt.outcome.set_exception(error)
@@ -242,13 +241,13 @@ class GrpcTransport:
             raise Unreachable(f"all {self._settings.max_links} links are in use")
         contact = self._address_book.contact(peer)
         if contact is None:
-            raise Unreachable(f"{short(peer)} is not known, or has left")
+            raise Unreachable(f"{short(peer)} is unknown, or has left")
         return await self._dialler.stream_to(contact)
 
     # ---- answering ----------------------------------------------------------------------------------------------
 
     async def _serve(self, _requests: object, context: ServicerContext) -> None:
-        """gRPC's handler of `Connect`. The work is done in a task of ours, so that its errors are ours too."""
+        """Handles `Connect` for gRPC, in a separate task, so that we handle its errors."""
         peer = await self._door.enter(context)
         if self._closing:
             return
@@ -260,7 +259,7 @@ class GrpcTransport:
             raise
 
     async def _welcome(self, peer: PeerId, stream: AcceptedStream) -> None:
-        """Hears the Hello of a peer, and carries the stream if nothing speaks against it."""
+        """Reads a peer's Hello, and serves the stream if there is no objection."""
         try:
             async with asyncio.timeout(self._settings.hello_timeout_s):
                 hello = expect_hello(decode(await stream.read() or b""), peer)
@@ -268,9 +267,9 @@ class GrpcTransport:
         except ProtocolViolation as error:
             objection = Farewell(FarewellReason.VIOLATION, str(error))
         except TimeoutError:
-            objection = Farewell(FarewellReason.UNSPECIFIED, "no Hello came in time")
+            objection = Farewell(FarewellReason.UNSPECIFIED, "no Hello arrived in time")
         except PeerError:
-            return  # It broke off, or said farewell.
+            return  # the stream broke, or the peer sent a Farewell
         if objection is not None:
             with contextlib.suppress(PeerError):
                 await stream.write(encode(objection))
@@ -281,12 +280,12 @@ class GrpcTransport:
         await link.run()
 
     async def _objection_to_link(self, hello: Hello) -> Farewell | None:
-        """Why a stream from a peer that may speak to us is not taken, if so."""
+        """Returns the reason to reject a valid peer's stream, if any."""
         peer = hello.peer
         wins = self._peer < peer
         attempt = self._dials.get(peer)
         if attempt is not None and wins and not self._dialler.has_called(peer):
-            # Not for ever: it may be that the peer can reach us, and we cannot reach the peer.
+            # With a timeout, because the peer may be able to reach us while we cannot reach it.
             await asyncio.wait((attempt.outcome,), timeout=self._settings.dial_timeout_s / 2)
         if self._closing:
             return Farewell(FarewellReason.LEAVING)
@@ -313,7 +312,7 @@ class GrpcTransport:
         return task
 
     async def _shut_down(self) -> None:
-        """Says farewell to everyone, and ends every task whether or not anybody heard it."""
+        """Sends a Farewell to every peer, then ends all tasks."""
         self._closing = True
         for attempt in list(self._dials.values()):
             attempt.task.cancel()
@@ -328,13 +327,16 @@ class GrpcTransport:
 
 
 def _keep_the_older(link: Link, hello: Hello, now: float) -> Farewell | None:
-    """The objection to the Hello of a younger process; None once the link of a younger one has been ended."""
+    """Keeps the older of two processes with one key. Returns the objection to the new one if that is younger.
+
+    Otherwise ends the link of the younger one.
+    """
     if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
         return _farewell(now - link.began, link.record)
-    error = Unreachable(f"{short(link.peer)} runs twice, and the older process is kept")
+    error = Unreachable(f"{short(link.peer)} runs twice, so the link to the younger process ends")
     link.end(error, _farewell(hello.age_ms / 1e3, hello.record))
     return None
 
 
 def _farewell(age_s: float, record: bytes) -> Farewell:
-    return Farewell(FarewellReason.SAME_KEY, f"another process with this key runs since {age_s:.0f} s", record)
+    return Farewell(FarewellReason.SAME_KEY, f"another process with this key has run for {age_s:.0f} s", record)

@@ -1,6 +1,6 @@
 """The handshake: admission of streams, Hellos and Farewells."""
-# A stream whose caller does not read cannot be ended: gRPC's status waits behind what was written. So each peer gets
-# few streams, and a refusal is a status alone.
+# If a caller does not read, gRPC cannot end its stream, because the status waits behind the written frames. This is
+# why each peer gets few streams, and why a refusal is a status without frames.
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
 
-MAX_STREAMS_PER_PEER: Final = 3  # The link's, its successor's after a restart, and one that is ending
-FORMER_LIFE_MS: Final = 5000  # Clock correction between two lives, in ms
+MAX_STREAMS_PER_PEER: Final = 3  # The link, its successor after a restart, and one that ends
+FORMER_LIFE_MS: Final = 5000  # Largest clock correction between two processes of one node, in ms
 
 
 class Door:
-    """Admits the peers of a run, and counts each one's streams until gRPC has forgotten them."""
+    """Admits the peers of a run. Counts each peer's streams until gRPC has released them."""
 
     def __init__(self, run: RunId) -> None:
         self._run = run
         self._streams: Counter[PeerId] = Counter()
 
     async def enter(self, context: ServicerContext) -> PeerId:
-        """Admits a caller and returns its peer. Raises grpc.aio.AbortError after telling a refused one."""
+        """Admits a caller and returns its peer. Raises grpc.aio.AbortError for a refused one."""
         try:
             peer = proven_peer(AcceptedStream(context).certificate(), self._run)
         except Rejected as error:
@@ -45,8 +45,8 @@ class Door:
 
 
 def proven_peer(certificate: bytes, run: RunId) -> PeerId:
-    """The peer that the caller's certificate proves. Raises Rejected."""
-    # TLS alone proves little: the authority's key is public.
+    """Returns the peer that the caller's certificate proves. Raises Rejected."""
+    # TLS alone proves nothing, because the authority's key is public.
     try:
         return peer_of_certificate(certificate, run)
     except ProtocolViolation as error:
@@ -54,9 +54,9 @@ def proven_peer(certificate: bytes, run: RunId) -> PeerId:
 
 
 def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | None:
-    """The reason why a Hello is not acceptable; None when it is. `expected` is the peer that the certificate proves."""
+    """Returns the objection to a Hello, if any. `expected`: the peer that the certificate proves."""
     if hello.peer != expected:
-        return Farewell(FarewellReason.NOT_YOU, f"the certificate is that of {expected}")
+        return Farewell(FarewellReason.NOT_YOU, f"the certificate belongs to {expected}")
     if hello.run != own_run:
         return Farewell(FarewellReason.WRONG_RUN, f"this is run {own_run[:12]}")
     if hello.versions.common(PROTOCOL_VERSIONS) is None:
@@ -66,7 +66,7 @@ def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | N
 
 
 def expect_hello(frame: Frame, peer: PeerId) -> Hello:
-    """Reads the Hello that begins a stream. Raises PeerError for a Farewell, ProtocolViolation for other frames."""
+    """Returns the Hello at the start of a stream. Raises PeerError for a Farewell, ProtocolViolation for others."""
     if isinstance(frame, Hello):
         return frame
     if isinstance(frame, Farewell):
@@ -75,15 +75,15 @@ def expect_hello(frame: Frame, peer: PeerId) -> Hello:
 
 
 def meaning_of(farewell: Farewell, peer: PeerId) -> PeerError:
-    """The error that a peer's Farewell means for what was under way."""
+    """Converts a peer's Farewell to the error for everything in flight."""
     said = f": {farewell.detail}" if farewell.detail else ""
     match farewell.reason:
         case FarewellReason.WRONG_RUN:
             return Rejected(f"{short(peer)} trains another run{said}")
         case FarewellReason.WRONG_VERSION:
-            return StaleVersion(f"{short(peer)} speaks no protocol version that we speak{said}")
+            return StaleVersion(f"{short(peer)} supports none of our protocol versions{said}")
         case FarewellReason.NOT_YOU:
-            return Rejected(f"{short(peer)} does not take us for who we say we are{said}")
+            return Rejected(f"{short(peer)} does not accept our identity{said}")
         case FarewellReason.VIOLATION:
             return Rejected(f"{short(peer)} says that we broke the protocol{said}")
         case FarewellReason.LEAVING:
@@ -97,13 +97,13 @@ def meaning_of(farewell: Farewell, peer: PeerId) -> PeerError:
 
 
 def objection_error(objection: Farewell, peer: PeerId) -> PeerError:
-    """The error that our objection to a peer's Hello means for the dialler."""
+    """Converts our objection to a peer's Hello to the dialler's error."""
     kind = StaleVersion if objection.reason is FarewellReason.WRONG_VERSION else Rejected
     return kind(f"{short(peer)} was refused ({objection.reason.name.lower()}): {objection.detail}")
 
 
 class SameKey(Rejected):
-    """Raised when the peer says that another process uses our identity; `record` is to prove it."""
+    """The peer reports another process with our key. `record` should prove it."""
 
     def __init__(self, message: str, record: bytes) -> None:
         super().__init__(message)
@@ -111,15 +111,15 @@ class SameKey(Rejected):
 
 
 class Duplicate(Unreachable):
-    """Raised when the peer has opened a stream to us at the same time, and that one is to be used."""
+    """The peer has opened a stream to us at the same time, which both sides use."""
 
 
-# ---- one key in two live processes: the older process is kept, and the younger one ends ----
+# ---- one key in two live processes: the younger one ends ----
 
 
 def is_duplicate(said: Announcement, peer: PeerId, certificate: bytes, incarnation: int, wall: float) -> bool:
-    """Whether another process with our key made this verified record while this one ran."""
-    # The certificate is each process's own. A former life's record is older than this one.
+    """Whether another process with our key made this verified record while this process ran."""
+    # Each process has its own certificate. A record of an earlier process of this node is older than this process.
     return (
         said.peer == peer
         and abs(wall - (said.expires_at - RECORD_LIFETIME_S)) < RECORD_LIFETIME_S
@@ -132,9 +132,9 @@ async def end_for(older: Announcement) -> None:
     """Raises the IdentityError that ends this process."""
     where = f" at {', '.join(older.addresses)}" if older.addresses else ""
     raise IdentityError(
-        f"another node with this key ({older.peer}) is in the run{where}, and was there first; this one ends",
+        f"another node with this key ({older.peer}) is already in the run{where}; this one ends",
         hint=(
-            "Every machine needs a key of its own: start with --identity FILE, or stop the other node. Of a "
-            "machine that was copied, delete the copied key."
+            "Every machine needs its own key: start with --identity FILE, or stop the other node. If this machine "
+            "is a copy of another one, delete its key."
         ),
     )

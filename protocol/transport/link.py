@@ -1,4 +1,4 @@
-"""A link: one stream between two peers, with three tasks that read, write and ping independently."""
+"""A link: one stream between two peers, with independent tasks for reading, writing and pings."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Inbox:
     _arrivals: dict[int, Arrival] = field(default_factory=dict, init=False)
 
     def owns(self, transfer: int) -> bool:
-        """Whether the peer may use this transfer number: the dialling peer's are odd, the other's even."""
+        """Whether the peer may use this transfer number: odd for the dialling peer, even for the other."""
         return (transfer % 2 == 1) == self.odd_numbers
 
     def open(self, frame: TensorFrame) -> None:
         """Admits or refuses a transfer by its header. Raises ProtocolViolation."""
         number = frame.transfer
         if not self.owns(number) or number in self._arrivals:
-            raise ProtocolViolation(f"transfer number {number} is not free for the peer to use")
+            raise ProtocolViolation(f"transfer number {number} is in use, or reserved for this side")
         if len(self._arrivals) >= MAX_OPEN_TRANSFERS:
             raise ProtocolViolation(f"more than {MAX_OPEN_TRANSFERS} transfers at once")
         admitted = self.handler.admit(self.peer, frame.message, frame.tensor)
@@ -91,13 +91,15 @@ class Inbox:
             self.reply(Cancel(number))
             return
         if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
-            raise SkipstoneError(f"a buffer of {admitted.nbytes} bytes was given for {frame.tensor.byte_length} bytes")
+            raise SkipstoneError(
+                f"the handler gave a buffer of {admitted.nbytes} bytes for {frame.tensor.byte_length} bytes"
+            )
         now = self.clock.monotonic()
         deadline = now + self.stall_after_s + admitted.nbytes / self.slowest_bytes_per_s
         self._arrivals[number] = Assembly(frame, admitted, now, deadline)
 
     def add(self, chunk: Chunk) -> TensorFrame | None:
-        """Takes a chunk; returns the header once a wanted tensor is complete. Raises ProtocolViolation."""
+        """Takes a chunk. Returns the header when an admitted tensor is complete. Raises ProtocolViolation."""
         arrival = self._arrivals.get(chunk.transfer)
         if arrival is None:
             raise ProtocolViolation(f"a chunk of transfer {chunk.transfer}, which is not open")
@@ -115,10 +117,10 @@ class Inbox:
     def withdrawn(self, transfer: int) -> None:
         arrival = self._arrivals.pop(transfer, None)
         if isinstance(arrival, Assembly):
-            self._break_off(arrival, Unreachable(f"{short(self.peer)} broke transfer {transfer} off"))
+            self._break_off(arrival, Unreachable(f"{short(self.peer)} cancelled transfer {transfer}"))
 
     def break_off_slow(self) -> None:
-        """Gives the buffers of transfers that stand still, or take too long, back to the handler."""
+        """Cancels transfers without progress or past their deadline, and returns their buffers to the handler."""
         now = self.clock.monotonic()
         for number, arrival in list(self._arrivals.items()):
             if not isinstance(arrival, Assembly) or self._arrivals.get(number) is not arrival:
@@ -129,7 +131,7 @@ class Inbox:
                 self._break_off(arrival, Stalled(f"transfer {number} from {short(self.peer)} made too little progress"))
 
     def forgive(self, seconds: float) -> None:
-        """Extends all deadlines by a time in which this process did not run: nobody else is to blame for it."""
+        """Extends all deadlines by the time for which this process was suspended."""
         for arrival in self._arrivals.values():
             if isinstance(arrival, Assembly):
                 arrival.progressed_at += seconds
@@ -157,13 +159,13 @@ def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
 
 
 ROUND_TRIP_WEIGHT: Final = 1 / 8  # RFC 6298, section 2
-HORIZON_S: Final = 1.0  # Busy time after which a measurement counts 1/e, in seconds
-MOST_ON_THE_WAY: Final = 1024  # Tensors in flight that are remembered
+HORIZON_S: Final = 1.0  # Busy time after which a measurement's weight is 1/e, in seconds
+MOST_ON_THE_WAY: Final = 1024  # Most tensors in flight that are measured
 
 
 @dataclass(slots=True)
 class Goodput:
-    """Measures what one link carries, one way."""
+    """Goodput of one link, in the sending direction."""
 
     _bytes: float = 0.0
     _seconds: float = 0.0
@@ -173,7 +175,7 @@ class Goodput:
 
     @property
     def bytes_per_s(self) -> float:
-        """The goodput; 0 before the first answer that took any time."""
+        """The goodput; 0 if unknown."""
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
     def sent(self, transfer: int, size_bytes: int, now: float) -> None:
@@ -184,7 +186,7 @@ class Goodput:
         self._on_the_way[transfer] = size_bytes, now
 
     def accepted(self, transfer: int, round_trip_s: float, now: float) -> None:
-        """Notes that the receiver has all of a tensor; unknown and second answers do not count."""
+        """Notes that the receiver has a whole tensor. Ignores unknown and repeated answers."""
         known = self._on_the_way.pop(transfer, None)
         if known is None:
             return
@@ -195,24 +197,23 @@ class Goodput:
         remembered = math.exp(-taken / HORIZON_S)
         self._bytes = remembered * self._bytes + known[0]
         self._seconds = remembered * self._seconds + taken
-        # What else is on its way has been so meanwhile: from when the line was free for it, or from when it was given
-        # to it.
+        # The next tensor in flight has used the link since it became free, or since that tensor was sent, if later.
         _, given = next(iter(self._on_the_way.values()), (0, now))
         self._busy_since = max(self._busy_since, now - trip_s, given)
 
     def gave_up(self, transfer: int) -> None:
-        """Forgets a tensor whose answer will not come or says nothing."""
+        """Forgets a tensor without a useful answer."""
         self._on_the_way.pop(transfer, None)
 
 
 class Meter:
-    """Measures one link."""
+    """Round trip, goodput and silence of one link."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._round_trip = Ewma(ROUND_TRIP_WEIGHT)
         self._goodput = Goodput()
-        self._behind: dict[int, int] = {}  # The tensor behind which each open ping went
+        self._behind: dict[int, int] = {}  # Ping token -> transfer that it follows
         self._sent_bytes = 0
         self._received_bytes = 0
         self._heard_at = clock.monotonic()
@@ -231,17 +232,17 @@ class Meter:
         return self._clock.monotonic() - self._heard_at
 
     def forgive(self, seconds: float) -> None:
-        """Shifts the last sign of life by a time in which this process did not run."""
+        """Shifts the last sign of life by the time for which this process was suspended."""
         self._heard_at = min(self._heard_at + seconds, self._clock.monotonic())
 
     def ping(self) -> int:
-        """The token of a new ping; a pong to an earlier one does not count any more."""
+        """Returns the token of a new ping. Pongs to earlier pings no longer count."""
         self._open_token = self._token()
         self._pinged_at = self._clock.monotonic()
         return self._open_token
 
     def pong(self, token: int) -> bool:
-        """Takes a pong; whether it answers the last ping."""
+        """Takes a pong. Returns whether it answers the last ping."""
         transfer = self._behind.pop(token, None)
         if transfer is not None:
             self._goodput.accepted(transfer, self._round_trip.mean, self._clock.monotonic())
@@ -259,7 +260,7 @@ class Meter:
         self._goodput.sent(transfer, size_bytes, self._clock.monotonic())
 
     def ping_after(self, transfer: int) -> int:
-        """The token of the ping that follows the tensor's last byte: its pong says that the peer has all of it."""
+        """Returns the token of a ping behind a tensor. Its pong shows that the peer has read the whole tensor."""
         while len(self._behind) >= MOST_ON_THE_WAY:
             del self._behind[next(iter(self._behind))]
         token = self._token()
@@ -279,7 +280,7 @@ class Meter:
 
 
 class Asking:
-    """The open questions to a peer."""
+    """Our open questions to a peer."""
 
     def __init__(self, peer: PeerId) -> None:
         self._peer = peer
@@ -289,7 +290,7 @@ class Asking:
         self._closed: PeerError | None = None
 
     async def ask(self, question: Question, timeout_s: float, say: Callable[[SmallFrame], None]) -> bytes:
-        """Asks and waits for the answer, and for a place before. Errors as `Transport.ask`."""
+        """Asks and waits for the answer, at most MAX_OPEN_QUESTIONS at once. Raises as `Transport.ask`."""
         try:
             async with asyncio.timeout(timeout_s), self._places:
                 if self._closed is not None:
@@ -308,7 +309,7 @@ class Asking:
             ) from None
 
     def answered(self, answer: AnswerFrame) -> None:
-        """Takes an answer, or drops a late one. Raises ProtocolViolation for another kind of answer."""
+        """Takes an answer; drops late ones. Raises ProtocolViolation if it is about a different subject."""
         about, result = self._open.get(answer.id, (None, None))
         if result is None or result.done():
             return
@@ -317,7 +318,7 @@ class Asking:
         elif answer.about is about:
             result.set_result(answer.content)
         else:
-            raise ProtocolViolation(f"answer {answer.id} is about something else than the question")
+            raise ProtocolViolation(f"answer {answer.id} does not match its question")
 
     def close(self, error: PeerError) -> None:
         self._closed = error
@@ -328,7 +329,7 @@ class Asking:
 
 @dataclass(slots=True, eq=False)
 class Answering:
-    """The open questions of a peer, each answered in a task of the link's group."""
+    """A peer's open questions, each answered in a task of the link's group."""
 
     peer: PeerId
     handler: LinkHandler
@@ -351,7 +352,7 @@ class Answering:
         else:
             answer = AnswerFrame(frame.id, frame.question.about, content)
             if len(content) > MAX_ANSWER_BYTES:
-                why = f"the answer has {len(content)} bytes, more than the {MAX_ANSWER_BYTES} that travel"
+                why = f"the answer has {len(content)} bytes, more than the {MAX_ANSWER_BYTES} allowed"
                 answer = _refusal(frame, why)
         finally:
             self._open -= 1
@@ -368,7 +369,7 @@ class _Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinkSurroundings:
-    """What the links of a transport share."""
+    """Objects shared by all links of a transport."""
 
     handler: LinkHandler
     clock: Clock
@@ -377,7 +378,7 @@ class LinkSurroundings:
 
 
 class Link:
-    """A link to `peer` on a stream on which it has said this Hello. `dialled` says whether this side opened it."""
+    """A link to `peer`, on a stream after its Hello. `dialled`: whether this side opened the stream."""
 
     def __init__(
         self,
@@ -396,8 +397,8 @@ class Link:
         self.far_end = far_end
         self.since = surroundings.clock.monotonic()
         self.incarnation = hello.incarnation
-        self.began = self.since - hello.age_ms / 1e3  # Start of the peer's process, by our monotonic clock
-        self.record = hello.record  # The peer's newest, unchecked
+        self.began = self.since - hello.age_ms / 1e3  # Start of the peer's process on our monotonic clock
+        self.record = hello.record  # The peer's newest record, unverified
         self.outbox = Outbox(
             {
                 Lane.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),
@@ -428,7 +429,7 @@ class Link:
         self._ponged = asyncio.Event()
 
     async def run(self) -> None:
-        """Serves the stream until the link ends; to be called once."""
+        """Serves the stream until the link ends. Call it once."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 reader = tasks.create_task(self._until_error(self._read(tasks)))
@@ -436,7 +437,7 @@ class Link:
                 tasks.create_task(self._until_error(self._keep_alive()))
                 await self._over.wait()
                 if self._last_words is not None:
-                    # The side that dialled may cut the stream only after the other has ended it: cutting overtakes.
+                    # The dialling side waits for the other side to end the stream, because a cut overtakes a Farewell.
                     last = (writer, reader) if self.dialled else (writer,)
                     await asyncio.wait(last, timeout=self._settings.farewell_grace_s)
                 raise _Over
@@ -447,7 +448,7 @@ class Link:
             await self._stream.close()
 
     def end(self, error: PeerError, last_words: Farewell | None = None) -> None:
-        """Closes the link: whatever is under way on it fails with `error`, now. Only the first call counts."""
+        """Closes the link. Everything in flight fails with `error` at once. Later calls have no effect."""
         if self._error is not None:
             return
         self._error = error
@@ -491,7 +492,7 @@ class Link:
         return await self._asking.ask(question, timeout_s, self.say)
 
     def say(self, frame: SmallFrame) -> None:
-        """Queues a small frame without waiting; a peer that has left too much unread loses the link."""
+        """Queues a small frame without waiting. Ends the link if the peer reads too little."""
         try:
             self.outbox.post(encode(frame))
         except PeerError as error:
@@ -502,7 +503,7 @@ class Link:
         return self._error is not None
 
     async def answers(self, within_s: float) -> bool:
-        """Whether the process at the other end answers a ping in time, and the link still stands then."""
+        """Whether the peer's process answers a ping in time, and the link is still open."""
         self._ponged.clear()
         self.say(Ping(self._meter.ping()))
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._ponged, self._over)]
@@ -534,12 +535,12 @@ class Link:
                 frame = decode(data) if topic is None or self._handler.minds(self.peer, topic) else None
                 if frame is not None:
                     self._dispatch(frame, answering)
-                if small:  # answers are as long as we have asked for, and cost little to read
+                if small:  # do not charge answers by length: we have asked for them
                     await self._before_the_next(0 if isinstance(frame, AnswerFrame) else len(data))
         raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
 
     async def _before_the_next(self, octets: int) -> None:
-        """Who says too much is read later; not after the end, whose last words have to be heard."""
+        """Delays reading from a peer that sends too many small frames, except for the last frames of an ended link."""
         serves = self._handler.serves(self.peer)
         pause_s = self._patience.heard(self._clock.monotonic(), octets, serves=serves)
         if pause_s > 0 and self._error is None:
@@ -563,7 +564,7 @@ class Link:
                 self._meter.forgive(overslept)
                 self._inbox.forgive(overslept)
             if self._meter.silence_s() > self._settings.stall_after_s:
-                raise Stalled(f"nothing was heard from {short(self.peer)} for {self._meter.silence_s():.1f} s")
+                raise Stalled(f"{short(self.peer)} was silent for {self._meter.silence_s():.1f} s")
             self._inbox.break_off_slow()
             if not self._meter.ping_is_open:
                 self.say(Ping(self._meter.ping()))

@@ -1,4 +1,4 @@
-"""Rate limits: token buckets, and the price of small frames. A peer beyond its share is read later."""
+"""Rate limits: token buckets, and budgets for small frames. Reading from a peer over its budget is delayed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections import OrderedDict
 from typing import Final
 
 MAX_REMEMBERED: Final = 1024
-FRAMES_A_TENSOR: Final = 16.0  # A tensor's header, receipts and the rest are two
-BYTES_A_FRAME: Final = 256.0  # 60 KiB take as long to read as some 200 pings
-STRANGERS: Final = 2.0  # Weight of frames of peers not known to serve
-FRAMES_A_SECOND: Final = 50.0  # Due to each link
-IN_ADVANCE: Final = 200.0  # Due to a new link
+FRAMES_A_TENSOR: Final = 16.0  # Budget per tensor exchanged; a tensor needs about two frames
+BYTES_A_FRAME: Final = 256.0  # Bytes that cost one more frame: reading 60 KiB takes as long as some 200 pings
+STRANGERS: Final = 2.0  # Factor on the cost of frames from peers not known to serve
+FRAMES_A_SECOND: Final = 50.0  # Refill of a link's budget
+IN_ADVANCE: Final = 200.0  # Budget of a new link
 MOST_SAVED: Final = 2000.0
-COMMON_A_SECOND: Final = 500.0  # Beyond what is due to each link, for all together
-COMMON_A_TENSOR: Final = 8.0  # Peers in mid-path report to a data node
+COMMON_A_SECOND: Final = 500.0  # Refill of the common budget, which links use after their own
+COMMON_A_TENSOR: Final = 8.0  # For the receipts that a data node gets from peers of a path
 COMMON_SAVED: Final = 1000.0
-PAUSE_AFTER: Final = 2.0  # Frames read beyond that before a pause: half as many pauses, twice as long
-LONGEST_PAUSE_S: Final = 5.0  # Less than the timeout of a silent link
+PAUSE_AFTER: Final = 2.0  # Frames read over budget before a pause, for fewer and longer pauses
+LONGEST_PAUSE_S: Final = 5.0  # Shorter than the timeout of a silent link
 
 
 class TokenBucket:
-    """A token bucket of `most` tokens that gets one more in `refill_s` seconds. Times are monotonic."""
+    """A bucket of `most` tokens, with one more every `refill_s` seconds. Times are monotonic."""
 
     def __init__(self, most: float, refill_s: float, now: float, left: float | None = None) -> None:
         self._most = most
@@ -32,11 +32,11 @@ class TokenBucket:
         self._left = min(self._most, self._left + amount)
 
     def left(self, now: float) -> float:
-        """The content; less than nothing after `borrow`."""
+        """Returns the balance; negative after `borrow`."""
         return min(self._most, self._left + max(0.0, now - self._at) / self._refill_s)
 
     def take(self, now: float, amount: float = 1) -> bool:
-        """Takes so much if it is there; says whether."""
+        """Takes `amount` tokens if available. Returns whether it did."""
         self._refill(now)
         if self._left < amount:
             return False
@@ -44,7 +44,7 @@ class TokenBucket:
         return True
 
     def borrow(self, now: float, amount: float = 1) -> float:
-        """Takes so much whether it is there or not; returns what is left."""
+        """Takes `amount` tokens; the balance may become negative. Returns the balance."""
         self._refill(now)
         self._left -= amount
         return self._left
@@ -54,7 +54,7 @@ class TokenBucket:
 
 
 class Allowance:
-    """Token buckets by name: `burst` at once, then one more in `refill_s` seconds. Forgets the longest unseen name."""
+    """Token buckets by name: `burst` at once, then one more per `refill_s` seconds. Evicts the longest unused name."""
 
     def __init__(self, burst: int, refill_s: float) -> None:
         self._burst = burst
@@ -62,7 +62,7 @@ class Allowance:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def take(self, name: str, now: float, amount: int = 1) -> bool:
-        """Takes so much for `name` at `now` (monotonic seconds) if it is there; says whether."""
+        """Takes `amount` tokens of `name` at `now` (monotonic seconds) if available. Returns whether it did."""
         bucket = self._buckets.setdefault(name, TokenBucket(self._burst, self._refill_s, now))
         self._buckets.move_to_end(name)
         if len(self._buckets) > MAX_REMEMBERED:
@@ -75,30 +75,30 @@ class Allowance:
 
 
 class CommonPatience(TokenBucket):
-    """The transport-wide budget for small frames, drawn on by links that have used up their own."""
+    """Common budget of a transport for small frames, for links whose own budget is used up."""
 
     def __init__(self, now: float) -> None:
         super().__init__(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
     def exchanged(self, hops: int) -> None:
-        """Adds the allowance of a whole tensor. A path makes a frame longer by a third of a frame a hop."""
+        """Adds the budget for one tensor. Each hop of a path makes frames longer by a third of a frame."""
         self.earn(COMMON_A_TENSOR + hops)
 
 
 class Patience:
-    """The budget of one link for small frames. Times are monotonic seconds."""
+    """Budget of one link for small frames. Times are monotonic seconds."""
 
     def __init__(self, common: CommonPatience, now: float) -> None:
         self._common = common
         self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
 
     def exchanged(self, hops: int = 0) -> None:
-        """Adds what a whole tensor allows. A hop of its path lengthens frames by a third of a frame."""
+        """Adds the budget for one tensor with a path of `hops`."""
         self._own.earn(FRAMES_A_TENSOR + hops)
         self._common.exchanged(hops)
 
     def heard(self, now: float, octets: int = 0, *, serves: bool = True) -> float:
-        """Charges one small frame; returns the seconds to wait before the next one is read."""
+        """Charges one small frame. Returns the seconds to wait before reading the next one."""
         weight = (1.0 + octets / BYTES_A_FRAME) * (1.0 if serves else STRANGERS)
         if self._own.take(now, weight) or (serves and self._common.take(now, weight)):
             return 0.0

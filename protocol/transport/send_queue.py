@@ -1,4 +1,4 @@
-"""Send capacity of a link: a byte budget, the turns of the lanes, and the queue of frames."""
+"""Sending on a link: byte budgets, turns of traffic classes, and the queue of frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm.vocabulary.errors import PeerError, Stalled
 
 
 class ByteBudget:
-    """A byte budget that senders wait for, first come, first served. A tensor larger than all of it goes alone."""
+    """A byte budget, first come, first served. A tensor larger than the budget is sent alone."""
 
     def __init__(self, budget_bytes: int, places: int) -> None:
         self._budget_bytes = budget_bytes
@@ -29,7 +29,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def share(self, size_bytes: int) -> AsyncIterator[None]:
-        """Waits for room, and holds it within the block. Raises PeerError: the one given to `close`."""
+        """Waits for room and holds it within the block. Raises the PeerError passed to `close`."""
         async with self._queue:
             while self._error is None and not self._fits(size_bytes):
                 self._freed.clear()
@@ -59,14 +59,14 @@ Item = TypeVar("Item")
 
 
 class Lane(enum.Enum):
-    """A traffic class with a budget and turns of its own: a round cannot delay microbatches, nor they a round."""
+    """A traffic class with its own budget and turns, so that rounds and microbatches cannot delay each other."""
 
     MICROBATCHES = 0
     BULK = 1  # Rounds and state
 
 
 class Turns(Generic[Item]):
-    """Queues of what has something to send, one for each lane, served in turn."""
+    """One queue per traffic class, served in turn."""
 
     def __init__(self) -> None:
         self._queues: deque[tuple[Lane, deque[Item]]] = deque((lane, deque()) for lane in Lane)
@@ -86,7 +86,7 @@ class Turns(Generic[Item]):
                 self._queues.remove((lane, queue))
                 self._queues.append((lane, queue))
                 return queue.popleft()
-        raise IndexError("nothing has a turn")
+        raise IndexError("all queues are empty")
 
     def remove(self, lane: Lane, item: Item) -> bool:
         queue = self._queue(lane)
@@ -103,7 +103,7 @@ class Turns(Generic[Item]):
         return next(queue for own, queue in self._queues if own is lane)
 
 
-MAX_WAITING_BYTES: Final = 1024 * 1024  # Of small frames. `put` waits at half of it; the rest is for pongs and answers.
+MAX_WAITING_BYTES: Final = 1024 * 1024  # Small frames. `put` waits at half of it; the rest is for pongs and answers.
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class _Sending:
 
 
 class Outbox:
-    """Queues frames and tensors for one link, which the task in `pump` sends. `budgets` has one for every lane."""
+    """Queue of frames and tensors of one link, sent by the task that runs `pump`. `budgets`: one per traffic class."""
 
     def __init__(self, budgets: Mapping[Lane, ByteBudget]) -> None:
         self._budgets = dict(budgets)
@@ -130,12 +130,12 @@ class Outbox:
 
     @property
     def committed_bytes(self) -> int:
-        """The bytes of the tensors under way; all that is held of what is sent, with `waiting_bytes`."""
+        """Bytes of the tensors in flight. With `waiting_bytes`, all memory held for sending."""
         return sum(budget.used_bytes for budget in self._budgets.values())
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes of small frames not yet handed to the stream."""
+        """Bytes of small frames not yet written to the stream."""
         return self._small_bytes
 
     def post(self, frame: bytes) -> None:
@@ -143,19 +143,18 @@ class Outbox:
         if self._closed is not None:
             raise self._closed
         if self._small_bytes + len(frame) > MAX_WAITING_BYTES:
-            raise Stalled(f"the peer asks but does not read: {self._small_bytes} bytes wait for it")
+            raise Stalled(f"the peer does not read: {self._small_bytes} bytes are queued for it")
         self._queue(frame)
 
     async def put(self, frame: bytes) -> None:
-        """Queues a small frame as soon as there is room. Raises PeerError when the outbox is closed."""
-        async with self._queue_for_room:  # one at a time: thousands may wait
+        """Queues a small frame, after waiting for room. Raises PeerError if closed."""
+        async with self._queue_for_room:  # one waits for room at a time, because thousands may queue here
             while self._closed is None and not self._room.is_set():
                 await self._room.wait()
             self.post(frame)
 
     async def send(self, lane: Lane, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
-        """Sends a tensor in turn, made by `make` then; returns whether the receiver wanted all of it. Raises
-        PeerError."""
+        """Sends a tensor, made by `make` at its turn. Returns False if the receiver cancelled it. Raises PeerError."""
         async with self._budgets[lane].share(size_bytes):
             if self._closed is not None:
                 raise self._closed
@@ -172,7 +171,7 @@ class Outbox:
                 self._open.pop(sending.transfer.number, None)
 
     def stop(self, number: int) -> None:
-        """Stops a transfer whose rest the receiver does not want: its `send` returns. Unknown ones have ended."""
+        """Stops a transfer that the receiver has cancelled. Its `send` returns. Ignores ended ones."""
         sending = self._open.get(number)
         if sending is not None:
             self._withdraw(sending)
@@ -180,7 +179,7 @@ class Outbox:
                 sending.done.set_result(False)
 
     def finish(self, last_frame: bytes | None, error: PeerError) -> None:
-        """Closes the outbox: waiting small frames and `last_frame` still go, everything else raises `error`."""
+        """Closes the outbox. Queued small frames and `last_frame` are still sent; everything else raises `error`."""
         if self._closed is not None:
             return
         if last_frame is not None:
@@ -196,7 +195,7 @@ class Outbox:
         self._something_to_send.set()
 
     async def pump(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Hands frame after frame to the stream until `finish`. Errors are those of `write`."""
+        """Writes queued frames until `finish`. Raises as `write`."""
         while True:
             if self._small:
                 await write(self._take_small())
@@ -213,7 +212,7 @@ class Outbox:
         frame = sending.transfer.next_frame()
         if not sending.transfer.finished:
             self._turns.add(sending.lane, sending)
-        # Runs while `write` waits for the stream, which takes about as long as a chunk takes to copy and sum up.
+        # Runs while `write` waits for the stream, which takes about as long as copying and hashing a chunk.
         asyncio.get_running_loop().call_soon(self._prepare_turn)
         await write(frame)
         if sending.transfer.finished and not sending.done.done():
@@ -225,10 +224,10 @@ class Outbox:
             following.transfer.prepare()
 
     def _withdraw(self, sending: _Sending) -> None:
-        """Takes a transfer out of the turns. The receiver is told when it knows of it and waits for more."""
+        """Removes a transfer. Sends Cancel if the receiver knows the transfer and expects more chunks."""
         waits = self._turns.remove(sending.lane, sending)
         if waits and sending.transfer.begun and self._closed is None:
-            # Not `post`: the number of transfers bounds these, and the receiver has to get them.
+            # Not by `post`, because this frame must be sent. The number of transfers bounds these frames.
             self._queue(encode(Cancel(sending.transfer.number)))
 
     def _queue(self, frame: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The transport's settings. The defaults serve links from a home's 10 Mbit/s to a data centre's."""
+"""Settings of a transport. The defaults are for links from 10 Mbit/s at home to data centres."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 from protocol.frames.tensors import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from swarm.vocabulary.errors import ConfigError
 
-MAX_OPEN_TRANSFERS: Final = 64  # Of one sender, refused ones included
-MAX_OPEN_QUESTIONS: Final = 8  # Of one peer; link.proto's number
+MAX_OPEN_TRANSFERS: Final = 64  # Per sender, including refused ones
+MAX_OPEN_QUESTIONS: Final = 8  # Per peer, as in link.proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,23 +17,23 @@ class TransportSettings:
     """Settings of a transport. Raises ConfigError for impossible values."""
 
     listen_host: str = "127.0.0.1"  # `0.0.0.0` or `[::]` for all interfaces
-    listen_port: int = 0  # 0: any
-    chunk_bytes: int = 512 * 1024  # Of a microbatch's tensor, 4 KiB to 1 MiB; less on slow links
-    bulk_chunk_bytes: int = 1024 * 1024  # Of a piece of a round or of state
-    send_budget_bytes: int = 64 * 1024 * 1024  # In flight in one traffic class of a link. A larger tensor goes alone.
-    max_open_transfers: int = 16  # Microbatches' tensors that take turns on one link, 1 to 32
-    max_bulk_transfers: int = 4  # Few, so that each progresses on a slow link
+    listen_port: int = 0  # 0: any free port
+    chunk_bytes: int = 512 * 1024  # Chunks of microbatches, 4 KiB to 1 MiB; smaller on slow links
+    bulk_chunk_bytes: int = 1024 * 1024  # Chunks of rounds and state
+    send_budget_bytes: int = 64 * 1024 * 1024  # In flight per traffic class and link. A larger tensor is sent alone.
+    max_open_transfers: int = 16  # Microbatch tensors sent in turns on one link, 1 to 32
+    max_bulk_transfers: int = 4  # Round and state tensors; few, so that each progresses on a slow link
     max_links: int = 256
     ping_period_s: float = 2.0
-    stall_after_s: float = 10.0  # A silent peer, or a transfer without progress; at least two ping periods
+    stall_after_s: float = 10.0  # Timeout of a silent peer or of a transfer without progress; at least two ping periods
+    # Slowest mean rate of a transfer, after `stall_after_s`, so that no buffer is held forever
     slowest_bytes_per_s: float = 16 * 1024
-    """Slowest average transfer after `stall_after_s`, so that no buffer is held for ever."""
-    dial_timeout_s: float = 5.0  # Connecting, TLS and both Hellos, over all addresses
+    dial_timeout_s: float = 5.0  # Connection, TLS and both Hellos, for all addresses together
     hello_timeout_s: float = 3.0
-    proof_of_life_s: float = 2.0  # For the ping that tells a duplicate process from a restarted one
-    first_retry_s: float = 0.2  # Pause after a failed dial, doubled each time, less a random part
+    proof_of_life_s: float = 2.0  # Timeout of the ping that distinguishes a duplicate process from a restarted one
+    first_retry_s: float = 0.2  # Pause after a failed dial, doubled each time, with jitter
     longest_retry_s: float = 5.0
-    farewell_grace_s: float = 0.5  # For a Farewell to arrive before the stream is cut
+    farewell_grace_s: float = 0.5  # Time for a Farewell to arrive before the stream is cut
 
     def __post_init__(self) -> None:
         _require("chunk_bytes", self.chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)

@@ -1,1 +1,1 @@
-"""Rounds: how the replicas of a module average without a coordinator (DESIGN section 5). Pure decisions."""
+"""Rounds: averaging the replicas of a module without a coordinator. Pure decisions."""

@@ -1,5 +1,7 @@
-"""The plan of one download of a state: each donor gets batches of chunks in proportion to its speed, from a random
-place on. Idle donors take over what slow ones owe. A donor of a wrong chunk is excluded.
+"""Plan of one state download: donors get batches of chunks in proportion to their speed.
+
+The order of chunks starts at a random one. Idle donors take chunks over from slow ones. A donor that sends a wrong
+chunk is excluded.
 """
 
 from __future__ import annotations
@@ -19,24 +21,20 @@ LARGEST_BATCH: Final = 16
 MOST_OWED: Final = LARGEST_BATCH + LARGEST_BATCH // 2
 BATCH_S: Final = 1.0
 DONORS_AT_ONCE: Final = 8
-PATIENCE_S: Final = 60.0
-"""Seconds without any chunk after which the download has failed; longer for large chunks."""
+PATIENCE_S: Final = 60.0  # Time without any chunk after which the download fails, in seconds; longer for large chunks
+# A donor rests after this many seconds without a chunk, or SILENT_CHUNKS times its seconds per chunk if that is longer
 SILENCE_S: Final = 5.0
-"""Seconds without a chunk after which a donor rests, and `SILENT_CHUNKS` times what a chunk takes it."""
 SILENT_CHUNKS: Final = 8.0
-SLOWEST_BYTES_PER_S: Final = 256 * 1024
-"""Assumed speed of a donor before it is measured."""
+SLOWEST_BYTES_PER_S: Final = 256 * 1024  # Assumed speed of a donor before it is measured
 STEAL_AFTER_S: Final = 1.0
 REST_S: Final = ExponentialBackoff(0.2, 5.0)
-MAX_STRIKES: Final = 5
-"""Broken links and silences in a row after which a donor is given up."""
-COPIES: Final = 2
-"""Most donors that are asked for the same chunk at once."""
+MAX_STRIKES: Final = 5  # Consecutive broken links and silences after which a donor is given up
+COPIES: Final = 2  # Donors asked for the same chunk at once
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCame:
-    """A chunk arrived and was checked against its hash."""
+    """A chunk arrived; `matches` says whether its hash is right."""
 
     donor: PeerId
     chunk: int
@@ -62,14 +60,14 @@ class ChunksRefused:
 
 @dataclass(frozen=True, slots=True)
 class DonorLost:
-    """The link to the donor broke, or none could be made."""
+    """The link to the donor broke or could not be opened."""
 
     donor: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; the first one begins the download."""
+    """Time has passed. The first tick starts the download."""
 
 
 Event = ChunkCame | ChunkLost | ChunksRefused | DonorLost | Tick
@@ -85,7 +83,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report a donor that sent other state than the agreed one."""
+    """Report a donor that sent a wrong state."""
 
     donor: PeerId
     detail: str
@@ -101,8 +99,7 @@ class Failed:
     """The download is over without the state."""
 
     detail: str
-    stalled: bool
-    """Whether donors that may have it cannot be reached, or send nothing."""
+    stalled: bool  # Whether donors that may have the state are unreachable or silent
 
 
 Action = Ask | Report | Complete | Failed
@@ -113,8 +110,7 @@ class _Donor:
     peer: PeerId
     owes: dict[int, None] = field(default_factory=dict)
     seconds_per_byte: Ewma = field(default_factory=lambda: Ewma(0.3))
-    news: float = 0.0
-    """Time of its last message, or of the request that ended its idleness."""
+    news: float = 0.0  # Time of its last message, or of the request that ended its idleness
     rests_until: float = 0.0
     strikes: int = 0
     out: str = ""
@@ -122,7 +118,7 @@ class _Donor:
 
 
 class Download:
-    """The state machine of one download. `here`: chunks we have; `most_owed`: chunks per donor that fit in memory."""
+    """State machine of one download. `here`: chunks we have; `most_owed`: chunks per donor that fit in memory."""
 
     def __init__(
         self,
@@ -152,7 +148,7 @@ class Download:
         return not self._over and chunk in self._missing and asked is not None and chunk in asked.owes
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """The actions that follow from `event`. Unrelated news is ignored."""
+        """Returns the actions that follow from an event. Ignores events about unknown chunks and donors."""
         if self._over:
             return []
         if self._progressed_at is None:
@@ -190,7 +186,7 @@ class Download:
             # Time per byte, not bytes per time: chunks that arrive in pairs would make a donor look fast.
             donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
         donor.strikes, donor.trouble, donor.news = 0, "it stopped sending", now
-        if chunk in self._missing:  # even from one who was thought silent
+        if chunk in self._missing:  # also accept it from a donor that counts as silent
             self._missing.discard(chunk)
             self._progressed_at = now
         return []
@@ -207,7 +203,7 @@ class Download:
         if donor is None or not any(chunk in donor.owes for chunk in chunks):
             return
         if reason is StateRefusal.GONE:
-            self._exclude(donor, "it does not keep this state any more")
+            self._exclude(donor, "it no longer has this state")
             return
         for chunk in chunks:
             if chunk in donor.owes:
@@ -221,7 +217,7 @@ class Download:
         if donor.out:
             return
         if donor.rests_until > now and not donor.owes:
-            return  # of the same trouble
+            return  # the donor already rests because of the same fault
         donor.strikes += 1
         donor.trouble = why
         if donor.strikes >= MAX_STRIKES:
@@ -289,7 +285,7 @@ class Download:
         size = 2 if chunk_s is None else min(self._largest_batch, max(1, math.floor(BATCH_S / chunk_s)))
         if len(donor.owes) > size // 2:
             return ()
-        # Towards the end smaller ones, so that all donors are done at about the same time.
+        # Smaller batches towards the end, so that all donors finish at about the same time.
         size = min(size, max(1, len(self._waiting) // (2 * len(self._donors))))
         chunks: list[int] = []
         while self._waiting and len(chunks) < size:
@@ -301,7 +297,7 @@ class Download:
         return self._stolen(donor, now)
 
     def _stolen(self, thief: _Donor, now: float) -> tuple[int, ...]:
-        """The chunk that will take longest to arrive, if the thief is likely to be faster."""
+        """Returns the chunk that would arrive last, if the thief is likely to deliver it sooner."""
         own_s = self._chunk_s(thief) or 0.0
         best, longest = None, 0.0
         for holder in self._donors.values():

@@ -1,4 +1,4 @@
-"""The leader's side of one attempt at a round. The leader invites itself; its own messages loop back."""
+"""The leader's side of one attempt at a round. The leader invites itself; its own messages loop back to it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class Answer(enum.Enum):
     ACCEPTED = 2
     ENTERED = 3
     ELSEWHERE = 4
-    NOT_YET = 5
-    """It holds another anchor or prepares. It gets the time of a silent one, so that it may still catch up."""
+    NOT_YET = 5  # Has another anchor, or prepares. Gets the timeout of a silent replica, to catch up in that time.
     PAST = 6
     REFUSED = 7
 
@@ -73,7 +72,7 @@ DECLINED = {
 
 @dataclass(slots=True)
 class Invitee:
-    """What the leader knows of one invited replica."""
+    """State of one invited replica at the leader."""
 
     heard: float
     answer: Answer = Answer.NONE
@@ -94,15 +93,14 @@ class Leader:
         self.round = number
         self.roster: Roster | None = None
         self.bandwidth = 0.0
-        self.forgers: set[PeerId] = set()
-        """Peers that sent an entry that no honest invitee sends."""
+        self.forgers: set[PeerId] = set()  # Peers that sent an entry that no honest replica sends
         self._signed: SignedRoster | None = None
         self._own = view.own
         self._base = view.version
         self.invitees = {peer: Invitee(view.now) for peer in sorted(invitees)}
         self._earlier = tuple(view.attempt_log.rosters)
-        # Lone accusers of earlier attempts. One that accuses alone again is excluded itself: else one liar could
-        # have everybody excluded.
+        # Lone accusers of earlier attempts. A peer that is the only accuser again is excluded itself. Otherwise one
+        # liar could exclude all others one by one.
         self._doubted = frozenset(view.attempt_log.doubted)
         self._rules = view.rules
         self._seal = view.seal
@@ -164,7 +162,7 @@ class Leader:
             return []
         invitee.answer, invitee.entry = Answer.REFUSED, None
         return [
-            Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures or another base"))
+            Tell(sender, Dissolved(self.round, "your entry has a bad signature, impossible figures or another base"))
         ]
 
     def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
@@ -177,7 +175,7 @@ class Leader:
         verdict = self._judge_entries()
         if verdict is None:
             tells += self._fix(now)
-            verdict = None if self.roster is not None else GivenUp("nobody has worked")
+            verdict = None if self.roster is not None else GivenUp("no member has worked since the anchor")
         return tells, verdict
 
     def _pulses(self, now: float) -> list[Tell]:
@@ -207,12 +205,12 @@ class Leader:
         if elsewhere and elsewhere >= with_us:
             return GivenUp("the others follow another leader")
         past = any(invitee.answer is Answer.PAST for invitee in self.invitees.values())
-        if past and 2 * (with_us + 1) <= len(self.invitees):  # else one alone says so, and may be wrong
+        if past and 2 * (with_us + 1) <= len(self.invitees):  # a minority may be wrong
             return GivenUp("this round has been committed without us")
         return self._found()
 
     def _found(self) -> Commit | None:
-        """The complete result of an earlier attempt that a majority may have, so that a peer may have committed it."""
+        """Returns the result of an earlier attempt that a majority may have, so that a peer may have committed it."""
         entries = self._entries()
         holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
         for peer, entry in entries.items():
@@ -225,7 +223,7 @@ class Leader:
         return Commit(self.round, version, tuple(holders[version]))
 
     def _possible(self, version: AnchorVersion, holders: Sequence[PeerId], entries: Iterable[PeerId]) -> bool:
-        # If too many of that roster are here without the result, a liar claims it.
+        # If too many members of that roster lack the result, the claim is a lie.
         led_there = [roster for roster in self._earlier if leads_to(self._rules, roster, version)]
         if not led_there:
             return 2 * len(holders) >= len(list(entries))
@@ -253,7 +251,7 @@ class Leader:
         for peer in late:
             self.invitees[peer].answer = Answer.REFUSED
         left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
-        left_out += [Tell(peer, Dissolved(self.round, "your update is far too short for its work")) for peer in short]
+        left_out += [Tell(peer, Dissolved(self.round, "your update is far too small for its work")) for peer in short]
         return left_out + [Tell(peer, signed) for peer in entries]
 
     def _entries(self) -> dict[PeerId, Entry]:
@@ -295,7 +293,7 @@ class Leader:
         if not accusers:
             return None
         worst = max(accusers, key=lambda peer: (len(accusers[peer]), peer))
-        return self._convicted(worst, accusers[worst], "sent what cannot be used")
+        return self._convicted(worst, accusers[worst], "sent unusable data")
 
     def _waited_for(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
         accusers = credible_accusers({peer: invitee.waiting_for & members.keys() for peer, invitee in members.items()})
@@ -304,23 +302,24 @@ class Leader:
             return None
         if self._accused_since is None:
             self._accused_since = now
-        # Rather one that itself hears everybody (others may only pass on what they wait for), then the most accused.
+        # Prefer an accused peer that itself waits for no other peer (the others may just pass a delay on), then the
+        # most accused.
 
         def blame(peer: PeerId) -> tuple[bool, int, bool, bytes]:
             order = precedence(self.round.module, self._base, self.round.number, peer)
             return not members[peer].waiting_for, len(accusers[peer]), peer != self._own, order
 
         worst = max(accusers, key=blame)
-        # Lateness may pass by itself, so it has two pulses, unless most members complain.
+        # Delays may pass, so they get two pulses, unless most members complain.
         by_most = len(accusers[worst]) > max(1, (len(members) - 1) // 2)
         if not by_most and now - self._accused_since < 2 * self._rules.pulse_s:
             return None
-        return self._convicted(worst, accusers[worst], "waited for in vain")
+        return self._convicted(worst, accusers[worst], "its parts did not arrive")
 
     def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:
-        # Members that accuse the leader cannot get what it reduces, so they go.
+        # Members that accuse the leader cannot receive its shard, so they are excluded.
         if accused == self._own or accusers <= self._doubted:
-            return TryAgain(frozenset(accusers - {self._own}), f"has something against others: {why}")
+            return TryAgain(frozenset(accusers - {self._own}), f"accuses others: {why}")
         alone = next(iter(accusers)) if len(accusers) == 1 else None
         return TryAgain(frozenset({accused}), why, alone if alone != self._own else None)
 
@@ -336,7 +335,7 @@ class Leader:
 
 
 def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
-    """The accusers of each peer, without those that accuse everybody and are accused themselves."""
+    """Returns the accusers of each peer, without accused peers that accuse all others."""
     accused = frozenset[PeerId]().union(*accusations.values())
     sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
     credible = {peer: named for peer, named in accusations.items() if peer not in sweeping}

@@ -1,4 +1,4 @@
-"""A replica's view of its module: the other replicas, their anchors and work, and the attempts so far."""
+"""One replica's view of its module: the other replicas, their anchors and work, and the attempts so far."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, MAX_MEMBERS, Commi
 from swarm.vocabulary.statistics import ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
-ATTEMPTS_AT_ONCE = 4
-"""Attempts without a pause; then the leader backs off."""
-ATTEMPTS = 16
-"""Attempts per round number. Then the next number is taken and everybody is asked again."""
+ATTEMPTS_AT_ONCE = 4  # Attempts without a pause; then the leader backs off
+ATTEMPTS = 16  # Attempts per round number. Then the leader takes the next number and invites all replicas again.
 LONGEST_PAUSE_S = 30.0
 _ROSTERS = 4
 _COMMITS = 8
@@ -27,7 +25,7 @@ assert ATTEMPTS <= MAX_ATTEMPTS
 
 
 class AttemptLog:
-    """The attempts from one anchor. Announced commits are kept longer, for late questions."""
+    """Attempts from one anchor. Announced commits are kept longer, to answer late questions."""
 
     def __init__(self, rules: RoundRules) -> None:
         self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
@@ -35,8 +33,7 @@ class AttemptLog:
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
         self.left_out: set[PeerId] = set()
-        self.refused: set[PeerId] = set()
-        """Leaders whose roster we refused: not followed again at this round."""
+        self.refused: set[PeerId] = set()  # Leaders whose roster we refused; not followed again in this round
         self.doubted: set[PeerId] = set()
         self.rosters: list[Roster] = []
         self.quiet_until = 0.0
@@ -44,7 +41,7 @@ class AttemptLog:
         self.ended: RoundId | None = None
 
     def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> RoundId:
-        # The number stays, so that pseudo-gradients do, until a version of it turned up or the attempts are too many.
+        # Keep the number, and with it the pseudo-gradients, until a version with it exists or it had too many attempts.
         highest, attempt = self.highest
         if number <= highest and attempt + 1 < ATTEMPTS:
             return RoundId(module, highest, attempt + 1, own)
@@ -78,16 +75,14 @@ class AttemptLog:
         self.left_out, self.refused, self.doubted, self.rosters = set(), set(), set(), []
 
 
+# Time for which a replica's own message outranks its announcement, in seconds: announcements arrive late and reordered
 WORD_HOLDS_S = 30.0
-"""Seconds for which a replica's own message outranks its announcement: those come late and reordered."""
 
-PRESUMED_S = 5.0
-"""Time for which a member of our committed round is assumed to hold its result, in seconds."""
+PRESUMED_S = 5.0  # Time for which a member of our committed round is assumed to hold its result, in seconds
 
+# Time for which a lower round counts as a reordered message, in seconds. After that the replica has restarted.
 OVERTAKEN_S = 5.0
-"""Time for which lower rounds of a replica count as overtaken messages, in seconds. Later it has restarted."""
-PATIENCE_PULSES = 2
-"""Pulses for which a difference lasts before we act: most are commits in flight."""
+PATIENCE_PULSES = 2  # Pulses for which versions must differ before we act: most differences are commits in flight
 REMEMBERED = 16
 
 
@@ -106,7 +101,7 @@ class _Known:
 
 
 class OtherReplicas:
-    """The live replicas besides us, at most one less than a roster can hold."""
+    """The other live replicas, at most one less than a roster can hold."""
 
     def __init__(self) -> None:
         self._known: dict[PeerId, _Known] = {}
@@ -127,7 +122,7 @@ class OtherReplicas:
         return frozenset(before) - frozenset(self._known)
 
     def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
-        """Notes the version that a replica reports. Strangers' reports are dropped."""
+        """Notes the version that a replica reports. Drops reports of unknown peers."""
         known = self._known.get(peer)
         if known is None:
             return
@@ -136,7 +131,7 @@ class OtherReplicas:
             known.said, known.said_at, known.presumed = version, now, False
 
     def presume(self, members: Iterable[PeerId], version: AnchorVersion, now: float) -> None:
-        # The first to commit would else be alone on its version for a moment, and find the next round due.
+        # Otherwise the first replica to commit is alone on its version for a moment, and finds the next round due.
         for peer in members:
             known = self._known.get(peer)
             if known is not None and known.version(now).round < version.round:
@@ -193,7 +188,7 @@ class ReplicaView:
         self._failures: dict[AnchorVersion, tuple[float, int]] = {}
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """The version that the module holds, without those that could not be fetched lately.
+        """Returns the module's agreed version, without versions that recently could not be downloaded.
 
         Distrusted replicas count only with the majority.
         """
@@ -220,16 +215,16 @@ class ReplicaView:
             self.penalties.straying.add(peer, self.now)
 
     def may_lead(self) -> bool:
-        """Whether a round may start from our anchor. After `longest_s` it may, though the module has left it."""
+        """Whether we may lead a round from our anchor. After `longest_s` also if most replicas have another anchor."""
         if not plausible_round(self.version, self.next_number()) or self.catching is not None:
             return False
         waited = self._behind_since is not None and self.now - self._behind_since > self.rules.longest_s
         return waited or self.standing().value == self.version
 
     def catch_up_target(self, best: AnchorVersion, certain: bool, busy: bool) -> AnchorVersion | None:
-        """The version to fetch now; None if there is none, or a round is in flight, or it may settle by itself.
+        """Returns the version to download now, if any. None also during a round, and while the difference may pass.
 
-        Versions never go back; another anchor of an equal round is left alone.
+        Rounds never decrease, and a different anchor of the same round is ignored.
         """
         if best == self.version or self.catching is not None:
             self._behind_since = None
@@ -251,7 +246,7 @@ class ReplicaView:
         return due(self.rules, self.steps, self.others.steps(self.version, self.now), len(on) + 1, self.anchored_s)
 
     def next_number(self) -> int:
-        """The number of the next round: above every version ever seen, so that no number gets two results."""
+        """Returns the next round's number, above every version seen, so that no number gets two results."""
         self._highest = max(self._highest, next_number(self.version, self.others.versions(self.now).values()))
         return max(self._highest, self.attempt_log.highest[0])
 

@@ -1,4 +1,4 @@
-"""A round's roster: weights, shards, and objections. All members compute the same bits of it."""
+"""A round's roster: weights, shards and objections. All members compute it bit for bit the same."""
 
 from __future__ import annotations
 
@@ -13,24 +13,19 @@ from swarm.compression.round_codecs import RoundCodecs, choose
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, PeerId, Reasoned, short
 
-TOKENS_AT_MOST = 4
-"""Largest token weight, in medians: tokens are the member's own claim."""
+TOKENS_AT_MOST = 4  # Largest weight of a member, in median tokens: its tokens are only its own claim
+# Largest update norm, in medians, per square root of the tokens in medians. Larger updates are scaled down.
 NORM_AT_MOST = 1.5
-"""Largest update norm, in medians, per root of its tokens in medians. Longer updates are scaled down."""
-FASTER = 2
-"""Ratio of the shards of fast and slow members. A larger one would let a member falsify more."""
-BELIEVED_TOKENS = 64
-"""Most tokens of one member in the version, in medians."""
+FASTER = 2  # Shard size of fast members over slow ones. A larger ratio would let one member falsify more.
+BELIEVED_TOKENS = 64  # Most tokens of one member that the version counts, in medians
 MOST_STEPS = 2**32
 MOST_TOKENS = 2**48
+# Share of members (1/4) that may be unknown to us: enough for partial views, too few for an invented majority
 STRANGERS = 4
-"""One in this many members may be unknown to us: enough for partial views, too few for an invented majority."""
-ASSUMED_BANDWIDTH = 2.0**20
-"""Bytes per second where none was measured."""
+ASSUMED_BANDWIDTH = 2.0**20  # Bytes per second of an unmeasured link
 SLACK = 8.0
 GRACE_S = 20.0
-LEADER_REDUCES_FROM = 2
-"""Attempt from which the leader alone reduces, in case two members cannot reach each other."""
+LEADER_REDUCES_FROM = 2  # From this attempt the leader alone reduces, in case two members cannot reach each other
 
 
 def sound_entry(entry: Entry) -> bool:
@@ -56,7 +51,7 @@ class Weight:
 
 
 def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
-    """The weight of each pseudo-gradient. All are 0 if nobody worked."""
+    """Computes the weight of each pseudo-gradient. All are 0 if no member worked."""
     working = [entry for entry in entries.values() if entry.tokens > 0]
     if not working:
         return dict.fromkeys(entries, Weight())
@@ -73,7 +68,7 @@ def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
 
 
 def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]) -> dict[PeerId, tuple[int, int]]:
-    """Cuts chunks into one run per peer, by name; fast peers get twice as many. Unknown rates count as the median."""
+    """Cuts chunks into one range per peer, by id. Fast peers get twice as many; unknown rates count as the median."""
     known = list(rates.values())
     median, slowest = (lower_median(known), min(known)) if known else (0, 0)
     ordered = sorted(peers)
@@ -92,7 +87,7 @@ def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]
 
 
 def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
-    """Computes the roster of the entries; None if nobody has worked."""
+    """Computes the roster from the entries; None if no member worked."""
     entries = {entry.peer: entry for entry in signed.entries}
     number, base = signed.round, signed.base
     weights = weigh(entries)
@@ -120,73 +115,73 @@ def codec_of(
     interval_s: float,
     own: float,
 ) -> Reasoned[RoundCodecs]:
-    """The leader's choice of codec. `own`: goodput of its best link, used if rounds have measured none."""
+    """Chooses the round's codec, at the leader. `own`: goodput of its best link, used if rounds measured no link."""
     slowest = slowest_bytes_per_s(entries) or own
     return choose(rules.rungs, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, interval_s)
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:
-    """Float32 bytes that the busiest member sends and receives in one exchange."""
+    """Returns the bytes that the busiest member sends and receives in one exchange, as float32."""
     first, end = fragment_chunks(rules, base.fragment)
     times = 2 * (members - 1) if attempt >= LEADER_REDUCES_FROM else 2 * (members - 1) / members
     return times * (end - first) * rules.chunk_bytes
 
 
 def exchange_limit_s(rules: RoundRules, signed: SignedRoster, own: float) -> float:
-    """Time limit of the exchange in seconds, as for float32. `own`: goodput of our best link, 0 if unknown."""
+    """Returns the exchange's time limit in seconds, as for float32. `own`: goodput of our best link, 0 if unknown."""
     entries = {entry.peer: entry for entry in signed.entries}
     slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
     return GRACE_S + SLACK * exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt) / slowest
 
 
 def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Callable[[Entry], bool]) -> str | None:
-    """The reason why a leader's roster is wrong; None if it is right."""
+    """Returns the reason why a leader's roster is invalid; None if it is valid."""
     peers = [entry.peer for entry in signed.entries]
     if not 1 <= len(peers) <= MAX_MEMBERS or len(set(peers)) != len(peers):
-        return "its members are none, too many, or twice there"
+        return "it has no members, too many, or the same one twice"
     if signed.round.convener not in peers or own not in signed.entries:
-        return "it lacks its leader, or our entry as we made it"
+        return "it lacks its leader, or our unchanged entry"
     if RoundCodecs(signed.codec) not in rules.codecs:
         return f"this run's rounds do not use {signed.codec.name}"
     for entry in signed.entries:
         who = short(entry.peer)
         if (entry.round, entry.base) != (signed.round, signed.base):
-            return f"the entry of {who} is of another attempt"
+            return f"the entry of {who} belongs to another attempt"
         if not sound_entry(entry):
             return f"the entry of {who} has impossible figures"
     forged = next((entry.peer for entry in signed.entries if entry != own and not verify(entry)), None)
-    return None if forged is None else f"{short(forged)} has not signed its entry"
+    return None if forged is None else f"the entry of {short(forged)} has a bad signature"
 
 
 def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: Collection[PeerId]) -> str | None:
-    """The reason not to follow a roster that may be honest, since views differ; None if nothing is odd."""
+    """Returns a reason not to follow a roster that may still be honest, because views differ; else None."""
     strangers = {entry.peer for entry in signed.entries} - {own, *known}
     if len(strangers) > max(1, len(signed.entries) // STRANGERS):
-        return f"{len(strangers)} in it are no replicas of this module that we see"
+        return f"{len(strangers)} of its members are not replicas that we know"
     if signed.round.attempt == 0 and 2 * len(signed.entries) < len(here) + 1:
-        return f"it has {len(signed.entries)} of the {len(here) + 1} replicas that stand here"
+        return f"it has {len(signed.entries)} of the {len(here) + 1} replicas on our anchor"
     return None
 
 
 def contributors(roster: Roster) -> tuple[PeerId, ...]:
-    """Members whose pseudo-gradients are in the result; idle ones have weight 0."""
+    """Returns the members whose pseudo-gradients are in the result; idle members have weight 0."""
     return tuple(member.peer for member in roster.members if member.coefficient > 0)
 
 
 def leads_to(rules: RoundRules, roster: Roster, version: AnchorVersion) -> bool:
-    """Whether a version can result from this roster; only the digest is not known beforehand."""
+    """Whether the version can result from this roster. Everything but the digest is known beforehand."""
     after = (roster.base.fragment + 1) % fragments_of(rules)
     expected = (roster.round.number, roster.steps, roster.tokens, after)
     return (version.round, version.steps, version.tokens, version.fragment) == expected
 
 
 def may_be_committed(roster: Roster, without: int) -> bool:
-    """Whether a majority can have this result when `without` members are known not to."""
+    """Whether a majority may have this result, if `without` members are known to lack it."""
     return 2 * (len(roster.members) - without) > len(roster.members)
 
 
 def _steps(rules: RoundRules, entries: Mapping[PeerId, Entry]) -> int:
-    """The mean. A lying member of two halves the schedule or adds half, and no more."""
+    """Returns the mean inner steps. A lying member of two can at most halve the count, or add half of it."""
     steps = [entry.steps for entry in entries.values() if entry.tokens > 0]
     ceiling = WORK_AT_MOST * max(lower_median(steps), steps_between_rounds(rules))
     return (2 * sum(min(count, ceiling) for count in steps) + len(steps)) // (2 * len(steps))

@@ -13,27 +13,19 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 
 @dataclass(frozen=True, slots=True)
 class RoundRules:
-    """The manifest's rules of rounds, and timeouts in seconds."""
+    """The manifest's rules for rounds, and timeouts in seconds."""
 
-    inner_steps: int
-    """Inner steps per replica, on average, that make a round of each fragment due."""
+    inner_steps: int  # Mean inner steps per replica after which every fragment has had a round
     fragments: int
-    chunks: int
-    """Chunks of the whole module's parameters."""
-    longest_s: float
-    """After this long a round is due if any work was done."""
-    answer_s: float = 2.0
-    """Timeout of an invited replica that sends nothing."""
-    prepare_s: float = 30.0
-    """Timeout of a replica that said it prepares."""
-    silence_s: float = 2.0
-    """Silence during the exchange after which a member or leader counts as lost."""
+    chunks: int  # Chunks of all parameters of the module
+    longest_s: float  # Time since the last round after which any work makes a round due
+    answer_s: float = 2.0  # Timeout of an invited replica that does not answer
+    prepare_s: float = 30.0  # Timeout of a replica that has accepted and prepares its entry
+    silence_s: float = 2.0  # Silence during the exchange after which a member or leader counts as lost
     pulse_s: float = 0.5
-    step_tokens: int = 2**20
-    """Approximate tokens of one inner step of one replica."""
+    step_tokens: int = 2**20  # Approximate tokens of one inner step of one replica
     chunk_bytes: int = 4 * 2**20
-    rungs: tuple[Rung, ...] = (FLOAT32,)
-    """Codec levels that the run allows in rounds, mildest first."""
+    rungs: tuple[Rung, ...] = (FLOAT32,)  # Codec levels that the run allows in rounds, mildest first
 
     @property
     def codecs(self) -> tuple[RoundCodecs, ...]:
@@ -55,8 +47,7 @@ class OtherReplica:
 
     peer: PeerId
     version: AnchorVersion
-    serving: bool
-    """False while it joins or drains: it gets no invitation."""
+    serving: bool  # False while it joins or drains; then it is not invited
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,7 @@ class ReplicasChanged:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Our replica's work since our anchor; sent after every inner step."""
+    """Our replica's work since its anchor; sent after every inner step."""
 
     steps: int
     tokens: int
@@ -90,10 +81,9 @@ class SnapshotTaken:
     steps: int
     tokens: int
     norm: float
-    bandwidth: float = 0.0
-    """Goodput of our best link in bytes per second; 0 if unknown. Only our own timeouts use it."""
+    bandwidth: float = 0.0  # Goodput of our best link in bytes per second; 0 if unknown. Only our own timeouts use it.
+    # Measured rates of other members' pieces, in bytes per second
     received: Mapping[PeerId, float] = field(default_factory=dict)
-    """Measured rates of other members' pieces, in bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +95,7 @@ class SnapshotBroken:
 
 @dataclass(frozen=True, slots=True)
 class PieceCame:
-    """A useful piece arrived from a member."""
+    """A member's piece arrived and is usable."""
 
     round: RoundId
     sender: PeerId
@@ -113,7 +103,7 @@ class PieceCame:
 
 @dataclass(frozen=True, slots=True)
 class Owing:
-    """Members that owe us pieces they could send now; reported whenever the set changes."""
+    """Members that could send us pieces now and have not; reported when the set changes."""
 
     round: RoundId
     peers: frozenset[PeerId]
@@ -130,20 +120,20 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """A replica did what no honest one does. As an action: report it."""
+    """A replica did something that no honest replica does. As an action: report it."""
 
     peer: PeerId
     round: int
     why: str
-    proof: str = ""
-    """BLAKE3 of the signed hashes behind it, in hexadecimal; empty if nobody else could verify it."""
-    certain: bool = True
-    """False for what can also happen to an honest replica."""
+    proof: str = (
+        ""  # BLAKE3 of the signed hashes that prove it, hexadecimal; empty without a proof that others can verify
+    )
+    certain: bool = True  # False if an honest replica may have done it
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The result of the exchange is complete; it would make this anchor."""
+    """The result of the exchange is complete and leads to this anchor."""
 
     round: RoundId
     version: AnchorVersion
@@ -158,19 +148,18 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Our anchor has changed by a download, or by an outer step without company."""
+    """Our anchor has changed: by a download, or by an outer step of a replica without others."""
 
     version: AnchorVersion
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUpFailed:
-    """The anchor could not be fetched; ours is unchanged."""
+    """The anchor could not be downloaded; ours is unchanged."""
 
     wanted: AnchorVersion
     detail: str
-    astray: tuple[PeerId, ...] = ()
-    """Peers on that anchor, if it is farther from ours than an honest one can be."""
+    astray: tuple[PeerId, ...] = ()  # Peers with that anchor, if it is too far from ours to be honest
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +173,7 @@ Event = ReplicasChanged | Worked | Arrived | AttemptEvent | Caught | LinkLost | 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a message. LinkLost follows if it cannot be delivered."""
+    """Send a message. If it cannot be delivered, LinkLost follows."""
 
     to: PeerId
     message: RoundControl
@@ -192,7 +181,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Fix the pseudo-gradient of a fragment. Attempts with the same number and base get the same one."""
+    """Fix the pseudo-gradient of a fragment. Attempts with the same number and base reuse it."""
 
     round: RoundId
     fragment: int
@@ -200,14 +189,14 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Begin the exchange of this roster; end the one before. A complete result is kept until `Release` or a commit."""
+    """Start the exchange of this roster and end the previous one. Keep its result until `Release` or a commit."""
 
     roster: Roster
 
 
 @dataclass(frozen=True, slots=True)
 class DropStaged:
-    """Drop a complete result that we will not commit. At most one is kept."""
+    """Drop a complete result that will not be committed. At most one is kept."""
 
     version: AnchorVersion
 
@@ -222,7 +211,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CommitStaged:
-    """Make the staged result the anchor, and carry over the work since the snapshot. Sending to others goes on."""
+    """Make the staged result the anchor, and keep the work since the snapshot. Continue to send to other members."""
 
     roster: Roster
     version: AnchorVersion
@@ -230,13 +219,12 @@ class CommitStaged:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Fetch this anchor from donors. CaughtUp or CatchUpFailed follows. Work since our own anchor is lost."""
+    """Download this anchor from donors, and drop the work since our own. CaughtUp or CatchUpFailed follows."""
 
     version: AnchorVersion
     donors: tuple[PeerId, ...]
     why: str
-    by_most: bool
-    """Most replicas hold it. If not, its distance from ours is checked."""
+    by_most: bool  # Whether most replicas have it. If not, check its distance from ours.
 
 
 Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Caught

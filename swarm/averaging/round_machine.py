@@ -1,13 +1,14 @@
 """The state machine of one replica's rounds: events in, actions out (`swarm.averaging.round_events`).
 
-What holds under any failure:
+Invariants under any failure:
 
-* The highest (number, attempt) is followed, of equals that of the first leader in hash order; members of a running
-  exchange stay with a live leader. A silent leader is replaced, silent or rejected members are excluded.
-* A prepared result is kept until the anchor changes, and named in every entry. While a majority of an earlier roster
-  may have prepared one, no new exchange begins: somebody may have committed it.
-* A replica applies only what it prepared itself from its own anchor, after a Commit or when another replica holds it.
-* It leaves its anchor only for that of the module (`schedule.standing`), and only for a higher round.
+* Replicas follow the highest (number, attempt); if two are equal, the leader that is first in hash order. Members of a
+  running exchange stay with a live leader. A silent leader is replaced, silent or rejected members are excluded.
+* A replica keeps a prepared result until its anchor changes, and names it in every entry. While a majority of an
+  earlier roster may have prepared a result, no new exchange starts: a peer may have committed it.
+* A replica applies only a result that it has prepared from its own anchor, after a Commit or when another replica has
+  applied it.
+* A replica leaves its anchor only for the module's agreed one (`schedule.standing`), and only for a higher round.
 """
 
 from __future__ import annotations
@@ -37,22 +38,21 @@ from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.averaging_messages import DeclineReason, RoundId
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, short
 
+# Pause between two calls, in seconds, after which the process counts as stopped. Calls usually come every 0.1 s.
 GAP_S = 0.5
-"""Pause between two calls, in seconds, after which the process counts as stopped. Usual are 0.1 s."""
 
 
-PIECE_SLACK = 4.0
-"""Factor on the expected time of a piece before its sender counts as late."""
+PIECE_SLACK = 4.0  # Factor on the expected time of a piece before its sender counts as late
 
 
 class Phase(enum.Enum):
-    """A member's phase. Until FINISHING it repeats its status to the leader, so no lost message stops a round."""
+    """A member's phase. Before FINISHING it repeats its status to the leader, so a lost message cannot stop a round."""
 
     PREPARING = "prepares"
     ENTERED = "waits for the roster"
     EXCHANGING = "exchanges"
     PREPARED = "has the result"
-    FINISHING = "still lacks a part of the committed result"
+    FINISHING = "still lacks part of the committed result"
 
 
 @dataclass(slots=True)
@@ -62,8 +62,7 @@ class Participation:
     round: RoundId
     heard: float
     rules: events.RoundRules
-    until: float = field(init=False)
-    """No honest leader lets the attempt last longer."""
+    until: float = field(init=False)  # Time until which an honest leader has ended the attempt
     phase: Phase = Phase.PREPARING
     entry: messages.Entry | None = None
     bandwidth: float = 0.0
@@ -74,8 +73,8 @@ class Participation:
     prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
     told: float = 0.0
     link_lost: bool = False
+    # Member -> time of its last piece, or since when we wait for its first
     owing: dict[PeerId, float] = field(default_factory=dict)
-    """By member, the time since when it owes us pieces, or of its last piece."""
     broken: set[PeerId] = field(default_factory=set)
     rejected: set[PeerId] = field(default_factory=set)
 
@@ -83,14 +82,14 @@ class Participation:
         self.until = self.heard + self.rules.prepare_s + GRACE_S
 
     def silence(self, now: float) -> float:
-        """Seconds without a message from the leader; a broken link counts as half of the timeout."""
+        """Returns the seconds without a message from the leader; a broken link adds half of the timeout."""
         return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
 
     def overdue(self, now: float) -> bool:
         return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
 
     def waiting_for(self, now: float, share: float = 1.0) -> tuple[PeerId, ...]:
-        """Members that owe us pieces for longer than this share of the time that one may take."""
+        """Returns the members whose next piece is late: it took more than this share of the allowed time."""
         members = 1 if self.roster is None else len(self.roster.members)
         patience_s = share * (self.rules.silence_s + PIECE_SLACK * members * self._piece_s())
         late = {peer for peer, since in self.owing.items() if now - since > patience_s}
@@ -141,15 +140,14 @@ def _prefers(other: RoundId, part: Participation, view: ReplicaView) -> bool:
             precedence(attempt.module, view.version, attempt.number, attempt.convener) for attempt in (current, other)
         )
         return part.roster is None and theirs < ours
-    # A running exchange with a live leader goes on.
+    # Members of a running exchange stay with a live leader.
     loyal = part.roster is not None and part.silence(view.now) < view.rules.silence_s / 2
     return other.convener == current.convener or not (part.phase is Phase.FINISHING or loyal)
 
 
 Actions = list[Action]
-PATIENCE = 2.0
-"""Factor on the time limit of an exchange after which a live leader is left."""
-FORGED_ENTRY = "the entry that it sent is not signed by it, or has impossible figures"
+PATIENCE = 2.0  # Factor on the time limit of an exchange after which members leave a live leader
+FORGED_ENTRY = "its entry has a bad signature or impossible figures"
 ToLeader = messages.Accepting | messages.Entry | messages.Declined | messages.Pulse | messages.Prepared
 
 
@@ -179,12 +177,12 @@ class RoundMachine:
 
     @property
     def settled(self) -> bool:
-        """Whether we have seen the others and hold what the module holds: only then a replica should serve."""
+        """Whether we know the other replicas and have the module's agreed anchor. A replica should serve only then."""
         return self._seen and self._view.catching is None and self._view.standing().value == self.version
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other replica has served for a while: then the outer step needs no round."""
+        """Whether no other replica has served for a while, so that the outer step needs no round."""
         return self._alone is True
 
     @property
@@ -206,9 +204,10 @@ class RoundMachine:
         return f"{where}; {view.standing().reason}; {view.due().reason}{latest}"
 
     def handle(self, event: events.Event, now: float) -> Actions:
-        """The actions that follow from an event, in order. Events of past attempts are ignored."""
+        """Returns the actions that follow from an event, in order. Ignores events of past attempts."""
         view = self._view
-        # The clock stops while the process does: a frozen computer does not count others as silent when it thaws.
+        # The clock stops while the process is suspended, so that a computer that wakes up does not count others as
+        # silent.
         gap = 0.0 if self._last_call is None else now - self._last_call
         slept = gap if gap > GAP_S else min(gap, 0.0)
         self._last_call, self._slept = now, self._slept + slept
@@ -243,7 +242,7 @@ class RoundMachine:
             case events.LinkLost(peer):
                 return self._link_lost(peer)
             case events.CaughtUp(version):
-                return [*self._forget("we stand on another anchor"), *self._view.stand_on(version)]
+                return [*self._forget("we have another anchor"), *self._view.stand_on(version)]
             case events.Caught(peer):
                 penalties = self._view.penalties
                 (penalties.fraud if event.certain else penalties.silence).add(peer, self._view.now)
@@ -255,7 +254,7 @@ class RoundMachine:
         return []
 
     def _follow_up(self) -> Actions:
-        """What time and the new state make due first; asked again until nothing is."""
+        """Returns the first actions that time and state now require. Called until it returns none."""
         return (
             self._adopt_if_others_did()
             or self._notice_company()
@@ -292,7 +291,7 @@ class RoundMachine:
 
     def _worked(self, steps: int, tokens: int) -> Actions:
         view = self._view
-        if steps == view.steps:  # as after a commit: that we stand on it has been told with the number
+        if steps == view.steps:  # after a commit: our report of the new anchor included these steps
             return []
         view.steps = steps
         report = messages.Progress(view.module, view.version, steps, tokens)
@@ -302,15 +301,15 @@ class RoundMachine:
         view, alone = self._view, not self._view.others.serving
         if self._alone_since is None or not alone:
             self._alone_since = view.now
-        # After a long sleep all announcements have run out, and the new ones are on their way.
+        # After a long sleep all announcements have expired, and new ones are in flight.
         lasts = self._alone is None or view.now - self._alone_since >= view.rules.answer_s
         if not self._seen or alone == self._alone or (alone and not lasts):
             return []
         self._alone = alone
         if not alone:
             return []
-        # A peer that is gone may have committed our complete result.
-        return self._forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
+        # A peer that has left may have committed our complete result.
+        return self._forget("no other replica is left") if self._staged is None else self._adopt(self._staged)
 
     def _catch_up_if_behind(self) -> Actions:
         view = self._view
@@ -325,7 +324,7 @@ class RoundMachine:
         return [*self._forget("catching up"), events.CatchUp(wanted, donors, best.reason, certain)]
 
     def _lead_if_due(self) -> Actions:
-        """The first in order opens a due round at once, the next one if those before stay silent."""
+        """Opens a due round: at once if we are first in order, else after the timeouts of the leaders before us."""
         view = self._view
         attempt_log = view.attempt_log
         if not view.others.serving or self._part is not None or view.now < attempt_log.quiet_until:
@@ -367,7 +366,7 @@ class RoundMachine:
         view = self._view
         actions: Actions = []
         if self._leading is not None and self._leading.round != attempt:
-            actions += self._leading.dissolve("another leader comes first")
+            actions += self._leading.dissolve("another leader takes precedence")
             self._leading = None
         elif self._part is not None and self._part.round.convener not in (view.own, attempt.convener):
             declined = messages.Declined(self._part.round, DeclineReason.OTHER_CONVENER, view.version)
@@ -390,12 +389,12 @@ class RoundMachine:
         self._latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
         attempt_log = self._view.attempt_log
         attempt_log.ended, attempt_log.due_since = part.round, None
-        # Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient.
+        # Once an exchange has started from this anchor, later attempts reuse the pseudo-gradient.
         return [events.Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
 
     def _remember_delays(self) -> None:
         if self._part is not None:
-            # The others may have given up a little earlier.
+            # Other members may have given up slightly earlier, so half of the allowed time counts.
             for peer in self._part.waiting_for(self._view.now, 0.5):
                 self._view.penalties.waiting.add(peer, self._view.now)
 
@@ -448,7 +447,7 @@ class RoundMachine:
             return self._commit_without_leader(part)
         if isinstance(message, messages.Declined):
             past = message.reason is DeclineReason.PAST
-            return self._leave("it is over") if past and self._hear_leader(sender, attempt) else []
+            return self._leave("this round is over") if past and self._hear_leader(sender, attempt) else []
         if attempt.convener != view.own or (self._leading is not None and sender in self._leading.invitees):
             return []
         commit = view.attempt_log.commits.get(attempt)
@@ -472,24 +471,24 @@ class RoundMachine:
                 return self._refuse(part, wrong, lie=strange is None)
             leader = next(entry for entry in signed.entries if entry.peer == sender)
             if view.usual.too_short(leader, part.entry):
-                return self._refuse(part, "its update is far too short for its work", lie=True)
+                return self._refuse(part, "its update is far too small for its work", lie=True)
         roster = make_roster(view.rules, signed)
         if roster is None:
-            return self._refuse(part, "nobody in it has worked", lie=True)
+            return self._refuse(part, "no member of it has worked", lie=True)
         part.roster, part.phase, part.entries = roster, Phase.EXCHANGING, signed.entries
         part.until = view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth)
         view.attempt_log.began(roster)
         return [events.Exchange(roster)]
 
     def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
-        """Does not follow this leader again at this round. `lie`: no honest one sends what it sent."""
+        """Leaves the attempt and ignores its leader for the rest of the round. `lie`: no honest leader does this."""
         view, leader = self._view, part.round.convener
         accused: Actions = []
         if lie:
-            accused = self._accuse(leader, part.round, f"its roster cannot be: {why}")
+            accused = self._accuse(leader, part.round, f"its roster is impossible: {why}")
             view.attempt_log.left_out.add(leader)
         view.attempt_log.refused.add(leader)
-        return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(leader)} is not followed: {why}")]
+        return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"we do not follow {short(leader)}: {why}")]
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
         self._view.penalties.rubbish.add(peer, self._view.now)
@@ -505,10 +504,10 @@ class RoundMachine:
         if exchanging and part.roster is not None and leads_to(self._view.rules, part.roster, commit.version):
             part.phase, part.version = Phase.FINISHING, commit.version
             return []
-        return self._leave("it settled on a result that we do not have")
+        return self._leave("it committed a result that we lack")
 
     def _attempt_event(self, event: events.AttemptEvent) -> Actions:
-        """Handles an event of our own part; those of other attempts are ignored."""
+        """Handles an event of the current attempt. Ignores events of other attempts."""
         part, now = self._part, self._view.now
         accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, events.PieceRejected) else []
         if part is None or event.round != part.round:
@@ -550,7 +549,7 @@ class RoundMachine:
         part.rejected.add(sender)
         if sender == part.round.convener:
             self._view.attempt_log.left_out.add(sender)
-            return self._decline(part, DeclineReason.NOT_READY, "the leader sent what cannot be used")
+            return self._decline(part, DeclineReason.NOT_READY, "the leader sent unusable data")
         return self._tell_leader(part)
 
     def _staged_came(self, part: Participation, version: AnchorVersion) -> Actions:
@@ -558,13 +557,13 @@ class RoundMachine:
         if roster is None or part.phase not in (Phase.EXCHANGING, Phase.FINISHING):
             return self._not_wanted(version)
         if not leads_to(self._view.rules, roster, version):
-            declined = self._decline(part, DeclineReason.BROKEN, "our result is not what the roster leads to")
+            declined = self._decline(part, DeclineReason.BROKEN, "our result does not match the roster")
             return [*declined, *self._not_wanted(version)]
         result = events.CommitStaged(roster, version)
         if part.phase is Phase.FINISHING and version == part.version:
             return self._adopt(result)
         if part.phase is Phase.FINISHING:
-            return [*self._leave("our result differs from the committed"), *self._not_wanted(version)]
+            return [*self._leave("our result differs from the committed one"), *self._not_wanted(version)]
         before, self._staged = self._staged, result
         part.phase, part.version, part.prepared_at = Phase.PREPARED, version, self._view.now
         return [*([] if before is None else self._not_wanted(before.version)), *self._tell_leader(part)]
@@ -573,7 +572,7 @@ class RoundMachine:
         return [] if self._staged is not None and self._staged.version == version else [events.DropStaged(version)]
 
     def _link_lost(self, peer: PeerId) -> Actions:
-        """Shortens the patience with that peer; if we wait for its pieces, the leader hears so at once."""
+        """Shortens the timeouts of a peer without a link. If we wait for its pieces, tells the leader at once."""
         if self._leading is not None:
             self._leading.lost(peer)
         part = self._part
@@ -586,7 +585,7 @@ class RoundMachine:
         return [] if peer == part.round.convener else self._tell_leader(part)
 
     def _adopt_if_others_did(self) -> Actions:
-        """Commits our prepared result if a replica holds it: so it was committed."""
+        """Commits our prepared result if another replica has it as its anchor, which proves a commit."""
         staged, view = self._staged, self._view
         if staged is None or not view.others.on(staged.version, view.now):
             return []
@@ -594,7 +593,7 @@ class RoundMachine:
 
     def _adopt(self, result: events.CommitStaged) -> Actions:
         view = self._view
-        others: Sequence[Action] = () if self._leading is None else self._leading.dissolve("the result is there")
+        others: Sequence[Action] = () if self._leading is None else self._leading.dissolve("the result is complete")
         if self._part is not None and self._part.round == result.roster.round:
             view.usual.committed(self._part.entries)
         self._part = self._leading = self._staged = None
@@ -611,7 +610,7 @@ class RoundMachine:
             return []
         tells, verdict = leading.advance(view.now)
         if leading.roster is None and verdict is None and not view.may_lead():
-            verdict = GivenUp(f"the module has gone on: {view.standing().reason}")
+            verdict = GivenUp(f"the module has a newer anchor: {view.standing().reason}")
         match verdict:
             case messages.Commit():
                 return [*tells, *self._settle(leading, verdict)]
@@ -637,7 +636,7 @@ class RoundMachine:
                 events.CatchUp(
                     version,
                     donors,
-                    "an earlier attempt's result was found, and somebody may have committed it",
+                    "an earlier attempt's result was found, and a peer may have committed it",
                     view.are_most(len(donors)),
                 )
             )
@@ -647,7 +646,7 @@ class RoundMachine:
         view = self._view
         mute = {peer for peer, invitee in leading.invitees.items() if invitee.answer is Answer.NONE}
         view.attempt_log.left_out |= without | mute
-        dissolved = messages.Dissolved(leading.round, f"left out: {why}")
+        dissolved = messages.Dissolved(leading.round, f"you were excluded: {why}")
         left: Actions = [Tell(peer, dissolved) for peer in sorted(without) if peer != view.own]
         if leading.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
             view.attempt_log.failed(view.now)
@@ -659,18 +658,18 @@ class RoundMachine:
         if part is None:
             return []
         if part.phase is Phase.FINISHING:
-            return self._leave("the committed result does not become complete here") if part.stalled(view.now) else []
+            return self._leave("the rest of the committed result does not arrive") if part.stalled(view.now) else []
         if part.silence(view.now) > view.rules.silence_s and part.round.convener != view.own:
             return self._succeed(part)
         if view.now > part.until and part.round.convener != view.own:
             view.penalties.waiting.add(part.round.convener, view.now)
-            return self._refuse(part, "its leader does not bring it to an end", lie=False)
+            return self._refuse(part, "its leader does not end it", lie=False)
         if view.now - part.told >= view.rules.pulse_s:
             return [*self._tell_leader(part), *self._tell_members(part)]
         return []
 
     def _tell_members(self, part: Participation) -> Actions:
-        # Members learn what usually only the leader needs, in case it does not commit.
+        # If the leader does not commit in time, tell the members directly.
         status, roster = part.status(self._view.now), part.roster
         if roster is None or not isinstance(status, messages.Prepared) or not part.overdue(self._view.now):
             return []
@@ -684,7 +683,7 @@ class RoundMachine:
         holders = {view.own, *(peer for peer, version in part.prepared.items() if version == part.version)}
         if 2 * len(holders) <= len(staged.roster.members):
             return []
-        # A majority has the same result: it holds, whatever the leader says.
+        # A majority has the same result, so it is committed even without the leader.
         commit = messages.Commit(part.round, staged.version, tuple(sorted(holders)))
         tells = [Tell(peer, commit) for peer in sorted(holders) if peer != view.own]
         adopted = self._adopt(staged)
@@ -694,7 +693,7 @@ class RoundMachine:
     def _succeed(self, part: Participation) -> Actions:
         view = self._view
         if not view.may_lead():
-            return self._leave("its leader is silent, and the module has gone on")
+            return self._leave("its leader is silent, and the module has a newer anchor")
         roster = part.roster
         peers = view.others.on(view.version, view.now)
         if roster is not None:
@@ -702,6 +701,6 @@ class RoundMachine:
         view.attempt_log.left_out.add(part.round.convener)
         candidates = {view.own, *(peers - view.attempt_log.left_out)}
         rank = leader_order(view.module, view.version, part.round.number, candidates).index(view.own)
-        # The next in order opens at once, those after it a little later.
+        # The next leader in order opens at once, later ones after further timeouts.
         patience_s = view.rules.silence_s + rank * view.rules.answer_s
         return self._open("the leader is silent") if part.silence(view.now) > patience_s else []

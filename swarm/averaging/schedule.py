@@ -1,4 +1,4 @@
-"""The arithmetic of rounds: order of leaders, due rounds, round numbers, and the version that the module holds."""
+"""Arithmetic of rounds: order of leaders, due rounds, round numbers, and the module's agreed version."""
 
 from __future__ import annotations
 
@@ -14,37 +14,32 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
 Number = TypeVar("Number", int, float)
 
-INFORMED = 3
-"""First leaders in order that learn the progress of a replica."""
+INFORMED = 3  # Number of next leaders to which a replica reports its progress
 LARGEST_LEAD = 2**20
 FIRST_LEAD = 1024
+# Largest round number accepted from one replica: 4x ours, or ours + 1024. A partitioned replica cannot be much faster.
 LEAD_TIMES = 4
-"""Largest round number accepted from one replica: 4x ours, or ours + 1024. A partitioned replica is hardly faster."""
-MOST_ROUNDS = 2**36
-"""A hundred a second for twenty years."""
+MOST_ROUNDS = 2**36  # 100 rounds per second for 20 years
 SLACK_ROUNDS = 1024
-SLACK_WORK = 1024
-"""Largest ratio of steps and tokens of a version to its rounds + SLACK_ROUNDS."""
-STEPS_TIMES_ALONE = 2
-"""After this many times `inner_steps` a replica opens a round, whatever the others did."""
-WORK_AT_MOST = 2
-"""Counted steps of one replica, in average shares: one claim makes no round due."""
+SLACK_WORK = 1024  # Largest ratio of steps and tokens of a version to its rounds + SLACK_ROUNDS
+STEPS_TIMES_ALONE = 2  # After this many times `inner_steps` a replica opens a round, regardless of the other replicas
+WORK_AT_MOST = 2  # Most steps counted of one replica, in equal shares, so that a single claim cannot make a round due
 
 
 def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:
-    """A replica's precedence as leader, smallest first: rendezvous hashing (Thaler and Ravishankar 1998)."""
-    # The digest prevents keys made to lead a given round.
+    """Returns a replica's precedence as leader, smallest first: rendezvous hashing (Thaler and Ravishankar 1998)."""
+    # The digest is not known in advance, so that keys cannot be made to lead a certain round.
     header = struct.pack("<IIQ", module.stage, module.expert, number) + base.digest
     return hashlib.sha256(b"skipstone-convener:2\0" + header + peer.encode()).digest()
 
 
 def leader_order(module: ModuleId, base: AnchorVersion, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-    """The order of leaders: each replaces those before it that are silent."""
+    """Returns the order of leaders. Each one replaces silent leaders before it."""
     return tuple(sorted(set(peers), key=lambda peer: precedence(module, base, number, peer)))
 
 
 def lower_median(values: Sequence[Number]) -> Number:
-    """The lower median: one of two values cannot raise the limit. Raises IndexError if there is none."""
+    """Returns the lower median, which one of two values cannot raise. Raises IndexError for an empty sequence."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
@@ -53,7 +48,7 @@ def fragments_of(rules: RoundRules) -> int:
 
 
 def fragment_chunks(rules: RoundRules, fragment: int) -> tuple[int, int]:
-    """First and end chunk of a fragment, as in the layout."""
+    """Returns the first chunk of a fragment and the end, exclusive."""
     count = fragments_of(rules)
     return round(fragment * rules.chunks / count), round((fragment + 1) * rules.chunks / count)
 
@@ -65,13 +60,13 @@ def steps_between_rounds(rules: RoundRules) -> int:
 def due(
     rules: RoundRules, own_steps: int, others: Iterable[int], replicas: int, since_commit_s: float
 ) -> Reasoned[bool]:
-    """Whether a round is due. `others`: reported steps of other replicas; `replicas`: replicas on our anchor."""
+    """Decides whether a round is due. `others`: steps that others report; `replicas`: number of them on our anchor."""
     share = steps_between_rounds(rules)
     done = own_steps + sum(min(steps, WORK_AT_MOST * share) for steps in others)
     if done >= share * replicas:
-        return Reasoned(True, f"{done} inner steps are done by {replicas} replicas")
+        return Reasoned(True, f"{replicas} replicas have done {done} inner steps")
     if own_steps >= STEPS_TIMES_ALONE * rules.inner_steps:
-        return Reasoned(True, f"{own_steps} inner steps are done here alone")
+        return Reasoned(True, f"this replica alone has done {own_steps} inner steps")
     if done > 0 and since_commit_s >= rules.longest_s:
         return Reasoned(True, f"the last round was {since_commit_s:.0f} s ago")
     return Reasoned(False, f"{done} of {share * replicas} inner steps are done")
@@ -88,24 +83,24 @@ def possible(rules: RoundRules, version: AnchorVersion) -> bool:
 
 
 def near(own: AnchorVersion, number: int) -> bool:
-    """Whether one replica alone is believed to have come this far."""
+    """Whether a single replica may claim this round number."""
     return number <= own.round + min(LARGEST_LEAD, max(FIRST_LEAD, LEAD_TIMES * own.round))
 
 
 def next_number(own: AnchorVersion, seen: Iterable[AnchorVersion]) -> int:
-    """The number of the next round: one more than any live replica has."""
+    """Returns the number of the next round: one more than any live replica has."""
     return 1 + max([own.round, *(version.round for version in seen if near(own, version.round))])
 
 
 def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion]:
-    """The version of most live replicas; of equally many, the greater by (tokens, round, digest).
+    """Returns the version of most live replicas; ties go to the greater (tokens, round, digest).
 
-    Round 0 never wins against a later one: leaving it loses nothing. A version far beyond ours, or beyond round 0 while
-    most replicas stand there, may be made up. It counts if at least two replicas and half of all hold it, or if its
-    holder is the only other replica.
+    Round 0 never wins against a later round, because nothing is lost with it. A version far beyond ours, or beyond
+    round 0 while most replicas have round 0, may be invented. It counts only if at least two replicas and half of the
+    others have it, or if there is only one other replica.
     """
     if all(version == own for version in others.values()):
-        return Reasoned(own, f"all {len(others) + 1} replicas stand on our anchor")
+        return Reasoned(own, f"all {len(others) + 1} replicas have our anchor")
     counts = Counter(version for version in others.values() if possible(rules, version))
     begun = 2 * sum(version.round > 0 for version in others.values()) > len(others) + 1
     credible = {
@@ -120,18 +115,18 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
     later = {version: count for version, count in credible.items() if version.round > 0} or credible
     best = max(later, key=lambda version: (later[version], version.tokens, version.round, version.digest))
     if best == own:
-        return Reasoned(own, f"{credible[own]} of {len(others) + 1} replicas stand on our anchor")
-    why = "more" if later[best] > credible[own] or own.round == 0 else "as many, and it is greater"
-    return Reasoned(best, f"{credible[best]} replicas stand on round {best.round}, {credible[own]} on ours ({why})")
+        return Reasoned(own, f"{credible[own]} of {len(others) + 1} replicas have our anchor")
+    why = "more" if later[best] > credible[own] or own.round == 0 else "a tie, and it has more tokens"
+    return Reasoned(best, f"{credible[best]} replicas have round {best.round}, {credible[own]} have ours ({why})")
 
 
 def choose_version(announced: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion | None]:
-    """The version that most replicas announce, if at least half of them do; of two halves the one with more tokens."""
+    """Returns the version that most replicas announce, if at least half do; ties go to more tokens."""
     if not announced:
         return Reasoned(None, "no replica of this module has announced a state")
     votes = Counter(announced.values())
     best = max(votes, key=lambda v: (votes[v], v.tokens, v.round, v.digest, v.steps, v.fragment))
     count, total = votes[best], len(announced)
     if 2 * count < total:
-        return Reasoned(None, f"{total} replicas stand on {len(votes)} states, and no half of them on the same")
-    return Reasoned(best, f"{count} of {total} replicas stand on round {best.round}")
+        return Reasoned(None, f"{total} replicas have {len(votes)} states, and none is held by half of them")
+    return Reasoned(best, f"{count} of {total} replicas have round {best.round}")

@@ -13,27 +13,22 @@ from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_RATE, Entry, L
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
+# Smallest cosine between a mean and our own pseudo-gradient. Honest means were above 0.19.
 OPPOSED: Final = -0.25
-"""A mean with a smaller cosine to our own pseudo-gradient points away from it. Honest ones were above 0.19."""
+# Largest norm of a mean, over the norm that all members' norms allow in this piece. Honest means were below 1.1.
 LONGEST: Final = 1.75
-"""Largest length of a mean, as a share of what all norms allow in this piece. Honest ones were below 1.1."""
-ALIGNED: Final = 1.25
-"""Length of a mean whose updates all point the same way."""
-LONGER_THAN_OURS: Final = 4.0
-"""Largest ratio to the length in pieces that we reduce ourselves, beyond ALIGNED."""
-SHORTEST: Final = 0.1
-"""Smallest length of a mean, in lengths of our own part."""
-AUDITED_BYTES: Final = 0.11
-"""Share of a round's bytes that audits fetch, on average."""
-SLACK: Final = 1.5
-"""Factor on a reducer's expected share of norm in a piece."""
+ALIGNED: Final = 1.25  # The same ratio for updates that all point in one direction, with a margin
+LONGER_THAN_OURS: Final = 4.0  # Largest factor over the ratio in pieces that we reduce ourselves, beyond ALIGNED
+SHORTEST: Final = 0.1  # Smallest norm of a mean, relative to our own part
+AUDITED_BYTES: Final = 0.11  # Mean bytes that audits fetch, as a share of a round's bytes
+SLACK: Final = 1.5  # Factor on a reducer's expected share of norm in a piece
+# Elements of a piece below which SLACK grows: in small pieces shares differ by up to 1.95 instead of 1.34
 SMALLEST: Final = 4096
-"""Elements of a small piece, for which `SLACK` is wider: shares there differ by up to 1.95 instead of 1.34."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A piece's result compared with our own pseudo-gradient there, in float64."""
+    """A piece's result compared with our own pseudo-gradient in that piece, in float64."""
 
     reducer: PeerId
     share: float
@@ -45,7 +40,7 @@ class Beside:
 def oddities(
     own: PeerId, pieces: Sequence[Beside], coefficient: float, norm: float, largest_norm: float
 ) -> dict[PeerId, str]:
-    """The reducers whose results cannot be the mean, with reasons; none if our own results look odd, too."""
+    """Returns reducers whose results cannot be the mean, with reasons. Empty if our own results look wrong too."""
     if coefficient * norm == 0:
         return {}
     scale = largest_norm / norm
@@ -62,68 +57,66 @@ def oddities(
 def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longest: float) -> str | None:
     ours, length = math.sqrt(piece.own_squares), math.sqrt(piece.result_squares)
     if length < SHORTEST * coefficient * ours:
-        return f"a mean of length {length:.2g}, where our own part of it is {coefficient * ours:.2g}"
+        return f"a mean of norm {length:.2g}, while our own part of it has {coefficient * ours:.2g}"
     if piece.product < OPPOSED * ours * length:
         cosine, part = piece.product / ours / length, coefficient * ours / length
         return f"a mean that points away from our own contribution (cosine {cosine:.2f}; our part of it {part:.2g})"
     relative = _length(piece, norm, scale)
     if relative > longest:
-        return f"a mean {relative:.1f} times as long as the members' norms allow there, where {longest:.1f} can be"
+        return f"a mean {relative:.1f} times as large as the members' norms allow; the limit is {longest:.1f}"
     return None
 
 
 def _length(piece: Beside, norm: float, scale: float) -> float:
-    """The result's length as a share of what all norms allow there. Where ours is tiny, norms count as even."""
+    """Returns the result's norm over the norm that all members' norms allow in this piece.
+
+    Assumes that norms are distributed over pieces like ours, or evenly where ours is smaller.
+    """
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
 
+# Largest encoding error of a result, relative to its norm
 RESULT_ERROR: Final[Mapping[Codec, float]] = {Codec.NONE: 1e-4, Codec.BF16: 0.005, Codec.INT8: 0.01, Codec.INT4: 0.2}
-"""Largest error of a result's encoding, in lengths of the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reckoning:
-    """A piece that was summed again, without its reducer's own contribution."""
+    """The repeated sum of an audited piece, without the reducer's own contribution."""
 
     elements: int
-    rest: float
-    """Length of the result minus the others' contributions."""
+    rest: float  # Norm of the result minus the other members' contributions
     result: float
-    shares: tuple[float, ...]
-    """Shares of the other contributors' norms in this piece, each from 0 to 1."""
+    shares: tuple[float, ...]  # Share of each other contributor's norm in this piece, from 0 to 1
 
 
 def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
-    """The probability with which a member audits a piece, so that audits fetch AUDITED_BYTES of the round."""
+    """Returns the probability that a member audits a piece, so that audits fetch AUDITED_BYTES of a round."""
     return min(1.0, AUDITED_BYTES * round_bytes / (members * audit_bytes)) if audit_bytes else 1.0
 
 
 def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Codec) -> str | None:
-    """The reason why the rest of a result cannot be the reducer's own contribution; None if it can."""
+    """Returns the reason why the rest of a result cannot be the reducer's own contribution; None if it can be."""
     wider = (SLACK + 0.5 * math.sqrt(min(1.0, SMALLEST / reckoning.elements))) * max(reckoning.shares, default=1.0)
     own = coefficient * norm * min(1.0, wider)
     allowed = own + RESULT_ERROR[codec] * reckoning.result
     if reckoning.rest <= allowed:
         return None
     return (
-        "the mean that it sent is not that of what it was sent: what is left for its own part is "
-        f"{reckoning.rest:.3g} long,"
-        f" where {allowed:.3g} can be"
+        "the mean that it sent does not match the contributions: the rest, its own part, has norm "
+        f"{reckoning.rest:.3g},"
+        f" and the limit is {allowed:.3g}"
     )
 
 
+# An update this many times smaller per token than expected is a lie; equal replicas differ by less than 2
 TOO_SHORT: Final = 64.0
-"""An update this many times shorter per token than expected is a lie; equal replicas differ by less than two."""
-FADING: Final = 0.9
-"""Weight of the usual length at the next round: follows a falling learning rate, resists a liar."""
+FADING: Final = 0.9  # Decay of the usual norm per round, so that it follows a falling learning rate but resists a liar
 
+# Largest distance between anchors, in rounds like ours, with a margin for momentum and faster replicas
 ASTRAY: Final = 8.0
-"""Largest distance between anchors, in rounds of steps like ours: momentum and faster replicas lengthen it."""
-FEWEST_APART: Final = 2.0
-"""Rounds by which two anchors may differ however short the time."""
-NEWS: Final = 0.1
-"""Weight of the latest time between two rounds."""
+FEWEST_APART: Final = 2.0  # Rounds by which two anchors may always differ
+NEWS: Final = 0.1  # Weight of the latest interval between rounds in its mean
 
 
 def mark_of(peer: PeerId) -> int:
@@ -131,7 +124,7 @@ def mark_of(peer: PeerId) -> int:
 
 
 def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[LinkRate, ...]:
-    """Measured rates for an entry. The anchor draws MAX_MEASURED of them, others each round."""
+    """Selects up to MAX_MEASURED measured rates for an entry, by the anchor's digest: different ones each round."""
 
     def drawn(peer: PeerId) -> bytes:
         return hashlib.sha256(base.digest + peer.encode()).digest()
@@ -141,7 +134,7 @@ def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tup
 
 
 def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
-    """The rate of each member that others have measured: lower median, so one accomplice lifts nobody."""
+    """Returns each member's rate: the lower median of the others' measurements, which one accomplice cannot raise."""
     said: dict[int, list[tuple[PeerId, int]]] = {}
     for by, entry in entries.items():
         for measured in entry.measured:
@@ -160,7 +153,7 @@ def _rate(bytes_per_s: float) -> int:
 
 
 class UsualLength:
-    """The usual norm per token of a module's pseudo-gradients, as one replica has seen it."""
+    """Usual norm per token of a module's pseudo-gradients, as seen by one replica."""
 
     def __init__(self) -> None:
         self._usual = 0.0
@@ -178,7 +171,7 @@ class UsualLength:
 
 
 class AnchorDrift:
-    """How far an honest anchor can be from ours, by the rounds that this replica was in."""
+    """Bound on the distance of an honest anchor from ours, from the rounds that this replica took part in."""
 
     def __init__(self) -> None:
         self._length = 0.0
@@ -187,10 +180,10 @@ class AnchorDrift:
         self._shared_at: float | None = None
 
     def committed(self, norm: float, steps_share: float, mean_norm: float, shared: bool, at: float) -> None:
-        """Notes a round: our norm and share of its steps, the norm of its clipped mean at most."""
+        """Notes a round: our update's norm, our share of its steps, and an upper bound on the clipped mean's norm."""
         own = norm / min(1.0, steps_share) if steps_share > 0 else 0.0
-        # Ours says little where we do next to nothing (or did at the beginning of the warm-up); the agreed one is
-        # clipped to what is usual, so it says little where others do next to nothing.
+        # Our norm is too small if we did little work, or early in the warm-up. The mean's norm is clipped to the usual
+        # one, so it is too small if the other members did little work.
         self._length = max(own, mean_norm, FADING * self._length)
         if self._round_at is not None:
             between_s = max(0.0, at - self._round_at)
@@ -200,7 +193,7 @@ class AnchorDrift:
             self._shared_at = at
 
     def farthest(self, at: float) -> float:
-        """The largest distance from our anchor, over parameters and momentum; infinite before two rounds."""
+        """Returns the largest distance from our anchor, over parameters and momentum; infinite before two rounds."""
         if not self._between_s or self._shared_at is None:
             return math.inf
         rounds = max(FEWEST_APART, (at - self._shared_at) / self._between_s)
@@ -211,22 +204,19 @@ def _norm_per_token(entry: Entry) -> float:
     return entry.norm / entry.tokens
 
 
-FORGIVEN_AFTER_S: Final = 600.0
-"""Seconds after the end of the last exclusion."""
-FOR_RUBBISH: Final = ExponentialBackoff(60.0, 3600.0, free=1)
-"""The first offence costs only its attempt."""
-FOR_FRAUD: Final = ExponentialBackoff(3600.0, 86_400.0)
-"""An audit leaves no honest explanation."""
+FORGIVEN_AFTER_S: Final = 600.0  # Time after the end of the last exclusion, in seconds
+FOR_RUBBISH: Final = ExponentialBackoff(60.0, 3600.0, free=1)  # Unusable data; the first offence costs only its attempt
+FOR_FRAUD: Final = ExponentialBackoff(3600.0, 86_400.0)  # Audits without an honest explanation
+# Unanswered audits and groundless accusations, which also happen to honest replicas
 FOR_SILENCE: Final = ExponentialBackoff(300.0, 3600.0)
-"""Unanswered audits or groundless accusations: that can happen to honest replicas."""
+# Implausibly distant anchors, which honest replicas can have after a long partition
 FOR_STRAYING: Final = ExponentialBackoff(60.0, 600.0)
-"""Two honest parts of a module may be that far apart after a long time."""
+# Late data, which may be the fault of a link between honest peers
 FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
-"""Milder: a link between two honest peers may be at fault."""
 
 
 class Penalties:
-    """Offences that this replica has seen itself, by kind. They outlive attempts and anchors."""
+    """Offences seen by this replica, by kind, across attempts and anchors."""
 
     def __init__(self) -> None:
         self.rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)
@@ -236,9 +226,9 @@ class Penalties:
         self.straying = Exclusions(FOR_STRAYING, FORGIVEN_AFTER_S)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
-        """Replicas that get no invitation, and whose invitations are not answered."""
+        """Returns the replicas that we do not invite and whose invitations we ignore."""
         return self.distrusted(now) | self.waiting.excluded(now) | self.silence.excluded(now)
 
     def distrusted(self, now: float) -> frozenset[PeerId]:
-        """Those of them whose anchor must not be followed on their claim alone."""
+        """Returns the excluded replicas whose anchor we must not follow on their claim alone."""
         return self.rubbish.excluded(now) | self.fraud.excluded(now) | self.straying.excluded(now)

@@ -1,1 +1,1 @@
-"""The choice of codecs for links and rounds."""
+"""Choice of codecs for links and rounds."""

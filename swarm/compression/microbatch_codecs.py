@@ -1,4 +1,4 @@
-"""The choice of a link's codec: the mildest with which the link does not limit throughput (arXiv 2409.02423)."""
+"""Choice of a link's codec: the mildest one with which the link does not limit throughput (arXiv:2409.02423)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Final
 
 from swarm.vocabulary.types import Codec, Reasoned
 
+# Share of a visit's compute time that a tensor may be on the link. Two tensors leave each peer per microbatch.
 MOST_OF_A_VISIT: Final = 0.25
-"""Share of a visit's compute time that a tensor may be on the link. Two tensors leave each peer per microbatch."""
 NO_CHOICE: Final = "the run allows nothing else"
-BACK_AT: Final = 0.6
-"""Share of the allowed time below which a milder codec is chosen again (hysteresis)."""
+BACK_AT: Final = 0.6  # Share of the allowed time below which a milder codec is chosen again (hysteresis)
 
 
 class Traffic(enum.Enum):
-    """Kinds of tensors, by what compression they stand."""
+    """Kinds of tensors with different tolerance for compression."""
 
     ACTIVATIONS = "activations"
     GRADIENTS = "gradients"
 
 
+# Largest usual relative error of each codec. Above it, the next milder codec is used.
 MOST_ERROR: Final[Mapping[Codec, float]] = {Codec.BF16: 4e-3, Codec.INT8: 1.2e-2, Codec.INT4: 0.13}
-"""Relative errors beyond these codecs' usual ones. The next milder codec is then used."""
 
 _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
     Codec.NONE: (),
@@ -34,7 +33,7 @@ _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
 
 
 def ladder(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
-    """The codecs from the mildest to `limit`. With bfloat16 elements, BF16 is the same as NONE."""
+    """Lists the codecs from the mildest to `limit`. With bfloat16 elements BF16 equals NONE and is omitted."""
     rungs = (Codec.NONE, *_LADDERS[limit])
     return tuple(codec for codec in rungs if not (half_precision and codec is Codec.BF16))
 
@@ -45,7 +44,7 @@ def choose(
     """Chooses one of `rungs` (mildest first, at least one) for a link.
 
     Args:
-        sizes: encoded bytes of the tensor with each.
+        sizes: encoded bytes of the tensor by codec.
         current: codec in use.
         bytes_per_s: goodput of the link; 0 if unknown.
         visit_s: compute time of a microbatch at the slower end, both directions; 0 if unknown.
@@ -53,7 +52,7 @@ def choose(
     if len(rungs) == 1:
         return Reasoned(rungs[0], NO_CHOICE)
     if not bytes_per_s or not visit_s:
-        return Reasoned(rungs[0], "nothing was measured yet")
+        return Reasoned(rungs[0], "the link is not measured yet")
     allowed = MOST_OF_A_VISIT * visit_s
     if current is not None and current in rungs:
         kept = rungs.index(current)

@@ -1,7 +1,7 @@
-"""The choice of a round's codecs: the mildest with which the slowest member's link does not delay the round.
+"""Choice of a round's codecs: the mildest one with which the slowest member's link does not delay the round.
 
-The leader chooses from the members' bandwidths. INT8 pseudo-gradients train as well as float32 (DiLoCo, arXiv
-2501.18512; `benchmarks/codec_training.py`), so nothing milder is used if the run allows INT8.
+The leader chooses by the members' bandwidths. INT8 pseudo-gradients train as well as float32 (DiLoCo,
+arXiv:2501.18512), so no milder codec is used if the run allows INT8.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from swarm.compression.microbatch_codecs import NO_CHOICE
 from swarm.vocabulary.averaging_messages import Contribution, RoundPiece
 from swarm.vocabulary.types import Codec, Reasoned
 
+# Share of the round interval that an exchange may take, because training uses the same links
 MOST_OF_AN_INTERVAL: Final = 0.25
-"""Share of the round interval that an exchange may take, because training uses the same links."""
 
 _RESULTS: Final[Mapping[Codec, Codec]] = {
     Codec.NONE: Codec.NONE,
@@ -31,18 +31,18 @@ _LEAVE_LITTLE: Final = frozenset({Codec.NONE, Codec.BF16, Codec.INT8})
 
 @dataclass(frozen=True, slots=True)
 class RoundCodecs:
-    """The codecs of a round: of what members contribute, and of the means that reducers send back."""
+    """The codecs of a round: of the members' contributions, and of the means that reducers return."""
 
     contribution: Codec
 
     @property
     def result(self) -> Codec:
-        """The codec of the means. Nobody makes good for what this one leaves out, so it is never sparse."""
+        """Codec of the means. Never sparse, because no replica could add the omitted elements later."""
         return _RESULTS[self.contribution]
 
     @property
     def leave_over(self) -> bool:
-        """Whether contributions leave out so much that replicas keep the rest."""
+        """Whether contributions omit so much that replicas keep the rest for the next round (error feedback)."""
         return self.contribution not in _LEAVE_LITTLE
 
     def of(self, message: RoundPiece) -> Codec:
@@ -51,7 +51,7 @@ class RoundCodecs:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One codec level. `share`: bytes on the wire over those of float32, mean of both directions."""
+    """One codec level. `share`: bytes on the wire relative to float32, mean of both directions."""
 
     codecs: RoundCodecs
     share: float
@@ -61,7 +61,7 @@ FLOAT32: Final = Rung(RoundCodecs(Codec.NONE), 1.0)
 
 
 def ladder(limit: Codec) -> tuple[RoundCodecs, ...]:
-    """The codecs that a run allows, from the mildest to `limit`. NONE and BF16 are single levels."""
+    """Lists the codecs that a run allows, from the mildest to `limit`. NONE and BF16 leave no choice."""
     rungs = _LADDER[: _LADDER.index(limit) + 1] if limit in _LADDER else (limit,)
     return tuple(RoundCodecs(codec) for codec in rungs)
 
@@ -72,9 +72,9 @@ def choose(
     """Chooses one of `rungs` (mildest first, at least one) for a round.
 
     Args:
-        both_ways_bytes: bytes that the slowest member sends and receives with float32.
+        both_ways_bytes: float32 bytes that the slowest member sends and receives.
         slowest_bytes_per_s: goodput of its link; 0 if unknown.
-        interval_s: duration of the round's local work.
+        interval_s: seconds of local work between rounds.
     """
     if len(rungs) == 1:
         return Reasoned(rungs[0].codecs, NO_CHOICE)

@@ -1,1 +1,1 @@
-"""Experts: the routes of documents through a run whose stages have several modules each (DiPaCo, arXiv:2403.10616)."""
+"""Experts: routes of documents through stages with several modules each (DiPaCo, arXiv:2403.10616)."""

@@ -1,8 +1,4 @@
-"""What became of each route's microbatches at one data node: how many it has completed, how many of them by another
-route, and their loss.
-
-It stands alone because it is about routes as documents have them, whatever paths were taken.
-"""
+"""Statistics of each route's microbatches at one data node: completed, rerouted, loss."""
 
 from __future__ import annotations
 
@@ -14,43 +10,35 @@ from swarm.experts.routes import module_at
 from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import ModuleId, Path, Route
 
-MAX_ROUTES: Final = 256
-"""Counted one by one; those that come later are counted together, as the route of no experts."""
+MAX_ROUTES: Final = 256  # Routes with their own figures; later ones share those of the empty route
 OTHERS: Final[Route] = ()
 
 
 @dataclass(slots=True)
 class RouteFigures:
-    """Of one route's completed microbatches."""
+    """Statistics of one route's completed microbatches."""
 
     visits: int = 0
-    rerouted: int = 0
-    """Of these, by another route than their own."""
-    loss: Ewma = field(default_factory=Ewma)
-    """Of the latest, nats per token."""
+    rerouted: int = 0  # Visits that took a different route than the documents' own
+    loss: Ewma = field(default_factory=Ewma)  # Nats per token, of the latest microbatches
 
 
 def missed_modules(route: Route, path: Path) -> tuple[ModuleId, ...]:
-    """The modules of a route for which a path visits other experts."""
+    """Returns the modules of a route that a path replaces by other experts."""
     wanted = ((module_at(route, hop.module.stage), hop.module) for hop in path.hops if route)
     return tuple(own for own, taken in wanted if own != taken)
 
 
 class RouteTally:
-    """The figures of one data node's routes."""
+    """Statistics of all routes at one data node."""
 
     def __init__(self) -> None:
         self.routes: dict[Route, RouteFigures] = {}
+        # Completed microbatches by the module that was replaced
         self.rerouted: Counter[ModuleId] = Counter()
-        """Completed microbatches that another expert has taken, by the module of their own route."""
 
     def completed(self, route: Route, path: Path, loss: float | None) -> None:
-        """Counts a microbatch that has come back.
-
-        Args:
-            route: its own.
-            path: that it took.
-        """
+        """Counts a completed microbatch. `route`: its documents' own; `path`: the path taken."""
         known = route if route in self.routes or len(self.routes) < MAX_ROUTES else OTHERS
         figures = self.routes.setdefault(known, RouteFigures())
         missed = missed_modules(route, path)

@@ -1,1 +1,1 @@
-"""Membership and placement: the live peers, which module to host, whom to stay connected to."""
+"""Membership: live peers, the module to host, moves between modules, and peers to stay connected to."""

@@ -1,5 +1,4 @@
-"""The membership view of one peer: each peer's newest valid announcement, and its failures. Times are monotonic
-seconds."""
+"""One peer's view of the membership: newest valid announcements, and failures, in monotonic seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerStat
 
 MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
+# Pause for a peer that still announces itself, after consecutive failures
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)
-"""Pause for a peer that announces itself but could not be used so many times in a row."""
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
 
 
@@ -33,7 +32,7 @@ class _Member:
     expires: float
     heard: float
     failures: int = 0
-    failed_ms: float = -math.inf  # Moment no later than its last failure, by the clock of its announcements
+    failed_ms: float = -math.inf  # Time of its last failure or a little before, by the clock of its announcements
     suspect_until: float = 0.0
 
     @property
@@ -46,7 +45,7 @@ class _Member:
 
 
 class Membership:
-    """The membership view of verified announcements of one `run`, without `own`."""
+    """Membership view from verified announcements of one `run`, without the peer `own`."""
 
     def __init__(self, run: RunId, own: PeerId) -> None:
         self.run = run
@@ -55,7 +54,7 @@ class Membership:
         self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
-        """Takes in an announcement; of another run, our own, expired or old ones are ignored."""
+        """Updates the view. Ignores announcements that are expired, old, our own, or from another run."""
         remaining = announcement.expires_at - wall
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
             return Change.IGNORED
@@ -69,7 +68,7 @@ class Membership:
         known.announcement = announcement
         known.expires = now + remaining
         known.heard = now
-        if announcement.sequence > known.failed_ms:  # else it is from before: the directory is slow
+        if announcement.sequence > known.failed_ms:  # otherwise it is older than the failure, and arrived late
             known.suspect_until = min(known.suspect_until, now + REUSE_S.seconds(known.failures))
         return Change.UPDATED
 
@@ -84,7 +83,7 @@ class Membership:
 
     def fail(self, peer: PeerId, now: float) -> None:
         """Suspects a peer for FIRST_PAUSE_S, in case only a link broke."""
-        # A failure while it is suspected belongs to the same outage; a later one gives it up.
+        # A failure during the suspicion belongs to the same outage. A later one gives the peer up.
         member = self._members.get(peer)
         if member is None or member.suspect_until > now:
             return
@@ -92,17 +91,17 @@ class Membership:
         member.suspect(now, now + FIRST_PAUSE_S if member.failures == 1 else math.inf)
 
     def give_up(self, peer: PeerId, now: float) -> None:
-        """Gives a peer up: no work for it until it has announced something since: a dead peer announces nothing."""
+        """Gives a peer up: it gets no work until its next announcement, which a dead peer does not send."""
         member = self._members.get(peer)
         if member is not None:
             member.suspect(now, math.inf)
 
     def leave_out(self, peer: PeerId, now: float) -> float:
-        """Excludes a peer that does harm, for the returned seconds, unless nobody else serves its module."""
+        """Excludes a harmful peer while another one serves its module. Returns the seconds."""
         return self._harmful.add(peer, now)
 
     def recover(self, peer: PeerId) -> None:
-        """Ends the suspicion of a peer that has been heard again: a link to it stands."""
+        """Ends the suspicion of a peer, because there is a link to it again."""
         member = self._members.get(peer)
         if member is not None:
             member.failures, member.suspect_until = 0, 0.0
@@ -131,13 +130,13 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """Peers that may get work: serving, compatible, not suspect, not excluded unless there are no others."""
+        """Returns the peers that may get work: serving, compatible, not suspect; excluded ones only if all are."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
         harmful = self._harmful.excluded(now)
         return [known for known in found if known.peer not in harmful] or found
 
     def all_replicas(self, now: float) -> dict[ModuleId, list[Announcement]]:
-        """`replicas` of every module that has any."""
+        """Returns `replicas` of every module that has some."""
         harmful, found = self._harmful.excluded(now), dict[ModuleId, list[Announcement]]()
         for member in self._members.values():
             module = member.announcement.module
@@ -148,7 +147,7 @@ class Membership:
         return {module: [a for a in known if a.peer not in harmful] or known for module, known in found.items()}
 
     def with_state(self, module: ModuleId) -> list[Announcement]:
-        """The module's replicas that have told on which agreed state they stand, and have not been given up."""
+        """Returns the module's replicas that announce an anchor and are not given up."""
         return [
             member.announcement
             for peer, member in self._members.items()
@@ -159,7 +158,7 @@ class Membership:
         ]
 
     def is_served(self, module: ModuleId, now: float) -> bool:
-        """Whether a module has a peer that has not been given up, suspect for a moment or not."""
+        """Whether a module has a serving peer that is not given up, even if it is suspect."""
         return not all(member.is_given_up for member in self._serving(module, now))
 
     def served(self, now: float) -> set[ModuleId | None]:
@@ -167,12 +166,12 @@ class Membership:
         return {member.announcement.module for member in serving}
 
     def with_replicas(self, now: float) -> set[ModuleId | None]:
-        """The modules that have `replicas` to give work to."""
+        """Returns the modules that have `replicas`."""
         serving = (member for member in self._members.values() if _serves(member, now))
         return {member.announcement.module for member in serving if member.suspect_until <= now}
 
     def reaches_somebody(self) -> bool:
-        """Whether there is a peer that has not been given up."""
+        """Whether any peer is not given up."""
         return not all(member.is_given_up for member in self._members.values())
 
     def _serving(self, module: ModuleId, now: float) -> list[_Member]:
@@ -181,7 +180,7 @@ class Membership:
         ]
 
     def _evict_one(self) -> PeerId:
-        """Evicts visitors first, then the earliest expiry: short-lived records cannot push out lasting ones."""
+        """Evicts visitors first, then by earliest expiry, so that short-lived records cannot displace lasting ones."""
 
         def worth(member: _Member) -> tuple[bool, float]:
             return member.announcement.state is not PeerState.VISITING, member.expires
@@ -206,7 +205,7 @@ _STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
 def by_worth(
     own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
 ) -> list[PeerId]:
-    """Dialable lasting peers, best first: of neighbouring stages, replicas, those in `kept`, then by hash."""
+    """Ranks dialable peers for lasting links: neighbouring stages and replicas, then those in `kept`, then by hash."""
     fit = [a for a in announcements if a.addresses and a.module is not None and a.state in _STAY and a.peer != own]
     stages = 1 + max((a.module.stage for a in fit if a.module is not None), default=0)
     if module is not None:
@@ -220,7 +219,7 @@ def by_worth(
 
 
 def relays_first(order: Sequence[PeerId], relaying: Collection[PeerId], wanted: int = 2) -> list[PeerId]:
-    """The peers with the first `wanted` relays before all others."""
+    """Moves the first `wanted` relays to the front."""
     chosen = [peer for peer in order if peer in relaying][:wanted]
     return chosen + [peer for peer in order if peer not in chosen]
 

@@ -1,4 +1,4 @@
-"""Capacity of a swarm, and placement of a newcomer where it raises the throughput most, empty modules first."""
+"""Throughput that each module allows, and placement of a newcomer at the module where it helps most."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from swarm.membership.room import Needs, Room
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 
-COUNTED = (PeerState.SERVING, PeerState.JOINING)  # Joining peers count, else all newcomers would choose the same module
-MOST_BELIEVED = 4.0  # Largest believed speed of unproven peers, in medians of all
-ABOUT_EQUAL = 0.1  # Relative difference within which figures are equal
+COUNTED = (PeerState.SERVING, PeerState.JOINING)  # Joining peers count, so that newcomers do not all choose one module
+MOST_BELIEVED = 4.0  # Largest accepted speed of a peer without proven work, in medians
+ABOUT_EQUAL = 0.1  # Relative difference up to which figures count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A run's work: `cost` of a visit to each stage, and visited stages after 0 `per_path`."""
+    """A run's work: `cost` of a visit to each stage; `per_path`: stages that a path visits after stage 0."""
 
     modules: tuple[ModuleId, ...]
     cost: tuple[float, ...]
@@ -40,17 +40,17 @@ class Workload:
         return module in self._work
 
     def work(self, module: ModuleId) -> float:
-        """The work that one token of training asks of the module on average, in units of cost."""
+        """Returns the module's mean work per training token, in units of cost."""
         return self._work[module]
 
     def _demand(self, stage: int, experts: int) -> float:
-        """The share of all paths that visit one module of the stage."""
+        """Returns the share of paths that visit one module of the stage."""
         return self.per_path / (len(self.cost) - 1) / experts if stage else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A replica as its announcement tells of it. `power` is in units of cost per second, as far as it is believed."""
+    """A replica according to its announcement. `power`: accepted speed, in units of cost per second."""
 
     peer: PeerId
     module: ModuleId
@@ -61,7 +61,8 @@ class Host:
 def hosts_of(
     announcements: Iterable[Announcement], workload: Workload, proven: frozenset[PeerId] = frozenset()
 ) -> tuple[Host, ...]:
-    """The hosts of the run's modules. Peers without a speed count as average; only `proven` ones are believed fully."""
+    """Returns the hosts of the run's modules. Unknown speeds count as the median, those of peers outside `proven` are
+    capped."""
     hosting = [(a, a.module) for a in announcements if a.module is not None and a.module in workload]
     powers = [a.tokens_per_second * workload.cost[module.stage] for a, module in hosting]
     usual = usual_power(powers)
@@ -76,13 +77,13 @@ def hosts_of(
 
 
 def usual_power(powers: Iterable[float]) -> float:
-    """The median power of those known (greater than 0); 1 when none is, which makes everybody equal."""
+    """Returns the median of the known powers (greater than 0), or 1 if all are unknown."""
     known = [power for power in powers if power > 0]
     return median(known) if known else 1.0
 
 
 def allowed_throughput(hosts: Iterable[Host], workload: Workload) -> dict[ModuleId, float]:
-    """Tokens per second of training that each module allows the swarm; 0 for a module without peers."""
+    """Returns the training throughput that each module allows, in tokens per second; 0 for a module without peers."""
     allowed = dict.fromkeys(workload.modules, 0.0)
     for host in hosts:
         if host.state in COUNTED:
@@ -91,7 +92,7 @@ def allowed_throughput(hosts: Iterable[Host], workload: Workload) -> dict[Module
 
 
 def draw(peer: PeerId, module: ModuleId) -> float:
-    """A pseudo-random number from 0 to 1 that everybody computes alike, for ties and for spreading."""
+    """Returns a pseudo-random number from 0 to 1 that all peers compute equally, to break ties."""
     digest = hashlib.sha256(f"{peer}/{module}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -107,15 +108,17 @@ def choose_module(
     power: float = 0.0,
     needs: Needs = NO_NEEDS,
 ) -> Reasoned[ModuleId]:
-    """The module where the newcomer raises the throughput most; ties: fewest peers, largest need, hash. `power` 0:
-    average."""
+    """Chooses the module where a newcomer raises the throughput most.
+
+    Ties: lowest throughput, largest memory need, hash. `power`: the newcomer's; 0 counts as the median.
+    """
     hosts = hosts_of(announcements, workload)
     allowed = allowed_throughput(hosts, workload)
     power = power or usual_power(host.power for host in hosts)
 
     weakest = min(allowed, key=allowed.__getitem__)
     next_weakest = min((value for module, value in allowed.items() if module != weakest), default=inf)
-    with_us = {}  # Throughput if the newcomer takes the module
+    with_us = {}  # Swarm's throughput if the newcomer takes the module
     for module in modules:
         others = next_weakest if module == weakest else allowed[weakest]
         with_us[module] = min(allowed[module] + power / workload.work(module), others)
@@ -128,10 +131,10 @@ def choose_module(
     most = max(memory.values())
     largest = [module for module in shortest if memory[module] >= most * (1 - ABOUT_EQUAL)]
     chosen = max(largest, key=lambda module: draw(own, module))
-    larger = ", and takes most memory of these" if len(largest) < len(shortest) else ""
+    larger = ", and needs the most memory of several" if len(largest) < len(shortest) else ""
     if allowed[chosen] == 0:
         return Reasoned(chosen, f"module {chosen} has no peer{larger}")
-    return Reasoned(chosen, f"module {chosen} has the least power for its share of the visits{larger}")
+    return Reasoned(chosen, f"module {chosen} has the least compute for its share of visits{larger}")
 
 
 def modules_that_fit(modules: Iterable[ModuleId], room: Room, needs: Needs) -> list[ModuleId]:

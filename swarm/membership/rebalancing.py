@@ -1,7 +1,7 @@
-"""Moves between modules: to an empty one at once, else when the gain is worth the download.
+"""Moves between modules: to an empty module at once, otherwise if the gain is worth the download.
 
-The weaker of both modules must grow by `min_gain`, so moves come to an end. All peers rank the possible movers alike;
-each has `turn_s`. The last proven replica never leaves a module.
+The weaker of the two modules must gain `min_gain`, so moves converge. All peers rank the candidates equally, and each
+candidate has `turn_s` to move. The last proven replica never leaves a module.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from swarm.membership.room import Needs, room_of
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, short
 
-LEAST_VOUCHED = 0.1  # Not half: each data node has seen only some of ours
+LEAST_VOUCHED = 0.1  # Share of our work that proves a peer. Not 0.5: each data node has measured only some peers.
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
-    """The eagerness of peers to move. The defaults are for links over the internet; times in seconds."""
+    """Thresholds for moves, in seconds. The defaults are for links over the internet."""
 
-    min_gain: float = 0.1  # Of the weaker of both modules
-    horizon_s: float = 600.0  # Time to pay for itself
-    min_stay_s: float = 300.0  # Between moves, and up to half as long again (by hash)
-    steady_s: float = 30.0  # The gain must last so long first
-    settle_s: float = 15.0  # A younger view is not trusted even in an emergency
-    empty_after_s: float = 3.0  # A module's peer may be back at once
-    turn_s: float = 20.0  # More than a drain takes
+    min_gain: float = 0.1  # Relative gain of the weaker of the two modules
+    horizon_s: float = 600.0  # Time within which a move must pay off
+    min_stay_s: float = 300.0  # Between moves; up to 1.5 times as long, by hash
+    steady_s: float = 30.0  # Time for which the gain must persist before a move
+    settle_s: float = 15.0  # Before a move to an empty module, so that the membership view is complete
+    empty_after_s: float = 3.0  # Grace period of an empty module, because its peer may return
+    turn_s: float = 20.0  # Longer than a drain
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The swarm as one serving peer sees it. `others`: not suspect; `proven`: proven to work, or shared a round with
-    us."""
+    """The swarm seen by one serving peer. `others`: not suspect; `proven`: with proven work, or in a round with us."""
 
     own: Announcement
     others: tuple[Announcement, ...]
@@ -44,7 +43,7 @@ class Standing:
     needs: Needs = field(default_factory=dict)
 
     def have_room(self, module: ModuleId) -> frozenset[PeerId]:
-        """The peers that do not say that the module is too large for them."""
+        """Returns the peers for which the module is not known to be too large."""
         need = self.needs.get(module)
         everybody = (self.own, *self.others)
         return frozenset(a.peer for a in everybody if need is None or room_of(a).lacks(need) is None)
@@ -55,7 +54,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The module that wants a peer most, and its candidates, best first; `on_the_way` may be moving there already."""
+    """The module that needs a peer most, and candidates, best first. `on_the_way`: draining, perhaps to go there."""
 
     target: ModuleId
     is_empty: bool
@@ -64,7 +63,7 @@ class Wish:
 
 
 class MoveWatch:
-    """One peer's readiness to move; remembers since when a module has wanted a peer."""
+    """Decides one peer's moves. Remembers since when a module has needed a peer."""
 
     def __init__(self, workload: Workload, rules: MoveRules) -> None:
         self._workload = workload
@@ -75,7 +74,7 @@ class MoveWatch:
         self._busy_since = 0.0
 
     def consider(self, standing: Standing, now: float) -> Reasoned[ModuleId | None]:
-        """The module to move to now, if any. `now` is monotonic."""
+        """Returns the module to move to now, if any. `now` is monotonic."""
         wish = strongest_wish(standing, self._workload, self._rules)
         wanted = None if wish is None else (wish.target, wish.is_empty)
         if wanted != self._wanted:
@@ -87,12 +86,15 @@ class MoveWatch:
         if wish is None:
             return Reasoned(None, "no move would help")
         if on_the_way and now - self._busy_since < self._rules.turn_s:
-            return Reasoned(None, f"module {wish.target} wants a peer; {short(min(on_the_way))} may be on its way")
+            return Reasoned(None, f"module {wish.target} needs a peer; {short(min(on_the_way))} may be moving to it")
         return consider_move(standing, wish, now - self._wanted_since, self._workload, self._rules)
 
 
 def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> Wish | None:
-    """The module of `move_s` that gains most by a move, and by whose; None if none is worth it. Data nodes stay."""
+    """Returns the module of `move_s` that gains most by a move, with candidates; None if no move is worth it.
+
+    Data nodes never move.
+    """
     hosts = standing.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
     goals = [module for module in workload.modules if module in standing.move_s or module == standing.own.module]
@@ -114,18 +116,18 @@ def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> 
 def consider_move(
     standing: Standing, wish: Wish, wanted_s: float, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
-    """Whether this peer has to fulfil the wish, which has stood for `wanted_s` seconds."""
+    """Decides whether this peer moves for the wish, which has lasted for `wanted_s` seconds."""
     own, target = standing.own.peer, wish.target
     if own not in wish.movers or target not in standing.move_s:
-        return Reasoned(None, f"module {target} wants a peer, but not this one")
+        return Reasoned(None, f"module {target} needs a peer, but not this one")
     rank = wish.movers.index(own)
     first_turn = rules.empty_after_s if wish.is_empty else rules.steady_s
     if wanted_s < first_turn + rank * rules.turn_s:
-        return Reasoned(None, f"module {target} wants a peer; {short(wish.movers[0])} goes first")
+        return Reasoned(None, f"module {target} needs a peer; {short(wish.movers[0])} goes first")
     assert standing.own.module is not None
     stay = rules.settle_s if wish.is_empty else rules.min_stay_s * (1 + draw(own, standing.own.module) / 2)
     if standing.served_s < stay:
-        return Reasoned(None, f"module {target} wants a peer, but this one has only just come")
+        return Reasoned(None, f"module {target} needs a peer, but this one has just joined its module")
     if wish.is_empty:
         return Reasoned(target, f"module {target} has no peer, and module {standing.own.module} can spare this one")
     return _if_it_pays(standing, target, workload, rules)
@@ -134,7 +136,7 @@ def consider_move(
 def _if_it_pays(
     standing: Standing, target: ModuleId, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
-    """Whether more is trained within the horizon by moving than by staying."""
+    """Decides whether a move trains more tokens within the horizon than no move."""
     hosts = standing.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
     own = next(host for host in hosts if host.peer == standing.own.peer)
@@ -145,13 +147,13 @@ def _if_it_pays(
     cost_s = standing.move_s[target]
     gained = (after - before) * (rules.horizon_s - cost_s) - (before - meanwhile) * cost_s
     if gained <= 0:
-        return Reasoned(None, f"a move to module {target} takes {cost_s:.0f} s, which is more than it brings")
+        return Reasoned(None, f"a move to module {target} takes {cost_s:.0f} s and costs more than it gains")
     percent = 100 * (after / before - 1)
     return Reasoned(target, f"module {target} is the weakest; this peer there makes it {percent:.0f} % faster")
 
 
 def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
-    """Serving peers that leave others behind; we leave only if one of those is proven."""
+    """Returns peers whose module keeps another serving replica. We need a proven one to leave."""
     serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
     own = standing.own.peer
     proven_there = any(
@@ -170,8 +172,8 @@ def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset
 def proven_by(
     words: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int], least_share: float = LEAST_VOUCHED
 ) -> frozenset[PeerId]:
-    """The peers vouched for by data nodes that gave us `least_share` of our work."""
-    # Data nodes are weighed by work: identities cost nothing, microbatches do.
+    """Returns the peers measured by data nodes that together gave us `least_share` of our work."""
+    # Data nodes are weighted by work, because identities are free and microbatches are not.
     votes: Counter[PeerId] = Counter()
     for data_node, measured in words.items():
         for peer in measured:
@@ -183,8 +185,8 @@ def proven_by(
 def _value(
     host: Host, target: ModuleId, allowed: Mapping[ModuleId, float], workload: Workload, rules: MoveRules
 ) -> float | None:
-    """What the weaker of both modules allows after the move; None if it is too little."""
-    # An empty module is filled by the peer that leaves most behind.
+    """Returns the throughput that the weaker module allows after the move; None if it gains too little."""
+    # An empty module takes the peer whose own module keeps the most throughput.
     leaves = 0.0 if host.state is PeerState.DRAINING else host.power / workload.work(host.module)
     left = allowed[host.module] - leaves
     if allowed[target] == 0:

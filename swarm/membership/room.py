@@ -1,4 +1,4 @@
-"""The memory of peers against the needs of modules, which follow from the manifest (`node.model.memory_need`)."""
+"""Memory fit: the free memory of a peer against the need of a module (`node.model.memory_need`)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 GIB: Final = 2**30
-STEP_BYTES: Final = 2**26  # Step of announced memory, for privacy
+STEP_BYTES: Final = 2**26  # Granularity of announced memory, for privacy
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The memory that is needed in bytes, with the reasons."""
+    """Memory that a module needs, in bytes, with the reason."""
 
-    device: int  # Of a compute device that has its own memory
-    memory: int  # Of the machine's besides
+    device: int  # On a compute device with its own memory
+    memory: int  # In the machine's memory in addition
     reason: str
-    more_on_cpu: int = 0  # The CPU sums in a wider type
+    more_on_cpu: int = 0  # In addition on the CPU, which accumulates in a wider type
 
     @property
     def all(self) -> int:
-        """The bytes of the machine's memory where it is the compute device's."""
+        """Returns the need if device and machine share the memory."""
         return self.device + self.memory + self.more_on_cpu
 
 
@@ -33,26 +33,26 @@ Needs = Mapping[ModuleId, Need]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Free memory in bytes and its source. None if unknown; `device` None if it is the machine's."""
+    """Free memory in bytes and its source; None if unknown. `device` is None if it shares the machine's memory."""
 
     memory: Reasoned[int | None]
     device: Reasoned[int | None] | None
 
     def lacks(self, need: Need) -> str | None:
-        """The memory that there is too little of, as a sentence's end; None when the need can be met."""
+        """Returns the end of a sentence about insufficient memory; None if the need fits."""
         if self.device is None:
             return _lack(need.all, self.memory)
         return _lack(need.device, self.device) or _lack(need.memory, self.memory)
 
     def and_back(self, need: Need) -> Room:
-        """The room when what is held for this need has been let go of."""
+        """Returns the free memory after the memory held for this need is released."""
         device = self.device
         if device is None:
             return Room(_more(self.memory, need.all), None)
         return Room(_more(self.memory, need.memory), _more(device, need.device))
 
     def within(self, limit: Reasoned[int] | None) -> Room:
-        """The room of a node that may take no more than the limit of its compute device's memory."""
+        """Limits the free memory of the compute device."""
         if limit is None:
             return self
         if self.device is None:
@@ -60,7 +60,7 @@ class Room:
         return Room(self.memory, _lesser(self.device, limit))
 
     def reaching(self, need: Need) -> Room:
-        """The room, rounded up in whole steps so that others see that this need is met."""
+        """Raises the free memory to the need, in whole steps, so that others see that the need fits."""
         if self.device is None:
             return Room(_at_least(self.memory, need.all), None)
         return Room(_at_least(self.memory, need.memory), _at_least(self.device, need.device))
@@ -71,12 +71,12 @@ class Room:
 
     @property
     def announced(self) -> tuple[int, int]:
-        """Announced room in whole steps: of the machine and of the device; 0 if unknown or without own memory."""
+        """Returns the free memory to announce, in whole steps: (machine, device); 0 if unknown or shared."""
         return _steps(self.memory), 0 if self.device is None else _steps(self.device)
 
 
 def room_of(announcement: Announcement) -> Room:
-    said = "by what it announces"
+    said = "according to its announcement"
     device = announcement.device_bytes
     memory = Reasoned(announcement.memory_bytes or None, said)
     return Room(memory, Reasoned(device, said) if device else None)

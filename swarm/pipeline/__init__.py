@@ -1,1 +1,1 @@
-"""The life of a microbatch at one peer: custody, forward, backward, failover, settlement of gradients."""
+"""A microbatch at one peer: custody, failover, settlement of gradients, the window, and the compute queue."""

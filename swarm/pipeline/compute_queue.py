@@ -1,7 +1,7 @@
-"""The queue of a compute device: jobs that a microbatch waits for, and work for idle time.
+"""The queue of a compute device: jobs of microbatches, and low-priority work for idle time.
 
-Idle work is cut into chunks of a few milliseconds, so it delays a job by one chunk at most (a low-priority lane as in
-PipeFisher, Osawa et al. 2022, arXiv:2211.14133). Headers announce jobs in advance (`ArrivalForecast`).
+Idle work runs in chunks of a few milliseconds, so it delays a job by at most one chunk (PipeFisher, Osawa et al. 2022,
+arXiv:2211.14133). Tensor headers announce jobs in advance (`ArrivalForecast`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import PeerId, Reasoned
 
-GIVEN_WAY: Final = 16
-"""Later training jobs that pass an evaluation."""
-CHUNK_S: Final = 0.005
-"""Longest time of a chunk of idle work, in seconds."""
+GIVEN_WAY: Final = 16  # Training jobs that may overtake an evaluation job
+CHUNK_S: Final = 0.005  # Longest chunk of idle work, in seconds
 MOST_WAITING: Final = 1024
 MOST_SENDERS: Final = 256
 
@@ -30,29 +28,25 @@ Job = Callable[[], None]
 
 
 class Priority(enum.IntEnum):
-    """The urgency of a job: smaller goes first; equal ones in order of arrival."""
+    """Priority of a job, smallest first; equal ones in order of arrival."""
 
-    UPKEEP = 0
-    """An inner step that is due, or freeing memory."""
-    TRAIN = 1
-    """Both directions alike: simulated swarms were up to 7 % slower with gradients first, and never faster."""
-    EVALUATE = 2
-    """After all waiting training jobs and GIVEN_WAY later ones, so that a busy peer does not starve it."""
+    UPKEEP = 0  # A due inner step, or freeing memory
+    TRAIN = 1  # Forward and backward equally: a simulated swarm was never faster with gradients first
+    EVALUATE = 2  # After the queued training jobs and GIVEN_WAY later ones, so that a busy peer does not starve it
 
 
 def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
-    """Whether a stage peer puts weight gradients off to its idle time."""
+    """Decides whether a stage peer defers weight gradients to idle time."""
     if devices > 1:
         return Reasoned(False, "several devices compute each microbatch together")
     if staleness > 0:
-        # In a simulation of four stages 50 ms apart a window of 6 instead of 4 was worth 42 %, deferred weights 17 %,
-        # for the same memory.
-        return Reasoned(False, f"with a staleness of {staleness} more microbatches under way fill idle time better")
-    return Reasoned(True, "steps wait for each other (staleness 0), so nothing else fills the time in between")
+        # More microbatches in flight use the same memory and fill idle time better (42 % against 17 % in a simulation).
+        return Reasoned(False, f"with a staleness of {staleness} more microbatches in flight fill idle time better")
+    return Reasoned(True, "steps wait for each other (staleness 0), so no microbatch can fill the idle time")
 
 
 class IdleWork:
-    """A piece of idle work, in chunks."""
+    """One piece of idle work, computed in chunks."""
 
     def __init__(self, waiting: dict[IdleWork, None], chunks: Iterator[None], name: str) -> None:
         self.name = name
@@ -61,7 +55,7 @@ class IdleWork:
         self._error: Exception | None = None
 
     def compute_chunk(self) -> None:
-        """Computes the next chunk. An error ends the work, and is kept for `finish`."""
+        """Computes the next chunk. An error ends the work; `finish` raises it."""
         try:
             next(self._chunks)
         except StopIteration:
@@ -71,7 +65,7 @@ class IdleWork:
             self.cancel()
 
     def finish(self) -> None:
-        """Computes what is left. Raises what the work raises, or has raised before."""
+        """Computes the remaining chunks. Raises the work's error, also an earlier one."""
         chunks = self._chunks
         self.cancel()
         if self._error is not None:
@@ -79,22 +73,22 @@ class IdleWork:
         deque(chunks, maxlen=0)
 
     def cancel(self) -> None:
-        """Gives up what is left, and lets go of the memory that it holds. Does nothing after the end."""
+        """Drops the remaining chunks and their memory. Does nothing after the end."""
         self._waiting.pop(self, None)
         self._chunks = iter(())
 
 
 class ComputeQueue:
-    """The jobs and the idle work of one compute device. Not thread-safe: see `ComputeThread`."""
+    """Jobs and idle work of one compute device. Not thread-safe: see `ComputeThread`."""
 
     def __init__(self, limit: int, idle_limit: int = MOST_WAITING) -> None:
         self._limit, self._idle_limit = limit, idle_limit
+        # Heap ordered by (upkeep or not, position, order of arrival)
         self._jobs: list[tuple[Priority, int, int, Job]] = []
-        """A heap by: upkeep or not, place in line, order of arrival."""
         self._numbers = itertools.count()
         self._idle: dict[IdleWork, None] = {}
+        # Expected arrival times of jobs, by the clock of `take`. Jobs more than CHUNK_S late no longer count.
         self.expected: tuple[float, ...] = ()
-        """Times at which jobs will come, by the clock of `take`. A job that is CHUNK_S late is not waited for."""
 
     @property
     def idle_waiting(self) -> int:
@@ -102,13 +96,13 @@ class ComputeQueue:
 
     def put(self, priority: Priority, job: Job) -> None:
         if len(self._jobs) >= self._limit:
-            raise ResourceExhausted(f"{self._limit} jobs wait for the compute device")
+            raise ResourceExhausted(f"{self._limit} jobs are queued for the compute device")
         number = next(self._numbers)
         place = number + GIVEN_WAY + 1 if priority is Priority.EVALUATE else number
         heapq.heappush(self._jobs, (min(priority, Priority.TRAIN), place, number, job))
 
     def submit(self, chunks: Iterator[None], name: str) -> IdleWork:
-        """Adds idle work in chunks of about CHUNK_S. Raises ResourceExhausted when too much waits."""
+        """Adds idle work in chunks of about CHUNK_S. Raises ResourceExhausted if the queue is full."""
         if len(self._idle) >= self._idle_limit:
             raise ResourceExhausted(f"{self._idle_limit} pieces of work wait for idle time")
         work = IdleWork(self._idle, chunks, name)
@@ -116,18 +110,18 @@ class ComputeQueue:
         return work
 
     def take(self, now: float) -> Job | IdleWork | None:
-        """Removes the most urgent job, or returns the oldest idle work for a chunk if no job is expected meanwhile."""
+        """Removes the most urgent job. Without one, returns the oldest idle work, if no job is expected meanwhile."""
         if self._jobs:
             *_, job = heapq.heappop(self._jobs)
             return job
         return next(iter(self._idle), None) if self._free_from(now) <= now else None
 
     def rest_s(self, now: float) -> float | None:
-        """Returns the seconds until `take` has idle work again, if no job comes before; None without idle work."""
+        """Returns the seconds until `take` returns idle work, if no job arrives before; None without idle work."""
         return max(0.0, self._free_from(now) - now) if self._idle else None
 
     def _free_from(self, now: float) -> float:
-        """Returns the first time from `now` on at which no job is expected within a chunk."""
+        """Returns the first time, not before `now`, at which no job is expected within a chunk."""
         for at in sorted(self.expected):
             if at - CHUNK_S < now < at + CHUNK_S:
                 now = at + CHUNK_S
@@ -152,12 +146,11 @@ class _Arriving:
 
 
 class ArrivalForecast:
-    """The expected arrival times of tensors in flight, by the speed of earlier ones from the same sender."""
+    """Expected arrival times of tensors in flight, from the speed of the sender's earlier tensors."""
 
     def __init__(self) -> None:
         self._arriving: dict[tuple[PeerId, Hashable], _Arriving] = {}
-        self._seconds_per_byte: dict[PeerId, Ewma] = {}
-        """Most recent sender last."""
+        self._seconds_per_byte: dict[PeerId, Ewma] = {}  # Most recent sender last
         self._latest = -math.inf
 
     @property
@@ -165,7 +158,7 @@ class ArrivalForecast:
         return (*(each.expected for each in self._arriving.values()), self._latest)
 
     def announced(self, sender: PeerId, tensor: Hashable, size_bytes: int, now: float) -> None:
-        """Takes in the header of an admitted tensor. Their number is bounded by the receive buffers."""
+        """Notes the header of an admitted tensor. Receive buffers bound the number of headers."""
         known = self._seconds_per_byte.get(sender)
         expected = -math.inf if known is None else now + known.mean * size_bytes
         self._arriving[sender, tensor] = _Arriving(size_bytes, now, expected)

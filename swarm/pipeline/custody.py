@@ -1,22 +1,22 @@
-"""Custody of microbatches: the state machine that every peer on a path runs, data node included.
+"""Custody of microbatches: the state machine of every peer on a path, including the data node.
 
-A peer that sends a microbatch on keeps it in custody until the receiver says PASSED_ON. So at any moment exactly one
-living peer knows that it has to act when another one dies. One `Entry` is one microbatch at one position of its path:
+A peer that sends a microbatch keeps it in custody until the receiver reports PASSED_ON. At any moment exactly one live
+peer is responsible for acting when another one dies. One `Entry` is one microbatch at one position of its path:
 
     RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING
     -> (gone) RECEIVING_GRADIENT -> RECALLING ------------------------------^   (a substitute)
 
-* Position -1 is the data node at the start: no RECEIVING, and its BACKWARD completes the microbatch.
-* Position len(hops) is the data node at the end: after FORWARD, which is the loss, comes HANDING_BACK. It stays in
-  GUARDING_BACK until its start is done: a microbatch turns round once, whatever copies of it arrive later.
-* A microbatch that is only evaluated is gone as soon as the next peer has accepted it.
+* Position -1 is the data node at the start. It skips RECEIVING, and its BACKWARD completes the microbatch.
+* Position len(hops) is the data node at the end. Its FORWARD computes the loss, then follows HANDING_BACK. It stays in
+  GUARDING_BACK until the microbatch is complete, so that later copies do not start a second backward pass.
+* An evaluated microbatch is dropped as soon as the next peer has accepted it.
 
-A substitute replaces a hop that was lost on the way back. It gets the gradient from the hop after, recalls the input
-from the hop before, and computes both passes in one. Two replicas may so have added a gradient for one microbatch.
-Each peer takes one gradient only, so a single chain reaches the data node, which names the replicas of that chain
-(Settled). A hop keeps input and gradient until then: named, its gradient counts; not named, it takes it back.
+A substitute replaces a hop that is lost in the backward pass. It gets the gradient from the next hop, recalls the input
+from the previous hop, and computes both passes. Then two replicas may have added a gradient for one microbatch. Each
+peer accepts one gradient only, so a single chain reaches the data node, which names the replicas of that chain
+(Settled). Hops keep input and gradient until then. The gradients of named hops count; all others take theirs back.
 
-Nothing here does IO. `Custody.handle` takes an event and the time, and returns the actions to carry out, in order.
+`Custody.handle` does no IO: it takes an event and the time, and returns the actions to carry out, in order.
 """
 
 from __future__ import annotations
@@ -73,44 +73,37 @@ from swarm.vocabulary.pipeline_messages import (
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 DEFAULT_SLOTS = 16
-KEPT_FOR_OTHERS = 4
-"""Share of the slots (1/4) that one data node, or one link, can never take."""
+KEPT_FOR_OTHERS = 4  # Share of slots (1/4) that a single data node, or a single link, cannot use
+# Share of slots (1/4) for all data nodes without a link together, so that invented data nodes cannot fill us
 UNLINKED_SHARE = 4
-"""Share of the slots (1/4) for all data nodes without a link together, so that invented data nodes cannot fill us."""
-UNSETTLED_PER_SLOT = 2
-"""Unsettled gradients per slot. A hop that has more takes no new microbatches."""
+UNSETTLED_PER_SLOT = 2  # Unsettled gradients per slot, above which a hop accepts no new microbatches
 
-PATIENCE_S = 5.0
-"""Time for which an unreachable peer without a replacement is tried again, in seconds."""
+PATIENCE_S = 5.0  # Time for retries to an unreachable peer without a replacement, in seconds
 RETRY_S = 0.3
+# Outage after which a peer is replaced in the backward pass, in seconds; at once if it is known to be dead
 SUBSTITUTE_AFTER_S = 1.0
-"""Outage after which a peer on the way back is replaced, in seconds; at once if it is known to be dead."""
 MOST_DOUBLINGS = 3
 BUSY_JITTER = 0.5
 
+# Lifetime of microbatches without a link to their data node, extended by every progress, in seconds
 DATA_NODE_GRACE_S = 20.0
-"""Time for which microbatches of a data node without a link are kept after each of their steps, in seconds."""
 LONGEST_LIFETIME_S = 900.0
 SHORTEST_LIFETIME_S = 60.0
+# Longest lifetime of a microbatch, in mean residence times of its data node's microbatches, within the bounds above
 LIFETIME_IN_RESIDENCES = 20
-"""Longest lifetime of a microbatch in residence times of its data node's microbatches, within the bounds above."""
 MAX_TIMED = 256
 
 RECALL_AGAIN_S = 1.0
-RECALL_PATIENCE_S = 8.0
-"""Time for which a substitute asks for its input before it gives the gradient back, in seconds."""
-GRADIENT_LIFETIME_S = 60.0
-"""Lifetime of a gradient until its input brings the microbatch's own, in seconds."""
+RECALL_PATIENCE_S = 8.0  # Time for which a substitute asks for its input before it returns the gradient, in seconds
+GRADIENT_LIFETIME_S = 60.0  # Lifetime of a substitute's gradient before its input arrives, in seconds
 
 ASK_S = 3.0
-MAX_ASKS = 20
-"""Unanswered questions after which a gradient is taken back. Counted, not timed, as a machine may sleep."""
-REMEMBERED = 16_384
-"""Completed microbatches that a data node can still answer for."""
+MAX_ASKS = 20  # Unanswered questions after which a gradient is taken back. A count, not a time: the machine may sleep.
+REMEMBERED = 16_384  # Completed microbatches for which a data node can still answer questions
 
 OTHER_ROUTE = "this microbatch is held here on another route"
-STRANGER = "its sender does not announce the module before"
-UNSERVED = "nobody serves its module"
+STRANGER = "its sender does not announce the neighbouring module"
+UNSERVED = "no peer serves its module"
 _NOT_HELD = "this microbatch is not, or no longer, held here"
 
 _OFFERED_IN = {Direction.FORWARD: Phase.HANDING_ON, Direction.BACKWARD: Phase.HANDING_BACK}
@@ -118,31 +111,31 @@ _GUARDED_IN = {Direction.FORWARD: Phase.GUARDING, Direction.BACKWARD: Phase.GUAR
 
 
 class Replicas(Protocol):
-    """The peers that could take a microbatch over, as far as this peer knows."""
+    """This peer's view of the replicas that can take a microbatch over."""
 
     @property
     def fewest_hops(self) -> int:
-        """Fewest hops of a path. A hop is skipped only if at least so many are left; MAX_HOPS: never."""
+        """Fewest hops of a path after a repair skips one; MAX_HOPS: never skip."""
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
-        """Returns the best replica of a module outside the given set, or None."""
+        """Returns the best replica of a module, if any, except those in `without`."""
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool: ...
 
     def is_given_up(self, peer: PeerId) -> bool:
-        """Whether the peer does not answer any more, so that more than a link has broken."""
+        """Whether the peer is considered dead, not just its link."""
 
     def is_linked(self, peer: PeerId) -> bool: ...
 
     def goes_round(self, module: ModuleId) -> bool:
-        """Whether new paths avoid the module because none of its replicas can be reached."""
+        """Whether new paths avoid the module because all its replicas are unreachable."""
 
     def has_other_expert(self, module: ModuleId) -> bool:
-        """Whether another module of its stage is served: then no path skips the stage."""
+        """Whether another expert of the same stage is served. Then no path skips the stage."""
 
 
 class ResidenceTimes:
-    """Mean time from arrival to settlement of each data node's microbatches. It bounds their lifetime here."""
+    """Mean time from arrival to settlement of each data node's microbatches, which bounds their lifetime."""
 
     def __init__(self) -> None:
         self._mean_s: dict[PeerId, float] = {}
@@ -156,24 +149,22 @@ class ResidenceTimes:
     def longest_s(self, data_node: PeerId) -> float:
         if not self._mean_s:
             return LONGEST_LIFETIME_S
-        # An unknown data node may be as slow as the slowest one. Known ones keep their own bound whatever others do.
+        # An unknown data node may be as slow as the slowest known one. Known ones keep their own bound.
         usual_s = self._mean_s.get(data_node) or max(self._mean_s.values())
         return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_RESIDENCES * usual_s))
 
 
 class Custody:
-    """The state machine of all entries of one peer. `slots`: most microbatches of other peers; its own need none."""
+    """State machine of all entries of one peer. `slots`: most microbatches of other data nodes."""
 
     def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own
         self.slots = slots
         self._replicas = replicas
         self._entries: dict[Key, Entry] = {}
-        self._unlinked: set[PeerId] = set()
-        """Data nodes of entries to which there is no link."""
+        self._unlinked: set[PeerId] = set()  # Data nodes of entries without a link to them
         self._residence_times = ResidenceTimes()
-        self._completed: dict[MicrobatchId, Path] = {}
-        """Of this data node, oldest first."""
+        self._completed: dict[MicrobatchId, Path] = {}  # Own completed microbatches, oldest first
 
     # ---- the table ---------------------------------------------------------------------------------------------------
 
@@ -207,7 +198,7 @@ class Custody:
             pass
         elif data_node in self._unlinked:
             allowed_s = min(allowed_s, DATA_NODE_GRACE_S)
-        elif entry.purpose is Purpose.EVALUATE:  # it is never repaired
+        elif entry.purpose is Purpose.EVALUATE:  # evaluations are never repaired
             allowed_s = min(allowed_s, SHORTEST_LIFETIME_S)
         else:
             allowed_s = min(allowed_s, self._residence_times.longest_s(data_node))
@@ -218,13 +209,13 @@ class Custody:
         return Forget(entry.key, reason)
 
     def _strand(self, entry: Entry, position: int, detail: str) -> list[Action]:
-        """Drops an entry that cannot get to `position`, and tells its data node, which abandons it."""
+        """Drops an entry that cannot reach `position`, and tells its data node, which abandons the microbatch."""
         return [self._drop(entry, detail), _stranded(entry, position, detail)]
 
     # ---- admission ---------------------------------------------------------------------------------------------------
 
     def admit_forward(self, message: Forward, now: float) -> Reasoned[Place]:
-        """Admits hidden states, and reserves a place. The caller has checked manifest and signature."""
+        """Decides on admission of hidden states and reserves a slot. The caller has checked manifest and signature."""
         entry = self.get(Key(message.microbatch, message.position))
         if entry is not None and entry.path.route != message.path.route:
             return Reasoned(Place.REFUSED, OTHER_ROUTE)
@@ -232,19 +223,19 @@ class Custody:
             return Reasoned(Place.BUSY, STRANGER)
         if entry is None:
             return self._reserve(_received(message, now), now)
-        if entry.phase is Phase.RECALLING:  # the input is announced: no need to ask again
+        if entry.phase is Phase.RECALLING:  # the input is in flight, so do not ask again
             self._put(replace(entry, retry_at=None))
         return Reasoned(Place.FREE, "it has a slot")
 
     def admit_backward(self, message: Backward, now: float) -> Reasoned[Place]:
-        """Admits a gradient that is wanted. If it is not awaited, this peer may be the substitute of a lost hop."""
+        """Decides on admission of a gradient. An unexpected one may make this peer the substitute of a lost hop."""
         key = Key(message.microbatch, message.position)
         entry = self.get(key)
         if entry is not None and entry.path.route != message.path.route:
             return Reasoned(Place.REFUSED, OTHER_ROUTE)
         if entry is not None:
             return self._wants(entry, message)
-        if not 0 <= message.position < len(message.path.hops):  # a data node has no substitute
+        if not 0 <= message.position < len(message.path.hops):  # data nodes have no substitutes
             return Reasoned(Place.REFUSED, _NOT_HELD)
         if not self._is_from_neighbour(message):
             return Reasoned(Place.BUSY, STRANGER)
@@ -252,7 +243,7 @@ class Custody:
         return self._reserve(Entry(key, message.path, Purpose.TRAIN, phase, GRADIENT_LIFETIME_S, now, sender), now)
 
     def _is_from_neighbour(self, message: Forward | Backward) -> bool:
-        """Whether the sender announces the module of its position. If not, its view may be older than ours: BUSY."""
+        """Whether the sender announces the module of its position. If not, our view may be old, so answer BUSY."""
         hops, position = message.path.hops, message.position + (-1 if isinstance(message, Forward) else 1)
         module = hops[position].module if 0 <= position < len(hops) else ModuleId(0)
         sender = _sender(message)
@@ -273,25 +264,25 @@ class Custody:
         self._renew(replace(entry, since=now), now)
 
     def _objection(self, data_node: PeerId, sender: PeerId | None) -> str | None:
-        """Why no other microbatch of this data node, received from `sender`, can be held."""
+        """Returns the reason to admit no further microbatch of this data node or from this sender, if any."""
         if data_node == self.own:
             return None
         others = [entry for entry in self.entries() if entry.path.data_node != self.own]
         share, unlinked = self.slots - self.slots // KEPT_FOR_OTHERS, max(1, self.slots // UNLINKED_SHARE)
         unlinked_held = sum(e.path.data_node in self._unlinked and e.phase is not Phase.SETTLING for e in others)
         if self._is_unlinked(data_node) and unlinked_held >= unlinked:
-            return f"{unlinked} slots are taken by data nodes to which there is no link"
+            return f"{unlinked} slots are used by data nodes without a link to this peer"
         for unsettled, factor, what in (
             (False, 1, "slots"),
-            (True, UNSETTLED_PER_SLOT, "places of unsettled gradients"),
+            (True, UNSETTLED_PER_SLOT, "places for unsettled gradients"),
         ):
             held = [entry for entry in others if (entry.phase is Phase.SETTLING) is unsettled]
             if len(held) >= factor * self.slots:
-                return f"all {factor * self.slots} {what} are taken"
+                return f"all {factor * self.slots} {what} are used"
             if sum(entry.path.data_node == data_node for entry in held) >= factor * share:
-                return f"{factor * share} {what} are taken by this data node, the rest is for others"
+                return f"this data node uses {factor * share} {what}, the rest is for others"
             if sum(entry.sender == sender for entry in held) >= factor * share:
-                return f"{factor * share} {what} are taken by what came by this link, the rest is for others"
+                return f"this link uses {factor * share} {what}, the rest is for others"
         return None
 
     # ---- events ------------------------------------------------------------------------------------------------------
@@ -306,7 +297,7 @@ class Custody:
             case TensorArrived(message):
                 entry = self.get(Key(message.microbatch, message.position))
                 if entry is None:
-                    return [_answer(message, ReceiptStatus.REFUSED, "not, or no longer, held here")]
+                    return [_answer(message, ReceiptStatus.REFUSED, "not held here, or no longer")]
                 if isinstance(message, Forward):
                     return self._input_arrived(entry, message, now)
                 return self._gradient_arrived(entry, message, now)
@@ -352,13 +343,13 @@ class Custody:
         if entry is not None and entry.phase is reserved:
             return [self._drop(entry, "broken off")]
         if entry is not None and entry.phase is Phase.RECALLING and isinstance(message, Forward):
-            self._put(replace(entry, retry_at=now))  # asks again for the input
+            self._put(replace(entry, retry_at=now))  # ask for the input again
         return []
 
     def _peer_lost(self, peer: PeerId, detail: str, now: float) -> list[Action]:
         actions: list[Action] = []
         for entry in self.entries():
-            # One that recalls its input asks again by the clock, whatever the link does.
+            # An entry in RECALLING asks again by its timer instead.
             if entry.target == peer and entry.phase in OFFERED | GUARDED:
                 actions += self._target_failed(entry, detail, now)
         self._note_unlinked(peer)
@@ -368,7 +359,7 @@ class Custody:
 
     def _tick(self, entry: Entry, now: float) -> list[Action]:
         if entry.deadline <= now and entry.phase is not Phase.BACKWARD:
-            # A computation always ends, however long the machine slept. It must not add to a forgotten entry.
+            # A running computation must not add a gradient for a forgotten entry. It ends, even if the machine slept.
             return self._overdue(entry, now)
         if entry.retry_at is None or entry.retry_at > now:
             return []
@@ -384,7 +375,7 @@ class Custody:
         if entry.phase in ADDED and not entry.is_end:
             self._await_settlement(entry, now)
             return []
-        gone = self._drop(entry, f"nothing happened to it for {entry.lifetime_s:.0f} s")
+        gone = self._drop(entry, f"no progress for {entry.lifetime_s:.0f} s")
         if entry.path.data_node != self.own:
             return [gone]
         position = entry.key.position
@@ -396,7 +387,7 @@ class Custody:
         return data_node != self.own and not self._replicas.is_linked(data_node)
 
     def _note_unlinked(self, data_node: PeerId) -> None:
-        # Only data nodes of entries are kept, so the set is bounded as the entries are.
+        # Keep only data nodes of entries, so that the set is bounded.
         self._unlinked = (self._unlinked | {data_node}) & {entry.path.data_node for entry in self.entries()}
 
     def _relink(self, peer: PeerId, now: float) -> None:
@@ -406,7 +397,7 @@ class Custody:
                 self._renew(entry, now)
 
     def _moving(self, data_node: PeerId) -> list[Entry]:
-        """Returns the data node's entries that have a deadline; a settling one asks until it is answered."""
+        """Returns the data node's entries with a deadline. Settling entries have none: they ask until answered."""
         return [e for e in self.entries() if e.path.data_node == data_node and e.phase is not Phase.SETTLING]
 
     # ---- arrival: hidden states --------------------------------------------------------------------------------------
@@ -417,29 +408,29 @@ class Custody:
             path = _joined(message.path, entry.path, message.position + 1)
             ready = replace(entry, path=path, phase=Phase.BACKWARD, lifetime_s=message.lifetime_s, came=now)
             self._renew(replace(ready, target=None, retry_at=None, failing_since=None), now)
-            # PASSED_ON at once: the hop after has had this microbatch's output already.
+            # PASSED_ON at once, because the next hop has already received this microbatch's output.
             return [accepted, passed_on, Compute(entry.key, Work.REPLAY, Purpose.TRAIN)]
         if entry.phase is Phase.RECEIVING and entry.is_end and self._has_turned(entry):
-            # It came by a path of another length: one of the two has skipped a hop that was only out of reach.
-            return [self._drop(entry, "another copy came first"), accepted, passed_on]
+            # Two copies with paths of different length: one skipped a hop that was only temporarily unreachable.
+            return [self._drop(entry, "another copy arrived first"), accepted, passed_on]
         if entry.phase in (Phase.RECEIVING, Phase.RECEIVING_GRADIENT):
             return self._take(message, now)
-        # A second copy: the sender lost its link to us, or a repaired path leads here by another replica.
+        # A second copy: the sender lost its link to us, or a repaired path arrives through another replica.
         if _same_hops(entry.path, message.path, message.position):
             return [accepted] if entry.phase in (Phase.FORWARD, Phase.HANDING_ON) else [accepted, passed_on]
         if entry.phase in BEFORE_BACKWARD and not entry.is_end:
             return [self._drop(entry, "replaced by a repaired path"), *self._take(message, now)]
         if entry.phase is Phase.SETTLING or (entry.phase is Phase.GUARDING_BACK and entry.target is None):
-            # The gradient has gone further back than the peer that this copy is meant to replace.
-            return [_answer(message, ReceiptStatus.REFUSED, "another copy came first")]
-        # The peer before has been replaced and may lack the gradient: its substitute gets it.
+            # The gradient has already passed the position of the replaced peer.
+            return [_answer(message, ReceiptStatus.REFUSED, "another copy arrived first")]
+        # The previous peer was replaced and may lack the gradient, so its substitute gets it.
         path = _joined(message.path, entry.path, message.position)
         adopted = replace(entry, path=path, tried=frozenset(), busy=frozenset())
         self._renew(adopted, now)
         return [accepted, passed_on, *(self._offer(adopted, now) if entry.phase in ADDED else ())]
 
     def _has_turned(self, end: Entry) -> bool:
-        """Whether another copy has come to its end before this one."""
+        """Whether another copy has already reached the end of its path."""
         others = [other for other in self._of(end.key.microbatch) if other.key != end.key]
         return any(other.is_end and other.phase is not Phase.RECEIVING for other in others)
 
@@ -447,7 +438,7 @@ class Custody:
         self._add(replace(_received(message, now), phase=Phase.FORWARD, came=now), now)
         accepted, data_node = _answer(message, ReceiptStatus.ACCEPTED), message.path.data_node
         told = [accepted]
-        if data_node in self._unlinked:  # sending makes the link that shows that the data node exists
+        if data_node in self._unlinked:  # sending opens a link, which proves that the data node exists
             told.append(replace(accepted, to=data_node))
         work = Work.LOSS if message.position == len(message.path.hops) else Work.FORWARD
         return [*told, Compute(Key(message.microbatch, message.position), work, message.purpose)]
@@ -455,7 +446,7 @@ class Custody:
     # ---- arrival: gradients ------------------------------------------------------------------------------------------
 
     def _wants(self, entry: Entry, message: Backward) -> Reasoned[Place]:
-        """Whether an entry takes this gradient. It takes the first of any replica of the next module."""
+        """Decides whether an entry accepts this gradient. It accepts one, from any replica of the next module."""
         sender = _sender(message)
         if entry.purpose is Purpose.EVALUATE:
             return Reasoned(Place.REFUSED, "this microbatch is only evaluated")
@@ -466,9 +457,11 @@ class Custody:
         elif self._replicas.hosts(sender, message.path.hops[message.position + 1].module):
             is_early = entry.phase in WITHOUT_OUTPUT
         else:
-            return Reasoned(Place.REFUSED, "it does not come from a replica of the next module")
+            return Reasoned(Place.REFUSED, "its sender does not host the next module")
         return (
-            Reasoned(Place.BUSY, "this microbatch is not that far yet") if is_early else Reasoned(Place.FREE, "awaited")
+            Reasoned(Place.BUSY, "this microbatch has not got that far yet")
+            if is_early
+            else Reasoned(Place.FREE, "awaited")
         )
 
     def _gradient_arrived(self, entry: Entry, message: Backward, now: float) -> list[Action]:
@@ -484,11 +477,12 @@ class Custody:
             return [_answer(message, status, wanted.reason, RETRY_S)]
         if entry.phase in BEFORE_BACKWARD:
             path = _joined(entry.path, message.path, message.position + 1)
-            # The replicas tried on the forward pass host another module: none of them is excluded from here on.
+            # The replicas tried in the forward pass host another module, so no replica is excluded for the backward
+            # pass.
             fresh = replace(entry, path=path, target=None, tried=frozenset(), busy=frozenset(), came=now)
             self._renew(replace(fresh, phase=Phase.BACKWARD, retry_at=None, failing_since=None), now)
             return [accepted, Compute(entry.key, Work.BACKWARD, entry.purpose)]
-        # A later gradient is let go: the microbatch is past its sender.
+        # Release the sender of a second gradient: the microbatch has already passed it.
         answers = [accepted] if entry.path.peer_at(message.position + 1) == _sender(message) else []
         if not answers or entry.phase in (Phase.GUARDING_BACK, Phase.SETTLING):
             answers.append(_answer(message, ReceiptStatus.PASSED_ON))
@@ -511,18 +505,18 @@ class Custody:
     #     FORWARD -> HANDING_ON -> GUARDING -> AWAITING            to the hop after
     #     BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING    to the hop before
     #
-    # A lost, busy or refusing peer is replaced by another replica of its module, from the kept output. Without another
-    # replica the same peer is tried again for PATIENCE_S. The two directions differ:
-    # * Forward any replica will do, and is asked at once. If there is none the hop is skipped, where the run allows it.
-    #   It is not skipped if another expert of its stage is served: a signed route names its modules, so the microbatch
-    #   strands and its data node launches the text again by the next best route.
-    # * Backward only the original peer has the input, so it is waited for before a substitute computes the visit again.
+    # Another replica of the same module replaces a lost, busy or refusing peer and gets the kept output. Without
+    # another replica, the same peer is retried for PATIENCE_S. The two directions differ: * Forward, any replica will
+    # do and is tried at once. Without one, the hop is skipped if the run allows it, and if no
+    #   other expert of its stage is served. Otherwise the data node launches the text again on the next best route,
+    #   because a signed route names its modules.
+    # * Backward, only the original peer has the input. We wait for it before a substitute recomputes the visit.
 
     def _offer(self, entry: Entry, now: float) -> list[Action]:
-        """Offers an entry's output to the next peer on its path, from now on its target."""
+        """Offers an entry's output to the next peer on its path, which becomes its target."""
         phase, target = _OFFERED_IN[entry.direction], entry.path.peer_at(entry.next_position)
         offered = replace(_timed(entry, now), phase=phase, target=target, retry_at=None, failing_since=None)
-        if entry.phase is phase:  # another replica after a busy one is no progress: the deadline stays
+        if entry.phase is phase:  # a different replica after a busy one is no progress, so keep the deadline
             self._put(offered)
         else:
             self._renew(offered, now)
@@ -550,7 +544,7 @@ class Custody:
             case ReceiptStatus.ACCEPTED:
                 return self._accepted(entry, now)
             case ReceiptStatus.PASSED_ON:
-                actions = self._accepted(entry, now)  # the ACCEPTED may have been overtaken or lost
+                actions = self._accepted(entry, now)  # ACCEPTED may be lost or reordered
                 current = self.get(entry.key)
                 if current is not None and current.phase in GUARDED:
                     self._release(current, now)
@@ -570,16 +564,16 @@ class Custody:
         phase = _GUARDED_IN[entry.direction]
         guarded = replace(entry, phase=phase, retry_at=None, failing_since=None, refusals=0)
         self._renew(guarded, now)
-        if entry.next_module is None:  # a data node cannot be replaced: nothing to guard
+        if entry.next_module is None:  # a data node cannot be replaced, so there is nothing to guard
             self._release(guarded, now)
         return told
 
     def _release(self, guarded: Entry, now: float) -> None:
-        """Ends the guard: the next peer guards it, or is its data node."""
+        """Ends our custody: the target's successor has accepted the microbatch, or the target is the data node."""
         if guarded.direction is Direction.FORWARD:
             self._renew(replace(guarded, phase=Phase.AWAITING, target=None), now)
         elif guarded.is_end:
-            # Kept until its start completes or is given up, so that no later copy can turn round a second time.
+            # Keep it until the microbatch is completed or abandoned, so that no later copy starts a backward pass.
             self._put(replace(guarded, target=None, deadline=math.inf))
         else:
             self._await_settlement(guarded, now)
@@ -588,7 +582,7 @@ class Custody:
         module, target = entry.next_module, entry.target
         if entry.phase not in OFFERED or target is None:
             return []
-        # Backward, the original peer is waited for; any substitute will do.
+        # Backward, wait for the original peer. Any substitute will do.
         if module is not None and (entry.direction is Direction.FORWARD or entry.tried):
             busy = entry.busy | {target}
             other = self._replicas.choose(module, entry.tried | busy).value
@@ -598,7 +592,7 @@ class Custody:
         return []
 
     def _target_failed(self, entry: Entry, detail: str, now: float) -> list[Action]:
-        """Replaces an unreachable target, or tries it again until patience is over."""
+        """Replaces an unreachable target, or retries it for PATIENCE_S."""
         since = now if entry.failing_since is None else entry.failing_since
         if actions := self._instead_of_waiting(entry, since, detail, now):
             return actions
@@ -609,7 +603,7 @@ class Custody:
         return []
 
     def _instead_of_waiting(self, entry: Entry, since: float, detail: str, now: float) -> list[Action]:
-        """Replaces or gives up an unreachable target at once; no action if it is waited for."""
+        """Replaces an unreachable target or gives it up. Returns no action if a retry is better."""
         is_replaced = entry.direction is Direction.FORWARD or now - since >= SUBSTITUTE_AFTER_S
         if not is_replaced and entry.target is not None:
             is_replaced = self._replicas.is_given_up(entry.target)
@@ -618,8 +612,8 @@ class Custody:
         module = entry.next_module
         if module is None or not self._replicas.goes_round(module):
             return []
-        # New paths avoid the module. Launched again, a microbatch on its way back, or one that has another expert to
-        # visit, is complete before one that waits for a substitute.
+        # New paths avoid the module. In the backward pass, and if another expert can be visited, launching the text
+        # again is faster than waiting for a substitute.
         is_relaunched = entry.direction is Direction.BACKWARD or self._replicas.has_other_expert(module)
         return self._give_up(entry, detail, now) if is_relaunched or self._may_skip(entry) else []
 
@@ -628,7 +622,7 @@ class Custody:
         if module is None or target is None:
             return []
         tried = entry.tried | {target}
-        for without in (tried | entry.busy, tried):  # a busy replica is better than none
+        for without in (tried | entry.busy, tried):  # without an idle replica, try a busy one again
             other = self._replicas.choose(module, without).value
             if other is not None:
                 return self._offer_to(other, replace(entry, tried=tried, refusals=0), now)
@@ -641,34 +635,34 @@ class Custody:
         return not self._replicas.has_other_expert(module)
 
     def _give_up(self, entry: Entry, detail: str, now: float) -> list[Action]:
-        """No peer can take it: skips the next hop, or tells the data node."""
+        """Skips the next hop, or tells the data node, because no peer can take the microbatch."""
         position, is_forward = entry.next_position, entry.direction is Direction.FORWARD
         if is_forward and self._may_skip(entry):
             path = entry.path.without(position)
             return self._offer(replace(entry, path=path, tried=frozenset(), busy=frozenset(), refusals=0), now)
         if is_forward and entry.next_module is not None:
-            detail = f"{detail}; module {entry.next_module} has no peer left to stand in"
+            detail = f"{detail}; module {entry.next_module} has no other replica"
         if is_forward or entry.is_end:
             return self._strand(entry, position, detail)
-        # The data node abandons it, unless the gradient arrived by another way: either decision settles it here. The
-        # peer that guards our gradient has nothing more to do than to ask for that decision, too.
+        # The data node abandons the microbatch, unless the gradient arrived on another chain. We wait for its decision,
+        # and so does the peer that guards our gradient, which is released here.
         self._await_settlement(entry, now)
         released = Receipt(entry.key.microbatch, Direction.BACKWARD, entry.key.position, ReceiptStatus.PASSED_ON)
         guard = entry.path.peer_at(entry.previous_position)
         return [_stranded(entry, position, detail), Tell(guard, released)]
 
-    # ---- failover on the way back: the substitute --------------------------------------------------------------------
+    # ---- failover in the backward pass: the substitute ---------------------------------------------------------------
 
     def _recall_again(self, entry: Entry, before: PeerId, now: float) -> list[Action]:
         if entry.failing_since is not None and now - entry.failing_since >= RECALL_PATIENCE_S:
-            return self._give_back(entry, ReceiptStatus.REFUSED, "the input cannot be had")
+            return self._give_back(entry, ReceiptStatus.REFUSED, "the input is not available")
         self._put(replace(entry, retry_at=now + RECALL_AGAIN_S))
         return [_recall(entry, before)]
 
     def _recall_answered(self, entry: Entry, receipt: Receipt) -> list[Action]:
         match receipt.status:
             case ReceiptStatus.PASSED_ON:
-                return self._give_back(entry, ReceiptStatus.PASSED_ON, "the gradient is there already")
+                return self._give_back(entry, ReceiptStatus.PASSED_ON, "the gradient arrived there already")
             case ReceiptStatus.REFUSED:
                 return self._give_back(entry, ReceiptStatus.REFUSED, f"no input: {receipt.detail}")
             case _:
@@ -678,14 +672,14 @@ class Custody:
         gradient = Backward(entry.key.microbatch, entry.path, entry.key.position)
         return [_answer(gradient, status, detail), self._drop(entry, detail)]
 
-    # ---- failover on the way back: the hop before --------------------------------------------------------------------
+    # ---- failover in the backward pass: the previous hop -------------------------------------------------------------
 
     def _recalled(self, sender: PeerId, message: Recall, now: float) -> list[Action]:
-        """Sends the output to the substitute of the hop after, or says why not."""
+        """Sends the output to the substitute of the next hop, or refuses with a reason."""
         entry = self.get(Key(message.microbatch, message.position))
 
         def answer(status: ReceiptStatus, detail: str, retry_s: float = 0.0) -> list[Action]:
-            # As the gradient that the Recall leads to is answered.
+            # Direction BACKWARD: it answers the gradient that the substitute holds.
             return [
                 Tell(sender, Receipt(message.microbatch, Direction.BACKWARD, message.position, status, retry_s, detail))
             ]
@@ -712,32 +706,32 @@ class Custody:
         names_sender = after < len(message.path.hops) and message.path.hops[after].peer == sender
         if entry.purpose is Purpose.EVALUATE or entry.is_end or not names_sender:
             return "there is nothing to recall"
-        # The entry was checked at admission: its own view of the path up to here counts, not the sender's.
+        # Our own view of the path up to this hop was checked at admission. The sender's may differ.
         if entry.path.route != message.path.route:
             return OTHER_ROUTE
         if not _same_modules(entry.path, message.path, after):
             return "this microbatch is held here on another path"
         known = entry.path.hops[after]
         if known.peer != sender and not self._replicas.hosts(sender, known.module):
-            return "a substitute has to host the module of the hop that it replaces"
+            return "a substitute must host the module of the hop that it replaces"
         return ""
 
     # ---- settlement: a hop -------------------------------------------------------------------------------------------
 
     def _await_settlement(self, entry: Entry, now: float) -> None:
-        """Frees the slot of a hop whose part is done, and waits for the data node's decision."""
+        """Frees the slot of a hop that has passed its gradient on, and waits for the data node's decision."""
         self._residence_times.note(entry.path.data_node, now - entry.since)
         waiting = replace(entry, phase=Phase.SETTLING, target=None, failing_since=None, asked=0)
         self._put(replace(waiting, retry_at=now + ASK_S, deadline=math.inf))
 
     def _ask(self, entry: Entry, now: float) -> list[Action]:
         if entry.asked >= MAX_ASKS:
-            return [Retract(entry.key), self._drop(entry, "nobody says that its gradient counts")]
+            return [Retract(entry.key), self._drop(entry, "its data node does not answer whether its gradient counts")]
         self._put(replace(entry, asked=entry.asked + 1, retry_at=now + ASK_S))
         return [Tell(entry.path.data_node, Unsettled(entry.key.microbatch))]
 
     def _ask_again(self, data_node: PeerId, now: float) -> list[Action]:
-        """Asks a data node at once when its link is back: its decision may be lost, and it may be about to leave."""
+        """Asks a data node as soon as its link is back, because its decision may be lost and it may leave soon."""
         asked: list[Action] = []
         for entry in self.entries():
             if entry.phase is Phase.SETTLING and entry.path.data_node == data_node:
@@ -754,7 +748,7 @@ class Custody:
             if entry.phase in ADDED:
                 counts = 0 <= position < len(hops) and hops[position].peer == self.own
                 actions.append(Confirmed(entry.key) if counts else Retract(entry.key))
-            # A gradient that is being computed is not added yet. It will be asked about later.
+            # In BACKWARD the gradient is not added yet; the entry asks about it later.
             if entry.phase is not Phase.BACKWARD:
                 actions.append(self._drop(entry, "complete"))
         return actions
@@ -762,7 +756,7 @@ class Custody:
     def _close(self, message: Close) -> list[Action]:
         actions: list[Action] = []
         for entry in self._of(message.microbatch):
-            # A gradient that is being computed will have been added by the time that it is taken back.
+            # In BACKWARD the gradient will be added before the Retract takes effect.
             if entry.phase in ADDED | {Phase.BACKWARD} and not entry.is_end:
                 actions.append(Retract(entry.key))
             actions.append(self._drop(entry, f"closed: {message.detail}"))
@@ -771,7 +765,7 @@ class Custody:
     # ---- settlement: the data node -----------------------------------------------------------------------------------
 
     def _complete(self, start: Entry) -> list[Action]:
-        """Ends a microbatch whose gradient is back at its start, and tells every hop of its path that it counts."""
+        """Completes a microbatch whose gradient has reached the start, and sends Settled to every hop."""
         microbatch, path = start.key.microbatch, start.path
         forgotten = [self._drop(end, "completed") for end in self._of(microbatch)]
         self._completed[microbatch] = path
@@ -794,7 +788,7 @@ class Custody:
             return [Tell(sender, Settled(microbatch, path))]
         if self._of(microbatch):
             return []  # in flight: not decided yet
-        return [Tell(sender, Close(microbatch, "not under way any more"))]
+        return [Tell(sender, Close(microbatch, "no longer in flight"))]
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -833,7 +827,7 @@ def _stranded(entry: Entry, position: int, detail: str) -> Tell:
 
 
 def _passed_on(entry: Entry, now: float) -> list[Action]:
-    """The receipts PASSED_ON: to the peer that guards it, and to the data node, which measures its peers by them."""
+    """Builds the PASSED_ON receipts: for the peer that guards the microbatch, and for the data node's measurements."""
     receipt = Receipt(
         entry.key.microbatch,
         entry.direction,
@@ -853,31 +847,31 @@ def _passed_on(entry: Entry, now: float) -> list[Action]:
 
 
 def _timed(entry: Entry, now: float) -> Entry:
-    """The entry as offered now. The time of an earlier offer that came to nothing counts as waiting."""
+    """Restarts the time of an offer. Time spent on an earlier offer that failed counts as waiting."""
     in_vain_s = now - entry.handed if entry.phase in OFFERED | GUARDED else 0.0
     return replace(entry, handed=now, waited_s=entry.waited_s + in_vain_s)
 
 
 def put_off(entry: Entry, asked_s: float, now: float) -> Entry:
-    """Sets the next offer while every replica is busy: exponential backoff from what the last one asked for."""
+    """Schedules the next offer while every replica is busy: exponential backoff from the requested retry time."""
     doublings = min(entry.refusals, MOST_DOUBLINGS)
-    # The jitter differs by microbatch, so that those that were refused together do not all come back together.
+    # Jitter by microbatch, so that microbatches refused together do not retry together.
     chance = zlib.crc32(f"{entry.key} {entry.refusals}".encode()) / 2**32 if doublings else 0.0
     pause_s = asked_s * 2.0**doublings * (1 + BUSY_JITTER * chance)
     return replace(entry, retry_at=now + pause_s, busy=frozenset(), refusals=entry.refusals + 1)
 
 
 def _same_hops(one: Path, other: Path, position: int) -> bool:
-    """Whether two paths agree up to and including `position`. Later hops may have been repaired since."""
+    """Whether two paths agree up to `position`, inclusive. Repair may have changed later hops."""
     return one.hops[: position + 1] == other.hops[: position + 1]
 
 
 def _same_modules(one: Path, other: Path, position: int) -> bool:
-    """Whether two paths differ at most in the replicas up to and including `position`."""
+    """Whether two paths have the same modules up to `position`, inclusive."""
     modules, others = ([hop.module for hop in path.hops[: position + 1]] for path in (one, other))
     return modules == others
 
 
 def _joined(before: Path, after: Path, position: int) -> Path:
-    """Takes the hops before `position` from one path, the others from the other. Each side knows its own repairs."""
+    """Joins the hops before `position` of one path with the rest of another. Each side knows its own repairs."""
     return replace(before, hops=(*before.hops[:position], *after.hops[position:]))

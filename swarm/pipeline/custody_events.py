@@ -1,4 +1,4 @@
-"""The entries, events and actions of custody. Plain data; `swarm.pipeline.custody` is the machine."""
+"""Entries, events and actions of custody, as plain data; `swarm.pipeline.custody` is the state machine."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ class Phase(enum.Enum):
 
 BEFORE_BACKWARD = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.HANDING_ON, Phase.GUARDING, Phase.AWAITING})
 WITHOUT_OUTPUT = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.RECEIVING_GRADIENT, Phase.RECALLING})
-OFFERED = frozenset({Phase.HANDING_ON, Phase.HANDING_BACK})
-"""Offered to the target, which has not accepted yet."""
-GUARDED = frozenset({Phase.GUARDING, Phase.GUARDING_BACK})
-"""Accepted by the target, which has not passed it on yet."""
+OFFERED = frozenset({Phase.HANDING_ON, Phase.HANDING_BACK})  # Sent to the target, not accepted yet
+GUARDED = frozenset({Phase.GUARDING, Phase.GUARDING_BACK})  # Accepted by the target, not passed on yet
+# The hop has added its gradient, but does not know yet whether it counts
 ADDED = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK, Phase.SETTLING})
-"""A hop's gradient is in its sum, and not yet known to count."""
 
 
 class Place(enum.Enum):
@@ -62,47 +60,38 @@ class Key:
 class Entry:
     """One microbatch at one position of its path, in the custody of this node."""
 
-    # phase                      fields in use, besides the first six, `sender` and `since`
-    # RECEIVING                  -                             its place is reserved, the tensor is in flight
+    # Phase                      Fields in use, in addition to the first six, `sender` and `since`
+    # RECEIVING                  -                             slot reserved, tensor in flight
     # FORWARD                    came
     # HANDING_ON, HANDING_BACK   target, handed, waited_s, computed_s, tried, busy;
     #                            retry_at, refusals            while every replica is busy
-    #                            retry_at, failing_since       while the target cannot be reached
-    # GUARDING, GUARDING_BACK    target (none at the end of a path once its gradient is passed on), tried
+    #                            retry_at, failing_since       while the target is unreachable
+    # GUARDING, GUARDING_BACK    target (None at the end of a path after its gradient was passed on), tried
     # AWAITING                   -
     # BACKWARD                   came
-    # SETTLING                   retry_at, asked               takes no slot
-    # RECEIVING_GRADIENT         -                             a substitute's place is reserved
+    # SETTLING                   retry_at, asked               uses no slot
+    # RECEIVING_GRADIENT         -                             slot reserved for a substitute
     # RECALLING                  target, failing_since; retry_at until the input is announced
 
     key: Key
     path: Path
     purpose: Purpose
     phase: Phase
-    lifetime_s: float
-    """As signed by its data node."""
-    deadline: float
-    """Time at which it is forgotten unless something happens to it before."""
+    lifetime_s: float  # Signed by the data node
+    deadline: float  # Time at which it is forgotten; every progress extends it
     sender: PeerId | None = None
-    since: float = 0.0
-    target: PeerId | None = None
-    """Peer it is handed to, or that owes the input."""
-    tried: frozenset[PeerId] = frozenset()
-    """Replicas that failed or refused; not asked again for this microbatch."""
-    busy: frozenset[PeerId] = frozenset()
-    """Replicas without a slot; asked again when no other replica is left."""
-    retry_at: float | None = None
-    """Time of the next offer, recall or question."""
+    since: float = 0.0  # Time of admission
+    target: PeerId | None = None  # Peer that gets the output, or that owes the input
+    tried: frozenset[PeerId] = frozenset()  # Replicas that failed or refused; excluded for this microbatch
+    busy: frozenset[PeerId] = frozenset()  # Replicas without a slot; tried again if no other replica is left
+    retry_at: float | None = None  # Time of the next offer, recall or question
     refusals: int = 0
-    failing_since: float | None = None
-    """Time since which the target cannot be reached, or owes a recalled input."""
-    came: float = 0.0
-    waited_s: float = 0.0
-    """Time from then until its computation began."""
+    failing_since: float | None = None  # Time since which the target is unreachable, or owes a recalled input
+    came: float = 0.0  # Time of arrival
+    waited_s: float = 0.0  # Time from arrival to the start of the computation
     computed_s: float = 0.0
-    handed: float = 0.0
-    asked: int = 0
-    """Questions to the data node whether the gradient counts."""
+    handed: float = 0.0  # Time of the latest offer
+    asked: int = 0  # Unsettled messages sent to the data node
 
     @property
     def is_end(self) -> bool:
@@ -136,7 +125,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A microbatch starts here, at its data node. Made by the data node itself, never by a message."""
+    """A microbatch starts at this data node. Never caused by a message."""
 
     microbatch: MicrobatchId
     path: Path
@@ -151,7 +140,7 @@ class TensorArrived:
 
 @dataclass(frozen=True, slots=True)
 class BrokenOff:
-    """The tensor of an admitted message will not be complete."""
+    """The tensor of an admitted message will not be completed."""
 
     message: Forward | Backward
 
@@ -164,7 +153,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class ComputeFailed:
-    """A Compute action failed (non-finite gradient, out of memory); no gradient was added."""
+    """A Compute action failed (non-finite gradient, out of memory) and added no gradient."""
 
     key: Key
     detail: str
@@ -178,7 +167,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The link to a peer broke, stalled or could not be made."""
+    """The link to a peer broke, stalled, or could not be opened."""
 
     peer: PeerId
     detail: str
@@ -200,14 +189,10 @@ Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | Arrived
 
 
 class Work(enum.Enum):
-    FORWARD = enum.auto()
-    """Input to output; at a data node's start, tokens to hidden states."""
-    LOSS = enum.auto()
-    """At a data node's end, hidden states to loss and its gradient."""
-    BACKWARD = enum.auto()
-    """Gradient of the output to gradient of the input; adds the parameter gradient."""
-    REPLAY = enum.auto()
-    """A substitute's FORWARD and BACKWARD in one, from input and gradient of the output."""
+    FORWARD = enum.auto()  # Input -> output; at a data node's start, tokens -> hidden states
+    LOSS = enum.auto()  # At a data node's end: hidden states -> loss and its gradient
+    BACKWARD = enum.auto()  # Gradient of the output -> gradient of the input; adds the parameter gradient
+    REPLAY = enum.auto()  # A substitute's forward and backward pass: input and gradient of the output -> as BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +204,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class SendOutput:
-    """Send the result of the last Compute with this message. A failure comes back as PeerLost."""
+    """Send the result of the last Compute with this message. PeerLost reports a failure."""
 
     key: Key
     to: PeerId
@@ -234,21 +219,21 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class KeepGradient:
-    """Keep the gradient that has just arrived; its input comes later."""
+    """Keep the gradient that has just arrived, until its input arrives."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The gradient that was added counts."""
+    """The gradient added for this entry counts."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Retract:
-    """Take back the gradient that was added, using the kept input and gradient."""
+    """Take back the gradient added for this entry, by recomputing it from the kept input and output gradient."""
 
     key: Key
 
@@ -261,7 +246,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """At the data node: the microbatch is complete. `path` holds the replicas whose gradients count."""
+    """At the data node: the microbatch is complete. `path` names the replicas whose gradients count."""
 
     microbatch: MicrobatchId
     path: Path

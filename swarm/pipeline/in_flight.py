@@ -1,6 +1,6 @@
-"""A data node's microbatches in flight: their counts, how many there may be (`Window`), and when a step is complete.
+"""A data node's microbatches in flight: counts, complete steps, and the window.
 
-With staleness z a microbatch of step s + 1 + z waits until step s is complete.
+With staleness z, a microbatch of step s + 1 + z starts only after step s is complete.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from swarm.workload.microbatch_sizes import StepRule
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of microbatches since the start of the run: `started` = `completed` + `abandoned` + those in flight."""
+    """Counts of microbatches since the start of the run: `started` = `completed` + `abandoned` + in flight."""
 
     started: int = 0
     completed: int = 0
     abandoned: int = 0
-    duplicated: int = 0
-    """Repeated completions. Anything but 0 is a defect."""
+    duplicated: int = 0  # Repeated completions; always 0 without a bug
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One microbatch in flight. `scored` counts its predicted tokens, `loss` is in nats per predicted token."""
+    """One microbatch in flight. `scored`: predicted tokens; `loss`: nats per predicted token."""
 
     microbatch: MicrobatchId
     path: Path
@@ -40,7 +39,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A complete step. `loss` is the mean over its predicted tokens, in nats."""
+    """A complete step. `loss`: mean over its predicted tokens, in nats."""
 
     step: int
     loss: float
@@ -52,9 +51,9 @@ class FlightRules:
     """The limits of microbatches in flight.
 
     Args:
-        per_step: microbatches of one step, if all are of the largest size.
-        staleness: steps that may begin before the current one is complete.
-        steps: stop after this many; None means never.
+        per_step: microbatches per step, if all have the largest size.
+        staleness: steps that may start before the current one is complete.
+        steps: stop after this many steps; None: never.
     """
 
     per_step: int
@@ -69,16 +68,16 @@ class FlightRules:
 
     @property
     def most_by_staleness(self) -> int:
-        """Largest number in flight with any window, if all are of the largest size."""
+        """Largest useful window, if all microbatches have the largest size."""
         return self.per_step * (1 + self.staleness)
 
 
 @dataclass(slots=True)
 class Flights:
-    """The account of a data node's microbatches.
+    """A data node's microbatches in flight, with their counts.
 
     Args:
-        first_number: first number not used by an earlier life, whose microbatches other peers may hold.
+        first_number: first number that no earlier life of the node has used; other peers may still hold those.
     """
 
     own: PeerId
@@ -89,8 +88,7 @@ class Flights:
     window: int = field(init=False)
     next_number: int = field(init=False)
     _flying: dict[MicrobatchId, Flight] = field(default_factory=dict)
-    _done: list[Flight] = field(default_factory=list)
-    """Completed microbatches of the current step."""
+    _done: list[Flight] = field(default_factory=list)  # Completed microbatches of the current step
 
     def __post_init__(self) -> None:
         self.next_number = self.first_number
@@ -113,13 +111,13 @@ class Flights:
             return Reasoned(False, f"the window of {self.window} is full")
         begun = sum(flight.tokens for flight in (*self._done, *self._flying.values()))
         if rules.steps is not None and rules.step.is_complete(begun, rules.steps - self.steps_done):
-            return Reasoned(False, f"all {rules.steps} steps are under way or done")
+            return Reasoned(False, f"all {rules.steps} steps are in flight or complete")
         if rules.step.is_complete(begun, 1 + rules.staleness):
             return Reasoned(False, f"step {self.steps_done + 1} is not complete")
-        return Reasoned(True, "there is room")
+        return Reasoned(True, "the window has room")
 
     def start(self, path: Path, now: float, tokens: int = 1, scored: int | None = None) -> Flight:
-        """Numbers and notes a new microbatch on its planned path. `scored`: predicted tokens; None for all."""
+        """Adds a new microbatch with the next number. `scored`: predicted tokens; None: all."""
         microbatch = MicrobatchId(self.own, self.next_number)
         self.next_number += 1
         flight = Flight(microbatch, path, now, tokens, tokens if scored is None else scored)
@@ -133,12 +131,12 @@ class Flights:
             self._flying[microbatch] = replace(flight, path=path, loss=loss)
 
     def complete(self, microbatch: MicrobatchId) -> StepDone | None:
-        """Completes a microbatch. Returns the step if this completes one."""
+        """Completes a microbatch. Returns the step that this completes, if any."""
         flight = self._flying.pop(microbatch, None)
         if flight is None:
             self.counts = replace(self.counts, duplicated=self.counts.duplicated + 1)
             return None
-        if flight.loss is None:  # no honest path comes back without having been at its end
+        if flight.loss is None:  # an honest path reaches its end, where the loss is computed, before it returns
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
             return None
         self.counts = replace(self.counts, completed=self.counts.completed + 1)
@@ -151,7 +149,7 @@ class Flights:
         return StepDone(self.steps_done, sum(losses) / sum(each.scored for each in done), len(done))
 
     def abandon(self, microbatch: MicrobatchId) -> Flight | None:
-        """Abandons a microbatch. Without a loss, its data may be launched again under a new number."""
+        """Abandons a microbatch. If it has no loss yet, its text may be launched again under a new number."""
         flight = self._flying.pop(microbatch, None)
         if flight is not None:
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
@@ -161,25 +159,20 @@ class Flights:
 # ---- the window ------------------------------------------------------------------------------------------------------
 
 GAIN: Final = 2.0
+# Fewest microbatches of an epoch. Single round trips vary by 10 to 20 %, the mean of 12 by 5 %.
 LEAST_IN_EPOCH: Final = 12
-"""Fewest microbatches of an epoch. Round trips differ by 10 to 20 %, the mean of these by 5 %."""
 LEAST_IN_PROBE: Final = 6
-LOWERED: Final = 0.9
-"""The window falls when two targets in a row are below this share of it."""
-PROBE_AFTER: Final = 8
-"""Epochs between two probes of the round trip without queueing, at first."""
+LOWERED: Final = 0.9  # The window shrinks after two consecutive targets below this share
+PROBE_AFTER: Final = 8  # Initial epochs between probes of the round trip without queueing
+# Most epochs between probes. The interval doubles each time the round trip is unchanged.
 LONGEST_UNTIL_PROBE: Final = 96
-"""Most epochs between two probes. The number doubles each time that the round trip is unchanged."""
+# Share of the bandwidth-delay product in flight during a probe, so that queues drain and little throughput is lost
 PROBED_SHARE: Final = 0.6
-"""Share of the bandwidth-delay product in flight during a probe: no queues, and little throughput is lost."""
-HELD: Final = 0.75
-"""During a probe throughput drops below this share, unless microbatches were queueing."""
-SAME: Final = 0.15
-"""Relative difference up to which two round trips count as equal."""
-UNMOVED: Final = 0.93
-"""Share of its round trip that a smaller window still has if the time is not spent in queues."""
+HELD: Final = 0.75  # During a probe, throughput drops below this share unless microbatches were queueing
+SAME: Final = 0.15  # Relative difference up to which two round trips count as equal
+UNMOVED: Final = 0.93  # A smaller window keeps this share of the round trip if queues are not the cause
+# Share of the window in flight below which the window is not the limit, so that a larger one is useless
 USED: Final = 0.6
-"""Share of the window in flight below which something else limits them, so that a larger window is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,41 +187,37 @@ class _Epoch:
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """A probe of the round trip without queueing: the best pace since it began, and the round trip known before."""
+    """A running probe of the round trip without queueing."""
 
-    pace: float
-    known_s: float
+    pace: float  # Highest pace since the start of the probe
+    known_s: float  # Round trip measured before
+    # Whether all microbatches in flight have returned once. Before that they return in a burst, as they left a queue.
     is_spread: bool = False
-    """Whether those in flight have returned once. Before that they arrive together, as they left a queue."""
 
 
 class Window:
-    """The number of microbatches that one data node may have in flight: GAIN times the bandwidth-delay product.
+    """Number of microbatches that a data node may have in flight: GAIN times the bandwidth-delay product.
 
-    That is pace times round trip without queueing, as in BBR (Cardwell et al. 2016). A probe lowers the window for two
-    epochs now and then, and measures the round trip in the second. An epoch is a window's worth of microbatches.
+    This product is pace times round trip without queueing (BBR, Cardwell et al. 2016). An occasional probe lowers the
+    window for two epochs, and measures the round trip in the second one. An epoch is one window of microbatches.
     """
 
     def __init__(self, start: int, least: int, most: Reasoned[int]) -> None:
         self._least, self._most = max(1, least), most
         self._wanted = float(max(1, start))
-        self._why = "nothing was measured yet"
-        self._since = -math.inf
-        """Time of the last change. Earlier launches say nothing about this window."""
-        self._sums: list[tuple[int, float]] = []
-        """Number in flight and round trip of each microbatch of this epoch."""
+        self._why = "not measured yet"
+        self._since = -math.inf  # Time of the last change. Earlier launches do not measure this window.
+        self._sums: list[tuple[int, float]] = []  # (in flight, round trip) of each microbatch of this epoch
         self._unloaded_s = math.inf
         self._target_before = math.inf
-        self._lowered_from: _Epoch | None = None
-        """The epoch before the window fell."""
+        self._lowered_from: _Epoch | None = None  # The last epoch before the window shrank
         self._probe: _Probe | None = None
-        self._epochs = 0
-        """Epochs since the last probe."""
+        self._epochs = 0  # Epochs since the last probe
         self._probe_after = PROBE_AFTER
 
     @property
     def value(self) -> Reasoned[int]:
-        """The number that may be in flight, and why."""
+        """Microbatches that may be in flight, with the reason."""
         wanted, most = max(self._least, round(self._wanted)), max(1, self._most.value)
         if wanted <= most:
             return Reasoned(wanted, self._why)
@@ -238,7 +227,7 @@ class Window:
         self._most = most
 
     def completed(self, started: float, now: float, flying: int) -> None:
-        """Takes in a completed microbatch. `flying` counts those in flight until then, itself included."""
+        """Measures a completed microbatch. `flying`: microbatches in flight until then, including itself."""
         if started < self._since:
             return
         self._sums.append((flying, max(0.0, now - started)))
@@ -263,9 +252,9 @@ class Window:
         few = max(float(self._least), PROBED_SHARE * epoch.pace * self._unloaded_s)
         if (is_longer or self._epochs >= self._probe_after) and few < (1 - SAME) * self.value.value:
             self._probe, self._wanted = _Probe(epoch.pace, self._unloaded_s), few
-            self._why = "lowered for a moment, to see how long a round trip takes without waiting"
+            self._why = "lowered for a moment, to measure the round trip without queueing"
             return
-        if is_longer:  # and so few are in flight that it shows without a probe
+        if is_longer:  # too few are in flight for a probe, so take the measured round trip
             self._unloaded_s = epoch.trip_s
         self._move(epoch, GAIN * epoch.pace * self._unloaded_s)
 
@@ -276,7 +265,7 @@ class Window:
         pace, few = max(probe.pace, epoch.pace), max(float(self._least), epoch.flying / 2)
         self._unloaded_s = epoch.trip_s
         if epoch.pace > HELD * probe.pace and few < (1 - SAME) * epoch.flying:
-            # As many are completed as before, so the others only queued. Probes again with half as many.
+            # Throughput is unchanged, so the others were only queueing. Probe again with half the window.
             self._probe, self._wanted = _Probe(pace, probe.known_s), few
             return
         is_same = abs(epoch.trip_s - probe.known_s) <= SAME * probe.known_s
@@ -285,15 +274,15 @@ class Window:
         self._want(GAIN * pace * self._unloaded_s, pace)
 
     def _seems_longer(self, epoch: _Epoch) -> bool:
-        """Whether links seem slower after the window fell: with queues, the round trip would fall in proportion."""
-        # Once in some hundred times that is chance. It only starts a probe: taken for true it doubled the window.
+        """Whether links seem slower: the round trip did not shrink with the window, as queues would let it."""
+        # This can be noise (about 1 in 100). It only starts a probe, since trusting it doubled the window by mistake.
         before, self._lowered_from = self._lowered_from, None
         if before is None or epoch.flying > (1 - SAME) * before.flying:
             return False
         return epoch.trip_s > UNMOVED * before.trip_s
 
     def _move(self, epoch: _Epoch, target: float) -> None:
-        """Follows the target: up at once, if the window is used; down if it has been lower twice."""
+        """Moves the window to the target: up at once, if it is used; down after two lower targets."""
         lower, self._target_before = max(target, self._target_before), target
         if target > self._wanted:
             wanted = target if epoch.flying >= USED * self.value.value else self._wanted
@@ -304,16 +293,16 @@ class Window:
         self._want(wanted, epoch.pace)
 
     def _want(self, wanted: float, pace: float) -> None:
-        # The part beyond the bound does not grow for ever.
+        # Limit the excess over the bound, so that the window can shrink soon.
         self._wanted = min(max(wanted, self._least), GAIN * max(1, self._most.value))
         self._why = (
-            f"{pace:.1f} a second with a round trip of {self._unloaded_s:.2f} s without waiting keep"
-            f" {pace * self._unloaded_s:.1f} under way, {GAIN:g} times as many keep the peers busy"
+            f"{pace:.1f} per second with a round trip of {self._unloaded_s:.2f} s without queueing need"
+            f" {pace * self._unloaded_s:.1f} in flight; {GAIN:g} times that keeps the peers busy"
         )
 
 
 def room_at_hops(slots: Iterable[Sequence[int]], visited: float, data_nodes: int) -> Reasoned[int] | None:
-    """Returns the microbatches of one of `data_nodes` that find slots, if paths visit a share of the stages."""
+    """Returns the microbatches of one of `data_nodes` that find slots. `visited`: share of stages on a path."""
     rooms = [
         (sum(min(each - each // KEPT_FOR_OTHERS, each / max(1, data_nodes)) for each in replicas), stage)
         for stage, replicas in enumerate(slots, start=1)
@@ -322,7 +311,7 @@ def room_at_hops(slots: Iterable[Sequence[int]], visited: float, data_nodes: int
     if not rooms:
         return None
     room, stage = min(rooms)
-    return Reasoned(max(1, int(room / visited)), f"the slots at stage {stage} are for so many of ours")
+    return Reasoned(max(1, int(room / visited)), f"stage {stage} has no slots for further microbatches of ours")
 
 
 def least_of(bounds: Iterable[Reasoned[int]]) -> Reasoned[int]:

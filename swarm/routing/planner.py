@@ -32,11 +32,8 @@ from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route,
 GATHER_S = 60.0
 """A module that nobody has served yet is waited for so long in a run with experts. What is routed to others meanwhile
 is no longer the run that its manifest describes, so it is longer than a swarm needs to start."""
-FULL_ROUTES = 5.0
-"""Price of a replica whose slots are always taken, in times that one of its slots is held. Above 1, because those that
-wait for a slot are not announced."""
-FULL_POWER = 4
-"""Half-full replicas cost next to nothing: 1/16 of that."""
+FULL_ROUTES = 3.0
+"""Price of a replica without a free slot, in routes."""
 FULL_GAIN = 0.1
 """Weight of one look in a replica's mean share of taken slots: about 20 s. Data nodes that go by the last announcement
 move all at once."""
@@ -49,9 +46,7 @@ BY_OTHERS = 0.5
 tried in two cells of `benchmarks/paths_virtual.py` (steps with (1, 0), (1, 1), (0.5, 0) took up to 1.06 times as long,
 (0.5, 1) as long); less than a half of MET was not tried."""
 AT_PEERS = 0.9
-"""Of the seconds at a replica, what counts beside a second on a link: how long is waited there is a guess, and of two
-ways that should take as long the shorter one leaves the links to others. With 1 as fast, and 6 % more hops between
-regions where the swarm is full; with 0.8 slower behind long links (docs/BENCHMARKS.md, "What bounds the cells")."""
+"""Weight of a second at a replica relative to one on a link: waiting times are estimates, so a shorter way wins."""
 TRY_EVERY = 67
 """Microbatches after which one hop goes to the replica that was not measured for longest: who was slow once may be fast
 now. A prime number, so that all hops have their turn."""
@@ -288,10 +283,9 @@ class Planner:
         return AT_PEERS * (costs.service_s(peer) * queue + BY_OTHERS * 2 * self._times.wait_s(peer))
 
     def _slot_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
-        """The wait for a slot at a replica: each is held for about a route's time."""
-        slots = costs.slots[peer]
-        taken = self._taken.get(peer, 0.0) + in_flight.get(peer, 0) / slots
-        return FULL_ROUTES * self._route_s / slots * taken**FULL_POWER
+        """Expected cost of finding no free slot, in seconds. Microbatches of others are taken to arrive at random."""
+        free = costs.slots[peer] - in_flight.get(peer, 0)
+        return FULL_ROUTES * self._route_s * at_least(free, self._taken.get(peer, 0.0) * costs.slots[peer])
 
     def _mean_taken(self, announced: Announcement, in_flight: Mapping[PeerId, int]) -> float:
         """By others: a data node keeps to replicas that are full of its own, and others go elsewhere."""
@@ -359,6 +353,17 @@ class Planner:
         """Its expected finish after so many others."""
         service = self._times.visit_s(announcement.peer, announcement.speed)
         return Reasoned(service.value * (1 + queue), service.reason)
+
+
+def at_least(count: int, mean: float) -> float:
+    """The chance that a Poisson variable with this mean is `count` or more."""
+    if count <= 0:
+        return 1.0
+    term = below = math.exp(-mean)
+    for each in range(1, count):
+        term *= mean / each
+        below += term
+    return max(0.0, 1.0 - below)
 
 
 def in_flight_by_peer(paths: Sequence[Path]) -> dict[PeerId, int]:

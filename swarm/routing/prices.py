@@ -20,7 +20,7 @@ from swarm.vocabulary.types import PeerId, Route
 
 AHEAD: Final = (8.0, 64.0)
 """The least and the most of these visits."""
-BEHIND_S: Final = 90.0
+BEHIND_S: Final = 60.0
 """A stage costs a whole route more once it is ahead by the visits that it gets in this time, in seconds."""
 MOST_ROUTES: Final = 2.0
 """Largest price of a stage, either way, in routes."""

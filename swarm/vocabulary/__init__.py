@@ -1,1 +1,1 @@
-"""The vocabulary: ids, paths, versions, errors, announcements, messages. All that `protocol` may import of `swarm`."""
+"""Shared types: ids, paths, versions, errors, announcements, messages. `protocol` imports nothing else of `swarm`."""

@@ -1,4 +1,4 @@
-"""The messages among the replicas of one module about a round and about their state (DESIGN section 5)."""
+"""Messages between replicas of one module about rounds, audits and state. `proto/link.proto` explains each of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, Count, Diges
 
 MAX_ATTEMPTS = 64
 MAX_MEMBERS = 256
+# Measured links in an entry. With 256 members, each one is measured by 16 others, and the roster fits in a small frame.
 MAX_MEASURED = 16
-"""Measured links in an entry: each of 256 members appears in 16 others, and the roster stays a small frame."""
 MAX_RATE = 24  # 280 TB/s
-MAX_CHUNKS = 2**20  # Of a module's state
+MAX_CHUNKS = 2**20  # Chunks of a module's state
 MAX_REQUESTED_CHUNKS = 64
 
 Peers = Annotated[tuple[PeerId, ...], Length(0, MAX_MEMBERS), Distinct()]
@@ -25,7 +25,7 @@ ChunkNumbers = Annotated[tuple[ChunkNumber, ...], Length(1, MAX_REQUESTED_CHUNKS
 
 @dataclass(frozen=True, slots=True)
 class RoundId:
-    """One attempt at one round of one module, named by who convenes it. A higher attempt replaces a lower one."""
+    """One attempt at a round of a module. A higher attempt replaces a lower one. `convener`: its leader."""
 
     module: ModuleId
     number: Annotated[int, Range(1, MAX_ROUND)]  # The `AnchorVersion.round` of its result
@@ -38,7 +38,7 @@ class RoundId:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A replica to those who may convene the next round: the work it has done since its anchor."""
+    """From a replica to the possible leaders of the next round: its work since the anchor."""
 
     module: ModuleId
     base: AnchorVersion
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The convener opens a round: "who has worked from this anchor?" """
+    """From the leader: opens a round from an anchor."""
 
     round: RoundId
     base: AnchorVersion
@@ -56,88 +56,87 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Accepting:
-    """ "I am here and prepare my entry": sent at once, so that a slow replica is not taken for a dead one."""
+    """From a member: it prepares its entry. Sent at once, so that a slow replica does not look dead."""
 
     round: RoundId
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """The measured rate at which the tensors of another replica came in."""
+    """Measured rate at which another replica's tensors arrive."""
 
-    mark: Annotated[int, Range(0, 2**24 - 1)]  # Of the peer (`swarm.averaging.trust.mark_of`)
-    rate: Annotated[int, Range(1, MAX_RATE)]  # 4 to this power bytes per second
+    mark: Annotated[int, Range(0, 2**24 - 1)]  # `swarm.averaging.trust.mark_of` the peer
+    rate: Annotated[int, Range(1, MAX_RATE)]  # About 4**rate bytes per second
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A replica is ready: its pseudo-gradient is fixed. Signed, so that the leader cannot change it."""
+    """From a member: its pseudo-gradient is fixed. Signed, so that the leader cannot change the entry."""
 
     peer: PeerId
     round: RoundId
     base: AnchorVersion
     steps: Count
     tokens: Count
-    norm: NonNegative  # Of the fragment's pseudo-gradient; never exceeded by what is sent later
-    measured: Annotated[tuple[LinkRate, ...], Length(0, MAX_MEASURED)]  # Of others
+    norm: NonNegative  # Norm of the fragment's pseudo-gradient; contributions may not exceed it
+    measured: Annotated[tuple[LinkRate, ...], Length(0, MAX_MEASURED)]
+    # The complete result of an earlier attempt, if any. The leader prefers it, because a peer may have committed it.
     staged: AnchorVersion | None
-    """The complete result of an earlier attempt, if any: the leader settles on it, as a peer may have committed it."""
-    signature: Signature = b""  # Over all of the above and the run (`protocol.identity.signatures`)
+    signature: Signature = b""  # Over the fields above and the run (`protocol.identity.signatures`)
 
 
 class DeclineReason(enum.Enum):
-    OTHER_ANCHOR = 1  # The one in `Declined.version`
-    PAST = 2  # This round or a later one is committed already
-    OTHER_CONVENER = 3  # A higher attempt, or a leader earlier in hash order
-    NOT_READY = 4  # Joining, leaving, or catching up
-    BROKEN = 5  # Its own update is not finite
+    OTHER_ANCHOR = 1  # Has the anchor `Declined.version`
+    PAST = 2  # Has committed this round or a later one
+    OTHER_CONVENER = 3  # Follows a higher attempt, or a leader earlier in hash order
+    NOT_READY = 4  # Joins, leaves or catches up
+    BROKEN = 5  # Has an update that is not finite
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
     round: RoundId
     reason: DeclineReason
-    version: AnchorVersion  # The decliner's
+    version: AnchorVersion  # The sender's anchor
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a roster. It reduces the chunks from `first_chunk` up to, not including, `end_chunk` (maybe none)."""
+    """A member of a roster. It reduces the chunks `range(first_chunk, end_chunk)`, possibly none."""
 
     peer: PeerId
     first_chunk: int
     end_chunk: int
-    coefficient: float
-    """Factor of its pseudo-gradient: token share x clipping. 0: it sends nothing and receives the result."""
-    norm: float  # Declared. A reducer rejects a member whose pieces together exceed it.
-    share: float = 0.0  # The coefficient without clipping
+    coefficient: float  # Factor of its pseudo-gradient: share x clipping. 0: it only receives the result.
+    norm: float  # From its entry. A reducer rejects a member whose pieces together exceed it.
+    share: float = 0.0  # Share of the tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SignedRoster:
-    """The leader fixes the members, and the exchange begins. Every member derives the `Roster` from the entries."""
+    """From the leader: fixes the members and starts the exchange. Each member derives the `Roster` from the entries."""
 
     round: RoundId
     base: AnchorVersion
     entries: Annotated[tuple[Entry, ...], Length(1, MAX_MEMBERS), Inherits(("round", "base"))]
-    codec: Codec = Codec.NONE  # Of contributions; that of results follows (`swarm.compression.round_codecs`)
+    codec: Codec = Codec.NONE  # For contributions; `RoundCodecs.result` gives the codec of results
     codec_reason: Detail = ""
 
     def fault(self) -> str | None:
-        """The reason why no leader may send this. `swarm.averaging.roster.objection` checks the signatures."""
+        """Returns the reason why the roster is malformed. `swarm.averaging.roster.objection` checks the rest."""
         once = len({entry.peer for entry in self.entries}) == len(self.entries)
         return None if once else "a member is named twice"
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The members and what each reduces, as `make_roster` derives it from the signed entries."""
+    """The members and their shards, derived from the signed entries by `make_roster`."""
 
     round: RoundId
     base: AnchorVersion
     members: tuple[Member, ...]
-    steps: int  # Of the result
-    tokens: int  # Of the result
+    steps: int  # `AnchorVersion.steps` of the result
+    tokens: int  # `AnchorVersion.tokens` of the result
     codec: Codec = Codec.NONE
     codec_reason: str = ""
 
@@ -147,7 +146,7 @@ class Roster:
 
     @property
     def largest_norm(self) -> float:
-        """The largest possible norm of the weighted mean, by the triangle inequality."""
+        """Returns the largest possible norm of the weighted mean, by the triangle inequality."""
         return math.fsum(member.coefficient * member.norm for member in self.members)
 
 
@@ -156,7 +155,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class _AboutPiece:
-    """What is said of one piece: the chunks from `first_chunk` up to, not including, `end_chunk`; at least one."""
+    """A message about one piece: the chunks `range(first_chunk, end_chunk)`, at least one."""
 
     round: RoundId
     first_chunk: ChunkNumber
@@ -165,25 +164,25 @@ class _AboutPiece:
     def fault(self) -> str | None:
         if self.first_chunk < self.end_chunk:
             return None
-        return f"there are no chunks from {self.first_chunk} to {self.end_chunk}"
+        return f"chunks {self.first_chunk} to {self.end_chunk} are an empty range"
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution(_AboutPiece):
-    """The sender's encoded pseudo-gradient of these chunks (1-D), to their reducer, later to auditors."""
+    """To the reducer, later to auditors: the sender's encoded pseudo-gradient of these chunks (1-D)."""
 
+    # Over the other fields and the tensor's hash
     signature: Signature = field(default=b"", compare=False)
-    """Over all this and the tensor's hash; not part of the piece's identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced(_AboutPiece):
-    """From the member that reduces these chunks, to every other: the encoded weighted mean, the same bytes to all."""
+    """From the reducer to every other member: the encoded weighted mean, the same bytes for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A heartbeat between leader and members, twice a second and on changes."""
+    """Heartbeat between leader and members, twice a second and after changes."""
 
     round: RoundId
     waiting_for: Peers = ()  # Members whose pieces are overdue
@@ -192,7 +191,7 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A member to the convener: the whole result is here, and this is the anchor it leads to."""
+    """From a member to the leader: it has the complete result, which leads to this anchor."""
 
     round: RoundId
     version: AnchorVersion
@@ -200,7 +199,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A majority of the roster has the same result. Prepared members apply it, others get it from the `holders`."""
+    """A majority of the roster has the same result. Prepared members apply it, others fetch it from the `holders`."""
 
     round: RoundId
     version: AnchorVersion
@@ -209,7 +208,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Dissolved:
-    """The convener gives this attempt up; another one may follow."""
+    """From the leader: it gives this attempt up. Another attempt may follow."""
 
     round: RoundId
     detail: Detail
@@ -220,37 +219,37 @@ class Dissolved:
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest(_AboutPiece):
-    """After the commit: asks a piece's reducer for Evidence, another contributor for its Contribution."""
+    """After a commit: asks a piece's reducer for Evidence, or a contributor for its Contribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignedHash:
-    """A member's signature that it has contributed the tensor with this hash to a piece."""
+    """A contributor's signature of its part of a piece, with the part's hash."""
 
     peer: PeerId
     hash: Digest  # BLAKE3 of the encoded bytes
     signature: Signature
 
 
+# A peer may appear twice, if it is accused of two different signatures
 SignedHashes = Annotated[tuple[SignedHash, ...], Length(0, MAX_MEMBERS)]
-"""A peer may be named twice: it is accused of two signatures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence(_AboutPiece):
-    """From a piece's reducer: what the other contributors have signed."""
+    """From a piece's reducer: the signed hashes of the other contributors."""
 
     signed: SignedHashes
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRefused(_AboutPiece):
-    """A member's refusal of an audit request: it is not kept here (any more), or too much was asked."""
+    """Refuses an audit request: the piece is no longer kept, or the sender has asked too often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accusation(_AboutPiece):
-    """To all other members: audit this piece; this is what I have seen signed. Whoever hears it judges by itself."""
+    """To all other members: asks them to audit a piece, with the signed hashes seen. Each one judges for itself."""
 
     signed: SignedHashes
 
@@ -260,7 +259,7 @@ class Accusation(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Asks for chunks of a state: i of the parameters, (count of chunks) + i of the outer momentum."""
+    """Asks for chunks of a state. With n chunks of parameters, chunk i of the outer momentum has number n + i."""
 
     module: ModuleId
     digest: Digest
@@ -269,7 +268,7 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """One chunk of a state: float32 elements, encoded without loss, checked against the hash list."""
+    """One chunk of a state: float32 elements, losslessly encoded. The receiver checks it against the hash list."""
 
     module: ModuleId
     digest: Digest
@@ -277,8 +276,8 @@ class StateChunk:
 
 
 class StateRefusal(enum.Enum):
-    BUSY = 1  # Ask later or elsewhere
-    GONE = 2  # Not kept here
+    BUSY = 1  # Ask later, or ask another replica
+    GONE = 2  # The sender does not keep this state
 
 
 @dataclass(frozen=True, slots=True)

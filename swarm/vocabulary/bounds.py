@@ -1,4 +1,4 @@
-"""Bounds of message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`; a method `fault` relates several fields."""
+"""Bounds of message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`. A message's `fault` checks several fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DETAIL_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A number from `least` to `most`, both included; so it is never NaN."""
+    """A number from `least` to `most`, inclusive; never NaN."""
 
     least: float
     most: float
@@ -19,29 +19,30 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Bytes, characters or elements from `least` to `most`, both included."""
+    """A number of bytes, characters or elements from `least` to `most`, inclusive."""
 
     least: int
     most: int
-    or_none: bool = False  # Or empty
+    or_none: bool = False  # Whether an empty value is allowed as well
 
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """The bound that no element comes twice."""
+    """Elements are distinct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rising:
-    """The bound that each element is larger than the one before it."""
+    """Elements are strictly increasing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inherits:
-    """The fields of each element that are those of the message that it is in, which says them once for all."""
+    """Fields that each element takes from the enclosing message, so that the wire carries them once."""
 
     fields: tuple[str, ...]
 
 
 NonNegative = Annotated[float, Range(0.0, sys.float_info.max)]  # Finite
-Detail = Annotated[str, Length(0, DETAIL_CHARACTERS)]  # For people: cut when sent, made printable when read
+# Text for people, truncated by the sender, made printable by the receiver
+Detail = Annotated[str, Length(0, DETAIL_CHARACTERS)]

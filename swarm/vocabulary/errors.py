@@ -1,13 +1,13 @@
-"""The exception tree of Skipstone, with process exit codes (sysexits.h where it has one) and a hint for people.
+"""The exceptions of Skipstone, each with a process exit code (as in sysexits.h) and a hint for people.
 
-Errors of grpc, hivemind and the operating system are mapped to these where they enter.
+Errors of grpc, hivemind and the operating system are converted to these at the border.
 """
 
 from __future__ import annotations
 
 
 class SkipstoneError(Exception):
-    """Root of the tree; raised itself only when an invariant of our own is broken."""
+    """Base of all exceptions. Raised itself only if an internal invariant is broken."""
 
     exit_code = 70
     hint = "This is a bug in Skipstone. Please report it with the log above."
@@ -19,37 +19,37 @@ class SkipstoneError(Exception):
 
 
 class ConfigError(SkipstoneError):
-    """A command-line flag, environment variable or local file has a value that cannot work."""
+    """A command-line option, environment variable or local file has an unusable value."""
 
     exit_code = 78
     hint = "Correct the setting named above and start again."
 
 
 class IdentityError(SkipstoneError):
-    """The identity key file is absent where it must exist, readable by others, or not an Ed25519 key."""
+    """The identity key file is missing, readable by other users, or not an Ed25519 key."""
 
     exit_code = 78
     hint = "Run `chmod 600` on the key file, or name another file with --identity."
 
 
 class ManifestError(SkipstoneError):
-    """A manifest is malformed, inconsistent, wrongly signed, or not the one that the link names."""
+    """A manifest is malformed, inconsistent, badly signed, or not the one named by the link."""
 
     exit_code = 65
     hint = "Correct the key named above, then sign the manifest again with `skipstone new`."
 
 
 class PeerError(SkipstoneError):
-    """Another peer did not do its part. The work may succeed elsewhere."""
+    """Another peer failed. The work may succeed with a different peer."""
 
     exit_code = 75
-    hint = "The node goes on with other peers; if there are none, try again later."
+    hint = "The node continues with other peers. Without other peers, try again later."
 
 
 class Unreachable(PeerError):
-    """No connection to the peer could be made, or the one there was broke."""
+    """The connection to the peer failed or broke."""
 
-    hint = "Check that the peer runs, and that its addresses and ports can be reached from here."
+    hint = "Check that the peer runs and that this machine can reach its addresses and ports."
 
 
 class Stalled(PeerError):
@@ -61,7 +61,7 @@ class Busy(PeerError):
 
 
 class ProtocolViolation(PeerError):
-    """The peer sent something that the protocol or the manifest forbids; nothing of it was used."""
+    """The peer sent data that the protocol or the manifest forbids. The data was not used."""
 
     exit_code = 76
 
@@ -74,7 +74,7 @@ class StaleVersion(PeerError):
 
 
 class Rejected(PeerError):
-    """The peer refused on purpose: wrong run, a certificate that proves nobody, unknown module."""
+    """The peer refused on purpose: wrong run, invalid certificate, unknown module."""
 
     exit_code = 77
 
@@ -91,19 +91,19 @@ class CorruptSnapshot(StateError):
 
 
 class NoQuorum(StateError):
-    """Fewer peers agree than the rule asks for."""
+    """Fewer peers agree than required."""
 
     exit_code = 75
 
 
 class ResourceExhausted(SkipstoneError):
-    """Memory, disk, ports, or a bound that Skipstone sets itself has run out."""
+    """Memory, disk, ports, or a limit of Skipstone's own is exhausted."""
 
     exit_code = 71
     hint = "Free some of it, or raise the limit named above."
 
 
 class OutOfMemory(ResourceExhausted):
-    """This machine, its compute device, or the limit set to them has too little memory for a module or a microbatch."""
+    """The machine, its compute device, or a limit on them has too little memory for a module or a microbatch."""
 
     hint = "Take a smaller stage, hold fewer microbatches (--slots), or close other programs."

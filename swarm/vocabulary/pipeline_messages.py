@@ -1,4 +1,4 @@
-"""Messages about microbatches, as plain data. A message's tensor travels beside it."""
+"""Messages about microbatches, as plain data, without their tensors. `proto/link.proto` explains each of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from swarm.vocabulary.types import (
 )
 
 Position = Annotated[int, Range(-1, MAX_HOPS)]  # See `Path`
+# Tokens of each document
 Documents = Annotated[tuple[Annotated[int, Range(1, MAX_DOCUMENT_TOKENS)], ...], Length(0, MAX_DOCUMENTS)]
-"""Tokens of each document."""
 RouteSignature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES, or_none=True)]
 
 
@@ -62,7 +62,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The loss's gradient for the output of `path.hops[position]`; position -1 is the data node's embedding."""
+    """Gradient of the loss for the output of `path.hops[position]`; position -1 is the data node's embedding."""
 
     microbatch: MicrobatchId
     path: Path
@@ -74,7 +74,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a tensor, for its sender. PASSED_ON also claims times, in seconds."""
+    """Answer to the sender of a tensor. With PASSED_ON it includes measured times, in seconds."""
 
     microbatch: MicrobatchId
     direction: Direction
@@ -89,7 +89,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """To the data node: the hop at `position` cannot be reached or replaced. `signature` is the route's, as proof."""
+    """To the data node: the hop at `position` can be neither reached nor replaced. `signature`: of the route."""
 
     microbatch: MicrobatchId
     direction: Direction
@@ -108,7 +108,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """From a substitute that holds the gradient of `path.hops[position + 1]`: asks `position` for its input."""
+    """From a substitute for `path.hops[position + 1]` that holds the gradient: asks `position` for the input."""
 
     microbatch: MicrobatchId
     path: Path
@@ -120,7 +120,7 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """From the data node: the microbatch is complete, and the gradients of exactly these hops count."""
+    """From the data node: the microbatch is complete. Exactly the gradients of these hops count."""
 
     microbatch: MicrobatchId
     path: Path
@@ -128,7 +128,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """To the data node: the sender has added this microbatch's gradient and has not heard whether it counts."""
+    """To the data node: asks whether the gradient that the sender has added counts."""
 
     microbatch: MicrobatchId
 
@@ -136,5 +136,5 @@ class Unsettled:
 MicrobatchTensor = Forward | Backward
 MicrobatchControl = Receipt | Stranded | Close | Recall | Settled | Unsettled
 
-TensorMessage = MicrobatchTensor | RoundPiece | StateChunk  # Messages with a tensor
-ControlMessage = MicrobatchControl | RoundControl | StateControl  # All others
+TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
+ControlMessage = MicrobatchControl | RoundControl | StateControl

@@ -13,9 +13,9 @@ from swarm.vocabulary.types import PeerId
 
 @dataclass(slots=True)
 class Ewma:
-    """A running average, exponentially weighted; the first samples count alike, so that it is soon an average."""
+    """An exponentially weighted mean. The first samples count equally, so that it converges quickly."""
 
-    weight: float = 0.1  # Weight of a new sample, once there are many (SWARM, Ryabinin et al. 2023, section 3.2).
+    weight: float = 0.1  # Weight of a new sample after the first ones (SWARM, Ryabinin et al. 2023, section 3.2)
     mean: float = 0.0  # 0 before the first sample
     samples: int = 0
 
@@ -34,7 +34,7 @@ REMEMBERED: Final = 256  # Peers per list
 
 @dataclass(frozen=True, slots=True)
 class ExponentialBackoff:
-    """Doubles a pause with every failure in a row, up to a bound."""
+    """A pause that doubles with every consecutive failure, up to a bound."""
 
     first_s: float
     longest_s: float
@@ -54,7 +54,7 @@ class _Record:
 
 
 class Exclusions:
-    """Exclusions of peers for one kind of offence, longer each time. After `forgiven_after_s` the count begins anew."""
+    """Exclusions of peers for one kind of offence, longer each time. The count restarts after `forgiven_after_s`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Exclusions:
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def add(self, peer: PeerId, now: float) -> float:
-        """Notes an offence; returns for how many seconds the peer is left out from now on."""
+        """Notes an offence. Returns the seconds for which the peer is excluded."""
         before = self._records.pop(peer, None)
         stale = before is None or now - before.latest > self._forgiven_after_s + before.pause_s
         count = 1 if before is None or stale else before.count + 1

@@ -1,4 +1,4 @@
-"""The vocabulary of Skipstone as types: runs, modules, microbatches, paths. All are immutable and hashable."""
+"""Types of runs, modules, microbatches and paths. All are immutable and hashable."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ RunId = NewType("RunId", str)  # SHA-256 of the manifest's canonical form, in he
 
 MAX_STAGES = 1024
 MAX_EXPERTS = 1024
-MAX_MODULES = 4096  # Of one run. It bounds everything that a node does for each module.
+MAX_MODULES = 4096  # Modules of a run; bounds the work that a node does for each module
 MAX_MICROBATCH_NUMBER = 2**48 - 1
 MAX_HOPS = 256
-MAX_DOCUMENTS = 4096  # Of one microbatch
+MAX_DOCUMENTS = 4096  # Documents of a microbatch
 MAX_DOCUMENT_TOKENS = 2**20
 MAX_FRAGMENTS = 64
-MAX_VISIT_RATIO = 2.0  # Between two stages after stage 0. 1.5 has most of the gain in pace (docs/PATHS.md).
+MAX_VISIT_RATIO = 2.0  # Largest ratio of visits of two stages after stage 0; 1.5 has most of the gain in pace
 MAX_ROUND = 2**48 - 1
-MAX_COUNT = 2**48  # Of inner steps and of tokens. Sums end there.
+MAX_COUNT = 2**48  # Largest count of inner steps or tokens; sums saturate
 SIGNATURE_BYTES = 64
 DIGEST_BYTES = 32
 
-Stage = Annotated[int, Range(1, MAX_STAGES - 1)]  # Of peers that are not data nodes
+Stage = Annotated[int, Range(1, MAX_STAGES - 1)]  # Stages after stage 0
 Count = Annotated[int, Range(0, MAX_COUNT)]
 Signature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES)]
 Digest = Annotated[bytes, Length(DIGEST_BYTES, DIGEST_BYTES)]
 
 Route = tuple[int, ...]  # The expert of each stage after stage 0 for a document. Empty if every stage has one expert.
+# The router's score of each expert, for each stage after stage 0. Empty if every stage has one expert.
 Affinity = tuple[tuple[int, ...], ...]
-"""For each stage after stage 0 the router's score of each expert. Empty if every stage has one expert."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoned(Generic[Value]):
-    """A decision, and one sentence for the person who asks why."""
+    """A decision with its reason, one sentence for people."""
 
     value: Value
     reason: str
@@ -49,7 +49,7 @@ class Reasoned(Generic[Value]):
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModuleId:
-    """The weights at a stage. `expert` is 0 unless the run has several experts a stage (DiPaCo)."""
+    """The weights at a stage. `expert` is 0 unless the run has several experts per stage (DiPaCo)."""
 
     stage: int
     expert: int = 0
@@ -66,7 +66,7 @@ class ModuleId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class MicrobatchId:
-    """A unit of work, named by the data node that started it and that node's running number."""
+    """Names a microbatch by its data node and that node's sequence number."""
 
     data_node: PeerId
     number: int
@@ -81,7 +81,7 @@ class MicrobatchId:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One visit of a path: which module, computed by which peer."""
+    """One visit of a path: the module, and the peer that computes it."""
 
     module: ModuleId
     peer: PeerId
@@ -89,13 +89,13 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class SignedRoute:
-    """The part of a path that a data node signs. It has no peers: repair may replace them."""
+    """The part of a path that its data node signs. Without peers, because repair may replace them."""
 
     modules: tuple[ModuleId, ...]
     lifetime_s: float
-    signature: bytes  # By the data node's identity key
+    signature: bytes  # Ed25519, by the data node's identity key
     documents: tuple[int, ...] = ()  # Tokens of each document; empty for rows of one stream
-    labels: int = 0  # Predicted tokens, where known of each; 0: all, or none
+    labels: int = 0  # Predicted tokens, in runs with labels; else 0
 
     def __post_init__(self) -> None:
         if len(self.modules) > MAX_HOPS:
@@ -104,7 +104,7 @@ class SignedRoute:
             raise ProtocolViolation(f"a microbatch of {len(self.documents)} documents has more than {MAX_DOCUMENTS}")
 
     def allows(self, path: Path) -> bool:
-        """Whether the path visits these modules in this order. Repair may have left some out."""
+        """Whether the path visits these modules in this order. Repair may have removed some."""
         left = iter(self.modules)
         return all(hop.module in left for hop in path.hops)
 
@@ -123,16 +123,16 @@ class Path:
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Tokens of each document of the microbatch that takes it, as its data node has signed."""
+        """Tokens of each document of the microbatch, as signed by its data node."""
         return () if self.route is None else self.route.documents
 
     @property
     def labels(self) -> int:
-        """Tokens of the microbatch that are predicted, as its data node has signed; 0 where it has said nothing."""
+        """Predicted tokens of the microbatch, as signed by its data node; 0 if it has signed none."""
         return 0 if self.route is None else self.route.labels
 
     def peer_at(self, position: int) -> PeerId:
-        """The peer at a position; both ends are the data node. Raises IndexError."""
+        """Returns the peer at a position; both ends are the data node. Raises IndexError."""
         if position in (-1, len(self.hops)):
             return self.data_node
         if not 0 <= position < len(self.hops):
@@ -140,42 +140,42 @@ class Path:
         return self.hops[position].peer
 
     def with_peer(self, position: int, peer: PeerId) -> Path:
-        """The same path with another replica at `position` (repair)."""
+        """Returns the path with another replica at `position`."""
         hop = self.hops[position]
         return replace(self, hops=(*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
 
     def without(self, position: int) -> Path:
-        """The same path with the hop at `position` skipped (repair); those after it move up by one."""
+        """Returns the path without the hop at `position`; later hops move up by one."""
         return replace(self, hops=(*self.hops[:position], *self.hops[position + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorVersion:
-    """The version of a module's agreed state. Replicas compare it to choose which of two states goes on."""
+    """Version of a module's agreed state. Replicas compare versions to choose between two states."""
 
-    round: Annotated[int, Range(0, MAX_ROUND)]  # 0 for the initial weights. Never goes back on any peer.
-    steps: Count  # Mean over the replicas of each round. The learning rate follows from it.
-    tokens: Count  # Over all replicas
-    fragment: Annotated[int, Range(0, MAX_FRAGMENTS - 1)]  # Averaged by the next round
-    digest: Digest  # BLAKE3 over all of the above and the state's chunk hashes
+    round: Annotated[int, Range(0, MAX_ROUND)]  # 0 for the initial weights; never decreases on a peer
+    steps: Count  # Sum over rounds of the mean over replicas; determines the learning rate
+    tokens: Count  # Sum over all replicas
+    fragment: Annotated[int, Range(0, MAX_FRAGMENTS - 1)]  # Fragment that the next round averages
+    digest: Digest  # BLAKE3 over the fields above and the state's chunk hashes
 
 
 class PeerState(enum.Enum):
-    JOINING = 1  # Prepares its module; takes no work yet
+    JOINING = 1  # Prepares its module and accepts no work yet
     SERVING = 2
-    DRAINING = 3  # Finishes its work and takes nothing new
-    VISITING = 4  # Hosts no module: an undecided newcomer, or a `status` or `eval` command
+    DRAINING = 3  # Finishes its work and accepts no new work
+    VISITING = 4  # Hosts no module: a newcomer that has not chosen one, or a `status` or `eval` command
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """The protocol versions a peer speaks, both ends included."""
+    """The protocol versions that a peer supports, inclusive."""
 
     lowest: int
     highest: int
 
     def common(self, other: VersionRange) -> int | None:
-        """The highest version that both speak, or None."""
+        """Returns the highest version that both support, or None."""
         highest = min(self.highest, other.highest)
         return highest if highest >= max(self.lowest, other.lowest) else None
 
@@ -184,17 +184,17 @@ PROTOCOL_VERSIONS = VersionRange(2, 2)
 
 
 def short(peer: PeerId) -> str:
-    """The last six characters of a peer id: enough to tell peers apart in a table or a log line."""
+    """Returns the last six characters of a peer id, for tables and logs."""
     return peer[-6:]
 
 
 class Codec(enum.Enum):
-    """The encoding of elements as bytes. The value is the one in link.proto; `protocol.codecs` does it."""
+    """Encoding of elements as bytes, with the value in link.proto. Implemented in `protocol.codecs`."""
 
     NONE = 1  # Row-major, little-endian
-    INT8 = 2  # A signed byte each, and a float32 scale for each 128
+    INT8 = 2  # A byte per element, and a float32 scale per 128 elements
     BF16 = 3  # The upper half of a float32
-    INT4 = 5  # Half a byte each, and a bfloat16 scale for each 64
-    TOP_K_4 = 6  # Of each 4096 the 192 largest, four bits each besides their place
-    TOP_K_2 = 7  # Of each 4096 the 256 largest, two bits each besides their place
-    PLANES = 9  # Lossless: each byte plane compressed
+    INT4 = 5  # Half a byte per element, and a bfloat16 scale per 64 elements
+    TOP_K_4 = 6  # The 192 largest of each 4096 elements, as positions and 4-bit codes
+    TOP_K_2 = 7  # The 256 largest of each 4096 elements, as positions and 2-bit codes
+    PLANES = 9  # Lossless: byte planes, each compressed

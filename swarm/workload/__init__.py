@@ -1,1 +1,1 @@
-"""Workload: microbatches of equal cost, their cost for a peer, and the split between devices. Pure decisions."""
+"""Workload: packing into microbatches of equal cost, cost of a visit, and the split between devices."""

@@ -1,9 +1,9 @@
-"""Shares of a microbatch's documents for the devices of one node, so that all are done at the same time.
+"""Splits a microbatch's documents over the devices of one node, so that all finish at the same time.
 
-Whole documents need no exchange. If that is uneven, the most expensive ones are cut: each device gets a piece of the
-head and the mirrored piece of the tail, which have its share of tokens and attention. Keys and values are exchanged.
+Whole documents need no communication. If they do not balance, the most expensive ones are cut. Each device gets a piece
+of the head and the mirrored piece of the tail, which balances tokens and attention. Keys and values are exchanged.
 
-Sources: WLB-LLM (arXiv:2503.17924) section 5, sharding by document; the longest first, Graham 1969
+Sources: WLB-LLM (arXiv:2503.17924) section 5, sharding by document; longest first, Graham 1969
 (doi:10.1137/0117039).
 """
 
@@ -16,24 +16,19 @@ from typing import Final
 
 from swarm.vocabulary.types import Reasoned
 
-CUTTING: Final = 0.06
-"""Relative extra cost of a cut document: keys and values are exchanged in every block."""
+CUTTING: Final = 0.06  # Relative extra cost of a cut document, for the exchange of keys and values in every block
 LEAST_PIECE: Final = 16
-EVEN: Final = 0.002
-"""Relative excess of the largest load at which exchanges end."""
-EXCHANGED: Final = 32
-"""Shortest documents of a device that are tried for an exchange."""
+EVEN: Final = 0.002  # Relative excess of the largest load that counts as balanced
+EXCHANGED: Final = 32  # Shortest documents per device that are tried for an exchange
 
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """The documents that each device computes alone, and those that all compute together."""
+    """Documents of each device, and documents cut over all devices."""
 
-    whole: tuple[tuple[int, ...], ...]
-    """Indices of documents by device, in rising order."""
+    whole: tuple[tuple[int, ...], ...]  # By device, ascending indices of documents
     cut: tuple[int, ...]
-    shares: tuple[float, ...]
-    """Shares of every cut document by device; together 1, or all 0."""
+    shares: tuple[float, ...]  # Share of every cut document by device; the sum is 1, or all are 0
     loads: tuple[float, ...]
 
     @property
@@ -42,7 +37,7 @@ class Dealing:
 
 
 def deal(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Reasoned[Dealing]:
-    """Deals documents to equal devices with the least predicted time, cutting the fewest (at `cutting` extra cost)."""
+    """Assigns documents to equal devices for the least predicted time. `cutting`: extra cost of cut ones, relative."""
     found = deal_whole(costs, devices)
     uncut = found.unevenness
     if cutting < float("inf"):
@@ -52,8 +47,8 @@ def deal(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Reas
             if max(tried.loads) < max(found.loads):
                 found = tried
     if not found.cut:
-        return Reasoned(found, f"whole documents, the largest share {uncut:.2f} of the mean")
-    return Reasoned(found, f"{len(found.cut)} cut, else the largest share would be {uncut:.2f} of the mean")
+        return Reasoned(found, f"whole documents; the largest load is {uncut:.2f} of the mean")
+    return Reasoned(found, f"{len(found.cut)} cut; without that the largest load is {uncut:.2f} of the mean")
 
 
 def deal_whole(costs: Sequence[float], devices: int) -> Dealing:
@@ -66,12 +61,12 @@ def deal_cut(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> 
 
 
 def pieces(tokens: int, shares: Sequence[float]) -> tuple[tuple[range, ...], ...]:
-    """For each device its tokens of a cut document: of the head, and of the tail in the opposite order."""
+    """Returns each device's tokens of a cut document: a range of the head, and the mirrored range of the tail."""
     middle = tokens // 2
     ends = _ends(middle, shares)
     heads = [range(first, end) for first, end in zip([0, *ends], ends, strict=False)]
     tails = [range(tokens - head.stop, tokens - head.start) for head in heads]
-    if tokens % 2:  # the token in the middle goes to the last device that has a piece
+    if tokens % 2:  # the middle token goes to the last device with a piece
         last = max(index for index, head in enumerate(heads) if head)
         tails[last] = range(tails[last].start - 1, tails[last].stop)
     return tuple(
@@ -104,7 +99,7 @@ def _deal(costs: Sequence[float], devices: int, cut: frozenset[int], cutting: fl
 
 
 def _exchange(whole: list[list[int]], loads: list[float], costs: Sequence[float]) -> None:
-    """Moves or swaps documents between the fullest and the emptiest device while that lowers the larger load."""
+    """Moves or swaps documents between the fullest and the emptiest device while that lowers the higher load."""
     mean = sum(loads) / len(loads)
     for _ in costs:
         full = max(range(len(loads)), key=lambda device: loads[device])

@@ -1,4 +1,4 @@
-"""The sizes of a data node's latest microbatches: the usual one, and their spread."""
+"""Sizes of a data node's latest microbatches: mean and spread."""
 
 from __future__ import annotations
 
@@ -13,38 +13,31 @@ LATEST: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of one microbatch."""
-
     tokens: int
-    documents: tuple[int, ...]
-    """Tokens of each; empty if it is rows of one stream."""
-    cost: float = 0.0
-    """In tokens, attention included; 0 if unused."""
+    documents: tuple[int, ...]  # Tokens of each document; empty for rows of one stream
+    cost: float = 0.0  # In tokens, including attention; 0 if unused
 
     @property
     def squares(self) -> int:
-        """The sum of the squares of its documents' tokens, to which their attention is in proportion."""
+        """Sum of the squared tokens of its documents, which is proportional to the cost of attention."""
         return sum(tokens * tokens for tokens in self.documents)
 
 
 @dataclass(frozen=True, slots=True)
 class SizeSummary:
-    """The summary of some microbatches' sizes. Spreads are coefficients of variation: standard deviation over mean."""
+    """Summary of several microbatches. Spreads are coefficients of variation: standard deviation over mean."""
 
     microbatches: int = 0
     tokens: float = 0.0
     tokens_spread: float = 0.0
-    cost: float = 0.0
-    """Mean, in tokens, attention included."""
+    cost: float = 0.0  # Mean, in tokens, including attention
     cost_spread: float = 0.0
-    documents: float = 0.0
-    """Mean; 0 if microbatches are rows of one stream."""
-    padding: float = 0.0
-    """Mean share of a largest microbatch that is empty. Nothing is sent or computed for it."""
+    documents: float = 0.0  # Mean; 0 for rows of one stream
+    padding: float = 0.0  # Mean unused share of the largest microbatch; it is neither sent nor computed
 
 
 class MicrobatchSizes:
-    """The sizes of the latest microbatches, which have `most_tokens` at most."""
+    """Sizes of the latest microbatches. `most_tokens`: largest size."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
@@ -59,7 +52,7 @@ class MicrobatchSizes:
         return self._mean(lambda size: size.squares)
 
     def add(self, size: Size) -> float:
-        """Notes a microbatch; returns its cost in usual ones, those before it and itself."""
+        """Adds a microbatch. Returns its cost relative to the mean, including itself."""
         self._latest.append(size)
         usual = self._mean(lambda known: known.cost)
         return size.cost / usual if usual > 0 else 1.0
@@ -91,16 +84,16 @@ def _mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class StepRule:
-    """The tokens of an inner step. It is complete when less than half of a largest microbatch is missing.
+    """Size of an inner step. A step is complete when less than half of a largest microbatch is missing.
 
     Args:
-        inner_tokens: a multiple of `microbatch_tokens`.
-        microbatch_tokens: of one microbatch, at most.
+        inner_tokens: tokens of a step, a multiple of `microbatch_tokens`.
+        microbatch_tokens: tokens of a largest microbatch.
     """
 
     inner_tokens: int
     microbatch_tokens: int = 1
 
     def is_complete(self, tokens: int, steps: int = 1) -> bool:
-        """Whether so many tokens are enough for so many steps."""
+        """Whether `tokens` complete `steps` steps."""
         return 2 * tokens >= 2 * steps * self.inner_tokens - self.microbatch_tokens

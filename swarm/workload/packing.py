@@ -1,13 +1,13 @@
-"""Packing of a block's documents into microbatches of equal cost, so that stages, which are queues, see no outlier.
+"""Packs a block of documents into microbatches of equal cost, so that no expensive microbatch blocks a stage's queue.
 
-The cost is tokens plus weighted squares of documents' tokens (`quadratic_share`). Documents that fit are not cut.
+The cost is tokens plus `quadratic_share` times the sum of squared document lengths. Documents that fit are not cut.
 
-* Filling: the longest piece first, into the microbatch that will cost the least when its room is filled. Then the most
-  expensive microbatch exchanges documents with the cheapest, and long pieces of cut documents are cut once more.
-* Turns: a block begins with the cost at the end of the block before.
-* The end: documents that would open a microbatch without filling it go into the next block.
+* Filling: the longest piece first, into the microbatch that will be cheapest when it is full. Then the most expensive
+  microbatch exchanges documents with the cheapest one, and long pieces of cut documents are cut again.
+* Order: a block starts with the cost at the end of the previous block.
+* End: documents that would start a microbatch without filling it go into the next block.
 
-Sources: WLB-LLM (arXiv:2503.17924) section 4, packing by workload; the longest first, Graham 1969
+Sources: WLB-LLM (arXiv:2503.17924) section 4, packing by workload; longest first, Graham 1969
 (doi:10.1137/0117039).
 """
 
@@ -24,15 +24,11 @@ from typing import Final, NamedTuple
 
 from swarm.vocabulary.types import MAX_DOCUMENTS
 
-RATE_AGAIN: Final = 0.7
-"""Relative length at which the rate of what is left is computed again."""
+RATE_AGAIN: Final = 0.7  # Relative length after which the rate of the remaining documents is computed again
 EXCHANGES: Final = 64
-OTHERS: Final = 4
-"""Microbatches next to the most expensive and the cheapest that are tried too."""
-EVEN: Final = 0.01
-"""Relative difference up to which costs count as equal."""
-SHORTEST_CUT: Final = 16
-"""Longest piece, in tokens, that is not cut to lower a cost."""
+OTHERS: Final = 4  # Number of most expensive, and of cheapest, microbatches that are tried
+EVEN: Final = 0.01  # Relative difference up to which costs count as equal
+SHORTEST_CUT: Final = 16  # Pieces up to this many tokens are not cut to lower a cost
 
 
 class Piece(NamedTuple):
@@ -44,10 +40,8 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Room:
     sequence: int
-    tokens: int
-    """Most tokens of a microbatch; at least `sequence`."""
-    quadratic_share: float
-    """Cost of attention, in tokens per squared token of a document."""
+    tokens: int  # Most tokens of a microbatch; at least `sequence`
+    quadratic_share: float  # Cost of attention, in tokens per squared token of a document
 
     def cost(self, length: int) -> float:
         return length + self.quadratic_share * length * length
@@ -55,26 +49,26 @@ class Room:
 
 @dataclass(slots=True)
 class Bin:
-    """A microbatch in the making."""
+    """A microbatch while it is filled."""
 
     cost: float = 0.0
     tokens: int = 0
     pieces: list[int] = field(default_factory=list)
-    aim: float = 0.0
-    """Wanted cost above the mean."""
+    aim: float = 0.0  # Wanted cost above the mean
 
     @property
     def beside(self) -> float:
-        """Its cost but for what it is to cost more than the others: that which is to be equal."""
+        """Cost minus `aim`, which should be equal for all microbatches."""
         return self.cost - self.aim
 
 
 class Filling:
-    """Microbatches filled with pieces, as few as they fit into but one for each of `aims` (cost above the mean).
+    """Fills as few microbatches as possible with pieces, but at least one per element of `aims`.
 
     Args:
         cut: documents that may be cut further.
-        poured: indices of pieces of cut documents that are dealt last.
+        poured: indices of pieces of cut documents that are assigned last.
+        aims: wanted cost of each microbatch above the mean.
     """
 
     def __init__(
@@ -90,7 +84,8 @@ class Filling:
             left = self._deal(longest_first)
             if len(self.bins) <= len(aims):
                 break
-            aims = [*aims, *[0.0] * (len(self.bins) - len(aims))]  # all over again: the late ones have too little
+            # start again, because the late microbatches have too little
+            aims = [*aims, *[0.0] * (len(self.bins) - len(aims))]
         self._pour([*poured, *left])
         self._even_out()
 
@@ -103,7 +98,7 @@ class Filling:
         return max(found.beside for found in self.bins) / self.mean
 
     def lower(self, bound: float) -> None:
-        """Makes what costs more than the bound as cheap, as far as its documents may be cut."""
+        """Cuts documents, if they may be cut, until no microbatch costs more than the bound."""
         dear = [found for found in self.bins if found.beside > bound]
         for found in dear:
             for index in sorted(found.pieces, key=lambda index: (-self._lengths[index], index)):
@@ -117,15 +112,12 @@ class Filling:
     # ---- dealing -----------------------------------------------------------------------------------------------------
 
     def _deal(self, longest_first: Sequence[int]) -> list[int]:
-        """Deals pieces, to further microbatches where a whole document does not fit; returns what else does not."""
+        """Assigns pieces, with new microbatches for whole documents that do not fit. Returns the other unfit pieces."""
         bins, lengths, costs, most_tokens = self.bins, self._lengths, self._costs, self._room.tokens
         left_tokens, left_cost = sum(lengths), math.fsum(costs(length) for length in lengths)
-        rate, rate_until = 0.0, max(lengths)
-        """Cost of a token of what is left."""
-        open_ones: list[tuple[float, int]] = []
-        """Microbatches with room, by their cost when full."""
-        too_full: list[tuple[int, int]] = []
-        """The others, most room first: shorter documents may fit."""
+        rate, rate_until = 0.0, max(lengths)  # Mean cost per remaining token
+        open_ones: list[tuple[float, int]] = []  # Microbatches with room, by their cost when full
+        too_full: list[tuple[int, int]] = []  # Microbatches too full for this length, most room first
         left = list[int]()
         for index in longest_first:
             length = lengths[index]
@@ -156,7 +148,7 @@ class Filling:
         return left
 
     def _pour(self, poured: Sequence[int]) -> None:
-        """Fills all microbatches equally full, the longest piece into the one that will cost the least."""
+        """Fills all microbatches equally, the longest piece first, into the one that will be cheapest."""
         if not poured:
             return
         tokens = sum(self._lengths[index] for index in poured)
@@ -167,7 +159,7 @@ class Filling:
         open_ones = self._by_cost(rate, full)
         while rests:
             _, index = heappop(rests)
-            if not open_ones:  # as many documents as may be are in all others
+            if not open_ones:  # all others have MAX_DOCUMENTS
                 self.bins.append(Bin())
                 open_ones = [(0.0, len(self.bins) - 1)]
             _, place = heappop(open_ones)
@@ -180,7 +172,7 @@ class Filling:
                 heappush(open_ones, (found.beside - rate * found.tokens, place))
 
     def _by_cost(self, rate: float, full: int | None = None) -> list[tuple[float, int]]:
-        """A heap of the microbatches that have room, by what they will cost but for a constant."""
+        """Returns a heap of the microbatches with room, by their cost when full, minus a constant."""
         most = self._room.tokens if full is None else full
         heap = [
             (found.beside - rate * found.tokens, place)
@@ -203,7 +195,7 @@ class Filling:
     # ---- cutting -----------------------------------------------------------------------------------------------------
 
     def _cut_for(self, found: Bin, index: int, less: float) -> None:
-        """Cuts a piece so that the two cost `less` less, or in halves: x and y tokens save 2 x y of the squares."""
+        """Cuts a piece so that the parts cost `less` less, or in halves. Parts of x and y tokens save 2xy squares."""
         length, squares = self._lengths[index], less / self._room.quadratic_share
         apart = math.isqrt(max(0, length * length - math.ceil(2 * squares)))
         found.cost -= self._costs(length)
@@ -212,7 +204,7 @@ class Filling:
         found.cost += self._costs(self._lengths[index]) + self._costs(self._lengths[rest])
 
     def _cut_off(self, index: int, kept: int) -> int:
-        """Keeps so many tokens of a piece, and returns the index of the rest."""
+        """Cuts a piece after `kept` tokens. Returns the index of the rest."""
         document, start, stop = self.pieces[index]
         self.pieces[index], self._lengths[index] = Piece(document, start, start + kept), kept
         self.pieces.append(Piece(document, start + kept, stop))
@@ -222,7 +214,7 @@ class Filling:
     # ---- evening out -------------------------------------------------------------------------------------------------
 
     def _even_out(self) -> None:
-        """Exchanges documents between the dearest and the cheapest microbatch while that brings them nearer."""
+        """Exchanges documents between the most expensive and the cheapest microbatches while that lowers the gap."""
         apart, tried = EVEN * self.mean, 0
         while tried < EXCHANGES:
             by_cost = sorted(self.bins, key=lambda found: found.beside)
@@ -250,12 +242,12 @@ class Filling:
         return next((index for index in found.pieces if self._lengths[index] == length), None)
 
     def _exchange(self, rich: Bin, poor: Bin) -> tuple[float, int, int] | None:
-        """The best exchange: gain in the sum of squares, the length given, and the length taken back (0: none)."""
+        """Finds the best exchange. Returns (gain in the sum of squares, length given, length taken or 0)."""
         costs, gap, room = self._costs, rich.beside - poor.beside, self._room.tokens - poor.tokens
         ours, theirs = (sorted({self._lengths[index] for index in found.pieces}) for found in (rich, poor))
         best: tuple[float, int, int] | None = None
         for given in ours:
-            least = given - room  # so long at least is what has to be given back, or there is no room
+            least = given - room  # shortest length to take back, so that the given one fits
             place = bisect_left(theirs, costs(given) - gap / 2, key=costs)
             at = bisect_left(theirs, least)
             for taken in (0, *theirs[max(0, place - 1) : place + 1], *theirs[at : at + 1]):
@@ -270,19 +262,15 @@ class Filling:
 # ---- the order of microbatches ---------------------------------------------------------------------------------------
 
 
-ENOUGH: Final = 1.012
-"""Largest cost over the mean of a few in a row at which no other order is tried."""
-ALIKE: Final = 0.004
-"""Relative cost difference that chance decides on a slope."""
-LOW: Final = 0.03
-"""Relative gap below most microbatches at which one is apart on a slope."""
+ENOUGH: Final = 1.012  # A worst run up to this is good enough to try no other order
+ALIKE: Final = 0.004  # Relative cost difference up to which a slope has random order
+LOW: Final = 0.03  # Microbatches this much cheaper than most are spread evenly over a slope
 STRATA: Final = 8
-_FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)
-"""Neighbours are of distant strata."""
+_FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)  # Neighbours come from distant strata
 
 
 def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
-    """The largest cost over the mean of any STRATA microbatches in a row, those of the block before among them."""
+    """Returns the highest ratio of largest to mean cost in any STRATA consecutive microbatches, with the last block."""
     if not costs:
         return 1.0
     before = [level] * (STRATA - 1) if level else []
@@ -292,17 +280,17 @@ def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
 
 
 def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -> tuple[list[int], float]:
-    """Orders microbatches so that neighbours, or any few in a row, cost alike: the best of three orders.
+    """Orders microbatches so that any few consecutive ones have similar costs: the best of three orders.
 
-    * Of any STRATA in a row one is of the cheapest, one of the next, and so on.
-    * Rising or falling costs, if the block before cost less or more; with the cheapest apart or not.
+    * Mixed: any STRATA consecutive microbatches contain one of each cost stratum.
+    * Rising, or falling costs, from the level of the previous block, with very cheap ones spread evenly.
 
     Args:
-        ranks: a random permutation for ties.
-        level: cost at the end of the block before; 0 if unknown.
+        ranks: a random permutation, to break ties.
+        level: cost at the end of the previous block; 0 if unknown.
 
     Returns:
-        The order, and the last rising or falling cost; 0 for the first.
+        The order, and the mean of the last costs of a rising or falling order; 0 for the mixed one.
     """
     by_cost = sorted(range(len(costs)), key=lambda place: (costs[place], place))
     bounds = [round(stratum * len(costs) / STRATA) for stratum in range(STRATA + 1)]
@@ -324,7 +312,7 @@ def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -
 
 
 def _spread(main: Sequence[int], few: Sequence[int]) -> list[int]:
-    """The few at equal distances among the main ones."""
+    """Inserts the few at equal distances among the main ones."""
     bounds = [round(part * len(main) / (len(few) + 1)) for part in range(len(few) + 2)]
     parts = [main[low:high] for low, high in pairwise(bounds)]
     return [place for part, one in zip_longest(parts, few) for place in (*part, *([] if one is None else [one]))]
@@ -333,43 +321,29 @@ def _spread(main: Sequence[int], few: Sequence[int]) -> list[int]:
 # ---- one block -------------------------------------------------------------------------------------------------------
 
 
-EVEN_ENOUGH: Final = 1.012
-"""Largest cost over the mean, with the block before, at which nothing else is tried."""
-ABOVE: Final = 1.006
-"""Factor of the level above which costs are lowered."""
-LOWERED: Final = 3
-"""Updates of the mean while lowering."""
-MOST_LOWERED: Final = 0.9
-"""Lowest level of lowering, over the mean: pieces become short."""
-BACK: Final = 0.1
-"""Share by which the level returns to the block's own cost."""
-EMPTY: Final = 0.018
-"""Share of empty room that is free."""
-EMPTY_COUNTS: Final = 3.0
-"""Weight of empty room beyond it, against unevenness."""
-FEW_ENDS: Final = 0.02
-"""Share of a block's tokens in ends of cut documents below which they even out nothing."""
-UNEVEN: Final = 1.1
-"""Unevenness from which on more microbatches are tried."""
-MORE: Final = (1.06, 1.12, 1.18, 1.25)
-"""Factors of the fewest microbatches."""
-FLAT: Final = 0.01
-"""Relative step between two blocks that is left alone."""
-STEEPEST: Final = 0.2
-"""Largest relative step at the beginning of a block."""
+EVEN_ENOUGH: Final = 1.012  # Badness up to which no second filling is tried
+ABOVE: Final = 1.006  # Factor over the level above which costs are lowered
+LOWERED: Final = 3  # Iterations for the mean after lowering
+MOST_LOWERED: Final = 0.9  # Lowest level for lowering, over the mean, because pieces become short
+BACK: Final = 0.1  # Share by which the level returns to the block's own cost
+EMPTY: Final = 0.018  # Share of unused tokens without a penalty
+EMPTY_COUNTS: Final = 3.0  # Weight of further unused tokens against unevenness
+FEW_ENDS: Final = 0.02  # Share of tokens in ends of cut documents below which they cannot balance a block
+UNEVEN: Final = 1.1  # Unevenness above which more microbatches are tried
+MORE: Final = (1.06, 1.12, 1.18, 1.25)  # Factors on the fewest microbatches
+FLAT: Final = 0.01  # Relative step between two blocks up to which no slope is tried
+STEEPEST: Final = 0.2  # Largest relative step at the start of a block
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    microbatches: tuple[tuple[Piece, ...], ...]
-    """Microbatches in order, each with its pieces in rising order."""
+    microbatches: tuple[tuple[Piece, ...], ...]  # In order, each with ascending pieces
     costs: tuple[float, ...]
-    level: float
-    """Wanted cost at the beginning of the next block."""
+    level: float  # Wanted cost at the start of the next block
 
 
 def longest_piece(sequence: int) -> int:
-    """Longest piece of a document that has to be cut; a little less than fits, to leave room beside it."""
+    """Returns the longest piece of a cut document: slightly less than the sequence, to leave room for others."""
     return sequence - sequence // 64
 
 
@@ -380,13 +354,13 @@ def pack(
     level: float = 0.0,
     chance: Callable[[int], Sequence[int]] = range,
 ) -> Packing:
-    """Packs documents into as few microbatches as they fit into, of costs as equal as possible. Deterministic.
+    """Packs documents into as few microbatches as possible, with costs as equal as possible. Deterministic.
 
     Args:
         lengths: tokens of each document, at least 1.
-        cut: indices of all documents longer than the sequence, and the rests of such.
-        level: cost at the end of the block before; 0 if unknown.
-        chance: gives a permutation of `n`, which orders microbatches of equal cost.
+        cut: indices of the documents that may be cut: longer than the sequence, or the rest of a cut one.
+        level: cost at the end of the previous block; 0 if unknown.
+        chance: returns a permutation of `range(n)`, which orders microbatches of equal cost.
     """
     if not lengths:
         return Packing((), (), level)
@@ -413,7 +387,7 @@ def _given_out(found: Filling, level: float, natural: float, chance: Callable[[i
 
 
 class _Block:
-    """A block's documents, those that are cut in the longest pieces that may be."""
+    """A block's documents, with those to cut in pieces of the longest allowed length."""
 
     def __init__(self, lengths: Sequence[int], cut: frozenset[int], room: Room, level: float) -> None:
         self._cut, self._room, self._level = cut, room, level
@@ -433,7 +407,7 @@ class _Block:
         )
 
     def fewest_filled(self) -> tuple[Filling, float]:
-        """The more even of two fillings, and what one microbatch cost before any was made cheaper."""
+        """Returns the better of two fillings, and its mean cost before lowering."""
         tried = list[tuple[float, Filling, float]]()
         ends = sum(self._pieces[index].stop - self._pieces[index].start for index in self._ends)
         for poured in (frozenset[int](), self._ends)[: 1 + (ends >= FEW_ENDS * self._tokens)]:
@@ -447,7 +421,7 @@ class _Block:
         return found, natural
 
     def more_filled(self) -> Filling | None:
-        """As few more microbatches as make costs even; None if nothing does."""
+        """Adds as few microbatches as make costs even. None if that is impossible."""
         for share in MORE:
             found = self._filled(frozenset(), math.ceil(share * self._fewest))
             if found.unevenness <= (1 + UNEVEN) / 2:
@@ -455,7 +429,7 @@ class _Block:
         return None
 
     def sloping(self, flat: Filling) -> Filling | None:
-        """Microbatches with costs from the last block's level to this one's; None if that is small or not possible."""
+        """Fills microbatches with costs from the last level to this block's. None if unnecessary or impossible."""
         step = self._level - flat.mean
         step = math.copysign(min(abs(step), STEEPEST * flat.mean), step)
         if abs(step) <= FLAT * flat.mean:
@@ -469,7 +443,7 @@ class _Block:
         return Filling(self._pieces, self._cut, poured, self._room, [0.0] * count)
 
     def _bound(self, found: Filling) -> float:
-        """Highest cost of a microbatch: hardly above the mean after lowering, and the level of the block before."""
+        """Returns the highest cost of a microbatch: just above the mean after lowering, and the previous level."""
         costs = [one.beside for one in found.bins]
         natural = mean = found.mean
         bound = math.inf
@@ -479,7 +453,7 @@ class _Block:
         return bound
 
     def _badness(self, found: Filling) -> float:
-        """The largest cost over the mean, both of this block and the one before; more where room is left empty."""
+        """Rates a filling: largest over mean cost, with the previous level, plus a penalty for unused tokens."""
         level, mean, count = self._level or found.mean, found.mean, len(found.bins)
         empty = 1 - self._tokens / (count * self._room.tokens)
         uneven = max(level, *(one.cost for one in found.bins)) / min(level, mean)
@@ -487,7 +461,7 @@ class _Block:
 
 
 def slope(step: float, count: int) -> list[float]:
-    """Aims above the mean cost: `step` for the first microbatches, constant for the second half, falling between."""
+    """Returns aims above the mean cost: `step` for the first microbatches, falling, and constant in the second half."""
     down = max(1, count // 2 // STRATA)
     aims = [step * max(-1 / 3, 1 - 4 / 3 * (place // STRATA + 0.5) / down) for place in range(count)]
     mean = math.fsum(aims) / count
@@ -497,16 +471,11 @@ def slope(step: float, count: int) -> list[float]:
 # ---- the end of a block ----------------------------------------------------------------------------------------------
 
 
-EMPTY_AT_END: Final = 0.016
-"""Share of empty room, and..."""
-UNEVEN_AT_END: Final = 1.025
-"""... largest cost over the mean of a few in a row, at which no other end is tried."""
-FULLEST: Final = 0.75
-"""Share of microbatches that shows how full one can be."""
-FURTHER: Final = 0.3
-"""Step to the next end, in microbatches."""
-TRIED: Final = 1600
-"""Documents packed again for all other ends together."""
+EMPTY_AT_END: Final = 0.016  # Share of unused tokens without a penalty
+UNEVEN_AT_END: Final = 1.025  # Badness up to which no other end is tried
+FULLEST: Final = 0.75  # Share of fullest microbatches that shows how full one can be
+FURTHER: Final = 0.3  # Step to the next end, in microbatches
+TRIED: Final = 1600  # Documents packed again for all other ends together
 MOST_TRIED: Final = 3
 
 
@@ -517,7 +486,7 @@ def pack_and_end(
     level: float = 0.0,
     chance: Callable[[int], Sequence[int]] = range,
 ) -> tuple[Packing, int]:
-    """Packs all documents but the last few if that is better. Returns the number of documents, too. Args as `pack`."""
+    """Packs all documents, or all but the last few if that is better. Returns their number too. Arguments as `pack`."""
     best, taken = pack(lengths, cut, room, level, chance), len(lengths)
     count = len(best.microbatches)
     if count < 2 or (wanted := _badness_of_end(best, room, level)) <= UNEVEN_AT_END:

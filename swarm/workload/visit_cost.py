@@ -1,7 +1,7 @@
-"""The cost model of a peer's visits: seconds = a x tokens + b x squares + c x documents + e.
+"""Cost model of a peer's visits: seconds = a * tokens + b * squares + c * documents + e.
 
-`squares` is the sum of the squares of the documents' tokens (WLB-LLM, arXiv:2503.17924, section 4.1). Similar
-microbatches do not tell the coefficients apart, so the manifest's (`b = quadratic_share x a`) are a weak prior.
+`squares` is the sum of the documents' squared tokens (WLB-LLM, arXiv:2503.17924, section 4.1). Similar microbatches
+cannot separate the coefficients, so the manifest's ratio (`b = quadratic_share * a`) is a weak prior.
 """
 
 from __future__ import annotations
@@ -15,29 +15,24 @@ from typing import Final
 from swarm.vocabulary.announcement import NO_SPEED, Speed
 from swarm.vocabulary.statistics import Ewma
 
-KEPT: Final = 0.98
-"""Decay of the samples' weights: about fifty count."""
+KEPT: Final = 0.98  # Decay of the samples' weights, so that about the last 50 count
 PRIOR: Final = 1e-3
-MOST_TIMES: Final = 2.0
-"""Longest visit over the expected one that counts; a longer one was delayed by something else."""
-TRUSTED: Final = 8
-"""Samples after which an expectation is used."""
-FIT_EVERY: Final = 8
-"""Samples between fits after FIRST_FITS, as a fit is expensive."""
+MOST_TIMES: Final = 2.0  # Longer visits, over the expected time, are clipped: something else delayed them
+TRUSTED: Final = 8  # Samples after which the expected time is used
+FIT_EVERY: Final = 8  # Samples between fits after FIRST_FITS, because a fit is expensive
 FIRST_FITS: Final = 64
 
 _Vector = tuple[float, ...]
 
 
 class VisitCost:
-    """The fit of one peer's visits, forward and backward together. `quadratic_share`: 0 if microbatches are rows."""
+    """Fits one peer's visit times, forward and backward together. `quadratic_share`: 0 for rows of one stream."""
 
     def __init__(self, quadratic_share: float) -> None:
         self._share = quadratic_share
         self._products = [[0.0] * 4 for _ in range(4)]
         self._sums = [0.0] * 4
-        self._means = [Ewma(1 - KEPT) for _ in range(4)]
-        """Features of the usual microbatch."""
+        self._means = [Ewma(1 - KEPT) for _ in range(4)]  # Mean features
         self._now = Ewma()
         self._samples = 0
         self._fitted: _Vector | None = None
@@ -62,7 +57,7 @@ class VisitCost:
         return math.fsum(each * one for each, one in zip(self._coefficients(), features, strict=True))
 
     def speed(self) -> Speed:
-        """What is announced: right for the usual microbatch, as fast as the latest visits were."""
+        """Returns the speed to announce: exact for a mean microbatch, scaled to the latest visits."""
         if not self._samples:
             return NO_SPEED
         tokens, squares, documents, _ = (mean.mean for mean in self._means)
@@ -79,7 +74,7 @@ class VisitCost:
         return self._fitted
 
     def _fit(self) -> _Vector:
-        """Non-negative least squares over all subsets of coefficients, scaled to the usual microbatch."""
+        """Solves non-negative least squares by trying all subsets of coefficients, scaled to a mean microbatch."""
         scales = [max(mean.mean, 1e-9) for mean in self._means]
         usual = self._sums[3] / max(self._products[3][3], 1e-9)
         matrix = [[self._products[i][j] / (scales[i] * scales[j]) for j in range(4)] for i in range(4)]
@@ -103,7 +98,7 @@ class VisitCost:
         return (usual / scales[0], 0.0, 0.0, 0.0) if best is None else best[1]
 
     def _prior(self, scales: Sequence[float]) -> Iterable[tuple[_Vector, float]]:
-        """Rows that should be 0, and their weights: excess attention cost, cost of a document, cost of a microbatch."""
+        """Yields the prior's rows and weights: no excess attention cost, no cost per document or per microbatch."""
         of_squares = self._share * scales[1] / scales[0]
         yield (of_squares, -1.0, 0.0, 0.0), PRIOR
         yield (0.0, 0.0, 1.0, 0.0), PRIOR

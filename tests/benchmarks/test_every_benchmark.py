@@ -34,7 +34,6 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("catching_up", {"megabytes", "downloads"}),
         ("codecs", {"table", "loss"}),
         ("experts", {"loss"}),
         ("filling", {"put_off", "filling"}),
@@ -43,10 +42,9 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
         ("optimizers", {"task", "summary", "best", "runs"}),
         ("packing", {"hidden", "bars", "settings"}),
         ("parity", {"rounds", "difference"}),
-        ("rounds_live", {"jobs"}),
+        ("paths", {"compared", "runs"}),
         ("skipping", {"stages", "task", "tokens", "time"}),
         ("transport", {"chunks", "best_mb_per_s", "skipstone"}),
-        ("workload", {"bars", "loss"}),
     ],
 )
 def test_what_one_process_or_two_measure(name: str, keys: set[str]) -> None:
@@ -62,16 +60,15 @@ def test_what_one_process_or_two_measure(name: str, keys: set[str]) -> None:
         ("demo", ()),
         ("experts", ("--parts", "swarm")),
         ("faults", ()),
-        ("filling", ("--parts", "live")),
-        ("from_model", ()),
+        ("faults", ("--parts", "liars")),
         ("hop", ("--without-hivemind",)),
         ("joiner", ()),
-        ("liars", ()),
+        ("packing", ("--parts", "loss", "swarm")),
+        ("paths", ("--parts", "live", "--arms", "ours")),
         ("reach", ()),
-        ("rounds_live", ("--parts", "live")),
+        ("rounds_live", ()),
         ("soak", ()),
         ("throughput", ()),
-        ("workload", ("--parts", "swarm")),
     ],
 )
 def test_what_swarms_measure(name: str, words: tuple[str, ...]) -> None:

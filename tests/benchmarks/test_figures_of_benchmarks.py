@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def test_a_stage_has_the_parameters_that_were_asked_for(parameters: int, tmp_pat
 
 
 def test_putting_weights_off_pays_where_steps_wait_for_each_other() -> None:
-    found = filling.put_off([50], [1], 15.0, kept=0.8)["50"]
+    found = filling.put_off(Namespace(latencies=[50], seeds=[1], seconds=15.0))["50"]
     assert found["ratio"] >= filling.BARS["50"]
     assert found["held"] <= 1.1
     assert found["busy"][1] > found["busy"][0]
@@ -165,7 +166,7 @@ def test_curvature_takes_effect_after_the_lag_in_steps_as_long_as_adamws(small: 
 def test_every_stage_is_visited_equally_often(name: str) -> None:
     task = skipping.Task(steps=40, microbatches=11, warmup_steps=1)
     visited, chosen = skipping.ARMS[name]
-    choose = chosen(skipping.manifest_of(task, 1, visited), task)
+    choose = chosen(skipping.manifest_of(task, 1, visited))
     visits = Counter(stage for number in range(task.paths) for stage in choose(number))
     assert len(visits) == skipping.STAGES - 1
     assert len(set(visits.values())) == 1
@@ -186,7 +187,7 @@ def test_arms_at_equal_time_are_dealt_what_a_data_node_would_deal() -> None:
 
 
 def test_experts_take_texts_that_are_there_and_long_enough(tmp_path: Path) -> None:
-    assert "python" in [domain.name for domain in experts.domains_of([], 2**16)]
+    assert "python" in experts.domains_of([], 2**16)
     (tmp_path / "short").write_bytes(b"x" * 5000)
     for name in ("short", "missing"):
         with pytest.raises(ConfigError, match=r"is missing or has fewer than 65536 readable bytes"):

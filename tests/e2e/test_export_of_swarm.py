@@ -65,12 +65,12 @@ async def test_what_a_swarm_has_not_got_is_named(tmp_path: Path) -> None:
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1)) as swarm:
         watch = Watch(swarm)
         await watch.step(2)
-        with pytest.raises(NoQuorum, match=r"module 0\.0 has had no round yet"):
+        with pytest.raises(NoQuorum, match=r"module 0\.0 has not completed a round"):
             async with open_swarm(swarm.link, lambda *progress: None):
                 pass
         swarm.kill(0)
         await watch.until(lambda event: 0 in swarm.ends)
-        with pytest.raises(Unreachable, match=r"nobody serves module 0\.0"):
+        with pytest.raises(Unreachable, match=r"no peer serves module 0\.0"):
             async with open_swarm(JoinLink(swarm.link.run, (swarm.peers[1].address,)), lambda *progress: None, 10.0):
                 pass
         swarm.kill_all()

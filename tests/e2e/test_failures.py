@@ -284,8 +284,8 @@ async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_
 
 
 async def test_leave_without_a_node_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no node is running here"):
+    with pytest.raises(ConfigError, match="no node runs here"):
         await ask_to_leave(tmp_path / "identity.key", 1.0)
     door_path(tmp_path / "identity.key").write_text('{"port": 1, "secret": "of a node that was killed"}')
-    with pytest.raises(ConfigError, match="no node is running here"):
+    with pytest.raises(ConfigError, match="no node runs here"):
         await ask_to_leave(tmp_path / "identity.key", 1.0)

@@ -88,7 +88,7 @@ async def test_a_node_at_home_climbs_from_reverse_to_mapped(tmp_path: Path) -> N
             reach = finding(report, "reach")
             assert (code, reach["level"]) == (0, "warn"), report
             assert reach["found"].startswith("reverse: called through ")
-            assert "2 of 2 peers asked could not connect" in reach["found"]
+            assert "2 of 2 peers could not connect" in reach["found"]
             assert "NAT-PMP: the router at 192.168.77.1" in reach["found"]
             assert HOME in reach["fix"]
             assert finding(report, "clock")["level"] == "ok"

@@ -116,7 +116,7 @@ async def is_called(network: HomeNetwork, link: str, home: WatchedNode, swarm: L
     answer."""
     reached = await home.reached()
     assert (reached.step, reached.address) == ("reverse", ""), reached
-    assert "2 of 2 peers asked could not connect" in reached.reason
+    assert "2 of 2 peers could not connect" in reached.reason
     await home.until(NodeStatus, lambda event: event.state == "serving")
     peer = await answering(network, link, reached)
     assert peer["answered"]["reach"]["step"] == "reverse"

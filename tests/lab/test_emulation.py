@@ -136,7 +136,7 @@ def test_the_tables_of_regions_are_symmetric_and_whole() -> None:
 
 def test_profiles_have_names() -> None:
     assert {"none", "home-adsl", "home-fibre", "mobile", "transatlantic", "gcp-london"} <= PROFILES.keys()
-    with pytest.raises(ConfigError, match="no profile"):
+    with pytest.raises(ConfigError, match="is not a profile"):
         profile_of("modem")
 
 

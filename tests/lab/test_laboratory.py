@@ -82,12 +82,12 @@ def states_of(root: int) -> set[str]:
 async def test_peers_get_other_links(lab: Laboratory) -> None:
     emulation = lab.emulation
     changed = Reshape(at_s=0, peers=(0, 4), fault=Fault.RESET)
-    assert said(lab, changed) == "peers 0, 4 got another link: fault reset"
+    assert said(lab, changed) == "peers 0, 4 get another link: fault reset"
     assert emulation.site(4).region == "iowa"
     assert emulation.is_reset(4)
     mobile = Reshape(at_s=0, peers=(4,), profile="mobile", latency_ms=500, jitter_ms=0, up_mbit=10, down_mbit=20)
     assert said(lab, mobile) == (
-        "peer 4 got another link: mobile, latency 500 ms, jitter 0 ms, 10 Mbit/s up, 20 Mbit/s down"
+        "peer 4 get another link: mobile, latency 500 ms, jitter 0 ms, 10 Mbit/s up, 20 Mbit/s down"
     )
     shape = LinkShape(0.5, 0.0, 10 * MBIT, 20 * MBIT, profile_of("mobile").site.shape.fault)
     assert emulation.site(4).shape == shape
@@ -160,7 +160,7 @@ async def test_a_replaced_peer_is_none_of_the_last_ones(lab: Laboratory) -> None
         replace_one(lab)
     lines = [mark.what for mark in lab.marks]
     assert [line.startswith("peer") for line in lines] == [True, True, False]
-    assert lines[2] == "nobody could be spared to be replaced", "those that were started do not serve yet"
+    assert lines[2] == "no peer replaced: every module has only one replica", "those that were started do not serve yet"
     peers = lab.swarm.peers
     stages = [peers[index].stage for index in sorted(lab.killed)]
     assert [peers[index].stage for index in (5, 6)] == [peers[int(line.split()[1])].stage for line in lines[:2]]
@@ -221,7 +221,7 @@ async def test_what_still_lasts_when_the_run_ends_is_mended(lab: Laboratory) -> 
 
 async def test_a_child_that_is_not_there_is_missed(lab: Laboratory) -> None:
     await do(lab, Child(at_s=0, peers=(1, 2), which="p2pd"))
-    assert lab.missed == ["only 0 processes p2pd of peers 1, 2 were there"]
+    assert lab.missed == ["found only 0 processes p2pd of peers 1, 2"]
 
 
 @pytest.mark.parametrize("politely", [True, False])

@@ -140,7 +140,7 @@ def test_churn_is_so_many_replacements_a_minute_and_the_same_with_the_same_seed(
     assert moments_of(text) == moments
     assert moments_of(text.replace("seed = 3", "seed = 4")) != moments
     assert len(moments_of(text.replace("for = 120\n", ""))) == 2, "to the end"
-    with pytest.raises(ConfigError, match="event: 10000 replacements"):
+    with pytest.raises(ConfigError, match="fewer than 10000 peers"):
         scenario_of(text.replace("0.4", "10").replace("for = 120", "for = 12060"))
 
 
@@ -168,7 +168,7 @@ def event(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (tomllib.loads(BASE) | {"sede": 1}, "sede is no key"),
+        (tomllib.loads(BASE) | {"sede": 1}, "sede is not a key"),
         (tomllib.loads(BASE) | {"name": "a\u202eb"}, "name: must be printable"),
         (tomllib.loads(BASE) | {"duration": 0}, "duration: .* greater than or equal to 1"),
         (tomllib.loads(BASE) | {"seed": 1.5}, "seed: .* valid integer"),
@@ -176,17 +176,17 @@ def event(**values: Any) -> dict[str, Any]:
         (tomllib.loads(BASE) | {"group": {}}, r"write \[\[group\]\]"),
         (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": True, "profile": "none"}]}, r"group\[0\].peers"),
         (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": 3}]}, r"group\[0\].profile is missing"),
-        (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": 3, "profile": "modem"}]}, "'modem' is no profile"),
+        (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": 3, "profile": "modem"}]}, "'modem' is not a profile"),
         (tomllib.loads(BASE) | {"group": [{"name": "a", "peers": 2, "profile": "none"}] * 2}, "two groups"),
-        (event(action="explode"), r"event\[0\].action: 'explode' is none of shape"),
+        (event(action="explode"), r"event\[0\].action: 'explode' is not one of shape"),
         (event(peers=[9]), r"event\[0\].peers: 9 is neither a group nor a peer from 0 to 4"),
         (event(peers=["near"]), "'near' is neither"),
-        (event(peers=[]), "names nobody"),
-        (event(peers=[0], stage=1), r"event\[0\].stage is no key"),
+        (event(peers=[]), "must name at least one peer"),
+        (event(peers=[0], stage=1), r"event\[0\].stage is not a key"),
         (event(at=-1), r"event\[0\].at: .* greater than or equal to 0"),
         (event(action="shape", fault="odd"), r"event\[0\].fault: .*'none', 'reset'.*, not 'odd'"),
         (event(action="shape", up_mbit=0), r"event\[0\].up_mbit: .* equal to 0.01"),
-        (event(action="stop", at_s=2), r"event\[0\].at_s is no key"),
+        (event(action="stop", at_s=2), r"event\[0\].at_s is not a key"),
         (event(at=float("nan")), r"event\[0\].at: "),
         (event(action="start", stage=3), r"event\[0\].stage: must be a whole number from 0 to 2"),
         (event(action="freeze"), r"event\[0\].for is missing"),
@@ -211,7 +211,7 @@ def test_a_wrong_manifest_is_named_as_everywhere() -> None:
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_scenario(tmp_path / "none.toml")
     for content in (b"name = ", b"\xff\xfe"):
         (tmp_path / "wrong.toml").write_bytes(content)
@@ -224,12 +224,11 @@ def test_the_scenarios_that_come_with_the_lab_are_good(path: Path) -> None:
     assert read_scenario(path)[0].name == path.stem
 
 
-def test_the_example_in_the_document_is_good() -> None:
-    document = (ROOT / "docs" / "LAB.md").read_text()
-    example = document.split("```toml\n")[1].split("```")[0]
-    scenario = scenario_of(example)
-    named = {event.NAME for event in scenario.events}
-    assert named >= {"shape", "kill", "start", "freeze", "partition", "churn"}
+def test_the_examples_in_the_document_are_good() -> None:
+    document = (ROOT / "docs" / "lab.md").read_text()
+    wide, broken = (scenario_of(part.split("```")[0]) for part in document.split("```toml\n")[1:])
+    assert {event.NAME for event in wide.events} >= {"shape", "kill", "start", "freeze", "partition", "churn"}
+    assert broken.chaos is not None
 
 
 CHAOS = """
@@ -307,7 +306,7 @@ def test_faults_are_read() -> None:
         (fault("crash", 'stage = 7\npoint = "sent"'), "stage"),
         (fault("crash", 'stage = 1\npoint = "sent"\nagain = "yes"'), "again"),
         (fault("child", 'peers = [1]\nwhich = "cat"'), "which"),
-        (fault("odd", "stage = 1"), "nothing odd"),
+        (fault("odd", "stage = 1"), "one is needed"),
         (fault("odd", 'stage = 1\nprotocol = "2"'), "protocol"),
         (fault("odd", "stage = 1\nstep = -30"), "step_after"),
         (fault("explode", ""), "explode"),
@@ -383,7 +382,7 @@ def test_chaos_lists_its_scenarios_and_wants_a_folder_and_expectations(tmp_path:
     (tmp_path / "scenario.toml").write_text(BASE)
     refused = chaos(str(tmp_path / "scenario.toml"), "--out", str(tmp_path / "out"))
     assert refused.exit_code == 78
-    assert "chaos is missing" in refused.stderr
+    assert "has no [chaos] table" in refused.stderr
 
 
 def test_a_scenario_and_a_folder_are_wanted(tmp_path: Path) -> None:
@@ -397,7 +396,7 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     scenario.write_text(BASE.replace("home-fibre", "modem"))
     refused = run(str(scenario), "--out", str(tmp_path / "out"))
     assert refused.exit_code == 78
-    assert "'modem' is no profile" in refused.stderr
+    assert "'modem' is not a profile" in refused.stderr
     scenario.write_text(BASE)
     assert run(str(scenario), "--out", str(tmp_path / "out"), "--profile", "modem").exit_code == 78
     assert not (tmp_path / "out").exists()
@@ -433,7 +432,7 @@ def test_ctrl_c_ends_it_early_with_a_report(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "begin with" in rest
+    assert "report.md" in rest
     report = (out / "report.md").read_text()
     assert "peer 1 killed" in report
     assert "behind `mobile`" in report

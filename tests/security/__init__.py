@@ -1,1 +1,1 @@
-"""What an adversary can do to a swarm, and what stops it: docs/THREATS.md."""
+"""What an adversary can do to a swarm, and what stops it: docs/security.md."""

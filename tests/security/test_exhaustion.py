@@ -162,7 +162,7 @@ async def test_what_grpc_has_compressed_is_not_taken() -> None:
             with suppress(PeerError):
                 await stream.say(bytes(64 * 2**20))
             # UNIMPLEMENTED, before anything is inflated; or the call was cut while it was still being sent.
-            with pytest.raises((Rejected, Unreachable), match=r"no Skipstone node|the stream broke"):
+            with pytest.raises((Rejected, Unreachable), match=r"not a Skipstone node|the stream broke"):
                 await stream.farewell()
         assert server.handler.ups == []
         honest.persona.knows(server.persona, server.port)
@@ -240,15 +240,15 @@ def forbidden(targets: Targets, persona: Persona) -> dict[str, list[Frame | byte
     half_precision = TensorSpec(tensor.shape, DType.BFLOAT16)
     piece = encode_chunk(1, 0, memoryview(bytes(4096)))
     return {
-        "a tensor (1, 32, 32) FLOAT32 was announced": [header(message, TensorSpec((1, 32, 32), DType.FLOAT32))],
-        "a tensor (2, 32, 32) BFLOAT16 was announced": [header(message, half_precision)],
-        "a tensor (8192, 16384) FLOAT32 was announced": [header(message, half_gigabyte)],
-        "module 9.0, which the manifest does not have": [header(targets.forward(persona, module=ModuleId(9)), tensor)],
-        "sent what only": [header(another, tensor)],
+        "a tensor (1, 32, 32) FLOAT32": [header(message, TensorSpec((1, 32, 32), DType.FLOAT32))],
+        "a tensor (2, 32, 32) BFLOAT16": [header(message, half_precision)],
+        "a tensor (8192, 16384) FLOAT32": [header(message, half_gigabyte)],
+        "module 9.0, which is not in the manifest": [header(targets.forward(persona, module=ModuleId(9)), tensor)],
+        "sent a tensor that only": [header(another, tensor)],
         "its data node has not signed the route": [header(unsigned, tensor)],
         "the route's signature is not its data node's": [header(stolen, tensor)],
-        "0 was due": [header(message, tensor, chunks=2), encode_chunk(1, 1, memoryview(bytes(4096)))],
-        "1 was due": [header(message, tensor, chunks=2), piece, piece],
+        "arrived instead of 0": [header(message, tensor, chunks=2), encode_chunk(1, 1, memoryview(bytes(4096)))],
+        "arrived instead of 1": [header(message, tensor, chunks=2), piece, piece],
         "frame": [b"\xff" * 1000],
     }
 
@@ -277,8 +277,8 @@ async def test_a_flood_of_microbatches_leaves_room_for_others(scene: Siege) -> N
         told = Counter(receipt.status for receipt in receipts)
         assert told == {ReceiptStatus.ACCEPTED: 12, ReceiptStatus.BUSY: FORWARDS - 12}
         reasons = {receipt.detail for receipt in receipts} - {""}
-        assert "12 slots are taken by this data node, the rest is for others" in reasons
-        assert reasons <= {"12 slots are taken by this data node, the rest is for others", "all 16 slots are taken"}
+        assert "this data node uses 12 slots, the rest is for others" in reasons
+        assert reasons <= {"this data node uses 12 slots, the rest is for others", "all 16 slots are used"}
         await scene.goes_on(5)
     assert scene.peak_bytes(targets.victim) - before < MAY_GROW_BYTES
 

@@ -108,7 +108,9 @@ async def test_a_stranger_s_link_opens_nothing_of_whoever_joins_it(tmp_path: Pat
         async with running(*NODE, link, *HERE, env=victim.environment) as node:
             seen = await events_until_serving(node)
     assert seen[-1]["module"] == "1.0"
-    told = [event["message"] for event in seen if event["event"] == "note" and "no stage 0" in event["message"]]
+    told = [
+        event["message"] for event in seen if event["event"] == "note" and "cannot take stage 0" in event["message"]
+    ]
     assert len(told) == 1
     assert "--text" in told[0]
     assert victim.opened() == []
@@ -123,7 +125,7 @@ async def test_who_insists_on_stage_0_is_told_what_to_say(tmp_path: Path) -> Non
     node = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=victim.environment)
     _, said = await asyncio.wait_for(node.communicate(), PATIENCE_S)
     assert node.returncode == 78
-    assert b"can not take stage 0" in said
+    assert b"cannot take stage 0" in said
     assert b"--text" in said
     assert victim.opened() == []
     assert b"hidden states back into text" in said, "what joining means is said before"

@@ -103,7 +103,7 @@ async def test_a_visitor_fills_no_slot_with_microbatches_of_data_nodes_that_it_h
 
 async def test_who_announces_a_module_fills_a_quarter_with_them(scene: Siege) -> None:
     """And hangs up; they are gone after 20 s, and meanwhile there is room for others."""
-    taken = f"{SLOTS // 4} slots are taken by data nodes to which there is no link"
+    taken = f"{SLOTS // 4} slots are used by data nodes without a link to this peer"
     async with asyncio.timeout(3 * LONG):
         while True:
             persona = scene.targets.persona()

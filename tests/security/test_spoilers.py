@@ -29,7 +29,7 @@ async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_los
         liar = next(PeerId(peer.peer) for peer in swarm.peers if peer.index == LIAR)
 
         def left_out(event: Event) -> bool:
-            return isinstance(event, Note) and "left out of paths" in event.message
+            return isinstance(event, Note) and "excluded from paths" in event.message
 
         found = await watch.until(left_out)
         assert isinstance(found, Note)

@@ -1,1 +1,1 @@
-"""The agreed state of a module: layout, hashes, memory, outer step."""
+"""The anchor of a module: layout, hashes, storage and outer step."""

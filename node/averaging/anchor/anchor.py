@@ -1,4 +1,4 @@
-"""The anchor: a module's last agreed parameters and outer momentum, float32, with the hashes that prove them."""
+"""Anchor: the parameters and outer momentum that a module's replicas agreed on last, with their hashes."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ _DOMAIN: Final = b"skipstone-anchor:1\0"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Never written again: a commit makes another one, which shares the arrays of unchanged fragments."""
+    """An immutable state of a module, float32. A commit makes a new anchor, which shares unchanged fragments."""
 
     layout: Layout
     version: AnchorVersion
     parameters: SharedVector
     momentum: SharedVector
-    """[elements]; of the outer optimizer."""
+    """Momentum of the outer optimizer, [elements]."""
     hashes: tuple[bytes, ...]
-    """Of each chunk of the parameters, then of the momentum."""
+    """Hashes of the chunks of the parameters, then of the momentum."""
 
     def chunk(self, number: int) -> memoryview:
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
 
 
 def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
-    """The anchor before the first round: `parameters`, kept if they are a `SharedVector`, and momentum 0."""
+    """Returns the anchor before the first round, with zero momentum. Uses a SharedVector without a copy."""
     if not isinstance(parameters, SharedVector):
         parameters = cut_vector(layout, parameters)
     momentum = _zeros_like(parameters)
@@ -63,8 +63,9 @@ def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
 
 
 def distance_between(one: Anchor, other: Anchor) -> float:
-    """Euclidean distance over parameters and momentum; not finite if an element is not."""
+    """Returns the Euclidean distance over parameters and momentum. Not finite if an element is not finite."""
     total = 0.0
+    # Equal hashes mean equal bytes, so compare only the chunks that differ.
     for number, (left, right) in enumerate(zip(one.hashes, other.hashes, strict=True)):
         if left != right:
             numbers = (np.frombuffer(anchor.chunk(number), "<f4") for anchor in (one, other))
@@ -91,28 +92,28 @@ def hash_of(data: memoryview) -> bytes:
 def chunk_bytes(
     layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector, number: int
 ) -> memoryview:
-    """A view of one chunk's bytes; writable if the arrays are. Raises IndexError."""
+    """Returns a view of one chunk's bytes, writable if the arrays are. Raises IndexError."""
     if not 0 <= number < 2 * layout.chunks:
-        raise IndexError(f"chunk {number} of {2 * layout.chunks}")
+        raise IndexError(f"chunk {number} does not exist: there are {2 * layout.chunks}")
     vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)
     return vector[layout.range_of(index, index + 1)].view(np.uint8).data
 
 
 def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
-    """The anchor of a saved state. Raises CorruptSnapshot."""
+    """Rebuilds the anchor from a saved state. Raises CorruptSnapshot."""
     try:
         parameters = _vector(layout, saved.parameters)
         momentum = _zeros_like(parameters) if saved.momentum is None else _vector(layout, saved.momentum)
     except (KeyError, RuntimeError) as error:
-        raise CorruptSnapshot(f"the saved anchor is of another model: {error}") from error
+        raise CorruptSnapshot(f"the saved anchor belongs to another model: {error}") from error
     hashes, version = hash_all(layout, parameters, momentum), saved.version
     if version_of(layout, hashes, version.round, version.steps, version.tokens, version.fragment) != version:
-        raise CorruptSnapshot(f"the saved anchor of round {version.round} is not the state that its digest names")
+        raise CorruptSnapshot(f"the saved anchor of round {version.round} does not match its digest")
     return Anchor(layout, version, parameters, momentum, hashes)
 
 
 class Named(TensorsInParts):
-    """A vector's parameters by name; views, except where one lies in several arrays."""
+    """A vector's tensors by parameter name, as views where a tensor lies within one array."""
 
     def __init__(self, layout: Layout, vector: Vector | SharedVector) -> None:
         self._places = {place.name: place for place in layout.places}
@@ -147,7 +148,7 @@ def _vector(layout: Layout, tensors: Mapping[str, Tensor]) -> SharedVector:
     for place in layout.places:
         tensor = tensors[place.name]
         if tuple(tensor.shape) != place.shape:
-            raise RuntimeError(f"{place.name} has the shape {tuple(tensor.shape)} instead of {place.shape}")
+            raise RuntimeError(f"{place.name} has shape {tuple(tensor.shape)} instead of {place.shape}")
         flat = tensor.reshape(-1)
         for part, room in vector.pieces(slice(place.start, place.stop)):
             torch.from_numpy(room).copy_(flat[part.start - place.start : part.stop - place.start])
@@ -159,14 +160,14 @@ def _zeros_like(vector: SharedVector) -> SharedVector:
 
 
 STATES: Final = 4
-"""States in memory at once, those in the making included."""
+"""States in memory at most, unfinished ones included."""
 LENT_AT_MOST: Final = 2
 
 
 class AnchorStore:
-    """A replica's current anchor, and older ones for downloads in progress; at most `STATES`.
+    """The current anchor of a replica, and older ones that downloads still read. Used from two threads.
 
-    Rounds come first: if memory is short, a lease ends, and its reader starts again. Used from two threads.
+    Rounds have priority: if memory is short, a lease ends early and its reader starts again.
     """
 
     def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:
@@ -196,7 +197,7 @@ class AnchorStore:
         return AnchorState(anchor.version, Named(layout, anchor.parameters), Named(layout, anchor.momentum))
 
     def lease(self, digest: bytes, seconds: float) -> bool:
-        """Keeps this anchor for so many seconds, unless a round needs the memory. False if it is not here."""
+        """Keeps an anchor for `seconds`, unless a round needs its memory. Returns False if it is not in the store."""
         with self._lock:
             if self._find(digest) is None:
                 return False
@@ -204,14 +205,14 @@ class AnchorStore:
             return True
 
     def spare(self, part: slice | None = None) -> StateVectors:
-        """Parameters and momentum of the next anchor, to be written. Raises ResourceExhausted if two are in the making.
+        """Returns parameters and momentum of a new anchor to write. Raises ResourceExhausted if two are unfinished.
 
-        They count until `put`, `give_back`, or the last reference is dropped.
+        They count as unfinished until `put`, `give_back` or the last reference to them is dropped.
         """
         with self._lock:
             if self._alive() >= LENT_AT_MOST:
                 raise ResourceExhausted(
-                    f"{LENT_AT_MOST} anchors of this module are being made already; give one back before the next"
+                    f"{LENT_AT_MOST} anchors of this module are unfinished; put one or give it back first"
                 )
             self._older = [anchor for anchor in self._older if self._is_leased(anchor)]
             self._make_room(1)
@@ -231,6 +232,7 @@ class AnchorStore:
             self._forget_lent(anchor.parameters)
             self._older.append(self._current)
             self._current = anchor
+            # Keep leased anchors, and the previous one: other members may commit a little later and need it.
             self._older = [a for a in self._older[:-1] if self._is_leased(a)] + self._older[-1:]
             self._make_room(0)
 
@@ -241,10 +243,12 @@ class AnchorStore:
         return self._leased_until.get(anchor.version.digest, 0.0) > self._now()
 
     def _alive(self) -> int:
+        # Dropped vectors no longer count.
         self._lent = [ref for ref in self._lent if ref() is not None]
         return len(self._lent)
 
     def _forget_lent(self, parameters: SharedVector) -> None:
+        # Compares arrays, because `parameters` may combine them in another vector.
         theirs = {id(array) for array in parameters.arrays}
         self._lent = [ref for ref in self._lent if (array := ref()) is not None and id(array) not in theirs]
 

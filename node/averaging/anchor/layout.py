@@ -1,4 +1,4 @@
-"""The layout of a module's parameters as one vector, cut into chunks and fragments by names and shapes alone.
+"""Layout of a module's parameters as one vector, cut into chunks and fragments by names and shapes alone.
 
 Fragments are strided: blocks 0, F, 2F, ..., then 1, F+1, ... (Douillard et al. 2025, arXiv:2501.18512).
 """
@@ -15,14 +15,14 @@ from typing import Final
 SMALLEST_CHUNK: Final = 4096
 LARGEST_CHUNK: Final = 2**20
 CHUNKS_AT_LEAST: Final = 64
-"""Chunks of any useful module, so that shards can have any proportion."""
+"""Chunks per module that `chunk_elements` aims at, so that shards can have any proportion."""
 
 _BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The position of one parameter in the vector."""
+    """Position of one parameter in the vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A module's layout, counted in elements (float32) or chunks."""
+    """A module's layout in elements (float32) and chunks."""
 
     places: tuple[Place, ...]
     chunk_elements: int
@@ -54,7 +54,8 @@ class Layout:
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
-    """The layout of a module with these parameters, in at most `fragments` fragments."""
+    """Computes the layout for these parameter shapes, in at most `fragments` fragments."""
+    # By fragment, then by depth.
     names = sorted(shapes, key=lambda name: (_block(name) % fragments, _block(name), name))
     places = []
     start = 0
@@ -63,13 +64,14 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
         start = places[-1].stop
     chunk = chunk_elements(start)
     chunks = -(-start // chunk)
+    # A small module may have fewer chunks than fragments.
     count = min(fragments, chunks)
     borders = [round(number * chunks / count) for number in range(count + 1)]
     return Layout(tuple(places), chunk, tuple(itertools.pairwise(borders)))
 
 
 def chunk_elements(elements: int) -> int:
-    """Elements per chunk: a power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits."""
+    """Returns the elements per chunk: a power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits."""
     wished = max(1, elements // CHUNKS_AT_LEAST)
     return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (wished.bit_length() - 1)))
 

@@ -1,4 +1,4 @@
-"""A replica's parameters as a vector laid out like its anchor. Everything here runs on the compute thread."""
+"""A replica's parameters as a vector with the layout of its anchor. Used on the compute thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from node.model.optimizers.packed import Floats
 
 
 class Schedule(Protocol):
-    """The part of an inner optimizer that rounds need."""
+    """The parts of an inner optimizer that rounds use."""
 
     steps: int
     tokens: int
@@ -26,12 +26,12 @@ class Schedule(Protocol):
     before_change: Callable[[], None]
 
     def start_anew(self, steps: int, tokens: int) -> None:
-        """Drops the optimizer's state, because the parameters have changed."""
+        """Resets the optimizer state after the parameters were replaced."""
         ...
 
 
 class LocalReplica:
-    """One replica's parameters. `parameters_changed` is called after writes, so that autograd graphs are renewed."""
+    """Parameters of one replica. Calls `parameters_changed` after each write, to renew autograd graphs."""
 
     def __init__(
         self,
@@ -64,11 +64,12 @@ class LocalReplica:
         self._changed()
 
     def carry(self, part: slice, snapshot: Vector, new: Vector) -> None:
-        """Sets this part to `new` + (current - `snapshot`): Streaming DiLoCo, merging factor 1 (arXiv:2501.18512)."""
+        """Sets a slice to `new` + (current - `snapshot`): Streaming DiLoCo with merging factor 1 (arXiv:2501.18512)."""
         self.optimizer.before_change()
         before, after = torch.from_numpy(snapshot), torch.from_numpy(new)
         for here, there in self._overlaps(part):
             values = _read(*here)
+            # For tensors `values` is a view, so this writes in place.
             values.sub_(before[there].to(values.device)).add_(after[there].to(values.device))
             if not isinstance(here[0], Tensor):
                 here[0].write(here[1], values)

@@ -1,9 +1,8 @@
-"""The outer step: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023, arXiv:2311.08105).
+"""Outer step: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023, arXiv:2311.08105).
 
     momentum = mu * momentum + g;   parameters = parameters - lr * (g + mu * momentum)
 
-Replicas agree bit for bit: numpy rounds each operation to float32, where a compiler may fuse two. COARSE rounds to
-multiples of 2**-104, so that momentum never becomes denormal, which would be slow.
+Replicas agree bit for bit, because numpy rounds each operation to float32 where a compiler might fuse two.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from swarm.vocabulary.types import MAX_COUNT
 PIECE: Final = 2**18
 
 COARSE: Final = np.float32(2.0**-80)
-"""Leaves numbers of 5e-32 and more, too large for denormal products."""
+"""Addend that rounds to multiples of 2**-104, so that momentum never becomes denormal, which would be slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """The outer optimizer of the manifest's `training.outer`."""
+    """Outer optimizer of the manifest's `training.outer`."""
 
     learning_rate: float
     momentum: float
@@ -38,7 +37,7 @@ class OuterRule:
     def step(
         self, gradient: Vector, parameters: Vector, momentum: Vector, new_parameters: Vector, new_momentum: Vector
     ) -> None:
-        """Writes the next state. All are [elements]; the new vectors may be the old ones, but not `gradient`."""
+        """Writes the next state, all vectors [elements]. The new vectors may alias the old ones, but not `gradient`."""
         rate, mu = np.float32(self.learning_rate), np.float32(self.momentum)
         rooms = np.empty((2, min(STRETCH, len(gradient))), np.float32)
         with gradual_underflow():
@@ -56,6 +55,7 @@ class OuterRule:
 
 
 def _round(values: Vector, out: Vector) -> None:
+    # Adding and subtracting COARSE drops the lowest bits of small numbers and leaves numbers above 5e-32 alone.
     np.add(values, COARSE, out=out)
     np.subtract(out, COARSE, out=out)
 
@@ -66,7 +66,7 @@ def outer_rule(manifest: Manifest) -> OuterRule:
 
 
 class Staging:
-    """The next anchor in the making, from `base` for the fragment whose turn it is; all else is shared with `base`."""
+    """An unfinished anchor: `base` with a new state of the fragment that is due."""
 
     def __init__(self, base: Anchor, rule: OuterRule, parameters: SharedVector, momentum: SharedVector) -> None:
         self._base = base
@@ -79,7 +79,7 @@ class Staging:
         self._at_a_time = max(1, STRETCH // base.layout.chunk_elements)
 
     def apply(self, first_chunk: int, end_chunk: int, gradient: Vector) -> None:
-        """Takes the outer step for these chunks and hashes them while they are in the cache."""
+        """Applies the outer step to these chunks and hashes them while they are in the cache."""
         start = self._layout.range_of(first_chunk, end_chunk).start
         for first in range(first_chunk, end_chunk, self._at_a_time):
             end = min(first + self._at_a_time, end_chunk)
@@ -96,7 +96,7 @@ class Staging:
                     self._hashes[number] = hash_of(chunk_bytes(self._layout, self._parameters, self._momentum, number))
 
     def finish(self, number: int, steps: int, tokens: int) -> Anchor:
-        """The anchor of round `number`, when every chunk of the fragment has been applied."""
+        """Returns the anchor of round `number`, once every chunk of the fragment was applied."""
         before, base = self._base.version, self._base
         fragment = (before.fragment + 1) % len(self._layout.fragments)
         hashes = tuple(self._hashes)
@@ -107,11 +107,12 @@ class Staging:
 
 
 def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
-    """Takes a replica's outer step without company, on its compute thread. Raises StateError if it is not finite."""
+    """Takes the outer step of a replica without peers, on its compute thread. Raises StateError if it diverged."""
     base, layout = store.current, store.layout
     first, end = layout.fragments[base.version.fragment]
     fragment = layout.range_of(first, end)
     staging = Staging(base, rule, *store.spare(fragment))
+    # Bounds the memory for the pseudo-gradient.
     at_a_time = max(1, PIECE // layout.chunk_elements)
     for start in range(first, end, at_a_time):
         stop = min(start + at_a_time, end)
@@ -119,8 +120,9 @@ def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps
         gradient: Vector = np.empty(part.stop - part.start, np.float32)
         replica.read(part, gradient)
         np.subtract(base.parameters[part], gradient, out=gradient)
+        # A diverged replica must not change the anchor.
         if not math.isfinite(squares(gradient)):
-            raise StateError("training has diverged: the parameters of this replica are not finite")
+            raise StateError("training diverged: the parameters of this replica are not finite")
         staging.apply(start, stop, gradient)
     version = base.version
     anchor = staging.finish(

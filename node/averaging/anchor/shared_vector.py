@@ -1,4 +1,4 @@
-"""A module's vector as one array per fragment, which the versions of an anchor share, and arithmetic on it."""
+"""A module's vector as one array per fragment, so that anchors can share arrays, and arithmetic on such vectors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from swarm.vocabulary.errors import OutOfMemory
 
 KEPT: Final = 2
 LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Larger blocks go back to the system."""
+"""Largest block kept for reuse. Larger ones return to the system."""
 
 
 class SpareArrays:
-    """Arrays of fragments. When the last view of one is gone, its memory is reused: zeroing 80 MB is slow."""
+    """Pool of arrays for fragments. Memory returns to it with an array's last view: zeroing 80 MB is slow."""
 
     def __init__(self, elements: int) -> None:
         self._bytes = elements * np.dtype(np.float32).itemsize
         self._spare: deque[bytearray] = deque(maxlen=KEPT)
 
     def empty(self, elements: int) -> npt.NDArray[np.float32]:
-        """An array to be written. Raises MemoryError."""
+        """Returns an array to write. Raises MemoryError."""
         if self._bytes > LARGEST_KEPT_BYTES:
             return np.empty(elements, np.float32)
         try:
@@ -36,6 +36,7 @@ class SpareArrays:
         except IndexError:
             block = bytearray(self._bytes)
         array = np.frombuffer(block, np.float32, elements)
+        # The block returns to the pool when the array and all its views are gone.
         weakref.finalize(array, self._spare.append, block).atexit = False
         return array
 
@@ -45,7 +46,7 @@ StateVectors = tuple["SharedVector", "SharedVector"]
 
 
 class SharedVector:
-    """Consecutive arrays, read as one float32 vector. `start`: index of the first element."""
+    """Consecutive arrays that read like one float32 vector, whose first element has index `start`."""
 
     __slots__ = ("__weakref__", "_starts", "arrays")
 
@@ -57,7 +58,7 @@ class SharedVector:
         return self._starts[-1] - self._starts[0]
 
     def __getitem__(self, part: slice) -> Vector:
-        """The elements of a part: a view if one array has them, else a copy."""
+        """Returns these elements: a view if they are all in one array, else a copy."""
         pieces = [piece for _, piece in self.pieces(part)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.float32)])
 
@@ -65,7 +66,7 @@ class SharedVector:
         return np.concatenate(self.arrays).astype(dtype or np.float32, copy=False)
 
     def pieces(self, part: slice | None = None) -> Iterator[tuple[slice, Vector]]:
-        """Views of a part or of all, each of one array, with their slices."""
+        """Yields views of all or of a slice, one per array, with their slices."""
         first, end = self._starts[0], self._starts[-1]
         wanted = slice(None) if part is None else part
         start = first if wanted.start is None else max(first, wanted.start)
@@ -92,19 +93,21 @@ class SharedVector:
 
 
 def empty_vector(layout: Layout) -> SharedVector:
-    """A module's vector, to be written. Raises OutOfMemory."""
+    """Allocates a module's vector. Raises OutOfMemory."""
     parts = [layout.range_of(*fragment) for fragment in layout.fragments]
     try:
         return SharedVector([np.empty(part.stop - part.start, np.float32) for part in parts])
     except MemoryError:
-        raise OutOfMemory(f"no memory for another state of this module ({layout.elements * 8} bytes)") from None
+        raise OutOfMemory(f"not enough memory for another state of this module ({layout.elements * 8} bytes)") from None
 
 
 def empty_part(part: slice, arrays: SpareArrays) -> SharedVector:
     try:
         return SharedVector([arrays.empty(part.stop - part.start)], part.start)
     except MemoryError:
-        raise OutOfMemory(f"no memory for a fragment of this module ({(part.stop - part.start) * 4} bytes)") from None
+        raise OutOfMemory(
+            f"not enough memory for a fragment of this module ({(part.stop - part.start) * 4} bytes)"
+        ) from None
 
 
 def cut_vector(layout: Layout, values: Vector | SharedVector) -> SharedVector:
@@ -115,7 +118,7 @@ def cut_vector(layout: Layout, values: Vector | SharedVector) -> SharedVector:
 
 
 STRETCH: Final = 2**15
-"""Elements per operation, so that five operands of it stay in a 1 MiB cache."""
+"""Elements per operation, small enough that five operands fit in a 1 MiB cache."""
 
 
 def stretches(length: int) -> Iterator[slice]:
@@ -123,8 +126,8 @@ def stretches(length: int) -> Iterator[slice]:
 
 
 def squares(values: Vector) -> float:
-    """The sum of squares, in float64 over stretches of float32. Not finite if an element is not, or overflows."""
-    with np.errstate(all="ignore"):  # what is not finite shows in the sum
+    """Returns the sum of squares. Not finite if an element is not finite, or on overflow."""
+    with np.errstate(all="ignore"):  # the sum shows non-finite elements
         return sum(float(np.dot(values[part], values[part])) for part in stretches(len(values)))
 
 
@@ -139,7 +142,7 @@ def squares_of_difference(left: Vector, right: Vector) -> float:
 
 
 def add_scaled(values: Vector, factor: float, total: Vector) -> None:
-    """Adds `factor` * `values` to `total`, rounded after each of the two."""
+    """Adds `factor` * `values` to `total`, and rounds to float32 after each of the two operations."""
     scale = np.float32(factor)
     room = np.empty(min(STRETCH, len(total)), np.float32)
     for part in stretches(len(total)):

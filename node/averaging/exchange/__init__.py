@@ -1,1 +1,1 @@
-"""The all-reduce of one attempt: pseudo-gradients, partition, pieces, reducer, comparison."""
+"""All-reduce of one attempt: pseudo-gradients, partition into pieces, reduction, plausibility checks."""

@@ -1,7 +1,7 @@
-"""The all-reduce of pseudo-gradients, as one member carries it out (DESIGN section 5).
+"""All-reduce of pseudo-gradients, seen from one member (DESIGN section 5).
 
-Pieces overlap: encoding, sending, summing, and the outer step. A member has at most WINDOW pieces in flight to a
-reducer, whose results pace it.
+Encoding, sending, summing and the outer step of different pieces overlap. A member has at most WINDOW pieces in flight
+to a reducer, paced by that reducer's results.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Result = TypeVar("Result")
 
 WINDOW: Final = 8
 LANES: Final = 2
-"""Concurrent pieces of each kind to one member: one is sent, the next prepared."""
+"""Concurrent pieces per member and direction: one being sent, the next being prepared."""
 
 TOLD_EVERY_S: Final = 0.1
-"""Least seconds between two reports of one member's pieces."""
+"""Minimum interval between reports of one member's pieces, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeMeans:
-    """What all exchanges of a replica work with."""
+    """Collaborators shared by all exchanges of a replica."""
 
     codecs: tuple[RoundCodecs, ...]
     rule: OuterRule
@@ -61,18 +61,18 @@ class ExchangeMeans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeRecord:
-    """The record of a complete exchange, for audits."""
+    """Record of a complete exchange, for audits."""
 
     plan: Plan
     anchor: Anchor | None
-    """The result; None once the next exchange has begun."""
+    """The resulting anchor. None once the next exchange has started."""
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
     own: Mapping[Piece, SignedHash]
     source: Source | None
     sent: SentParts | None
 
     def encoded(self, piece: Piece) -> memoryview | None:
-        """Our contribution to a piece, encoded again on the averaging thread; None if there is none any more."""
+        """Encodes our contribution to a piece again, on the averaging thread. None if it is no longer available."""
         signed, codec = self.own.get(piece), self.plan.codecs.contribution
         if signed is None or self.source is None:
             return None
@@ -82,17 +82,18 @@ class ExchangeRecord:
             data = np.empty(encoded_bytes(codec, piece.elements), np.uint8).data
             try:
                 self.source.encode(piece.part, codec, data, np.empty(piece.elements, np.float32))
-            except StateError:  # numbers of the next snapshot, half written
+            except StateError:  # the next snapshot overwrites this one
                 return None
+        # The snapshot's memory may already belong to the next round.
         return data if hash_of_piece(data) == signed.hash else None
 
 
 class AllReduce:
-    """One exchange of one member. Run it once; cancelling `run` leaves no trace.
+    """One member's part in an exchange. Run it once. Cancelling `run` has no side effects.
 
     Args:
-        vectors: parameters and momentum of the fragment, for the next anchor, to be written.
-        staged: called once, with the complete next anchor.
+        vectors: memory for parameters and momentum of the fragment in the next anchor.
+        staged: called once with the complete next anchor.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class AllReduce:
         self.vectors = vectors
         self.sent_bytes = 0
         self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
-        """What the others get of our pseudo-gradient, if the codec leaves much out."""
+        """Encoded contributions, kept if the codec drops much of the pseudo-gradient."""
         self._source = source
         self._arrivals = arrivals
         self._means = means
@@ -121,7 +122,7 @@ class AllReduce:
         self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
         self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.codecs.result) for peer in plan.shards}
-        """Per reducer: else one that uses the norm up would have the next one blamed."""
+        """One limit per reducer. With a shared limit, one reducer could use it up and have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
         self._told_of_piece: dict[PeerId, float] = {}
@@ -142,17 +143,19 @@ class AllReduce:
         return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
 
     async def run(self) -> None:
-        """Exchanges until the result is staged and everything that others need has been sent."""
+        """Exchanges pieces until the result is staged and no member waits for our pieces."""
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
                 for peer in self.plan.others:
+                    # The tasks of one member share an iterator: one sends while the other encodes.
                     contributions = iter(self.plan.shards[peer] if self.plan.contributes else ())
                     results = iter(range(len(self.plan.shards[self.plan.own])))
                     for _ in range(LANES):
                         tasks.create_task(self._send_contributions(peer, contributions))
                         tasks.create_task(self._send_results(peer, results))
                 self._arrivals.open(self.plan, self._take)
+                # Without other contributors no arriving piece triggers the reduction of our shard.
                 if not set(self.plan.contributors) - {self.plan.own}:
                     for piece in self.plan.shards[self.plan.own]:
                         tasks.create_task(self._reduce_alone(piece))
@@ -162,7 +165,7 @@ class AllReduce:
                 self._tasks = None
 
     def let_go(self) -> None:
-        """Drops vectors and buffers after `run`: reference cycles would keep them until a garbage collection."""
+        """Drops vectors and buffers after `run`. Reference cycles would keep them until a garbage collection."""
         if not self._is_over:
             self._is_over = True
             self._arrivals.let_go()
@@ -183,7 +186,7 @@ class AllReduce:
             self._tell_owing()
 
     def _encode(self, piece: Piece, codec: Codec, data: memoryview) -> Contribution:
-        """Returns the message for the encoded piece. On the thread."""
+        """Encodes and signs a piece on the averaging thread. Returns the message."""
         self._source.encode(piece.part, codec, data, self._room)
         if self.sent is not None:
             self.sent.note(piece.part, data)
@@ -211,7 +214,7 @@ class AllReduce:
 
     def _take(self, sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
         crash_point("piece arrived")
-        if self._tasks is None:  # over
+        if self._tasks is None:  # `run` has ended
             self._arrivals.give_back(buffer)
         elif isinstance(message, Contribution):
             self._tasks.create_task(self._add(sender, message, piece, buffer))
@@ -235,9 +238,10 @@ class AllReduce:
     def _check_and_add(
         self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview
     ) -> memoryview | None:
+        # The signature covers the encoded bytes, so verify before decoding.
         data_hash = hash_of_piece(buffer)
         if not self._means.signatures.holds(sender, message, data_hash, message.signature):
-            raise ProtocolViolation("a contribution whose signature does not hold")
+            raise ProtocolViolation("a contribution with an invalid signature")
         self._signed[piece][sender] = SignedHash(sender, data_hash, message.signature)
         return self._reduction.add(piece, sender, buffer, self._room)
 
@@ -258,7 +262,7 @@ class AllReduce:
             self._widen(reducer)
 
     async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
-        # What others wait for goes first: pieces to be sent, and sums.
+        # Other members wait for pieces to be sent and summed, so the outer step has lower priority.
         try:
             await self._means.thread.run(Priority.TRAIN, partial(self._step, piece, data))
         except ProtocolViolation as error:
@@ -271,8 +275,9 @@ class AllReduce:
         return True
 
     async def _finish(self) -> None:
-        """Objects to results that cannot be the mean, now that they can be compared; else stages the anchor."""
+        """Stages the anchor, unless a result cannot be the mean, which is reported instead."""
         roster = self.plan.roster
+        # The comparison needs the results of all reducers.
         odd = self._comparison.oddities()
         for reducer, why in odd.items():
             self._report(PieceRejected(roster.round, reducer, why))
@@ -284,14 +289,14 @@ class AllReduce:
         self._staged(anchor)
 
     def _step(self, piece: Piece, data: memoryview) -> None:
-        with gradual_underflow():  # all members are to read the same
+        with gradual_underflow():  # all members must decode the same bits
             gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
         self._result_limits[piece.reducer].check(gradient)
         self._comparison.add(piece, gradient)
         self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
 
     def _widen(self, reducer: PeerId) -> None:
-        """A result was applied: one more contribution may go, two until the window has its full width."""
+        """Allows one more contribution after a result, or two until the window has its full width."""
         self._windows[reducer].release()
         if self._widths[reducer] < WINDOW:
             self._widths[reducer] += 1

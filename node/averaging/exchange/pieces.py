@@ -1,4 +1,4 @@
-"""The pieces of one exchange: their partition, which all members compute from layout and roster, and their arrival."""
+"""Pieces of one exchange: their partition, which each member computes from layout and roster, and their arrival."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec, PeerId, short
 
 LARGEST_PIECE: Final = 2**20
-"""Elements (4 MiB of float32)."""
+"""Largest piece in elements (4 MiB of float32)."""
 SMALLEST_PIECE: Final = 2**19
-"""Elements (2 MiB of float32). Smaller ones cost more by number than they gain by overlapping."""
+"""Smallest piece in elements (2 MiB of float32). Below, overhead per piece exceeds the gain from overlapping."""
 PIECES_OF_A_SHARD: Final = 4
-"""Least pieces of a shard, unless they become too small: sending, reducing and applying overlap."""
+"""Pieces per shard at least, if they are large enough, so that sending, reducing and applying overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of whole chunks of one shard: the unit that is sent, reduced and applied."""
+    """Consecutive chunks of one shard, which are sent, reduced and applied together."""
 
     reducer: PeerId
     first_chunk: int
@@ -49,7 +49,7 @@ class Piece:
 
 
 class Plan:
-    """A roster as one of its members carries it out. Raises ProtocolViolation for impossible shards or weights."""
+    """Partition of a round's vector for one member. Raises ProtocolViolation on invalid shards or weights."""
 
     def __init__(self, own: PeerId, layout: Layout, roster: Roster) -> None:
         self.own = own
@@ -76,7 +76,7 @@ class Plan:
         return self._by_chunks.get((first_chunk, end_chunk))
 
     def piece_of(self, sender: PeerId, message: RoundPiece) -> Piece | None:
-        """The piece of a message, if the sender has reason to send it to us."""
+        """Returns the piece a message carries, or None if the sender has no reason to send it to us."""
         piece = self._by_chunks.get((message.first_chunk, message.end_chunk))
         if piece is None or message.round != self.roster.round or sender == self.own:
             return None
@@ -94,15 +94,16 @@ class Plan:
 def _check(own: PeerId, roster: Roster, first_chunk: int, end_chunk: int) -> None:
     members = roster.members
     if own not in {member.peer for member in members} or len({member.peer for member in members}) != len(members):
-        raise ProtocolViolation(f"the roster of {short(roster.round.convener)} lists peers twice, or leaves us out")
+        raise ProtocolViolation(f"the roster of {short(roster.round.convener)} lists a peer twice or omits us")
+    # Shards must cover the fragment without gaps or overlaps.
     shards = sorted((m.first_chunk, m.end_chunk) for m in members if m.first_chunk != m.end_chunk)
     borders = [first_chunk, *(end for _, end in shards)]
     starts = [*(first for first, _ in shards), end_chunk]
     if borders != starts or any(first > end for first, end in shards):
-        raise ProtocolViolation(f"the shards of round {roster.round.number} do not cut the fragment up")
+        raise ProtocolViolation(f"the shards of round {roster.round.number} do not partition the fragment")
     sound = all(0 <= m.coefficient <= 1 and 0 <= m.norm < math.inf for m in members)
     if not sound or not any(m.coefficient > 0 for m in members):
-        raise ProtocolViolation(f"the roster of round {roster.round.number} has impossible weights")
+        raise ProtocolViolation(f"the roster of round {roster.round.number} has invalid weights")
 
 
 def _cut(layout: Layout, member: Member) -> tuple[Piece, ...]:
@@ -119,18 +120,18 @@ TOLD_PERCENT: Final = 10
 
 
 Watch = Callable[[RoundId, int, int], None]
-"""Gets the attempt, the chunks of our shard, and the percentage of pieces taken in, at each tenth of an exchange."""
+"""Called with the attempt, the chunks in our shard and the percentage of pieces done, in steps of 10 %."""
 
 
 class ExchangeProgress:
-    """The counts of an exchange's pieces."""
+    """Counts of an exchange's pieces."""
 
     def __init__(self, plan: Plan, watch: Watch = lambda attempt, chunks, percent: None) -> None:
         self._plan = plan
         self._watch = watch
         contributors = frozenset(plan.contributors) - {plan.own}
         self._awaited = {piece: set(contributors) for piece in plan.shards[plan.own] if contributors}
-        """Missing contributors of each piece of our shard, in order."""
+        """Contributors missing for each piece of our shard, in order of pieces."""
         self._results_due = {peer: len(plan.shards[peer]) for peer in plan.others}
         self._contributed = dict.fromkeys(plan.others, 0)
         self._unapplied = set(plan.pieces)
@@ -156,13 +157,14 @@ class ExchangeProgress:
         return not self._unapplied
 
     def owing(self) -> frozenset[PeerId]:
-        """The members that could send us something now and have not."""
-        # Results are nobody's fault while contributions to our shard are due: the same member may delay other reducers.
-        # Only the first incomplete piece counts: a member sends no more than a window ahead of the results.
+        """Returns the members that could send us something now and have not."""
+        # While contributions to our shard are missing, late results have no culprit: the same member may delay other
+        # reducers. Only the first incomplete piece counts, because a member sends at most a window ahead of the
+        # results.
         late = next(iter(self._awaited.values()), ())
         if late:
             return frozenset(late)
-        # A reducer owes the results of the pieces to which we have contributed.
+        # A reducer owes results only for pieces to which we have contributed.
         ours = {peer: len(self._plan.shards[peer]) - self._contributed[peer] for peer in self._results_due}
         return frozenset(p for p, due in self._results_due.items() if due > (ours[p] if self._plan.contributes else 0))
 
@@ -177,7 +179,7 @@ class ExchangeProgress:
 
 
 KEPT: Final = 0.5
-"""Weight of earlier measurements, each time a sender falls silent."""
+"""Decay of older measurements, applied whenever a sender pauses."""
 
 
 @dataclass(slots=True)
@@ -190,7 +192,7 @@ class _Sender:
 
 
 class Incoming:
-    """The senders' rates. Pieces overlap, so bytes count over the time in which any of them arrives."""
+    """Receive rate per sender. Pieces overlap, so bytes count over the time in which at least one arrives."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -199,6 +201,7 @@ class Incoming:
     def began(self, sender: PeerId) -> None:
         known = self._senders.pop(sender, None) or _Sender()
         self._senders[sender] = known
+        # Bounds the number of senders.
         while len(self._senders) > MAX_MEMBERS:
             del self._senders[next(iter(self._senders))]
         if not known.under_way:
@@ -221,12 +224,12 @@ class Incoming:
 
 
 EARLY_PIECES: Final = 32
-"""Pieces kept before the roster is here, of all members together: at most 128 MiB."""
+"""Pieces buffered before the roster arrives, from all members together (at most 128 MiB)."""
 FEWEST_EARLY: Final = 2
-"""Pieces that each member may send that early, however many members there are."""
+"""Pieces that each member may send before the roster, however many members there are."""
 
 Deliver = Callable[[PeerId, RoundPiece, Piece, memoryview], None]
-"""Takes a whole piece; returns its buffer with `Arrivals.give_back`."""
+"""Takes a complete piece, and returns its buffer by `Arrivals.give_back`."""
 
 
 def piece_spec(codec: Codec, elements: int) -> TensorSpec:
@@ -234,12 +237,12 @@ def piece_spec(codec: Codec, elements: int) -> TensorSpec:
 
 
 def early_pieces(others: int) -> int:
-    """Pieces that a member may send to another before it has seen a result of it."""
+    """Returns the number of pieces that a member may send to another before it receives a result."""
     return max(FEWEST_EARLY, EARLY_PIECES // max(1, others))
 
 
 class Arrivals:
-    """The pieces that arrive for one attempt. A member may begin to send before the roster has reached us."""
+    """Pieces arriving for one attempt, some of them before our copy of the roster."""
 
     def __init__(
         self, round_id: RoundId, codecs: Sequence[RoundCodecs], rejected: Callable[[PeerId, str], None]
@@ -261,20 +264,21 @@ class Arrivals:
             self._hand_over(sender, message, buffer)
 
     def let_go(self) -> None:
-        """Frees the buffers after the exchange; what arrives now is dropped."""
+        """Frees the buffers after the exchange. Pieces that arrive later are dropped."""
         self._free.clear()
         self._deliver = lambda sender, message, piece, buffer: None
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
         key = (sender, message)
         if message.round != self.round or key in self._come:
-            return Refusal(False, "this piece is of another round, or has come before")
+            return Refusal(False, "this piece belongs to another round or has already arrived")
         why_not = self._objection(sender, message, tensor)
         if why_not is not None:
             return Refusal(False, why_not)
         self._come[key] = tensor.codec
+        # Allocating large buffers is slow, so reuse them.
         free = self._free.get(tensor.byte_length)
-        return free.pop() if free else np.empty(tensor.byte_length, np.uint8).data  # not filled with zeros first
+        return free.pop() if free else np.empty(tensor.byte_length, np.uint8).data  # unlike bytearray, not zeroed
 
     def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
         self.received_bytes += buffer.nbytes
@@ -291,18 +295,19 @@ class Arrivals:
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
     def _objection(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> str | None:
+        # Without the roster only size and codec can be checked.
         if self._plan is None:
             if len(self._come) >= EARLY_PIECES:
                 return "too many pieces before the roster"
             elements = tensor.shape[0]
             specs = (piece_spec(codecs.of(message), elements) for codecs in self._codecs)
-            return None if elements <= LARGEST_PIECE and tensor in specs else "no piece has such a form"
+            return None if elements <= LARGEST_PIECE and tensor in specs else "no piece has this size and encoding"
         piece = self._plan.piece_of(sender, message)
         if piece is None:
-            return "no such piece is due from this peer"
+            return "this peer has no such piece to send"
         if tensor == piece_spec(self._plan.codecs.of(message), piece.elements):
             return None
-        why = f"a piece of {piece.elements} elements as {tensor}"
+        why = f"a piece of {piece.elements} elements came as {tensor}"
         self._rejected(sender, why)
         return why
 
@@ -315,5 +320,7 @@ class Arrivals:
             self._deliver(sender, message, piece, buffer)
             return
         if piece is not None:
-            self._rejected(sender, f"a piece of {piece.elements} elements in {buffer.nbytes} bytes, not as {due.name}")
+            self._rejected(
+                sender, f"a piece of {piece.elements} elements came in {buffer.nbytes} bytes, not as {due.name}"
+            )
         self.give_back(buffer)

@@ -1,6 +1,6 @@
-"""Our pseudo-gradient (anchor minus snapshot), the weighted sums of our shard, and the comparison of others' results.
+"""Pseudo-gradient (anchor minus snapshot), weighted sums of our shard, and checks of other members' results.
 
-What a codec leaves out stays in the replica: after the commit it is carried over from what the others received.
+The replica keeps the values that the codec drops: after the commit, it assumes the snapshot that the others received.
 Error feedback was worse (0.25 nats behind float32 instead of 0.02).
 """
 
@@ -30,7 +30,7 @@ from swarm.vocabulary.types import Codec, PeerId
 
 
 class SentParts:
-    """The encoded parts that were sent in one attempt."""
+    """Encoded slices sent in one attempt."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -38,17 +38,18 @@ class SentParts:
         self._rewritten = False
 
     def note(self, part: slice, encoding: memoryview) -> None:
-        """Notes the encoding of a part. Parts that are never noted were used as they are."""
+        """Stores the encoding of a slice. Slices never stored count as sent exactly."""
         self._sent[part.start, part.stop] = encoding.tobytes()
 
     def encoding(self, part: slice) -> bytes | None:
         return self._sent.get((part.start, part.stop))
 
     def rewrite(self, base: SharedVector, snapshot: Vector | SharedVector) -> None:
-        """Sets the snapshot, after the commit, to what the others received of it. Done once."""
+        """Replaces the snapshot by the version that the others received, after the commit. Does so only once."""
         if self._rewritten:
             return
         self._rewritten = True
+        # The anchor minus the decoded pseudo-gradient is the snapshot that others assume.
         for (start, stop), encoding in self._sent.items():
             there = snapshot[start:stop]
             decode_into(self._codec, memoryview(encoding), there)
@@ -57,7 +58,7 @@ class SentParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """The pseudo-gradient, computed piece by piece where it is read. Used on the averaging thread."""
+    """Pseudo-gradient, computed slice by slice on demand. Used on the averaging thread."""
 
     anchor: Anchor
     snapshot: Vector | SharedVector
@@ -66,7 +67,7 @@ class Source:
         return squares_of_difference(self.anchor.parameters[part], self.snapshot[part])
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
-        """Writes `factor` * pseudo-gradient to `out`, rounded after each operation."""
+        """Writes `factor` * pseudo-gradient to `out`, rounded to float32 after each operation."""
         scale = np.float32(factor)
         left, right = self.anchor.parameters[part], self.snapshot[part]
         for stretch in stretches(len(out)):
@@ -74,7 +75,7 @@ class Source:
             np.multiply(difference, scale, out=difference)
 
     def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
-        """Writes the encoding into `out`. `room` is at least as long as the part."""
+        """Encodes a slice into `out`. `room` is scratch memory at least as long as the slice."""
         left, right = self.anchor.parameters[part], self.snapshot[part]
         if codec is Codec.NONE:
             np.subtract(left, right, out=np.frombuffer(out, dtype=np.float32))
@@ -83,30 +84,31 @@ class Source:
 
 
 ROUNDING: Final = 1.01
-"""Largest ratio of a norm to its declaration: float32 and INT8 add at most 0.3 %."""
+"""Largest accepted ratio of a norm to its declaration. Float32 and INT8 add at most 0.3 %."""
 COARSE_ROUNDING: Final = 1.05
-"""The same for INT4, which adds up to 1 %."""
+"""The same ratio for INT4, which adds up to 1 %."""
 
 
 class NormLimit:
-    """Checks vectors against a declared norm, and that they are finite."""
+    """Check of vectors against a declared norm, over all pieces together."""
 
     def __init__(self, norm: float, codec: Codec) -> None:
         rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
+        # The smallest normal number allows for rounding around norm 0.
         self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
 
     def check(self, values: Vector) -> None:
-        """Counts the values. Raises ProtocolViolation if they cannot be used."""
+        """Counts the values. Raises ProtocolViolation if they are not finite or exceed the norm."""
         length = squares(values)
         if not math.isfinite(length):
-            raise ProtocolViolation("elements that are not finite, or beyond all bounds")
+            raise ProtocolViolation("it has elements that are not finite")
         if length > self._left:
-            raise ProtocolViolation("more than the norm that was declared")
+            raise ProtocolViolation("it exceeds its declared norm")
         self._left -= length
 
 
 def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
-    """The decoded elements, in `room` or in place with NONE. Raises ProtocolViolation."""
+    """Decodes into `room`, or returns a view of uncompressed data. Raises ProtocolViolation."""
     if codec is Codec.NONE:
         return np.frombuffer(data, dtype="<f4")
     decode_into(codec, data, room)
@@ -114,7 +116,7 @@ def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
 
 
 class Reduction:
-    """The weighted sums of our shard's pieces."""
+    """Weighted sums of the pieces of our shard."""
 
     def __init__(self, plan: Plan, source: Source) -> None:
         self._plan = plan
@@ -127,10 +129,9 @@ class Reduction:
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
-        """Adds a contribution; returns the encoding of a complete sum. Raises ProtocolViolation.
+        """Adds a contribution and returns the encoded sum once complete. Raises ProtocolViolation.
 
-        Args:
-            room: scratch memory of the piece's length.
+        `room` is scratch memory at least as long as the piece.
         """
         values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
         self._limits[sender].check(values)
@@ -151,6 +152,7 @@ class Reduction:
     def _sum(self, piece: Piece) -> Vector:
         total = self._sums.get(piece)
         if total is None:
+            # Start with our own contribution, which needs no encoding.
             total = self._sums[piece] = np.empty(piece.elements, np.float32)
             if self._plan.contributes:
                 self._source.write(piece.part, total, self._plan.members[self._plan.own].coefficient)
@@ -161,12 +163,12 @@ class Reduction:
 
 PATCH: Final = 4096
 ONE_IN: Final = 8
-"""Inverse share of a piece's patches that are compared: nobody knows which, and memory traffic is an eighth."""
+"""One patch in ONE_IN is compared. Members cannot know which, and it saves memory traffic."""
 AT_LEAST: Final = 8
 
 
 class Comparison:
-    """The comparison of one exchange's results with our pseudo-gradient. `random` must be unpredictable."""
+    """Comparison of an exchange's results with our own pseudo-gradient. `random` must be unpredictable."""
 
     def __init__(self, plan: Plan, source: Source, random: Random) -> None:
         self._plan = plan
@@ -177,11 +179,13 @@ class Comparison:
         self._elements = fragment.stop - fragment.start
 
     def add(self, piece: Piece, result: Vector) -> None:
-        """Takes the figures of a result [piece.elements]."""
+        """Adds the statistics of a result [piece.elements]."""
         left, right = self._source.anchor.parameters[piece.part], self._source.snapshot[piece.part]
         width = min(PATCH, piece.elements)
         count = piece.elements // width
+        # Chosen at random afterwards, so that a reducer cannot know the patches.
         chosen = self._random.sample(range(count), min(count, max(AT_LEAST, count // ONE_IN)))
+        # With a random offset, every element may be compared.
         start = self._random.randint(0, piece.elements - count * width)
 
         def patches(values: Vector) -> Vector:

@@ -1,4 +1,4 @@
-"""The donor of anchors: serves chunks to replicas that catch up, without delaying training or rounds."""
+"""Serves chunks of anchors to replicas that catch up, without delaying training or rounds."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ log = logging.getLogger(__name__)
 
 CHUNKS_OF_ONE: Final = 32
 ASKERS: Final = 32
-"""Peers with chunks waiting; others get BUSY."""
+"""Peers that may have chunks queued. Others get BUSY."""
 LINKS_AT_ONCE: Final = 8
 REFUSALS_WAITING: Final = 64
-"""Refusals in flight; beyond, a request is not answered."""
+"""Refusals in flight. Beyond this, requests are not answered."""
 LEASE_S: Final = 60.0
-"""Seconds for which an anchor is kept after the last request..."""
+"""Lease of an anchor after the latest request, in seconds."""
 LONGEST_LEASE_S: Final = 600.0
-"""... and after the first."""
+"""Lease of an anchor after the first request at most, in seconds."""
 SLOWEST_BYTES_PER_S: Final = 16 * 1024
 SEND_GRACE_S: Final = 10.0
 
 
 _Queue = deque[tuple[ModuleId, bytes, int]]
-"""Module, digest and number of each chunk that one peer waits for."""
+"""Chunks that one peer waits for: module, digest, number."""
 
 
 class Donor:
-    """Serves one module's anchors, and all modules of the existing model from which the run starts, if any."""
+    """Donor of one module's anchors, and of all modules of the model that the run started from, if it is here."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class Donor:
             await asyncio.get_running_loop().create_future()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Answers a question for a hash list. Raises Rejected."""
+        """Answers a request for a hash list. Raises Rejected."""
         module, digest = question.module, question.digest
         anchor = None if module is None else self._find(module, digest) or await self._hashed(module, digest)
         if anchor is None:
-            raise Rejected(f"module {question.module} in state {question.digest.hex()[:12]} is not kept here")
+            raise Rejected(f"this peer does not have state {question.digest.hex()[:12]} of module {question.module}")
         self._lease(anchor)
         layout = anchor.layout
         return encode_hash_list(HashList(anchor.version, layout.elements, layout.chunk_elements, anchor.hashes))
@@ -98,11 +98,13 @@ class Donor:
         if not self._tasks.are_running:
             return
         anchor = self._find(request.module, request.digest)
+        # An unknown state, or a chunk number out of range.
         if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
             self._refuse(sender, request, StateRefusal.GONE)
             return
         queue = self._askers.get(sender)
         waiting = 0 if queue is None else len(queue)
+        # Bounds the queue of one peer, and the number of peers.
         if waiting + len(request.chunks) > CHUNKS_OF_ONE or (queue is None and len(self._askers) >= ASKERS):
             self._refuse(sender, request, StateRefusal.BUSY)
             return
@@ -113,25 +115,27 @@ class Donor:
         queue.extend((request.module, request.digest, chunk) for chunk in request.chunks)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """Drops the peer's queue; it asks again when it is back."""
+        """Drops the peer's queue. The peer asks again after it reconnects."""
         self._askers.get(peer, deque()).clear()
 
     def _find(self, module: ModuleId, digest: bytes) -> Anchor | FirstAnchor | None:
-        """An anchor in the store, or a first one whose hashes are known."""
+        """Returns an anchor from the store, or a first anchor whose hashes are known."""
         anchor = self._store.get(digest) if module == self._module else None
         return anchor if anchor is not None or self._start is None else self._start.hashed(module, digest)
 
     async def _hashed(self, module: ModuleId, digest: bytes) -> FirstAnchor | None:
-        """A first anchor from the model's folder, read for the first asker; one at a time."""
+        """Reads and hashes a module of the model that the run started from, one at a time."""
         if self._start is None or not self._start.has(module, digest):
             return None
         async with self._hashing:
             return await asyncio.to_thread(self._start.first_anchor, module.stage)
 
     def _lease(self, anchor: Anchor | FirstAnchor) -> None:
+        # First anchors are read from the model's folder, so they need no lease.
         if isinstance(anchor, FirstAnchor):
             return
         now, digest = self._clock.monotonic(), anchor.version.digest
+        # Bound the total lease, or a slow reader could pin an anchor forever.
         self._first_asked = {d: first for d, first in self._first_asked.items() if self._store.get(d) is not None}
         left = self._first_asked.setdefault(digest, now) + LONGEST_LEASE_S - now
         if left > 0:
@@ -141,12 +145,12 @@ class Donor:
         try:
             while queue:
                 async with self._turns:
-                    if queue:  # the link may have broken meanwhile
+                    if queue:  # empty if the link broke while we waited
                         await self._send_next(peer, queue)
         except PeerError as error:
             log.info("could not send state to %s: %s", short(peer), error)
         except TimeoutError:
-            log.info("%s takes the state too slowly; it may ask again", short(peer))
+            log.info("%s receives the state too slowly; it may ask again", short(peer))
         finally:
             if self._askers.get(peer) is queue:
                 del self._askers[peer]
@@ -156,12 +160,13 @@ class Donor:
         anchor = self._find(module, digest)
         try:
             if anchor is None:
-                raise StateError("it is not kept any more")
+                raise StateError("it was dropped")
             first = isinstance(anchor, FirstAnchor)
             data = await asyncio.to_thread(anchor.chunk, chunk) if first else anchor.chunk(chunk)
             await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
         except (StateError, ConfigError) as error:
-            log.info("module %s in state %s can not be given: %s", module, digest.hex()[:12], error)
+            log.info("cannot serve module %s in state %s: %s", module, digest.hex()[:12], error)
+            # Refuse all queued chunks of this state at once.
             chunks = (chunk, *(number for *other, number in queue if other == [module, digest]))
             others = [entry for entry in queue if entry[:2] != (module, digest)]
             queue.clear()
@@ -181,8 +186,9 @@ class Donor:
         self.sent_bytes += size
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
+        # A peer that does not read must not make refusals pile up.
         if self._tasks.are_running and self._refusals < REFUSALS_WAITING:
-            self._refusals += 1  # taken back when it has been sent, or could not be
+            self._refusals += 1  # `_send_refusal` decrements it
             refused = StateRefused(request.module, request.digest, request.chunks, reason)
             self._tasks.begin(self._send_refusal(peer, refused))
 
@@ -190,6 +196,6 @@ class Donor:
         try:
             await self._transport.tell(peer, refused)
         except PeerError as error:
-            log.debug("could not tell %s that it gets no state: %s", short(peer), error)
+            log.debug("could not send %s a refusal: %s", short(peer), error)
         finally:
             self._refusals -= 1

@@ -1,4 +1,4 @@
-"""The download of an agreed state: the hash list, which the digest proves, then the chunks, which the list proves."""
+"""Download of an agreed state: a hash list that matches the digest, then chunks that match the list."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, short
 
 log = logging.getLogger(__name__)
 
-TRIED_AGAIN: Final = "It is tried again with the newest state that the module's replicas announce."
+TRIED_AGAIN: Final = "The node retries with the newest state that the module's replicas announce."
 ANSWER_S: Final = 10.0
 MOST_ASKED: Final = 16
 
@@ -42,7 +42,7 @@ async def first_hash_list(
     donors: Sequence[PeerId],
     on_liar: Callable[[PeerId, str], None],
 ) -> tuple[HashList, tuple[PeerId, ...]]:
-    """The first hash list that the digest proves, and the asked donors that may have it. Raises NoQuorum, Stalled."""
+    """Gets a hash list that matches the digest, and the donors that may have it. Raises NoQuorum, Stalled."""
     question = Question(QuestionAbout.STATE, module=module, digest=wanted.digest)
     asked = tuple(dict.fromkeys(donors))[:MOST_ASKED]
     failed: dict[PeerId, PeerError] = {}
@@ -53,6 +53,7 @@ async def first_hash_list(
             found.put_nowait(_proven(await transport.ask(donor, question, ANSWER_S), layout, wanted))
         except PeerError as error:
             failed[donor] = error
+            # An honest donor never sends a wrong list.
             if isinstance(error, ProtocolViolation):
                 on_liar(donor, str(error))
             found.put_nowait(None)
@@ -61,6 +62,7 @@ async def first_hash_list(
         running = [tasks.create_task(ask(donor)) for donor in asked]
         for _ in running:
             hash_list = await found.get()
+            # The first valid list suffices, because the digest proves it.
             if hash_list is not None:
                 for task in running:
                     task.cancel()
@@ -69,20 +71,20 @@ async def first_hash_list(
 
 
 def _proven(data: bytes, layout: Layout, wanted: AnchorVersion) -> HashList:
-    """Raises ProtocolViolation if it is not the list of that digest, or of another module."""
+    """Decodes a hash list. Raises ProtocolViolation if it does not match the digest or the layout."""
     said = decode_hash_list(data, digest=wanted.digest, elements=layout.elements, chunk_elements=layout.chunk_elements)
     version = said.version
     if version_of(layout, said.hashes, version.round, version.steps, version.tokens, version.fragment) != version:
-        raise ProtocolViolation(f"this is not the hash list of state {wanted.digest.hex()[:12]}")
+        raise ProtocolViolation(f"the hash list does not match state {wanted.digest.hex()[:12]}")
     return said
 
 
 def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> SkipstoneError:
-    told = "; ".join(f"{short(donor)}: {error}" for donor, error in failed.items()) or "there are no donors"
+    told = "; ".join(f"{short(donor)}: {error}" for donor, error in failed.items()) or "no peer announces it"
     if any(isinstance(error, Unreachable | Stalled) for error in failed.values()):
         return Stalled(
-            f"nobody has answered for the state of round {wanted.round}: {told}",
-            hint="Check this machine's connection to the peers named above; it is tried again.",
+            f"no peer sent the state of round {wanted.round}: {told}",
+            hint="Check this machine's connection to the peers above. The node retries.",
         )
     return NoQuorum(f"no peer has the state of round {wanted.round}: {told}", hint=TRIED_AGAIN)
 
@@ -90,11 +92,11 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> Skips
 FEWEST_BUFFERS: Final = 3
 MOST_WAITING: Final = machine.MOST_OWED
 BUFFER_BYTES: Final = 16 * 1024 * 1024
-"""Memory for one donor's chunks that are asked for, arriving or being checked."""
+"""Memory for one donor's chunks that are requested, arriving or being checked."""
 
 
 class StateDownloads:
-    """The downloads of one module's state, one at a time. `on_progress` gets bytes here and in all."""
+    """Downloads of one module's state, one at a time. `on_progress` gets the bytes present and the total."""
 
     def __init__(
         self,
@@ -119,21 +121,21 @@ class StateDownloads:
         self._is_busy = False
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
-        """Downloads an anchor, except for the chunks that `known` has. Raises NoQuorum, Stalled, ResourceExhausted."""
+        """Downloads an anchor except for chunks in `known`. Raises NoQuorum, Stalled, ResourceExhausted."""
         proven, vectors = await self._fetch(wanted, donors, 2 * self.layout.chunks, known)
         return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
     async def parameters(self, wanted: AnchorVersion, donors: Sequence[PeerId]) -> SharedVector:
-        """Downloads only the parameters of that anchor, [elements]. Raises as `catch_up`."""
+        """Downloads only the parameters of an anchor, [elements]. Raises the same errors as `catch_up`."""
         _, (parameters, _) = await self._fetch(wanted, donors, self.layout.chunks, None)
         return parameters
 
     async def _fetch(
         self, wanted: AnchorVersion, donors: Sequence[PeerId], chunks: int, known: Anchor | None
     ) -> tuple[HashList, StateVectors]:
-        """Fetches the first `chunks` chunks; the rest of the vectors is undefined."""
+        """Fetches the first `chunks` chunks. The rest of the vectors is undefined."""
         if self._is_busy:
-            raise SkipstoneError("this module is catching up already")
+            raise SkipstoneError("this module already downloads a state")
         self._is_busy = True
         try:
             transport = self.session.transport
@@ -151,6 +153,7 @@ class StateDownloads:
         try:
             here = await state.take_over(known)
             chunk_bytes = 4 * self.layout.chunk_elements
+            # Limited by memory, but enough to keep the link busy.
             room = max(FEWEST_BUFFERS, min(machine.MOST_OWED, BUFFER_BYTES // chunk_bytes))
             plan = machine.Download(chunks, chunk_bytes, here, donors, self._random, room)
             pool = BufferPool(chunk_bytes, room * min(len(donors), machine.DONORS_AT_ONCE))
@@ -167,7 +170,7 @@ class StateDownloads:
 
 
 class _Download(MachineRunner[machine.Event, machine.Action]):
-    """One download. `room`: buffers per donor."""
+    """A single download. `room` is the number of buffers per donor."""
 
     def __init__(
         self,
@@ -201,26 +204,28 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         if isinstance(self._end, machine.Failed):
             number, detail = self._version.round, self._end.detail
             if self._end.stalled:
-                hint = "Check this machine's connection; the next attempt keeps what has been fetched."
-                raise Stalled(f"nothing more comes of the state of round {number}: {detail}", hint=hint)
-            raise NoQuorum(f"no peer is left that gives the state of round {number}: {detail}", hint=TRIED_AGAIN)
+                hint = "Check this machine's connection. The next attempt continues from here."
+                raise Stalled(f"the download of the state of round {number} stalled: {detail}", hint=hint)
+            raise NoQuorum(f"no peer is left that serves the state of round {number}: {detail}", hint=TRIED_AGAIN)
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         chunk = message.chunk
         if not self._is_of(message) or not self._plan.expects(sender, chunk):
-            return Refusal(False, "this chunk is not wanted, or not any more")
+            return Refusal(False, "this chunk was not requested")
         elements = self._elements_of(chunk)
         if not may_come_as(tensor, elements, self._of.codecs):
+            # An honest donor never sends this, so stop using it.
             self.handle(machine.ChunkCame(sender, chunk, False))
             raise ProtocolViolation(
-                f"chunk {chunk} of a state, {elements} elements, as {tensor.shape} {tensor.dtype.name} in"
-                f" {tensor.byte_length} bytes of {tensor.codec.name}: that is no form of it in this run"
+                f"chunk {chunk} of {elements} elements came as {tensor.shape} {tensor.dtype.name} in"
+                f" {tensor.byte_length} bytes of {tensor.codec.name}, which this run does not allow"
             )
         if (sender, chunk) in self._arriving:
-            return Refusal(False, "this chunk is on its way already")
+            return Refusal(False, "this chunk is already arriving")
+        # Bounds the buffers of one donor.
         of_sender = sum(peer == sender for peer, _ in self._arriving)
         if of_sender >= self._room or self._pool.in_use >= self._pool.limit:
-            self.handle(machine.ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # by us; it will be asked for again
+            self.handle(machine.ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # so that it is requested again
             return Refusal(True, "too many chunks at once")
         buffer = self._arriving[sender, chunk] = self._pool.take()
         return buffer[: tensor.byte_length]
@@ -256,7 +261,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
                 if not self.send(donor, StateRequest(self._of.module, self._version.digest, chunks)):
                     self.handle(machine.DonorLost(donor))
             case machine.Report(donor, detail):
-                log.warning("%s does not send the state that was agreed on: %s", short(donor), detail)
+                log.warning("%s sends another state than the agreed one: %s", short(donor), detail)
                 self._of.on_liar(donor, detail)
             case machine.Complete() | machine.Failed():
                 self._end = action

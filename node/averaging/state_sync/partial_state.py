@@ -1,4 +1,4 @@
-"""A state in assembly: the encoding of chunks, their check, their places, and a file that keeps them over a restart."""
+"""A state being downloaded: decodes, checks and places chunks, and keeps them in a file across restarts."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ PLANES_BELOW_BYTES_PER_S: Final = 80e6
 
 
 def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
-    """The codec of chunks over a link of this goodput; 0 is unknown."""
+    """Chooses the codec of chunks for a link with this goodput (0: unknown)."""
     slow = 0 < goodput_bytes_per_s < PLANES_BELOW_BYTES_PER_S
     return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
 
 
 def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) -> bool:
+    # An encoding longer than the raw chunk would not fit in the buffer.
     return (
         (tensor.shape, tensor.dtype) == ((elements,), DType.FLOAT32)
         and tensor.codec in allowed
@@ -52,7 +53,7 @@ SUFFIX: Final = ".partial-state"
 
 
 class PartialState:
-    """The vectors of a state in assembly, on a thread of its own. `folder` keeps chunks over a restart."""
+    """Vectors of a state being downloaded, filled on a separate thread. `folder` keeps chunks across restarts."""
 
     def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
         self.parameters, self.momentum = self._vectors = space.spare()
@@ -64,11 +65,11 @@ class PartialState:
         self._thread = ThreadPoolExecutor(1, "catching-up")
 
     async def take_over(self, known: Anchor | None) -> frozenset[int]:
-        """Takes over the chunks that `known` or the file have; returns their numbers."""
+        """Takes the chunks that `known` or the file already has, and returns their numbers."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._take_over, known)
 
     async def place(self, number: int, tensor: TensorSpec, data: memoryview) -> bool:
-        """Decodes a chunk and puts it in its place; False if it does not match its hash."""
+        """Decodes a chunk and stores it. Returns False if it does not match its hash."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, number, tensor, data)
 
     async def close(self, *, complete: bool) -> None:
@@ -79,6 +80,7 @@ class PartialState:
     def _take_over(self, known: Anchor | None) -> frozenset[int]:
         if self._folder is not None:
             self._file = KeptChunks(self._folder, self._digest, self._layout)
+        # Shared arrays save memory as well as the download.
         if known is not None:
             self.parameters = self.parameters.sharing(known.parameters, self._shared(known, 0))
             self.momentum = self.momentum.sharing(known.momentum, self._shared(known, self._layout.chunks))
@@ -93,7 +95,7 @@ class PartialState:
         return frozenset(self._placed)
 
     def _shared(self, known: Anchor, first_number: int) -> set[int]:
-        """The fragments that are equal: their arrays are never written, so they can be shared."""
+        """Returns the fragments equal to those of `known`. Anchors are immutable, so their arrays can be shared."""
         same = set()
         for place, (first, end) in enumerate(self._layout.fragments):
             numbers = range(first_number + first, first_number + end)
@@ -116,9 +118,11 @@ class PartialState:
             data = octets_of_tensor(out)
         if hash_of(data) != self._hashes[number]:
             return False
+        # A chunk may arrive twice after a retry.
         if number not in self._placed:
             np.copyto(np.asarray(self._slot(number)), np.asarray(data))
             self._placed.add(number)
+            # Without the file, the download continues in memory.
             if self._file is not None and not self._file.write(number, data):
                 self._file = None
         return True
@@ -139,7 +143,7 @@ class PartialState:
 
 
 class KeptChunks:
-    """The file of kept chunks, of the state's size, with holes. Any error of the disk ends its use."""
+    """File of verified chunks: sparse, as large as the state. A disk error ends its use."""
 
     def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
         self._layout = layout
@@ -148,6 +152,7 @@ class KeptChunks:
         self._is_new = True
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Only the latest download is kept.
             for other in folder.glob(f"*{SUFFIX}"):
                 if other != self._path:
                     other.unlink(missing_ok=True)
@@ -159,7 +164,7 @@ class KeptChunks:
             self._give_up(error)
 
     def read(self, number: int, target: memoryview) -> bool:
-        """Reads the bytes at a chunk's place, which may be anything; returns whether that worked."""
+        """Reads the bytes at a chunk's position, possibly garbage. Returns whether reading worked."""
         if self._file is None or self._is_new:
             return False
         try:
@@ -200,12 +205,14 @@ class KeptChunks:
         return 4 * start
 
     def _give_up(self, error: OSError) -> None:
-        log.warning("an unfinished download cannot be kept in %s, and would begin anew: %s", self._path.parent, error)
+        log.warning(
+            "cannot keep the unfinished download in %s, so it would restart from zero: %s", self._path.parent, error
+        )
         self.close(remove=True)
 
 
 class Space(Protocol):
-    """A supplier of vectors to be written (`AnchorStore`, `FreshSpace`)."""
+    """Supplier of vectors to write (`AnchorStore`, `FreshSpace`)."""
 
     @property
     def layout(self) -> Layout: ...
@@ -216,7 +223,7 @@ class Space(Protocol):
 
 
 class FreshSpace:
-    """Newly allocated vectors, for a node without a store of anchors yet."""
+    """Supplier of new vectors, for a node without a store of anchors."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

@@ -1,1 +1,1 @@
-"""The output of commands."""
+"""Output of the commands."""

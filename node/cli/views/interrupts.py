@@ -1,4 +1,4 @@
-"""Signals and the end of standard input as requests to stop: the first asks, the second ends the process."""
+"""Signals and the end of standard input: the first asks the process to stop, the second ends it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from node.cli.views.output import tell
 Result = TypeVar("Result")
 
 STOP_LIMIT_S = 20.0
-"""Limit of a stop in good order, in seconds."""
-STOPPING = "stopping in good order; once more to stop at once"
+"""Limit of a clean stop, in seconds."""
+STOPPING = "stopping cleanly; once more to stop at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Turns signals into requests to stop: the first calls `ask` and says `line`, the second calls `at_once`."""
+    """Turns signals into requests to stop: the first calls `ask` and prints `line`, the second calls `at_once`."""
 
-    # Python's own handlers, which run even when the event loop is stuck.
+    # Uses Python's signal handlers, not asyncio's: they run even if the event loop hangs.
 
     def __init__(self, ask: Callable[[], object], at_once: Callable[[int], None], line: str = STOPPING) -> None:
         self._ask = ask
@@ -40,7 +40,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for one, wants it ignored
+            if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP; keep that
                 self._previous[number] = signal.signal(number, self._arrived)
         return self
 
@@ -54,14 +54,15 @@ class Interrupts:
         if self._first is None:
             self._first = number
             self._ask()
-            tell(self._line)  # last: nobody may read it, and a full pipe must not keep the process from ending
+            tell(self._line)  # last: a full pipe must not keep the process from stopping
         else:
             self._at_once(number)
 
 
 def leave_at_once(number: int) -> None:
-    """Ends this process without clean-up, and its process group if it leads one."""
+    """Ends this process without clean-up, together with its process group if it leads one."""
     if os.getpgrp() == os.getpid():
+        # This process is in the group too; it still has to exit with its own code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
     os._exit(128 + number)
@@ -78,15 +79,15 @@ def end_by(seconds: float) -> None:
 
 
 def stop_on_end_of_input(ask: Callable[[], None]) -> None:
-    """Calls `ask` when standard input ends, and ends the process if that does not stop it in time."""
-    # A thread works with any standard input, and when the loop is stuck.
+    """Calls `ask` when standard input ends, then ends the process if it has not stopped in time."""
+    # A thread works with any kind of standard input, and even if the loop hangs.
     loop = asyncio.get_running_loop()
 
     def watch() -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
-        with contextlib.suppress(RuntimeError):  # the loop has closed: the process is ending already
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             loop.call_soon_threadsafe(ask)
         end_by(STOP_LIMIT_S + 5)
 
@@ -94,7 +95,8 @@ def stop_on_end_of_input(ask: Callable[[], None]) -> None:
 
 
 async def until_stopped(work: Awaitable[Result], stop: asyncio.Event, kill: Callable[[], None]) -> tuple[Result, int]:
-    """Work that ends when `stop` is set: its result, or 128 + the signal. `kill` runs in a signal handler."""
+    """Awaits work that ends when `stop` is set. Returns its result and 128 + the signal, or 0."""
+    # `kill` runs inside a signal handler, so it must not touch the loop.
     loop = asyncio.get_running_loop()
     with Interrupts(lambda: loop.call_soon_threadsafe(stop.set), lambda _: kill(), f"\n{STOPPING}") as interrupts:
         return await work, interrupts.exit_code

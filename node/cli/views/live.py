@@ -1,4 +1,4 @@
-"""The live view of a swarm on a terminal. `render` is pure; `draw` shows it."""
+"""The live view of a swarm on a terminal: `render` is pure, `draw` shows it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
 
 
 def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> RenderableType:
-    """Renders the view at `now` (monotonic seconds). Peers' text is made harmless and never markup."""
+    """Renders the view at `now` (monotonic seconds). Text from peers is escaped."""
     parts: list[RenderableType] = [_headline(state, title, elapsed_s)]
     if state.target is not None:
         bar = Table.grid()  # a bar alone does not end its line
@@ -49,7 +49,7 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
 
 
 def remaining_s(state: SwarmProgress) -> float | None:
-    """The seconds to the target at the pace of the last steps; None while there is no pace or no target."""
+    """Estimates the seconds to the target from the last steps; None without a target or enough steps."""
     if state.target is None or len(state.recent) < 2:
         return None
     pace = (state.recent[-1].at - state.recent[0].at) / (len(state.recent) - 1)
@@ -76,6 +76,7 @@ def _loss_line(state: SwarmProgress) -> Text:
 
 
 def _sizes_lines(state: SwarmProgress) -> Iterator[Text]:
+    # All data nodes pack the same way, so one line is enough.
     packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
     for sizes in islice(packed, 1):
         yield Text(f"microbatch {sizes_text(sizes)}", style="dim")
@@ -89,7 +90,7 @@ def _peer_table(state: SwarmProgress, now: float) -> Table:
     hosted = {peer.stage for peer in living}
     for peer in by_stage:
         table.add_row(*_peer_row(peer, now))
-    if all(peer.module is not None for peer in living):  # else one of them is coming up
+    if all(peer.module is not None for peer in living):  # otherwise a node is still starting
         for module in sorted(set(state.modules) - {peer.module for peer in living}) if living else ():
             table.add_row(
                 Text(module.partition(".")[0], style="red"), Text(module, style="red"), Text("none", style="red")
@@ -125,7 +126,7 @@ def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
 
 
 def download_cell(done: float, total: float) -> RenderableType:
-    """A progress bar for a table cell, above its figures."""
+    """Renders a table cell: a progress bar above its figures."""
     rows = Table.grid()  # a bar alone does not end its line
     rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
     rows.add_row(Text(f"{megabytes(done)} of {megabytes(total)}"))
@@ -133,7 +134,7 @@ def download_cell(done: float, total: float) -> RenderableType:
 
 
 async def draw(console: Console, view: Callable[[], RenderableType]) -> None:
-    """Draws `view()` a few times a second until cancelled. A closed terminal ends the drawing."""
+    """Draws `view()` every `REFRESH_S` seconds until cancelled. Returns if the terminal closes."""
     with contextlib.suppress(OSError), Live(view(), console=console, auto_refresh=False) as live:
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The output that every command shares: its first line, its JSON, its log and its event loop."""
+"""Output that all commands share: first line, JSON, log and event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarm.vocabulary.types import ModuleId
 
 
 def plain_line(event: events.Event) -> str | None:
-    """The event in words; None for those that only a live view shows."""
+    """Describes the event in one line; None if only the live view shows it."""
     if isinstance(event, events.Load | events.LogEvent):
         return None
     peer, module = peer_name(getattr(event, "peer", "")), harmless(getattr(event, "module", None) or "-")
@@ -37,7 +37,7 @@ def plain_line(event: events.Event) -> str | None:
             line = f"node {peer} reach {harmless(event.step)}{_at(event.address)}: {harmless(event.reason, 400)}"
             return f"{line}\n  {harmless(event.fix, 400)}" if event.fix else line
         case events.Move():
-            return f"node {peer} leaves module {module} for module {harmless(event.target)}: {harmless(event.reason)}"
+            return f"node {peer} moves from module {module} to {harmless(event.target)}: {harmless(event.reason)}"
         case events.InnerStep():
             figures = f"{event.visits} visits  gradient norm {event.gradient_norm:.3g}"
             return f"{replica}  inner step {event.step}  {figures}"
@@ -45,7 +45,7 @@ def plain_line(event: events.Event) -> str | None:
             figures = f"{count(event.tokens)} tokens  {duration(event.seconds)}"
             return f"{replica}  round {event.round} of {len(event.members)} peers  {figures}"
         case events.ReplicaAccused():
-            what = f"{peer_name(event.accused)} is left out of rounds: {harmless(event.why, 400)}"
+            what = f"{peer_name(event.accused)} is excluded from rounds: {harmless(event.why, 400)}"
             return f"warning: {replica}  round {event.round}: {what}"
         case events.CatchingUp():
             done = f"{megabytes(event.bytes)} of {megabytes(event.total_bytes)}"
@@ -65,10 +65,10 @@ def plain_line(event: events.Event) -> str | None:
         case events.Note():
             return harmless(event.message) if event.level == "info" else f"{event.level}: {harmless(event.message)}"
         case events.LastPeer():
-            line = f"you are the last peer of module {module}; its state is"
+            line = f"this was the last peer of module {module}; its state is"
             if event.saved_in is not None:
                 return f"{line} saved in {harmless(event.saved_in, 400)}"
-            return f"warning: {line} lost; keep it with --checkpoint-dir FOLDER next time"
+            return f"warning: {line} lost; use --checkpoint-dir FOLDER to keep it next time"
         case events.NodeSummary():
             return f"{replica}  {_node_figures(event)}"
         case events.Summary():
@@ -80,7 +80,7 @@ def _at(address: str) -> str:
 
 
 def summary_lines(event: events.Summary) -> str:
-    """The lines of a finished run's summary: figures first, then one line a peer."""
+    """Formats a finished run's summary: figures first, then one line per peer."""
     counts = event.microbatches
     lines = [
         f"{event.steps} steps  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
@@ -108,18 +108,18 @@ Result = TypeVar("Result")
 
 
 def announce(line: str, *, as_json: bool) -> None:
-    """Prints the first line, before anything heavy is loaded; on standard error with JSON."""
+    """Prints the first line before slow imports; on standard error with --json."""
     typer.echo(line, err=as_json)
 
 
 def tell(line: str) -> None:
-    """Prints a line for whoever sits at the terminal, who may have closed it."""
+    """Prints a line on standard error. The terminal may be closed."""
     with contextlib.suppress(OSError, ValueError):
         typer.echo(line, err=True)
 
 
 def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> events.EventSink:
-    """The event sink of standard output, as JSON lines or as plain ones."""
+    """Returns the event sink of standard output, as JSON lines or plain ones."""
     return LineSink(sys.stdout, on_closed) if as_json else LineSink(sys.stdout, lambda: None, plain_line)
 
 
@@ -128,7 +128,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
-    """Runs the coroutine on uvloop's event loop where there is one (everywhere but on Windows)."""
+    """Runs the coroutine on uvloop if it is installed, else on asyncio's loop."""
     try:
         import uvloop
     except ImportError:
@@ -138,8 +138,8 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a whole file atomically, or leaves what was there. Raises OSError."""
-    # An unguessable fresh name: in a shared folder, a link laid beforehand would lead the writing to a file of ours.
+    """Writes a file atomically, or leaves the old one. Raises OSError."""
+    # An unguessable name: in a shared folder, another user could plant a symlink at a known one.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with partial.open("xb") as file:
         file.write(data)
@@ -152,7 +152,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def download_bar(*, silent: bool) -> Iterator[Callable[[ModuleId, int, int], None]]:
-    """Shows a progress bar on a terminal; yields its callback: module, bytes here, bytes in all."""
+    """Shows a progress bar on a terminal. Yields its callback: module, bytes done, total bytes."""
     from rich import progress
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The views of `skipstone status`. What a peer says of itself is made harmless."""
+"""Views of `skipstone status`. Text from peers is escaped."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from node.observability.status import (
 )
 from swarm.compression.microbatch_codecs import NO_CHOICE
 
+# A swarm of strangers may be large: tables stay readable.
 MOST_ACCUSED: Final = 16
 MOST_REASONS: Final = 4
 MOST_ROWS: Final = 48
@@ -46,7 +47,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
 
 
 def status_headline(status: SwarmStatus) -> Text:
-    """The name, figures and shortages of the run."""
+    """Formats name, figures and shortages of the run."""
     line = Text(harmless(status.name), style="bold")
     line.append(f"  run {harmless(status.run)[:12]}", style="not bold dim")
     if status.step is not None:
@@ -60,7 +61,7 @@ def status_headline(status: SwarmStatus) -> Text:
 
 
 def status_table(status: SwarmStatus) -> Table:
-    """One row a peer, in order of stage, and one for every stage that has none."""
+    """Builds a table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
     table = plain_table("stage", "module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round", min_width=_ROUND_WIDTH)
     table.add_column("address", no_wrap=True, overflow="fold")
@@ -101,11 +102,11 @@ def _round_cell(peer: PeerStatus) -> RenderableType:
     return Text(round_text(peer.round, company, since))
 
 
-# ---- what peers accuse others of -------------------------------------------------------------------------------------
+# ---- accusations -----------------------------------------------------------------------------------------------------
 
 
 def accused_lines(status: SwarmStatus) -> Iterator[Text]:
-    """A line for each replica that is accused, those by the most peers first; nothing where nobody is."""
+    """Yields a line for each accused replica, those with the most accusers first."""
     by: defaultdict[str, set[str]] = defaultdict(set)
     latest: dict[str, tuple[int, str]] = {}
     for peer in status.peers:
@@ -123,7 +124,7 @@ def accused_lines(status: SwarmStatus) -> Iterator[Text]:
 
 
 def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """The table of a run's routes, and how often each module was visited; nothing in a run without experts."""
+    """Yields the table of routes and the visits of each module, in a run with experts."""
     if status.modules is None:
         return
     yield Text("\nroutes of the documents", style="dim")
@@ -147,7 +148,7 @@ def _route_row(route: RouteStatus) -> tuple[str, ...]:
 
 
 def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """For each data node its window, and the table of what stages cost it."""
+    """Yields each data node's window and its table of stage prices."""
     for peer in status.peers:
         paths, sizes = peer.said.paths, peer.said.sizes
         if sizes is not None and sizes.documents and peer.hosts(0):
@@ -163,6 +164,7 @@ def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
             yield _price_table(paths)
 
 
+# `ahead`: visits beyond the stage's share; see `StagePrice`.
 def _price_table(paths: PathStatus) -> Table:
     rows = (
         (
@@ -181,14 +183,14 @@ def _price_table(paths: PathStatus) -> Table:
 
 
 def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """The table of the peers' compute threads; nothing without idle work."""
+    """Yields the table of the peers' compute threads, if any peer has idle work."""
     rows = [(peer, said) for peer in status.peers if (said := peer.said.compute) is not None]
     if not any(said.idle_work_s > 0 for _, said in rows):
         return
     weights_of = [peer.said.weights for peer, _ in rows]
     reasons = dict.fromkeys(harmless(weights.reason, 120) for weights in weights_of if weights is not None)
     yield Text("\nshares of the time on the compute device", style="dim")
-    columns = ("computing", "put-off work", "idle", "weights put off")
+    columns = ("computing", "deferred work", "idle", "weights deferred")
     yield plain_table("module", "peer", right=columns, rows=map(_compute_row, (peer for peer, _ in rows[:MOST_ROWS])))
     yield from (Text(f"weight gradients: {reason}", style="dim") for reason in list(reasons)[:MOST_REASONS])
 
@@ -197,13 +199,14 @@ def _compute_row(peer: PeerStatus) -> tuple[str, ...]:
     said, weights = peer.said.compute or ComputeStatus(), peer.said.weights
     parts = (said.busy_s, said.idle_work_s, said.idle_s)
     whole = sum(parts)
+    # Peers report these times: a negative or infinite one gives no share.
     shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
     visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
     return harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits
 
 
 def moment_lines(status: SwarmStatus) -> Iterator[Text]:
-    """A line for each way in which peers keep moments other than as float32."""
+    """Yields a line per kind of optimizer moments other than float32."""
     kept: dict[tuple[str, str], list[str]] = defaultdict(list)
     for peer in status.peers:
         moments = peer.said.moments
@@ -218,7 +221,7 @@ def moment_lines(status: SwarmStatus) -> Iterator[Text]:
 
 
 def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """The codec tables, one each, if the run leaves a choice."""
+    """Yields the codec tables of links and rounds, if the manifest allows a choice."""
     links = [row for peer in status.peers for row in _link_rows(peer)]
     yield from _codec_table(
         "codecs (chosen by the sender, for each link)", ("from", "to", "link", "activations", "gradients", "why"), links
@@ -229,7 +232,7 @@ def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:
         (harmless(module or "-", 12), harmless(last.codec, 12), harmless(last.codec_reason, 120))
         for module, last in newest.items()
     )
-    yield from _codec_table("codecs of rounds (chosen by the convener)", ("module", "updates", "why"), cells)
+    yield from _codec_table("codecs of rounds (chosen by the leader)", ("module", "updates", "why"), cells)
 
 
 def _codec_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Iterator[RenderableType]:
@@ -248,6 +251,7 @@ def _chosen_round(peer: PeerStatus) -> RoundStatus | None:
     return None if last is None or last.codec_reason in ("", NO_CHOICE) else last
 
 
+# With one allowed codec there is nothing to explain.
 def _link_rows(peer: PeerStatus) -> Iterator[tuple[str, ...]]:
     codecs = peer.said.codecs
     if all(len(names) < 2 for names in codecs.allowed.values()):

@@ -1,4 +1,4 @@
-"""Text for people: what other peers wrote made harmless, and figures made short."""
+"""Text for people: untrusted text escaped, figures shortened."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
-    """Text from another machine as one printable line of at most `limit` characters."""
-    # Control, format and surrogate characters could move the cursor, change colours or the writing direction.
+    """Escapes text from another machine to one printable line of at most `limit` characters."""
+    # Control, format and surrogate characters could move the cursor, or change colours or writing direction.
     cut = text[: limit + 1]
     clean = "".join(" " if unicodedata.category(character)[0] in "CZ" else character for character in cut)
     return clean if len(text) <= limit else clean[: limit - 1] + "…"
@@ -32,7 +32,7 @@ def plain_table(
     rows: Iterable[Sequence[RenderableType]] = (),
     overflow: OverflowMethod = "ellipsis",
 ) -> Table:
-    """A table without lines, with columns for `headings` and `right`, which is right-justified. Cells are no markup."""
+    """Builds a table without lines from `headings` and the right-aligned columns `right`. Cells are plain text."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in dict.fromkeys((*headings, *right)):
         table.add_column(heading, justify="right" if heading in right else "left", overflow=overflow)
@@ -42,7 +42,7 @@ def plain_table(
 
 
 def harmless_lines(text: str) -> str:
-    """A model's text made harmless, with its lines kept."""
+    """Escapes a model's text but keeps its line breaks and tabs."""
     return "".join(
         " " if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
         for character in text
@@ -54,23 +54,23 @@ def peer_name(peer: str) -> str:
 
 
 def count(number: float) -> str:
-    """The number with separators, as in `12,345`."""
+    """Formats the number with separators, as in `12,345`."""
     return f"{number:,.0f}" if math.isfinite(number) else "-"
 
 
 def path_text(stages: Sequence[int]) -> str:
-    """A path in words, as in `through stages 0, 2 and 4`; `stages` are those after stage 0."""
+    """Describes a path, as in `through stages 0, 2 and 4`; `stages` are those after stage 0."""
     *others, last = (0, *stages)
     return f"through stages {', '.join(map(str, others))} and {last}" if others else "through stage 0"
 
 
 def loss_text(loss: float | None) -> str:
-    """The loss with four digits after the point, or `-` when there is none."""
+    """Formats the loss with four decimals; `-` if None."""
     return "-" if loss is None else f"{loss:.4f}"
 
 
 def sizes_text(sizes: SizeSummary) -> str:
-    """A microbatch, as in `8,190 tokens ±1.2% in 17 documents, cost 12,300 ±0.4%, 1.3% padding`."""
+    """Describes a microbatch, as in `8,190 tokens ±1.2% in 17 documents, cost 12,300 ±0.4%, 1.3% padding`."""
     tokens, cost = (
         f"{count(mean)} ±{spread:.1%}"
         for mean, spread in ((sizes.tokens, sizes.tokens_spread), (sizes.cost, sizes.cost_spread))
@@ -79,12 +79,12 @@ def sizes_text(sizes: SizeSummary) -> str:
 
 
 def megabytes(amount: float) -> str:
-    """Bytes in units of 10^6, as in `12.3 MB`."""
+    """Formats bytes in units of 10^6, as in `12.3 MB`."""
     return f"{amount / 1e6:,.1f} MB" if math.isfinite(amount) else "-"
 
 
 def round_text(number: float, members: float, seconds_ago: float | None) -> str:
-    """A peer's last round, as in `12 3 peers 4s ago`, if it had a part in one."""
+    """Formats a peer's last round, as in `12  3 peers  4s ago`."""
     if seconds_ago is None:
         return count(number)
     company = "alone" if members == 1 else f"{count(members)} peers"
@@ -92,7 +92,7 @@ def round_text(number: float, members: float, seconds_ago: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in short, as in `42s`, `3m07s`, `2h05m`; `-` when not finite."""
+    """Formats seconds, as in `42s`, `3m07s`, `2h05m`; `-` if not finite."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -102,7 +102,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(points: Sequence[float], width: int) -> str:
-    """The points as at most `width` bars, lowest to highest; several points that share a bar are averaged."""
+    """Draws the points as at most `width` bars. Points that share a bar are averaged."""
     if not points or width < 1:
         return ""
     columns = min(width, len(points))

@@ -1,1 +1,1 @@
-"""The arithmetic of the inner optimizers (AdamW, SOAP, Muon), and weights and moments packed in fewer bits."""
+"""Inner optimizers (AdamW, SOAP, Muon), and compact storage for weights and moments."""

@@ -1,4 +1,4 @@
-"""The arithmetic of AdamW over tensors, with moments in float32, or in 8 bits for large matrices."""
+"""AdamW with moments in float32, or in 8 bits for large matrices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Moments:
     mean: Tensor
     variance: Tensor
     steps: Tensor
-    """One float32 on the parameter's device, where the fused kernel counts."""
+    """Step counter, a float32 scalar on the parameter's device, as the fused kernel requires."""
 
 
 class AdamW(InnerRule[Moments]):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). Vectors (norms) are not decayed."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), without weight decay on vectors (norms, biases)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         super().__init__(parameters)
@@ -47,10 +47,11 @@ class AdamW(InnerRule[Moments]):
                     self._move_packed(parameter, parameter.grad.view(-1), rate, decay)
 
     def _move_packed(self, parameter: nn.Parameter, gradient: Tensor, rate: float, decay: float) -> None:
-        """Part by part, so that never more of it is unpacked."""
+        """Steps a packed parameter part by part, to unpack little at a time."""
         moments = self._moments(parameter)
         mean, variance, before = moments.mean.view(-1), moments.variance.view(-1), moments.steps.clone()
         for part in self.packed[parameter].parts():
+            # Every part is the same step, but the kernel counts each call.
             moments.steps.copy_(before)
             of_part = Moments(mean[part], variance[part], moments.steps)
             with self.opened_part(parameter, part) as values:
@@ -85,8 +86,8 @@ def apply_adamw(
     rate: float,
     decay: float,
 ) -> None:
-    """Takes one step with tensors and moments in place; counts it in `steps`."""
-    # Not `torch.optim.Optimizer`, whose first use imports the compiler: up to a second for every node that starts.
+    """Steps tensors and moments in place, and increments their step counters."""
+    # `torch.optim.Optimizer` would import the compiler at first use: up to a second at every node's start.
     adamw(
         moved,
         gradients,
@@ -94,7 +95,7 @@ def apply_adamw(
         [each.variance for each in moments],
         [],
         [each.steps for each in moments],
-        fused=True,  # one pass over memory on CPU and CUDA alike
+        fused=True,  # one pass over memory, on CPU and CUDA
         amsgrad=False,
         beta1=inner.beta1,
         beta2=inner.beta2,
@@ -113,7 +114,7 @@ class EightBitMoments:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Self:
-        """Zeros for a parameter that no step has moved."""
+        """Returns zero moments for a parameter that was never stepped."""
         shape, device = tuple(parameter.shape), parameter.device
         return cls(EightBit(shape, device, is_signed=True), EightBit(shape, device, is_signed=False))
 

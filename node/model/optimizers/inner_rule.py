@@ -1,4 +1,4 @@
-"""The interface of an optimizer's arithmetic, and the seam by which it submits idle work."""
+"""Base class of the optimizer rules, and the interface by which they schedule idle work."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ State = TypeVar("State")
 
 
 def zeros_of(parameter: nn.Parameter) -> Tensor:
-    """Zeros of the parameter's shape, on its device, whether or not it has memory of its own."""
+    """Returns zeros of the parameter's shape and dtype with their own memory, even if the parameter is expanded."""
     return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterState:
-    """An optimizer's state of one parameter that a step has moved."""
+    """Optimizer state of one parameter that was stepped at least once."""
 
     steps: int
-    """Steps that moved it. A part without visits does not step."""
+    """Steps of this parameter. A part without visits is not stepped."""
     tensors: Mapping[str, Tensor]
     packed: Mapping[str, PackedFloats] = field(default_factory=dict)
-    """Packed tensors in place. Copies and restored states have none."""
+    """Packed tensors that share memory with the optimizer. Empty in copies and restored states."""
 
 
 class AtDeadline:
-    """Work that is put off until it is needed: what there is to do where nobody knows of idle time."""
+    """Work deferred until its result is needed, for callers without an idle-time queue."""
 
     def __init__(self, work: Iterator[None], name: str) -> None:
         self._work = work
@@ -50,14 +50,14 @@ class AtDeadline:
 
 
 Deferred = AtDeadline | IdleWork
-"""Idle work. `finish` computes the rest and raises its errors, `cancel` drops it; one of the two is called once."""
+"""Scheduled idle work. Call `finish` (computes the rest, raises its errors) or `cancel` exactly once."""
 
 Submit = Callable[[Iterator[None], str], Deferred]
-"""Takes chunks of a few milliseconds for the compute thread, and a name. Raises ResourceExhausted if full."""
+"""Schedules an iterator of chunks (a few ms each) on the compute thread by name. Raises ResourceExhausted if full."""
 
 
 class InnerRule(ABC, Generic[State]):
-    """The arithmetic of an inner step over some float32 parameters of a module, on the compute thread."""
+    """Optimizer arithmetic for some of a module's float32 parameters. Runs on the compute thread."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
@@ -66,23 +66,23 @@ class InnerRule(ABC, Generic[State]):
 
     @abstractmethod
     def step(self, rate: float) -> None:
-        """Moves every parameter that has a gradient, at this learning rate."""
+        """Steps every parameter that has a gradient."""
 
     @abstractmethod
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
-        """The tensors that the state of a parameter has after so many steps, 1 or more."""
+        """Returns names and shapes of a parameter's state after `steps` steps (at least 1)."""
 
     @abstractmethod
     def exported(self, state: State) -> ParameterState:
-        """The state as plain data, which shares its memory."""
+        """Returns the state as plain tensors that share its memory."""
 
     @abstractmethod
     def restored(self, parameter: nn.Parameter, saved: ParameterState) -> State:
-        """The state from plain data that has the right `slots`, on the parameter's device; takes the tensors over."""
+        """Builds the state from tensors with the right `slots` on the parameter's device. Takes them without a copy."""
 
     @contextmanager
     def opened(self, parameter: nn.Parameter) -> Iterator[Tensor]:
-        """The numbers of a parameter, to be changed in place before it is closed."""
+        """Yields the parameter's values for an in-place change. Packs them again at exit."""
         held = self.packed.get(parameter)
         values = parameter if held is None else held.unpacked()
         yield values
@@ -91,7 +91,7 @@ class InnerRule(ABC, Generic[State]):
 
     @contextmanager
     def opened_part(self, parameter: nn.Parameter, part: slice) -> Iterator[Tensor]:
-        """As `opened`, a part of it flattened."""
+        """Like `opened`, for a slice of the flattened parameter."""
         held = self.packed.get(parameter)
         values = parameter.view(-1)[part] if held is None else held.read(part)
         yield values

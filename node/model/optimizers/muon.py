@@ -1,4 +1,4 @@
-"""The arithmetic of Muon: an orthogonalized momentum of the gradient."""
+"""Muon: steps along the orthogonalized momentum of the gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _ITERATIONS: Final = 5
 _LEAST_NORM: Final = 1e-7
 _RMS: Final = 0.2
-"""RMS of the update's elements, as AdamW's usually have (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
+"""RMS of an update's elements, to match AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Momentum:
 
 
 class Muon(InnerRule[Momentum]):
-    """Muon (Jordan et al. 2024) with Nesterov momentum, as `torch.optim.Muon` with `match_rms_adamw`, for matrices."""
+    """Muon with Nesterov momentum for matrices, like `torch.optim.Muon` with `match_rms_adamw`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         super().__init__(parameters)
@@ -65,12 +65,13 @@ class Muon(InnerRule[Momentum]):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Newton-Schulz iterations towards orthonormal rows or columns: singular values come between 0.7 and 1.2."""
+    """Orthogonalizes a matrix approximately by Newton-Schulz iterations; singular values end up between 0.7 and 1.2."""
     a, b, c = _COEFFICIENTS
+    # The wide orientation has the smaller Gram matrix.
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    result: Tensor = wide / wide.norm().clamp(min=_LEAST_NORM)  # no singular value is above 1
+    result: Tensor = wide / wide.norm().clamp(min=_LEAST_NORM)  # no singular value exceeds 1
     if matrix.is_cuda:
-        result = result.bfloat16()  # as Jordan et al.; tensor cores take it 10 times as fast as float32
+        result = result.bfloat16()  # as Jordan et al.; tensor cores are 10 times as fast as in float32
     for _ in range(_ITERATIONS):
         gram = result @ result.T
         result = torch.addmm(result, torch.addmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)

@@ -1,4 +1,4 @@
-"""Float32 matrices in fewer bytes: two halves, a narrow copy for products, and 8 bits with a scale a block."""
+"""Compact storage for float32 matrices: two 16-bit halves, a narrow copy for products, or 8 bits with block scales."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 PART: Final = 2**20
-"""Elements (4 MiB as float32) unpacked at a time on the CPU, to fit its caches."""
+"""Elements unpacked at a time on the CPU, sized for its caches (4 MiB as float32)."""
 DEVICE_PART: Final = 2**22
-"""Elements unpacked at a time on a GPU, where each part costs about 20 launches."""
+"""Elements unpacked at a time on a GPU, where each part costs about 20 kernel launches."""
 
 
 class PackedFloats(ABC):
-    """A packed float32 tensor on a device."""
+    """A float32 tensor stored in a compact form on one device."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.shape = shape
@@ -30,11 +30,11 @@ class PackedFloats(ABC):
 
     @abstractmethod
     def read(self, part: slice) -> Tensor:
-        """Unpacks a part of the flattened tensor into new memory on the device. Parts begin at multiples of `PART`."""
+        """Unpacks a slice of the flattened tensor into new memory. Slices start at multiples of `PART`."""
 
     @abstractmethod
     def write(self, part: slice, values: Tensor) -> None:
-        """Packs float32 numbers into a part, as `read`."""
+        """Packs float32 values into a slice of the flattened tensor."""
 
     def parts(self, size: int | None = None) -> Iterator[slice]:
         total, size = self.numel(), size or self._part
@@ -47,7 +47,7 @@ class PackedFloats(ABC):
             self.write(part, flat[part])
 
     def unpacked(self) -> Tensor:
-        """The whole tensor as float32, on its device."""
+        """Returns the whole tensor as float32 on its device."""
         return self.read(slice(0, self.numel())).view(self.shape)
 
     def copied(self) -> Tensor:
@@ -61,7 +61,7 @@ Floats = Tensor | PackedFloats
 
 
 class NarrowCopy:
-    """The copy of a float32 matrix in the type of its products, renewed in place. It invalidates older graphs."""
+    """A narrow copy of a float32 matrix for products, refreshed in place. A refresh invalidates older graphs."""
 
     def __init__(self, matrix: nn.Parameter, dtype: torch.dtype) -> None:
         self._matrix = matrix
@@ -85,7 +85,7 @@ class NarrowCopy:
         return self._copy
 
     def changed(self) -> None:
-        """Notes that the matrix has changed: by a fused optimizer, whose writes torch does not count."""
+        """Records a change of the matrix, because torch does not count writes of fused optimizers."""
         self._version = None
 
 
@@ -93,7 +93,7 @@ _HALF: Final = 1 << 15
 
 
 class SplitWeight(PackedFloats):
-    """A float32 matrix in two halves: the nearest bfloat16 matrix, used in products, and the 16 bits that it lacks."""
+    """A float32 matrix in two halves: its nearest bfloat16 matrix, used in products, and the remaining 16 bits."""
 
     dtype = torch.bfloat16
 
@@ -112,7 +112,7 @@ class SplitWeight(PackedFloats):
         return self._matrix
 
     def changed(self) -> None:
-        """Nothing is to be made anew: both halves change at once."""
+        """Does nothing: both halves always change together."""
 
     @torch.no_grad()
     def read(self, part: slice) -> Tensor:
@@ -121,7 +121,7 @@ class SplitWeight(PackedFloats):
 
     @torch.no_grad()
     def write(self, part: slice, values: Tensor) -> None:
-        # Ties go to the larger magnitude, so that the difference always fits 16 bits.
+        # Ties round away from zero, so that the remainder always fits in 16 bits.
         bits = values.to(self._lower.device, torch.float32).contiguous().view(torch.int32)
         upper = bits.add(_HALF).bitwise_right_shift_(16)
         self._upper[part] = upper.to(torch.int16)
@@ -129,7 +129,7 @@ class SplitWeight(PackedFloats):
 
 
 Narrow = NarrowCopy | SplitWeight
-"""A matrix that products are made with, in place of a float32 one. `fresh` is an autograd leaf of its own."""
+"""Replacement for a float32 matrix in products. `fresh()` returns an autograd leaf."""
 
 BLOCK: Final = 256
 _DECADES: Final = 7
@@ -137,10 +137,10 @@ _SCALE_BYTES: Final = 4
 
 
 class EightBit(PackedFloats):
-    """A float32 tensor in blockwise 8 bits with a dynamic map (Dettmers et al. 2021, arXiv:2110.02861); initially 0.
+    """A float32 tensor in blockwise 8 bits with a dynamic map (Dettmers et al. 2021, arXiv:2110.02861), initially 0.
 
-    Unlike there, a scale keeps its sign, so that packing again changes nothing, and an unsigned value above 0 never
-    becomes 0 (Li et al. 2023, arXiv:2309.01507, section 4.1).
+    Unlike the paper, scales are signed, so that packing twice changes nothing. Unsigned values above 0 never become 0
+    (Li et al. 2023, arXiv:2309.01507, section 4.1).
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, *, is_signed: bool) -> None:
@@ -166,8 +166,10 @@ class EightBit(PackedFloats):
         blocks = _blocks_of(part)
         values = values.to(self._codes.device, torch.float32)
         tiles = F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+        # The scale is the signed element of largest magnitude, which then has code 1.0.
         scales = tiles.gather(1, tiles.abs().argmax(1, keepdim=True))
         quotients = tiles / torch.where(scales == 0, 1.0, scales)
+        # Bisecting the midpoints of the map finds the nearest value.
         self._codes[blocks] = torch.bucketize(quotients, self._middles, out_int32=True).to(torch.uint8)
         self._scales[blocks] = scales
 
@@ -183,7 +185,7 @@ def _blocks_of(part: slice) -> slice:
 
 @functools.cache
 def dynamic_map(*, is_signed: bool) -> tuple[float, ...]:
-    """The 256 ascending values of the paper, laid out as bitsandbytes' `create_dynamic_map` does."""
+    """Returns the paper's 256 values in ascending order, like bitsandbytes' `create_dynamic_map`."""
     positive: list[float] = []
     for decade in range(_DECADES):
         steps = 2**decade if is_signed else 2 ** (decade + 1)

@@ -1,8 +1,8 @@
-"""The arithmetic of SOAP: Adam in the eigenbasis of Shampoo's statistics, refreshed with a fixed delay in steps.
+"""SOAP: Adam in the eigenbasis of Shampoo's statistics, refreshed with a fixed delay in steps.
 
-The delay makes the numbers independent of idle time. Eigenvectors are refined in chunks of a few milliseconds, as
-LAPACK would block for a second on a side of 2048. Panels are orthogonalized twice (block Gram-Schmidt; Giraud et al.
-2005, https://doi.org/10.1007/s00211-005-0615-4).
+The fixed delay keeps results independent of idle time. Eigenvectors are refined in chunks of a few milliseconds,
+because LAPACK would block for a second on a side of 2048. Panels are orthogonalized twice (block Gram-Schmidt; Giraud
+et al. 2005, https://doi.org/10.1007/s00211-005-0615-4).
 """
 
 from __future__ import annotations
@@ -33,30 +33,32 @@ from swarm.vocabulary.errors import ResourceExhausted
 
 
 _CHUNK_OPERATIONS: Final = {"cpu": 1e8}
-"""Operations of one chunk by the kind of device: 1 to 5 ms of one core."""
+"""Floating point operations per chunk by device type: 1 to 5 ms on one core."""
 _ELSEWHERE: Final = 5e9
+# Narrower panels would read the whole matrix for little work.
 _NARROWEST: Final = 8
-"""Columns of a panel, at least: with fewer, each chunk reads the whole matrix for little."""
+"""Minimum width of a panel, in columns."""
 _SHIFT: Final = 1e-6
-"""Share of the largest eigenvalue that is added to all, so that null directions keep their vectors."""
+"""Fraction of the largest eigenvalue added to all, to keep the vectors of null directions."""
 _TOLERANCE: Final = 1e-3
-"""Largest error of the products of two vectors."""
+"""Largest accepted deviation of the basis from orthonormality."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eigenbasis:
-    """Refined eigenvectors, those of the largest eigenvalue first."""
+    """Refined eigenvectors, sorted by descending eigenvalue."""
 
     vectors: Tensor
-    """[side, side], orthonormal columns."""
+    """[side, side] with orthonormal columns."""
     order: Tensor
-    """[side] int64: the column of the earlier basis that each comes from."""
+    """[side] int64: column of the previous basis that each vector came from."""
 
 
 def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator[None, None, Eigenbasis | None]:
-    """Refines eigenvectors by orthogonal iterations (Vyas et al. 2024, arXiv:2409.11321, algorithm 4) in chunks.
+    """Refines eigenvectors in chunks by orthogonal iteration (Vyas et al. 2024, arXiv:2409.11321, algorithm 4).
 
-    Returns None for a zero or non-finite matrix. Both arguments are [side, side] float32, and stay unchanged.
+    Both arguments are [side, side] float32 and stay unchanged. Returns None if the matrix is zero or not finite, or the
+    result is not orthonormal.
     """
     order = torch.arange(len(basis), device=basis.device)
     for _ in range(iterations):
@@ -66,8 +68,10 @@ def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator
             values[columns] = (basis[:, columns] * product[:, columns]).sum(0)
             yield
         largest = values.max().item()
+        # False for NaN as well.
         if not 0 < largest < math.inf:
             return None
+        # Orthogonal iteration converges to the largest eigenvalues first.
         turn = values.argsort(descending=True, stable=True)
         vectors = torch.empty_like(basis)
         for columns in _panels(basis):
@@ -85,7 +89,8 @@ def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator
 
 
 def _orthonormal(panel: Tensor, before: Tensor) -> Generator[None, None, Tensor]:
-    """The panel's columns made orthonormal, and orthogonal to those before, which are."""
+    """Orthonormalizes the columns of `panel` against each other and against the orthonormal columns `before`."""
+    # The second pass removes the rounding errors of the first.
     for _ in range(2 if before.shape[1] else 1):
         rest = panel - before @ (before.T @ panel) if before.shape[1] else panel
         panel = torch.linalg.qr(rest).Q
@@ -94,7 +99,7 @@ def _orthonormal(panel: Tensor, before: Tensor) -> Generator[None, None, Tensor]
 
 
 def _panels(matrix: Tensor) -> list[slice]:
-    """Of columns, so many that a product of the whole matrix with one is a chunk."""
+    """Splits the columns so that multiplying the matrix with one panel fits in a chunk."""
     side = len(matrix)
     width = max(_NARROWEST, int(_CHUNK_OPERATIONS.get(matrix.device.type, _ELSEWHERE) / (4 * side**2)))
     return [slice(start, min(side, start + width)) for start in range(0, side, width)]
@@ -107,12 +112,12 @@ log = logging.getLogger(__name__)
 
 SIDES: Final = ("left", "right")
 _FIRST_ITERATIONS: Final = 4
-"""Iterations of the first refresh, which starts from nothing."""
+"""Iterations of the first refresh, which starts from the identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshClock:
-    """The steps of one matrix after which its refreshes begin: the first, and every `every`-th plus `offset`."""
+    """Steps of one matrix after which a refresh begins: the first, then every `every` steps, shifted by `offset`."""
 
     every: int
     lag: int
@@ -120,41 +125,42 @@ class RefreshClock:
     offset: int
 
     def begun(self, steps: int) -> int:
-        """The step, 1 or later, after which the latest refresh began. The first one is let come to its end."""
+        """Returns the step (1 or later) after which the latest refresh began."""
+        # No refresh begins while the first one runs.
         latest = steps - (steps - self.offset) % self.every
         return latest if latest > self.lag else 1
 
     def due(self, steps: int) -> int:
-        """The step before which the latest refresh is taken over."""
+        """Returns the step before which the latest refresh is applied."""
         return self.begun(steps) + self.lag
 
     def moments(self, steps: int) -> int:
-        """How many gradients are in the moments. They start anew with the first basis: those before are of another."""
+        """Returns the number of gradients in the moments, which restart with the first basis."""
         return steps if steps <= self.lag else steps - self.lag
 
 
 @dataclass(slots=True, eq=False)
 class Refresh:
-    """The refresh of a matrix's bases that is under way."""
+    """A refresh of a matrix's bases in progress."""
 
     statistics: Mapping[str, Tensor]
-    """By side, as they were when it began."""
+    """Statistics by side, as they were at its start."""
     refined: dict[str, Eigenbasis | None] = field(default_factory=dict)
     work: Deferred | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Preconditioned:
-    """SOAP's state of one matrix. All float32."""
+    """SOAP state of one matrix, all float32."""
 
     steps: int
     mean: Tensor
     variance: Tensor
-    """Mean of the squared gradients in the basis."""
+    """Mean squared gradient in the eigenbasis."""
     statistics: dict[str, Tensor]
-    """By side: mean of G G^T or G^T G."""
+    """Mean of G G^T (left) and G^T G (right)."""
     bases: dict[str, Tensor]
-    """By side: the eigenvectors as columns."""
+    """Eigenvectors as columns, by side."""
     refresh: Refresh | None = None
 
     def turned(self, matrix: Tensor) -> Tensor:
@@ -169,13 +175,13 @@ class Preconditioned:
 
 
 class Soap(InnerRule[Preconditioned]):
-    """SOAP (Vyas et al. 2024, arXiv:2409.11321, algorithm 3), with AdamW's decay, for matrices.
+    """SOAP (Vyas et al. 2024, arXiv:2409.11321, algorithm 3) with AdamW's weight decay, for matrices.
 
-    It is AdamW until the first basis is there. A side longer than `largest_side` has no basis.
+    Equals AdamW until the first refresh. A side longer than `largest_side` has no basis.
 
     Args:
-        submit: takes the refreshes.
-        spread: whether refreshes are spread over the steps.
+        submit: schedules the refreshes.
+        spread: distributes the refreshes of different matrices over the steps.
     """
 
     def __init__(
@@ -191,6 +197,7 @@ class Soap(InnerRule[Preconditioned]):
         self._submit = submit
         every, lag, count = inner.refresh_steps, inner.refresh_lag, len(self.parameters)
         self._clocks = {
+            # Refreshes of different matrices take turns, so that no step has all the work.
             parameter: RefreshClock(every, lag, index * every // count if spread else 0)
             for index, parameter in enumerate(self.parameters)
         }
@@ -216,7 +223,7 @@ class Soap(InnerRule[Preconditioned]):
 
     @staticmethod
     def state_bytes(shape: Shape, largest_side: int) -> int:
-        """The bytes of a matrix's state: its moments, and for each side twice statistics and basis."""
+        """Returns the bytes of a matrix's state: moments, per side statistics and basis (twice in a refresh)."""
         squares = sum(length**2 for length in based_sides(shape, largest_side).values())
         return FLOAT_BYTES * (2 * math.prod(shape) + 4 * squares)
 
@@ -246,6 +253,7 @@ class Soap(InnerRule[Preconditioned]):
         state.steps += 1
         if state.refresh is not None and clock.due(state.steps - 1) == state.steps:
             _take_over(state, state.refresh)
+        # The moments belong to the old basis, so they restart with the first refresh.
         if state.steps == clock.lag + 1:
             state.mean.zero_()
             state.variance.zero_()
@@ -277,11 +285,13 @@ class Soap(InnerRule[Preconditioned]):
 
     def _begin(self, parameter: nn.Parameter, state: Preconditioned, begun: Mapping[str, Tensor]) -> Refresh:
         refresh = Refresh(begun)
+        # The first basis is the identity, so it takes more iterations.
         iterations = _FIRST_ITERATIONS if self._clocks[parameter].begun(state.steps) == 1 else 1
         chunks, name = _refreshed(refresh, dict(state.bases), iterations), f"SOAP {tuple(parameter.shape)}"
         try:
             refresh.work = self._submit(chunks, name)
         except ResourceExhausted:
+            # The idle queue is full: compute it at the deadline.
             refresh.work = AtDeadline(chunks, name)
         return refresh
 
@@ -296,13 +306,14 @@ def _refreshed(refresh: Refresh, bases: Mapping[str, Tensor], iterations: int) -
 
 
 def _take_over(state: Preconditioned, refresh: Refresh) -> None:
-    """A side whose refresh came to nothing keeps its basis: a step is never lost to it."""
+    """Waits for the refresh and applies it. A side whose refresh failed keeps its basis."""
     assert refresh.work is not None
     state.refresh = None
     try:
         refresh.work.finish()
-    except (RuntimeError, MemoryError) as error:  # torch's, for want of memory or of LAPACK's converging
-        log.warning("a basis of SOAP stays as it is: %s", str(error)[:200])
+    except (RuntimeError, MemoryError) as error:  # torch: out of memory, or LAPACK did not converge
+        log.warning("keeping the old SOAP basis: %s", str(error)[:200])
+    # Sorting the eigenvectors permutes the axes of the variance.
     for dimension, side in enumerate(SIDES):
         found = refresh.refined.get(side)
         if found is not None:

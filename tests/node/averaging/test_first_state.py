@@ -137,7 +137,10 @@ async def test_other_weights_are_not_taken_and_the_right_ones_waited_for(run: tu
         peers, events = [told(liar, MODULE, first_version(manifest, MODULE))], list[Event]()
         beginning = asyncio.create_task(begun(context(manifest, joiner, peers, events)))
         await until(
-            lambda: any(isinstance(event, Note) and "waits for the weights" in event.message for event in events)
+            lambda: any(
+                isinstance(event, Note) and "waiting for a peer that has the weights" in event.message
+                for event in events
+            )
         )
         assert liar.faults.sent
         assert not beginning.done()
@@ -199,5 +202,5 @@ async def test_a_donor_gives_first_anchors_of_its_own_run_alone(run: tuple[Manif
         joiner = await swarm.joiner()
         for module, digest in ((MODULE, bytes(32)), (ModuleId(200), first_version(manifest, MODULE).digest)):
             question = Question(QuestionAbout.STATE, module=module, digest=digest)
-            with pytest.raises(Exception, match="is not kept here"):
+            with pytest.raises(Exception, match="does not have state"):
                 await joiner.transport.ask(author.peer, question, 10.0)

@@ -226,7 +226,7 @@ def test_what_was_damaged_is_told_and_when_all_is_damaged_the_node_begins_anew(t
     assert resumed.state is None
     assert isinstance(note, Note)
     assert note.level == "warning"
-    assert "goes on without" in note.message
+    assert "starts without" in note.message
 
 
 @dataclass
@@ -659,7 +659,7 @@ def test_a_damaged_snapshot_is_passed_over_and_named(path: Path) -> None:
     assert torch.equal(found.modules[ONE]["w"], state_of(1.0).local["w"])
     assert [problem.file for problem in found.problems] == [file]
     (path / PEER / "state-1.safetensors").unlink()
-    with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is whole.*state-2"):
+    with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is intact.*state-2"):
         gather_modules(path)
 
 
@@ -750,7 +750,7 @@ def test_a_disk_that_fails_at_any_step(tmp_path: Path) -> None:
             save_state(folder_at(folder, storage), PEER, ONE, expected)
         else:
             with pytest.raises(
-                ResourceExhausted if number == errno.ENOSPC else StateError, match="could not be written"
+                ResourceExhausted if number == errno.ENOSPC else StateError, match="cannot write the checkpoint"
             ):
                 save_state(folder_at(folder, storage), PEER, ONE, expected)
         found = load_newest(folder_at(folder), PEER)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from node.__main__ import app
+from lab.commands import app as laboratory
+from node.__main__ import EXPERIMENTS, app
 from node.cli.views.text import harmless_lines
 from node.context.options import NodeOptions
 from node.data.tokenizers import ByteTokenizer, Tokens
@@ -177,7 +182,7 @@ class TestNew:
     def test_experts_without_a_router_are_dealt_by_chance(self, tmp_path: Path) -> None:
         result = run("new", str(tmp_path / "run.toml"), "--experts", "2")
         assert result.exit_code == 0, result.output
-        assert "9 modules; documents are routed to experts by chance" in result.stdout
+        assert "9 modules; documents are routed to experts at random" in result.stdout
         assert not (tmp_path / "run.router").exists()
 
     def test_it_does_not_overwrite(self, tmp_path: Path) -> None:
@@ -194,19 +199,19 @@ class TestNew:
             (("--stages", "a,b"), 78, "not a list of numbers"),
             (("--stages", "0,0"), 65, "every stage but stage 0 needs at least 1 block"),
             (("--name", "no spaces"), 65, "name"),
-            (("--from", "nowhere.toml"), 78, "cannot be read"),
+            (("--from", "nowhere.toml"), 78, "cannot read the manifest"),
             (("--experts", "two"), 78, "not a list of numbers"),
             (("--experts", "1,2"), 65, "one for each of the 5 stages"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
-            (("--route-from", "python-stdlib"), 78, "without experts"),
-            (("--size", "10q"), 78, "no number of parameters"),
+            (("--route-from", "python-stdlib"), 78, "needs experts"),
+            (("--size", "10q"), 78, "not a number of parameters"),
             (("--size", "10m", "--card", "much"), 78, "is not a size"),
-            (("--size", "7b", "--card", "1GB"), 78, "one block of this model takes more"),
-            (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both say"),
+            (("--size", "7b", "--card", "1GB"), 78, "one block of this model needs more"),
+            (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both set"),
             (("--size", "10m", "--total-tokens", "0"), 78, "at least 1"),
             (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
             (("--card", "12GB"), 78, "--card goes with --size"),
-            (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "cannot be read"),
+            (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "nowhere.json"),
             (("--experts", "5", "--route-from", "python-stdlib"), 78, "20 experts on 625 routes"),
         ],
     )
@@ -226,7 +231,7 @@ class TestNew:
         assert ["width", str(manifest.model.hidden)] in [line[:2] for line in lines]
         assert ["stages", f"{manifest.stages.count},"] in [line[:2] for line in lines]
         assert ["20", "Mbit/s"] in [line[:2] for line in lines]
-        assert "for cards of 4 GB" in result.stdout
+        assert "for cards of 4 GB" in " ".join(result.stdout.split())
         assert "500,000,000" in result.stdout
         assert manifest.training.schedule.total_tokens == 500_000_000
         assert (manifest.seed, manifest.training.inner.name) == (5, "muon")
@@ -234,13 +239,13 @@ class TestNew:
 
     def test_without_the_dial_it_says_what_the_stages_take(self, tmp_path: Path) -> None:
         result = run("new", str(tmp_path / "run.toml"))
-        assert "memory: stage 0 takes" in result.stdout
+        assert "memory: stage 0 needs" in result.stdout
         assert read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest.model.hidden == 128
 
     def test_a_folder_that_does_not_exist(self, tmp_path: Path) -> None:
         result = run("new", str(tmp_path / "nowhere" / "run.toml"))
         assert result.exit_code == 78
-        assert "cannot be written" in result.stderr
+        assert "cannot write" in result.stderr
 
 
 class TestJoin:
@@ -525,9 +530,9 @@ class TestModels:
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
         [
-            (("generate", "nowhere", "a"), 78, "neither a checkpoint nor an exported folder"),
-            (("export", "nowhere", "folder"), 78, "neither a checkpoint nor an exported folder"),
-            (("eval", "nowhere"), 78, "neither"),
+            (("generate", "nowhere", "a"), 78, "not a join link, a checkpoint or an exported folder"),
+            (("export", "nowhere", "folder"), 78, "not a join link, a checkpoint or an exported folder"),
+            (("eval", "nowhere"), 78, "not a join link"),
             (("generate", "nowhere", "a", "--temperature", "-1"), 78, "temperature"),
             (("generate", "nowhere", "a", "--device", "abacus"), 78, "abacus"),
             (("generate", "nowhere", "a", "--tokens", "0"), 2, ""),
@@ -566,7 +571,7 @@ def test_solo_trains_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None
 def test_leave_without_a_running_node(tmp_path: Path) -> None:
     result = run("leave", "--identity", str(tmp_path / "identity.key"))
     assert result.exit_code == 78
-    assert "no node is running here" in result.output
+    assert "no node runs here" in result.output
 
 
 def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
@@ -581,3 +586,52 @@ def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
     again = run("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}")
     assert again.exit_code == 78
     assert "not empty" in again.output
+
+
+# ---- help and documents ----------------------------------------------------------------------------------------------
+
+OF_DOCKER = "build cap-drop detach follow no-deps pids-limit read-only rm scale security-opt stop-timeout tmpfs volumes"
+# Tables of older measurements name options of benchmarks that are gone.
+HISTORY = "BENCHMARKS.md"
+
+
+def options_of(command: Any) -> Iterator[str]:
+    for each in getattr(command, "commands", {}).values():
+        yield from options_of(each)
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+
+
+def options_of_benchmarks() -> Iterator[str]:
+    """Yields literal options, and the keywords in `main`, which `benchmarks.kit` turns into options."""
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        yield from (each for each in found if isinstance(each, str) and each.startswith("--"))
+        for main in (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"):
+            keywords = [node.arg for node in ast.walk(main) if isinstance(node, ast.keyword) and node.arg]
+            tables = [
+                key.value
+                for node in ast.walk(main)
+                if isinstance(node, ast.Dict)
+                for key in node.keys
+                if isinstance(key, ast.Constant)
+            ]
+            yield from (f"--{str(name).replace('_', '-')}" for name in (*keywords, *tables))
+
+
+def test_options_in_documents_exist() -> None:
+    known = {"--help", *options_of(typer.main.get_command(app)), *options_of(typer.main.get_command(laboratory))}
+    known |= {*options_of_benchmarks(), *(f"--{name}" for name in OF_DOCKER.split())}
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    option = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+    named = {path.name: set(option.findall(path.read_text())) for path in documents if path.name != HISTORY}
+    assert {name: options - known for name, options in named.items() if options - known} == {}
+
+
+def test_help_shows_every_command_and_how_to_begin() -> None:
+    said = run("--help").stdout
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert all(f"\n  {name} " in said for name in commands), "each command is in a panel"
+    assert {"up", "join", "new", *EXPERIMENTS} <= set(commands)
+    assert all(words in said for words in ("skipstone up", "skipstone join LINK", "skipstone new run.toml"))

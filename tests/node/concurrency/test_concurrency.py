@@ -85,7 +85,7 @@ async def test_the_queue_is_bounded() -> None:
             for _ in range(2):
                 tasks.create_task(compute.run(Priority.TRAIN, lambda: None))
             await asyncio.sleep(0)
-            with pytest.raises(ResourceExhausted, match="2 jobs wait"):
+            with pytest.raises(ResourceExhausted, match="2 jobs are queued"):
                 await compute.run(Priority.UPKEEP, lambda: None)
             let_go()
 

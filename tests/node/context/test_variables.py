@@ -233,7 +233,7 @@ class TestLinkFile:
         heard = KeptEvents()
         LinkFile(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
         assert len(heard.events) == 1
-        assert "cannot be written" in caplog.text
+        assert "cannot write the join link" in caplog.text
 
     def test_the_node_writes_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:

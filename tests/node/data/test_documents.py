@@ -96,7 +96,7 @@ def test_each_document_ends_with_the_end_of_document() -> None:
 def test_empty_and_vanished_documents_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     fragments = list(documents(b"", b"x", FileNotFoundError(2, "No such file")).epoch(Place(), everything))
     assert [fragment.tokens.tolist() for fragment in fragments] == [[120, 256]]
-    assert "document 2 is left out" in caplog.text
+    assert "excluding document 2" in caplog.text
 
 
 def test_a_document_that_was_begun_is_finished_though_it_is_not_wanted_any_more() -> None:
@@ -272,7 +272,7 @@ def test_a_row_that_is_none_is_left_out(hub: LoopbackHub, caplog: pytest.LogCapt
         hub.files[name] = b"no JSON\n" + hub.files[name]
     manifest = manifest_of()
     assert an_epoch(manifest, A, (A,)) | held_out(manifest) == set(range(FILES * ROWS))
-    assert "data/000.jsonl@0 is left out: the line is no JSON" in caplog.text
+    assert "data/000.jsonl@0: the line is not JSON" in caplog.text
 
 
 def test_nothing_for_this_data_node_is_said(few: LoopbackHub) -> None:

@@ -26,7 +26,7 @@ def test_the_person_s_word_counts_whoever_signed_and_whatever_the_manifest_says(
     for own in (True, False):
         place = places(DataSection(source="path:/elsewhere"), ToldPlaces(text=HERE), own=own)
         assert place.value == Places(HERE)
-        assert place.reason == "where --text says"
+        assert place.reason == "given by --text"
 
 
 def test_one_s_own_manifest_is_believed() -> None:

@@ -173,12 +173,15 @@ class TestTheManifestsFiles:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda text: (text / "c").write_bytes(b"1"), "has 3 files of 11 bytes together, the run's text 2 of 10"),
-            (lambda text: (text / "a").unlink(), "has 1 files of 5 bytes together, the run's text 2 of 10"),
-            (lambda text: (text / "a").rename(text / "z"), "other names or sizes of files; the first here: b, z"),
+            (
+                lambda text: (text / "c").write_bytes(b"1"),
+                "has 3 files with 11 bytes in total, the run's text 2 with 10",
+            ),
+            (lambda text: (text / "a").unlink(), "has 1 files with 5 bytes in total, the run's text 2 with 10"),
+            (lambda text: (text / "a").rename(text / "z"), "other file names or sizes. Its first files: b, z"),
             (
                 lambda text: [(text / "a").write_bytes(b"1234"), (text / "b").write_bytes(b"123456")],
-                "other names or sizes",
+                "other file names or sizes",
             ),
         ],
     )
@@ -195,7 +198,7 @@ class TestTheManifestsFiles:
             small_manifest(data__files=self.section(text).files.model_dump())  # type: ignore[union-attr]
 
     def test_no_path_is_opened_that_nobody_has_named(self) -> None:
-        with pytest.raises(ConfigError, match="nobody has said"):
+        with pytest.raises(ConfigError, match="unknown on this machine"):
             open_source(DataSection(source="path:/etc"), None)
 
 
@@ -278,5 +281,5 @@ def test_a_place_without_a_line_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n \n")
     with pytest.raises(ConfigError, match="no line"):
         lines_at(tmp_path)
-    with pytest.raises(ConfigError, match="no file or folder"):
+    with pytest.raises(ConfigError, match="does not exist"):
         lines_at(tmp_path / "none")

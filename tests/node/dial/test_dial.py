@@ -105,13 +105,13 @@ def test_peers_beyond_the_stages_share_the_tokens_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
-        (Wish(parameters=SMALLEST - 1), "not from"),
-        (Wish(parameters=LARGEST + 1), "not from"),
-        (Wish(parameters=10 * MILLION, tokens=tokens(LLAMA_3)), "no room for a vocabulary of 128,256"),
-        (Wish(parameters=7 * BILLION, peers=Peers(card=GB)), "one block of this model takes more than 75%"),
+        (Wish(parameters=SMALLEST - 1), "is outside"),
+        (Wish(parameters=LARGEST + 1), "is outside"),
+        (Wish(parameters=10 * MILLION, tokens=tokens(LLAMA_3)), "cannot hold a vocabulary of 128,256"),
+        (Wish(parameters=7 * BILLION, peers=Peers(card=GB)), "one block of this model needs more than 75%"),
         (Wish(parameters=7 * BILLION, peers=Peers(card=12 * GB), tokens=tokens(LLAMA_3)), "stage 0, with a vocabulary"),
-        (Wish(parameters=7 * BILLION, peers=Peers(card=12 * GB, number=4)), "takes 19 peers, not 4"),
-        (Wish(parameters=10 * MILLION, peers=Peers(number=1)), "two peers at least"),
+        (Wish(parameters=7 * BILLION, peers=Peers(card=12 * GB, number=4)), "needs 19 peers, not 4"),
+        (Wish(parameters=10 * MILLION, peers=Peers(number=1)), "at least two peers"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_would_help(wish: Wish, said: str) -> None:
@@ -124,7 +124,7 @@ def test_step_and_rate_are_those_of_the_fits() -> None:
     recipe = choose_recipe(7 * BILLION, 10**8, 4096, 10, 1, 2 * 10**12)
     assert recipe.step_tokens.value == pytest.approx(2304 * 4096, rel=0.15)
     assert recipe.learning_rate.value == pytest.approx(4.2e-4, rel=0.15)
-    assert recipe.total_tokens == Reasoned(2 * 10**12, "asked for")
+    assert recipe.total_tokens == Reasoned(2 * 10**12, "set by --total-tokens")
 
 
 @pytest.mark.parametrize("size", SIZES)

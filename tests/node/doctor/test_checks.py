@@ -162,13 +162,13 @@ def test_the_largest_stage_is_told_in_parameters() -> None:
     (finding,) = look_at_room("cpu", limit(size_bytes))
     assert finding.level is Level.OK
     in_fragments = f"{int(size_bytes / (CPU_BYTES + 8 + round_bytes(8))) // 10**5 / 10} in a run with 8 fragments"
-    assert finding.found.startswith(f"room for a stage of at most 3.0 million parameters, {in_fragments}: ")
-    assert finding.found.endswith("are free under --memory-limit")
+    assert finding.found.startswith(f"a stage of up to 3.0 million parameters fits, {in_fragments}: ")
+    assert finding.found.endswith("free under --memory-limit")
 
 
 def test_moments_in_8_bits_leave_room_for_more() -> None:
     (finding,) = look_at_room("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + 20)), MomentType.EIGHT_BIT)
-    assert finding.found.startswith("room for a stage of at most 3.4 million parameters, ")
+    assert finding.found.startswith("a stage of up to 3.4 million parameters fits, ")
 
 
 @pytest.mark.parametrize(
@@ -350,5 +350,5 @@ def test_a_run_with_experts_and_fewer_peers_than_modules_is_a_warning() -> None:
     (found,) = experts_findings(3, 5, several=True)
     assert found.level is Level.WARN
     assert "3 peers for 5 modules" in found.found
-    assert "Let 2 more join" in found.fix
+    assert "Let 2 more peers join" in found.fix
     assert experts_findings(5, 5, several=True) == experts_findings(2, 3, several=False) == []

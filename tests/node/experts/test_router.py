@@ -104,9 +104,9 @@ def test_its_bytes_give_it_back(experts: tuple[int, ...]) -> None:
 
 
 def test_another_router_than_the_manifest_names_is_refused() -> None:
-    with pytest.raises(StateError, match="this is another one"):
+    with pytest.raises(StateError, match="this is not the router"):
         read_router(some_router(seed=1).to_bytes(), manifest_with(ROUTER))
-    with pytest.raises(StateError, match="this is another one"):
+    with pytest.raises(StateError, match="this is not the router"):
         read_router(bytes(MAX_ROUTER_BYTES + 1), manifest_with(ROUTER))
 
 
@@ -116,12 +116,12 @@ DATA = ROUTER.to_bytes()
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "ends too early"),
+        (b"", "is truncated"),
         (DATA[:30], "length"),
         (DATA[:-1], "length"),
         (DATA + b"\0", "length"),
-        (b"S" + DATA[1:], "it is none"),
-        (DATA[:16] + b"\2" + DATA[17:], "of another version"),
+        (b"S" + DATA[1:], "not a router"),
+        (DATA[:16] + b"\2" + DATA[17:], "another version"),
         (DATA[:20] + b"\xff\xff" + DATA[22:], "another version"),
         (DATA[:22] + b"\2\0" + DATA[24:], "length"),
         (DATA[:26] + b"\0\0" + DATA[28:], "length"),
@@ -160,7 +160,7 @@ def test_a_run_has_the_router_that_its_manifest_names() -> None:
     assert isinstance(
         document_router(small_manifest(stages__experts=2, model__attention="documents"), None), ChanceRouter
     )
-    with pytest.raises(ConfigError, match="its router is not here"):
+    with pytest.raises(ConfigError, match=r"the router of run .* is missing"):
         document_router(manifest_with(ROUTER), None)
 
 
@@ -228,7 +228,7 @@ def test_stages_of_one_expert_are_shared() -> None:
 
 def test_what_a_router_cannot_tell_apart_is_refused() -> None:
     openings, _ = documents(4)
-    with pytest.raises(ConfigError, match=r"16 documents .* too few to tell 4 routes apart"):
+    with pytest.raises(ConfigError, match=r"16 non-empty documents are too few to fit 4 routes"):
         fit_router(openings, (1, 2, 2), 64, seed=1)
     with pytest.raises(ConfigError, match="18 experts on 18 routes"):
         fit_router(openings, (1, 18), 64, seed=1)

@@ -71,7 +71,7 @@ def test_each_path_is_a_llama_with_its_own_logits(tmp_path: Path, expert_checkpo
             found = theirs(TOKENS).logits
         assert (found - logits_on(model, route)).abs().max().item() <= 1e-4
         assert torch.equal(expert_decoder_of(folder).logits(TOKENS), logits_on(model, route)), "and is read back here"
-    with pytest.raises(ConfigError, match=r"no path 1\.1,2\.1: this model has no module 1\.1"):
+    with pytest.raises(ConfigError, match=r"path 1\.1,2\.1 does not exist: this model has no module 1\.1"):
         expert_decoder_of(tmp_path / "path01", (1, 1))
 
 
@@ -90,7 +90,7 @@ def test_one_folder_has_every_module_and_the_router(tmp_path: Path, expert_check
     origin = json.loads((folder / "skipstone.json").read_text())
     origin["modules"]["1.0"] = origin["modules"]["1.1"]
     (folder / "skipstone.json").write_text(json.dumps(origin))
-    with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is not what was exported"):
+    with pytest.raises(CorruptSnapshot, match=r"module 1\.0 differs from the exported one"):
         expert_decoder_of(folder, (0, 0))
 
 

@@ -125,7 +125,7 @@ def test_the_largest_memory_is_where_most_is_needed() -> None:
     assert match_limits(run, modules, []) == [None] * 5
     assert match_limits(run, modules, [7]) == [7] * 5
     assert match_limits(run, modules, [90, 10, 30, 20, 80]) == [30, 10, 80, 20, 90]
-    with pytest.raises(ConfigError, match="2 memory limits were given for 5 peers"):
+    with pytest.raises(ConfigError, match="2 memory limits do not match 5 peers"):
         match_limits(run, modules, [1, 2])
 
 

@@ -165,11 +165,11 @@ class TestChoice:
 def test_a_past_takes_one_at_a_time_and_no_more_than_its_room() -> None:
     past, one, two = Past(3), torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 2, 4)
     past.extend(one, one)
-    with pytest.raises(ValueError, match="one at a time"):
+    with pytest.raises(ValueError, match="one token at a time"):
         past.extend(two, two)
     for _ in range(2):
         past.extend(one, one)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="exceed the cache"):
         past.extend(one, one)
 
 

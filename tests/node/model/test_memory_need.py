@@ -174,7 +174,7 @@ def test_a_gpus_memory_counts_by_itself() -> None:
 )
 def test_tensors_of_petabytes_are_refused_with_a_sentence(host) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(
-        ResourceExhausted, match=r"takes .* GiB .*GiB for holding .*, and .* GiB are free in|under"
+        ResourceExhausted, match=r"takes .* GiB .*GiB to keep .*, and .* GiB are free in|under"
     ) as refused:
         host(small_manifest(**PETABYTES))
     assert refused.value.exit_code == 71
@@ -218,7 +218,7 @@ def test_processor_cores_may_be_shared() -> None:
         ("cpu,", "unknown"),
         ("cpu,quantum", "unknown"),
         (",".join(["cpu"] * (MOST_DEVICES + 1)), "17 devices"),
-        ("cpu,cuda:99", "not there"),
+        ("cpu,cuda:99", "not available"),
     ],
 )
 def test_what_cannot_be(wish: str, said: str) -> None:
@@ -232,5 +232,5 @@ def test_gpus_are_each_named_once_and_not_mixed_with_processors(monkeypatch: pyt
     assert choose_devices("cuda:0,cuda:1").value == (torch.device("cuda:0"), torch.device("cuda:1"))
     with pytest.raises(ConfigError, match="named twice"):
         choose_devices("cuda,cuda:0")
-    with pytest.raises(ConfigError, match="several kinds"):
+    with pytest.raises(ConfigError, match="different kinds"):
         choose_devices("cuda:0,cpu")

@@ -365,7 +365,7 @@ def test_a_refresh_that_fails_leaves_the_basis(caplog: pytest.LogCaptureFixture)
     for step in range(8):
         move(optimizer, own, step)
     assert all(torch.equal(optimizer.states[p].bases["left"], torch.eye(len(p))) for p in own)
-    assert "stays as it is" in caplog.text
+    assert "keeping the old SOAP basis" in caplog.text
 
 
 @given(st.integers(1, 30), st.data())

@@ -145,7 +145,7 @@ def test_pieces_of_rounds_are_taken_from_replicas_only_and_state_from_anybody(se
     with at_work(receives) as (_, rounds):
         for piece in ROUND_TENSORS[:2]:
             assert receives.admit(sender, piece, TENSOR) == Refusal(
-                False, "only replicas of a module have a part in its rounds"
+                False, "only replicas of this module take part in its rounds"
             )
         assert not rounds.calls
         assert receives.admit(sender, ROUND_TENSORS[2], TENSOR) is BUFFER
@@ -193,7 +193,7 @@ def test_without_a_module_tensors_are_refused_and_the_rest_is_ignored(message: T
     receives = dispatcher()
     with at_work(receives):
         pass
-    assert receives.admit(A, message, TENSOR) == Refusal(False, "nobody takes this here")
+    assert receives.admit(A, message, TENSOR) == Refusal(False, "this node has no receiver for this message")
     receives.received(A, message, TENSOR, BUFFER)
     receives.broken_off(A, message, BUFFER, ERROR)
     receives.told(A, Close(MICROBATCH, "over"))
@@ -280,7 +280,7 @@ async def test_a_file_of_any_length_arrives_whole(length: int) -> None:
 async def test_the_one_whose_hash_is_right_is_taken_and_who_lies_is_asked_once() -> None:
     lie = FILE[:-1] + b"?"
     peers = FilePeers({"none": None, "lie": lie, "too long": TOKENIZER_PIECE_BYTES + 1, "shorter": FILE[:-1]})
-    with pytest.raises(Unreachable, match="no peer has given this run's tokenizer"):
+    with pytest.raises(Unreachable, match="no peer gave this run's tokenizer"):
         await fetch_tokenizer(peers, SHA256, 0.4)
     assert peers.asked["none"] > PIECES_AT_ONCE, "it may have it later"
     assert peers.asked["lie"] == peers.asked["shorter"] == 2 * PIECES_AT_ONCE
@@ -290,7 +290,7 @@ async def test_the_one_whose_hash_is_right_is_taken_and_who_lies_is_asked_once()
 
 async def test_a_file_without_an_end_is_not_read_for_ever() -> None:
     peers = FilePeers({"endless": TOKENIZER_PIECE_BYTES})
-    with pytest.raises(Unreachable, match="another tokenizer"):
+    with pytest.raises(Unreachable, match="a tokenizer other than"):
         await fetch_tokenizer(peers, SHA256, 0.0)
     assert peers.asked["endless"] == MAX_TOKENIZER_PIECES
 
@@ -317,7 +317,7 @@ async def test_the_one_whose_hash_is_right_is_taken() -> None:
 
 
 async def test_when_nobody_has_it_that_is_said() -> None:
-    with pytest.raises(Unreachable, match="no peer has given this run's router"):
+    with pytest.raises(Unreachable, match="no peer gave this run's router"):
         await fetched({"none": None, "other": some_router(seed=4).to_bytes()})
 
 
@@ -365,4 +365,4 @@ async def test_one_honest_peer_is_enough() -> None:
 
 async def test_without_a_good_answer_one_is_told_why() -> None:
     assert await first_good((LIAR,), Asked()) == "a-liar: another run's manifest"
-    assert await first_good((), Asked()) == "nobody was asked"
+    assert await first_good((), Asked()) == "no peer was asked"

@@ -188,7 +188,7 @@ def test_the_routes_of_a_swarm_are_those_of_its_data_nodes() -> None:
     assert swarm.routes == (RouteStatus((0,), 0.75, 60, 0, 2.0), RouteStatus((1,), 0.25, 20, 8, None))
     assert swarm.too_few_peers is None, "three peers, though two of them are data nodes"
     few = SwarmStatus.of("9f86", "demo", 2, tuple(data), modules)
-    assert few.too_few_peers == "2 peers for 3 modules: documents of an expert that nobody serves go to the next best"
+    assert few.too_few_peers == "2 peers for 3 modules: documents of an unserved expert go to the next best"
     assert SwarmStatus.of("9f86", "demo", 2, ()).too_few_peers is None
 
 

@@ -63,7 +63,7 @@ with memory_left(8 * MIB):
         host_stage_zero(small_manifest(model__vocabulary=1_000_000, model__hidden=1024), torch.device("cpu"))
     except ResourceExhausted as error:
         assert str(error).startswith("module 0.0 takes"), error
-        assert str(error).endswith("under this process's limit of address space"), error
+        assert str(error).endswith("under this process's address space limit"), error
     else:
         raise SystemExit("there was room for a module")
 

@@ -329,7 +329,7 @@ async def test_hidden_states_for_a_microbatch_that_is_over_or_for_another_stage_
     async with small_swarm(A, B) as swarm:
         late = Forward(MicrobatchId(DATA, 1), AB, 2, Purpose.TRAIN, LIFETIME_S)
         answer = swarm[DATA].runner.admit(B, late, hop(swarm, A).tensor)
-        assert answer == Refusal(False, "this microbatch is not under way")
+        assert answer == Refusal(False, "this microbatch is not in flight")
         elsewhere = Path(DATA, (Hop(ModuleId(1), B), Hop(ModuleId(2), A)))
         other_stage = Forward(MicrobatchId(DATA, 1), elsewhere, 0, Purpose.TRAIN, LIFETIME_S)
         answer = swarm[B].runner.admit(DATA, other_stage, hop(swarm, B).tensor)

@@ -284,7 +284,7 @@ async def test_a_machine_that_cannot_ask_has_no_mapping() -> None:
             raise OSError(24, "Too many open files")
 
     answer = await router(NoSocket([mapping()])).open(PORT)
-    assert answer == NotMapped("made up: it cannot be asked: Too many open files")
+    assert answer == NotMapped("made up: cannot ask the router: Too many open files")
 
 
 async def test_a_router_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,14 +490,14 @@ def test_nat_pmp_maps_renews_and_takes_back() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (lambda request: rfc(request, result=2), "refuses"),
+        (lambda request: rfc(request, result=2), "refused"),
         (lambda request: rfc(request, result=99), "result 99"),
-        (lambda request: b"", "another kind"),
+        (lambda request: b"", "unexpected answer"),
         (lambda request: b"\x00\x82\x00\x00", "4 bytes"),
         (lambda request: rfc(request)[:-4], "12 bytes"),
-        (lambda request: b"\x01" + rfc(request)[1:], "another kind"),
-        (lambda request: rfc(request, lease=0), "no sense"),
-        (lambda request: rfc(struct.pack("!BBHHHI", 0, 2, 0, 9, 9, 9)), "no sense"),
+        (lambda request: b"\x01" + rfc(request)[1:], "unexpected answer"),
+        (lambda request: rfc(request, lease=0), "nonsense"),
+        (lambda request: rfc(struct.pack("!BBHHHI", 0, 2, 0, 9, 9, 9)), "nonsense"),
     ],
 )
 def test_nat_pmp_takes_no_other_answer(answer: Callable[[bytes], bytes], why: str) -> None:
@@ -513,7 +513,7 @@ def test_a_router_that_does_not_speak_nat_pmp(monkeypatch: pytest.MonkeyPatch) -
         port = closed.getsockname()[1]
     refused = NatPmp(lambda: HERE, port).map(PORT, PORT, 600)
     assert isinstance(refused, NotMapped)
-    assert "does not speak it" in refused.reason
+    assert "does not support it" in refused.reason
     monkeypatch.setattr("node.reachability.port_mapping.WAITS_S", (0.01, 0.01))
     asked: list[bytes] = []
     with gateway(lambda request: asked.append(request)) as silent:
@@ -576,7 +576,7 @@ def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to() -> No
 
 def test_upnp_gives_up_with_the_routers_reason() -> None:
     refused = upnp(Device("Action Not Authorized")).map(PORT, PORT, 600)
-    assert refused == NotMapped("the router said no: Action Not Authorized")
+    assert refused == NotMapped("the router refused: Action Not Authorized")
     crowded = Device(*["ConflictInMappingEntry"] * 9)
     assert isinstance(upnp(crowded).map(PORT, PORT, 600), NotMapped)
     assert len(crowded.added) == 3
@@ -586,7 +586,7 @@ def test_upnp_speaks_to_the_gateway_alone() -> None:
     device = Device()
     elsewhere = upnp(device, "http://10.0.0.66:5000/ctl").map(PORT, PORT, 600)
     assert isinstance(elsewhere, NotMapped)
-    assert "elsewhere" in elsewhere.reason
+    assert "another host" in elsewhere.reason
     assert device.added == []
     assert not leads_to(HERE, f"http://{HERE}.evil.example/")
     assert not leads_to(HERE, f"https://{HERE}/")
@@ -695,7 +695,7 @@ async def test_an_address_cannot_be_searched_for_open_ports_by_however_many_iden
             refused += 1
     assert len(bench.dialled.seen) == BURST
     assert refused == 1000 - BURST
-    await bench.witness.answer(bench.asker("elsewhere", "25.0.0.2"), WITNESS_PORT)
+    await bench.witness.answer(bench.asker("another host", "25.0.0.2"), WITNESS_PORT)
     bench.clock.now += REFILL_S
     await bench.witness.answer(bench.asker("p0", "25.0.0.1"), WITNESS_PORT)
     with pytest.raises(Busy):

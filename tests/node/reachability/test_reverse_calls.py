@@ -135,9 +135,9 @@ async def test_only_who_is_linked_is_called() -> None:
 
 async def test_nobody_calls_in_the_name_of_another() -> None:
     bench = Bench()
-    with pytest.raises(Rejected, match="another peer's"):
+    with pytest.raises(Rejected, match="another peer"):
         await bench.pass_on(replace(bench.call(), record=record_of(Identity.generate())))
-    with pytest.raises(Rejected, match="able to be dialled"):
+    with pytest.raises(Rejected, match="must be reachable itself"):
         await bench.pass_on(bench.call(addresses=()))
     with pytest.raises(ProtocolViolation, match="belongs to run"):
         await bench.pass_on(bench.call(run=OTHER_RUN))
@@ -175,7 +175,7 @@ async def test_few_calls_at_once_go_to_one_peer() -> None:
             tasks.create_task(bench.pass_on())
         while len(bench.lines.asked) < MAX_AT_ONCE_TO_ONE:
             await asyncio.sleep(0)
-        with pytest.raises(Busy, match="called by others"):
+        with pytest.raises(Busy, match="busy with other calls"):
             await bench.pass_on()
         bench.lines.gate.set()
     await bench.pass_on()
@@ -198,7 +198,7 @@ async def test_a_call_that_leads_nowhere_is_not_followed() -> None:
     bench = Bench()
     with pytest.raises(Rejected, match="call itself"):
         await bench.follow(bench.own)
-    with pytest.raises(Rejected, match="able to be dialled"):
+    with pytest.raises(Rejected, match="must be reachable itself"):
         await bench.follow(bench.caller, addresses=())
     with pytest.raises(ProtocolViolation):
         await bench.board.follow(bench.caller.peer, Question(QuestionAbout.CALLED, record=b"r"))
@@ -214,7 +214,7 @@ async def test_one_caller_is_dialled_now_and_then_and_few_at_once() -> None:
     for _ in range(FOLLOWED_BURST):
         with pytest.raises(Unreachable):
             await bench.follow(bench.caller)
-    with pytest.raises(Busy, match="often enough"):
+    with pytest.raises(Busy, match="too many calls"):
         await bench.follow(bench.caller)
     assert len(bench.lines.connected) == FOLLOWED_BURST
     bench.clock.now += FOLLOWED_REFILL_S
@@ -226,7 +226,7 @@ async def test_one_caller_is_dialled_now_and_then_and_few_at_once() -> None:
         while len(bench.lines.connected) < FOLLOWED_BURST + MAX_FOLLOWED_AT_ONCE:
             await asyncio.sleep(0)
         for caller in (bench.caller, Identity.generate()):
-            with pytest.raises(Busy, match="followed already"):
+            with pytest.raises(Busy, match="already in progress"):
                 await bench.follow(caller)
         bench.lines.gate.set()
 
@@ -333,7 +333,7 @@ async def test_the_next_one_is_asked_when_the_first_cannot_pass_it_on() -> None:
 async def test_a_call_in_vain_says_why() -> None:
     async with subscriber() as (caller, phone), subscriber() as (hidden, _), subscriber() as (through, _):
         hide(hidden, (caller,), through.peer)
-        with pytest.raises(Unreachable, match="none of those who could tell it is known"):
+        with pytest.raises(Unreachable, match="all peers that could forward the call are unknown"):
             await caller.transport.ask(hidden.peer, STATUS, LONG)
         introduce(caller, through)
         with pytest.raises(Unreachable, match="no link to this one"):
@@ -355,7 +355,7 @@ async def test_a_peer_that_does_not_come_is_given_up_after_the_dial_timeout() ->
         lines.gate.set()
         through.handler.board = Switchboard(RUN, through.peer, lines, lambda *_: None, SystemClock())
         caller.persona.book.contacts[absent.peer] = replace(absent.contact(), via=(through.peer,))
-        with pytest.raises(Unreachable, match=r"was called and has opened no link within 0\.5 s"):
+        with pytest.raises(Unreachable, match=r"was called, but opened no link within 0\.5 s"):
             await caller.transport.ask(absent.peer, STATUS, LONG)
 
 
@@ -364,7 +364,7 @@ async def test_two_that_cannot_be_dialled_need_a_tunnel() -> None:
         introduce(caller, through)
         hide(hidden, (caller,), through.peer)
         phone.dialable = False
-        with pytest.raises(Unreachable, match="both are behind address translation and nobody relays"):
+        with pytest.raises(Unreachable, match="both are behind address translation and no relay is available"):
             await caller.transport.ask(hidden.peer, STATUS, LONG)
 
 

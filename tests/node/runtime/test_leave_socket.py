@@ -110,7 +110,7 @@ async def test_what_takes_too_long_is_given_up(caplog: pytest.LogCaptureFixture)
 
     await hand_over(endless, 0.01)
     assert cancelled.is_set()
-    assert "given up" in caplog.text
+    assert "gave up" in caplog.text
 
 
 async def test_what_is_wanted_comes_unless_the_stop_comes_first() -> None:

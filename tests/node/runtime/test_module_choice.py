@@ -115,10 +115,10 @@ async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() 
 
 async def test_the_module_of_a_checkpoint_gives_way_where_it_has_become_too_large() -> None:
     events = KeptEvents()
-    assert await chosen(told(), Resumed(SMALL)) == Reasoned(SMALL, "the one in its checkpoint")
+    assert await chosen(told(), Resumed(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
     found = await chosen(told(NEEDS[LARGE].all - 1), Resumed(LARGE), events)
     assert found.value == MIDDLE
-    assert events.events[0].message.startswith("not the module in its checkpoint: module 2.0 takes")
+    assert events.events[0].message.startswith("cannot resume the checkpoint's module: module 2.0 takes")
 
 
 async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> None:
@@ -130,7 +130,7 @@ async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> No
     for _ in range(2):
         failed = sequence[-1]
         found = await fitting.choose_smaller(error, failed, session)  # type: ignore[arg-type]
-        assert found.reason.startswith(f"module {failed} ran out of memory; of the smaller ones, ")
+        assert found.reason.startswith(f"module {failed} ran out of memory; among smaller ones: ")
         sequence.append(found.value)
     with pytest.raises(OutOfMemory, match="the compute device is out of memory"):
         await fitting.choose_smaller(error, SMALL, session)  # type: ignore[arg-type]

@@ -255,7 +255,7 @@ def test_a_checkpoint_without_a_whole_step_is_refused(manifest: Manifest, tmp_pa
 
 
 def test_a_loss_over_nothing_is_refused(manifest: Manifest) -> None:
-    with pytest.raises(ConfigError, match="no microbatch"):
+    with pytest.raises(ConfigError, match="without microbatches"):
         evaluate(WholeModel(manifest, CPU), [])
 
 

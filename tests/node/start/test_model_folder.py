@@ -76,13 +76,13 @@ def index(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, r"model\.safetensors cannot be read"),
-        (declare_a_huge_header, "its header has 1099511627776 bytes"),
-        (lead_out, "is a link that leads out of the folder"),
-        (only_pickles, "as pickles only, which can run programs"),
-        (make_a_pipe, "cannot be read"),
+        (truncate, r"cannot read .*model\.safetensors"),
+        (declare_a_huge_header, "the header has 1099511627776 bytes"),
+        (lead_out, "links to a file outside the folder"),
+        (only_pickles, "has only pickled weights, which could run code"),
+        (make_a_pipe, "cannot read"),
         (lambda f: (f / SINGLE).unlink(), "has no model.safetensors"),
-        (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
+        (lambda f: (f / "config.json").unlink(), "cannot read .*config.json"),
         (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
         (lambda f: (f / "config.json").write_text("x" * 2_000_000), "longer than"),
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
@@ -90,25 +90,25 @@ def index(folder: Path, name: str) -> None:
         (lambda f: rewrite(f, lambda t: t.update({"model.extra": torch.ones(1)})), "has a parameter model.extra"),
         (
             lambda f: rewrite(f, lambda t: t.update({"model.norm.weight": torch.ones(31)})),
-            r"model.norm.weight is \(31,\), and config.json asks for \(32,\)",
+            r"model.norm.weight is \(31,\), but config.json needs \(32,\)",
         ),
         (
             lambda f: rewrite(f, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
-            "model.norm.weight is of type I8",
+            "model.norm.weight has type I8",
         ),
         (
             lambda f: rewrite(f, lambda t: t["model.norm.weight"].fill_(float("nan"))),
-            "model.norm.weight has values that are not finite",
+            "model.norm.weight has infinite or NaN values",
         ),
-        (lambda f: index(f, "../elsewhere.safetensors"), "which is no safetensors file of this folder"),
-        (lambda f: index(f, "pytorch_model.bin"), "which is no safetensors file of this folder"),
-        (lambda f: (f / INDEX).write_text("[1]"), "does not say which parameter is in which file"),
-        (lambda f: configure(f, model_type="gpt2"), "a model of type 'gpt2'"),
-        (lambda f: configure(f, hidden_act="gelu"), "its activation is 'gelu'"),
+        (lambda f: index(f, "../elsewhere.safetensors"), "which is not a safetensors file of this folder"),
+        (lambda f: index(f, "pytorch_model.bin"), "which is not a safetensors file of this folder"),
+        (lambda f: (f / INDEX).write_text("[1]"), "does not map parameters to files"),
+        (lambda f: configure(f, model_type="gpt2"), "model type 'gpt2'"),
+        (lambda f: configure(f, hidden_act="gelu"), "activation 'gelu'"),
         (lambda f: configure(f, mlp_bias=True), "mlp_bias"),
-        (lambda f: configure(f, quantization_config={}), "its weights are quantized"),
+        (lambda f: configure(f, quantization_config={}), "quantized weights are not supported"),
         (lambda f: configure(f, model_type="qwen2", use_sliding_window=True), "sliding window"),
-        (lambda f: configure(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}), "scaled by 'yarn'"),
+        (lambda f: configure(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rotary scaling 'yarn'"),
         (lambda f: configure(f, partial_rotary_factor=0.5), "partial_rotary_factor"),
         (lambda f: configure(f, hidden_size="32"), "hidden_size must be a whole number above 0"),
         (lambda f: configure(f, hidden_size=2**40), "hidden_size must be a whole number above 0"),
@@ -172,7 +172,7 @@ def test_another_folder_is_not_the_runs(folder: Path) -> None:
     write_folder(folder, seed=1)
     cut = open_start(manifest, folder)
     assert isinstance(cut, CutModel)
-    with pytest.raises(ConfigError, match="is not the model from which this run starts: module 1"):
+    with pytest.raises(ConfigError, match="is not the model that this run starts from: module 1"):
         cut.anchor(ModuleId(1))
     with pytest.raises(ConfigError, match="does not start from an existing model"):
         open_start(default_manifest(0), folder)

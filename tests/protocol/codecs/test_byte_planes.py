@@ -181,7 +181,7 @@ class TestAsACodec:
 
     def test_another_length_than_was_announced_is_our_own_mistake(self) -> None:
         spec = TensorSpec((1000,), DType.FLOAT32, Codec.PLANES, compressed_bytes=100)
-        with pytest.raises(ValueError, match="do not go with"):
+        with pytest.raises(ValueError, match="do not match"):
             decode(spec, memoryview(bytes(99)), torch.empty(1000, dtype=ELEMENT_TYPES[DType.FLOAT32]))
 
 

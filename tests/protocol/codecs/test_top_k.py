@@ -236,8 +236,8 @@ class TestRefusals:
             ([5, 20], None),
             ([5], "does not have 2"),
             ([5, 6, 20], "does not have 2"),
-            ([5, 5], "rise"),
-            ([9, 5], "rise"),
+            ([5, 5], "ascend"),
+            ([9, 5], "ascend"),
         ],
     )
     def test_places_must_rise_and_be_as_many_as_there_are(
@@ -256,7 +256,7 @@ class TestRefusals:
     @BOTH
     def test_places_beyond_the_end_of_a_shorter_chunk_are_refused(self, codec: TopK) -> None:
         data = bf16(1.0) + bf16(2.0) + places_of([2], 1) + packed([0], CODE_BITS[codec.codec])
-        with pytest.raises(ProtocolViolation, match="leave its 2 elements"):
+        with pytest.raises(ProtocolViolation, match="exceed its 2 elements"):
             decoded(codec, data, 2)
 
     @BOTH

@@ -49,7 +49,7 @@ class Receipt:
         (Misnamed, wire.ModuleId, "no field for stages"),
         (Boundless, wire.StateRequest, "has no bound"),
         (BoundlessBytes, wire.StateRequest, "has no bound"),
-        (Strange, wire.StateRequest, "no way"),
+        (Strange, wire.StateRequest, "no encoding"),
     ],
 )
 def test_what_cannot_travel_is_noticed_when_it_is_loaded(kind: type, message: type, because: str) -> None:

@@ -1,4 +1,4 @@
-"""Certificates of every kind, good and bad, made a second time and after docs/PROTOCOL.md, not with the code under
+"""Certificates of every kind, good and bad, made a second time and after docs/protocol.md, not with the code under
 test."""
 
 from __future__ import annotations

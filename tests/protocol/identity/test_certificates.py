@@ -91,7 +91,10 @@ Maker = Callable[[Identity, Identity, ec.EllipticCurvePrivateKey], bytes]
 WRONG: dict[str, tuple[Maker, str]] = {
     "too large": (lambda me, other, key: certificate(me, padding=600), "more than the 1024 allowed"),
     "other curve": (lambda me, other, key: certificate(me, key=ec.generate_private_key(ec.SECP384R1())), "P-256"),
-    "signed by another": (lambda me, other, key: certificate(me, signing_key=key), "signature is not that of"),
+    "signed by another": (
+        lambda me, other, key: certificate(me, signing_key=key),
+        "not signed by this run's authority",
+    ),
     "signed by itself": (
         lambda me, other, key: certificate(me, key=key, signing_key=key, issuer=me.peer),
         "not issued by this run",
@@ -102,7 +105,7 @@ WRONG: dict[str, tuple[Maker, str]] = {
     ),
     "signed for another run in this one's name": (
         lambda me, other, key: certificate(me, signing_key=authority_key(OTHER_RUN)),
-        "signature is not that of",
+        "not signed by this run's authority",
     ),
     "signed for this run in another's name": (
         lambda me, other, key: certificate(me, issuer=authority_name(OTHER_RUN)),
@@ -120,13 +123,13 @@ WRONG: dict[str, tuple[Maker, str]] = {
     ),
     "extension garbage": (
         lambda me, other, key: certificate(me, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, bytes(106))),
-        "not that of an Ed25519",
+        "not for an Ed25519",
     ),
     "extension too long": (
         lambda me, other, key: certificate(
             me, key=key, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, extension_for(me, key).value + b"\0")
         ),
-        "not that of an Ed25519",
+        "not for an Ed25519",
     ),
     "another's name": (lambda me, other, key: certificate(me, names=(other.peer,)), "common name"),
     "two names": (lambda me, other, key: certificate(me, names=(me.peer, other.peer)), "common name"),

@@ -88,7 +88,7 @@ async def test_who_is_attached_pings_or_declines(next_: relay_pb2.RelayMessage) 
         await stream.say(PING)
         assert (await stream.hear()).WhichOneof("kind") == "ping"
         await stream.say(next_)
-        assert "who is attached said" in (await stream.hear()).answer.refused
+        assert "an attached peer sent" in (await stream.hear()).answer.refused
 
 
 async def test_another_run_is_refused() -> None:
@@ -101,7 +101,7 @@ async def test_another_run_is_refused() -> None:
 
 async def test_silence_is_bounded() -> None:
     async with relaying(handshake_s=0.1, idle_s=0.2) as ends:
-        assert "said nothing" in await ends.refused(ANNA)
+        assert "sent nothing" in await ends.refused(ANNA)
         attachment = await ends.attached(BERT)
         assert await attachment.reader.read() == b"", "an attachment without pings is over"
         near, far = await ends.tunnel(ANNA, await ends.attached(BERT))
@@ -112,9 +112,9 @@ async def test_silence_is_bounded() -> None:
 async def test_streams_that_say_nothing_are_bounded_for_each_peer_and_for_all() -> None:
     async with relaying(greeting=3, greeting_of_a_peer=2) as ends:
         silent = [await ends.stream(peer) for peer in (ANNA, ANNA)]
-        assert "have not said" in await ends.refused(ANNA)
+        assert "have not sent" in await ends.refused(ANNA)
         silent.append(await ends.stream(BERT))
-        assert "have not said" in await ends.refused(CARL)
+        assert "have not sent" in await ends.refused(CARL)
         for stream in silent:
             stream.cut()
         await eventually(lambda: ends.service._greeting.total() == 0)
@@ -155,7 +155,7 @@ async def test_a_peer_cannot_open_and_end_tunnels_for_ever() -> None:
             near, _ = await ends.tunnel(ANNA, attachment)
             near.cut()
         await until_idle(ends)
-        assert "often enough" in await ends.refused(ANNA, wish(BERT))
+        assert "too often" in await ends.refused(ANNA, wish(BERT))
         await ends.tunnel(CARL, attachment)
 
 
@@ -172,12 +172,12 @@ async def test_only_the_asked_peer_accepts_and_only_once() -> None:
         near = await ends.said(ANNA, wish(BERT))
         incoming = (await attachment.hear()).incoming
         assert incoming.peer == ANNA
-        assert "nobody waits" in await ends.refused(CARL, accept(incoming.number))
-        assert "nobody waits" in await ends.refused(BERT, accept(incoming.number + 1))
+        assert "no tunnel has the number" in await ends.refused(CARL, accept(incoming.number))
+        assert "no tunnel has the number" in await ends.refused(BERT, accept(incoming.number + 1))
         far = await ends.said(BERT, accept(incoming.number))
         assert (await far.hear()).answer.refused == ""
         assert (await near.hear()).answer.refused == ""
-        assert "nobody waits" in await ends.refused(BERT, accept(incoming.number))
+        assert "no tunnel has the number" in await ends.refused(BERT, accept(incoming.number))
         near.writer.write(b"x")
         assert await far.reader.readexactly(1) == b"x"
 
@@ -194,7 +194,7 @@ async def test_the_far_end_may_decline_or_not_answer() -> None:
         assert (await near.hear()).answer.refused == "the far end declined: full?[31m"
         assert "did not accept" in await ends.refused(ANNA, wish(BERT))
         number = (await attachment.hear()).incoming.number
-        assert "nobody waits" in await ends.refused(BERT, accept(number)), "too late"
+        assert "no tunnel has the number" in await ends.refused(BERT, accept(number)), "too late"
         assert ends.service.figures().tunnels == 0
 
 

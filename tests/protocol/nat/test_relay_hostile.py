@@ -122,7 +122,7 @@ async def test_a_relay_that_breaks_the_rules_is_left_and_tried_again(said: relay
         again, first = await relay.heard()
         assert first == attach()
         assert not attachment.standing
-        assert "was said to an attached peer" in attachment.reason
+        assert "was sent to an attached peer" in attachment.reason
         await again.say(answer("go\naway"))
         await eventually(lambda: attachment.reason == "the relay refused: go?away")
 
@@ -141,7 +141,7 @@ async def test_a_tunnel_that_the_relay_does_not_confirm_is_given_up(monkeypatch:
     ("said", "error", "reason"),
     [
         (answer("no \x07bytes"), Rejected, r"refused: no \?bytes"),
-        (PING, ProtocolViolation, "ping is no answer"),
+        (PING, ProtocolViolation, "ping is not an answer"),
         (None, Unreachable, "did not answer within"),
     ],
 )

@@ -47,7 +47,7 @@ async def test_the_newcomer_is_told_with_the_older_ones_record() -> None:
         await linked(older, server, 1)
         async with node(persona, record=b"of the newcomer") as newcomer:
             for _ in range(3):
-                with pytest.raises(Rejected, match="another process with this key runs since"):
+                with pytest.raises(Rejected, match="another process with this key has run for"):
                     await newcomer.transport.tell(server.peer, close_of(persona.peer))
             assert set(newcomer.handler.records) == {(server.peer, b"of the older")}
         assert server.handler.ups == [persona.peer]
@@ -100,7 +100,7 @@ def test_turnover_is_high_for_a_while_after_the_third_replacement() -> None:
 def test_what_a_hello_says_of_its_process_arrives() -> None:
     hello = replace(hello_of(Persona()), incarnation=2**64 - 1, age_ms=MAX_AGE_MS - 1)
     assert decode(encode(hello)) == hello
-    with pytest.raises(ProtocolViolation, match="no process is"):
+    with pytest.raises(ProtocolViolation, match="the process cannot be"):
         decode(encode(replace(hello, age_ms=MAX_AGE_MS)))
     farewell = Farewell(FarewellReason.SAME_KEY, "since yesterday", b"a record")
     assert decode(encode(farewell)) == farewell

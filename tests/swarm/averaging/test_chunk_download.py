@@ -192,7 +192,7 @@ def test_with_no_donor_left_it_fails_and_says_what_happened_with_each():
     assert isinstance(failed, machine.Failed)
     assert not failed.stalled
     assert "does not match" in failed.detail
-    assert "does not keep" in failed.detail
+    assert "no longer has this state" in failed.detail
     assert plan.handle(Tick(), 99.0) == []
 
 

@@ -402,7 +402,7 @@ def test_of_as_many_the_greater_is_got_and_held_against_ours() -> None:
     _, actions = four_alone()
     assert [action for action in actions if isinstance(action, events.CatchUp)] == [
         events.CatchUp(
-            ASTRAY, (D,), "1 replicas stand on round 6, 1 on ours (as many, and it is greater)", by_most=False
+            ASTRAY, (D,), "1 replicas have round 6, 1 have ours (a tie, and it has more tokens)", by_most=False
         )
     ]
 
@@ -434,7 +434,7 @@ def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
 def test_it_says_where_it_stands() -> None:
     desk = Desk()
     assert desk.machine.settled
-    assert "all 4 replicas stand on our anchor" in desk.machine.describe()
+    assert "all 4 replicas have our anchor" in desk.machine.describe()
     desk.enter()
     assert desk.machine.describe() == "round 4; round 5 attempt 0, b leads: waits for the roster"
 

@@ -269,7 +269,7 @@ def test_what_is_given_up_leaves_jobs_to_be_told() -> None:
     work = queue.submit(iter([None]), "work")
     queue.put(Priority.TRAIN, partial(done.append, "train"))
     queue.put(Priority.UPKEEP, partial(done.append, "upkeep"))
-    with pytest.raises(ResourceExhausted, match="2 jobs wait"):
+    with pytest.raises(ResourceExhausted, match="2 jobs are queued"):
         queue.put(Priority.TRAIN, partial(done.append, "too many"))
     for job in queue.clear():
         job()

@@ -228,7 +228,7 @@ computed -1                 | finished by a b c; forget -1, completed; forget 3,
 data fewest 2: start, computed -1
 forward 2 by a c            | c < accepted out 2; compute LOSS 2
 computed 2                  | c < gradient 1 by a c
-forward 3                   | forget 3, another copy came first; c < accepted out 3; c < passed_on out 3
+forward 3                   | forget 3, another copy arrived first; c < accepted out 3; c < passed_on out 3
 c accepted back 1           | data < passed_on back 2
 = -1 HANDING_ON, 2 GUARDING_BACK
 # the receipt of the last hop may be late: the end is over with its start
@@ -241,7 +241,7 @@ lose c
 wait 29
 touch -1
 wait 29
-wait 1                      | forget -1, nothing happened to it for 30 s; data < stranded out -1, lost on its path
+wait 1                      | forget -1, no progress for 30 s; data < stranded out -1, lost on its path
 = 3 GUARDING_BACK
 
 == the way out goes wrong
@@ -265,8 +265,8 @@ lose b
 a: handed 0
 b refused out 1             | b2 < hidden 1 by a b2 c
 b2 refused out 1            | b3 < hidden 1 by a b3 c
-b3 refused out 1            | forget 0, refused: ; module 2.0 has no peer left to stand in;
-                            | data < stranded out 1, refused: ; module 2.0 has no peer left to stand in
+b3 refused out 1            | forget 0, refused: ; module 2.0 has no other replica;
+                            | data < stranded out 1, refused: ; module 2.0 has no other replica
 = gone
 # a busy successor is replaced; when all are busy, the last is asked again, then the others
 a: handed 0, dead b3
@@ -296,8 +296,8 @@ b busy out 1 1
 = 0 GUARDING
 # without another replica it strands
 a: handed 0, dead b2 b3
-lost b                      | forget 0, the link broke; module 2.0 has no peer left to stand in;
-                            | data < stranded out 1, the link broke; module 2.0 has no peer left to stand in
+lost b                      | forget 0, the link broke; module 2.0 has no other replica;
+                            | data < stranded out 1, the link broke; module 2.0 has no other replica
 = gone
 # a lone successor that comes back gets it, and a later outage has the whole patience
 a: handed 0, dead b2 b3
@@ -315,8 +315,8 @@ dead b2
 lose b                      | b3 < hidden 1 by a b3 c
 wait 0.6
 lose b3
-lost b3                     | forget 0, the link broke; module 2.0 has no peer left to stand in;
-                            | data < stranded out 1, the link broke; module 2.0 has no peer left to stand in
+lost b3                     | forget 0, the link broke; module 2.0 has no other replica;
+                            | data < stranded out 1, the link broke; module 2.0 has no other replica
 = gone
 # the data node is never replaced
 c: handed 2
@@ -370,13 +370,13 @@ lose b                      | c < hidden 1 by a c
 c fewest 2: dead b2 b3, handed 2, backward 2, computed 2
 lose b
 gone 2
-wait 0.31                   | data < stranded back 1, nobody serves its module; data < passed_on back 2
+wait 0.31                   | data < stranded back 1, no peer serves its module; data < passed_on back 2
 = 2 SETTLING
 # without leave to skip it waits, though new paths avoid the module
 a: dead b2 b3, handed 0
 gone 2
-lost b                      | forget 0, the link broke; module 2.0 has no peer left to stand in;
-                            | data < stranded out 1, the link broke; module 2.0 has no peer left to stand in
+lost b                      | forget 0, the link broke; module 2.0 has no other replica;
+                            | data < stranded out 1, the link broke; module 2.0 has no other replica
 = gone
 # after the last hop comes the data node
 b fewest 2: dead c2, handed 1
@@ -386,8 +386,8 @@ lost c                      | data < hidden 2 by a b
 a fewest 2: dead b2 b3, handed 0
 lost b                      | c < hidden 1 by a c
 c refused out 1             | c2 < hidden 1 by a c2
-c2 refused out 1            | forget 0, refused: ; module 3.0 has no peer left to stand in;
-                            | data < stranded out 1, refused: ; module 3.0 has no peer left to stand in
+c2 refused out 1            | forget 0, refused: ; module 3.0 has no other replica;
+                            | data < stranded out 1, refused: ; module 3.0 has no other replica
 = gone
 # a busy hop is not skipped
 a fewest 2: dead b2 b3, handed 0
@@ -396,8 +396,8 @@ wait 1.1                    | b < hidden 1 by a b c
 = 0 HANDING_ON
 # an evaluated microbatch skips nothing
 a fewest 2: dead b2 b3, handed 0 evaluate
-lost b                      | forget 0, the link broke; module 2.0 has no peer left to stand in;
-                            | data < stranded out 1, the link broke; module 2.0 has no peer left to stand in
+lost b                      | forget 0, the link broke; module 2.0 has no other replica;
+                            | data < stranded out 1, the link broke; module 2.0 has no other replica
 = gone
 # hops before the skipped one learn of it by the gradient
 data fewest 2: start, computed -1, a accepted out 0
@@ -416,14 +416,14 @@ admit backward 0 by a c     | REFUSED
 a fewest 2: dead b2 b3, handed 0
 elsewhere 2
 gone 2
-lose b                      | forget 0, the link broke; module 2.0 has no peer left to stand in;
-                            | data < stranded out 1, the link broke; module 2.0 has no peer left to stand in
+lose b                      | forget 0, the link broke; module 2.0 has no other replica;
+                            | data < stranded out 1, the link broke; module 2.0 has no other replica
 = gone
 # a refusing hop of such a stage strands the microbatch
 a fewest 2: dead b2 b3, handed 0
 elsewhere 2
-b refused out 1             | forget 0, refused: ; module 2.0 has no peer left to stand in;
-                            | data < stranded out 1, refused: ; module 2.0 has no peer left to stand in
+b refused out 1             | forget 0, refused: ; module 2.0 has no other replica;
+                            | data < stranded out 1, refused: ; module 2.0 has no other replica
 = gone
 
 == the way back goes wrong
@@ -535,7 +535,7 @@ lose a
 = 1 RECALLING
 # a gradient that is not needed any more is let go
 b2: admit backward 1 by a b2 c, backward 1 by a b2 c
-a passed_on back 0          | c < passed_on back 1; forget 1, the gradient is there already
+a passed_on back 0          | c < passed_on back 1; forget 1, the gradient arrived there already
 = gone
 # a gradient whose input is refused is given back
 b2: admit backward 1 by a b2 c, backward 1 by a b2 c
@@ -545,7 +545,7 @@ a refused back 0            | c < refused back 1; forget 1, no input:
 # a gradient whose input does not come is given back
 b2: admit backward 1 by a b2 c, backward 1 by a b2 c
 wait 7.9                    | a < recall 0 by a b2 c
-wait 1                      | c < refused back 1; forget 1, the input cannot be had
+wait 1                      | c < refused back 1; forget 1, the input is not available
 = gone
 # a second gradient waits until it is known what becomes of the first
 b2: admit backward 1 by a b2 c, backward 1 by a b2 c
@@ -691,7 +691,7 @@ abandon
 # a hop forgets in silence when nothing happens any more
 a: handed 0, b passed_on out 1
 wait 29
-wait 1                      | forget 0, nothing happened to it for 30 s
+wait 1                      | forget 0, no progress for 30 s
 = gone
 # whatever happens renews the deadline
 a: handed 0
@@ -706,7 +706,7 @@ data: start, computed -1, a passed_on out 0
 wait 29
 touch -1
 wait 29
-wait 1                      | forget -1, nothing happened to it for 30 s; data < stranded out -1, lost on its path
+wait 1                      | forget -1, no progress for 30 s; data < stranded out -1, lost on its path
 = gone
 # a gradient that was added is not forgotten: the hop asks
 b: handed 1, backward 1, computed 1, a accepted back 0
@@ -722,13 +722,13 @@ computed 0                  | data < gradient -1 by a b c
 a: handed 0, b accepted out 1
 lose data
 wait 19
-wait 1                      | forget 0, nothing happened to it for 30 s
+wait 1                      | forget 0, no progress for 30 s
 = gone
 # at the last hop as well
 c: handed 2, data accepted out 3
 lose data
 wait 19
-wait 1                      | forget 2, nothing happened to it for 30 s
+wait 1                      | forget 2, no progress for 30 s
 = gone
 # a step in the grace period begins another
 a: handed 0
@@ -736,13 +736,13 @@ lose data
 wait 10
 b accepted out 1            | data < passed_on out 0 sent 10
 wait 19
-wait 1                      | forget 0, nothing happened to it for 30 s
+wait 1                      | forget 0, no progress for 30 s
 = gone
 # the grace period never lengthens a deadline
 a: handed 0, b passed_on out 1
 wait 29
 lose data
-wait 1                      | forget 0, nothing happened to it for 30 s
+wait 1                      | forget 0, no progress for 30 s
 = gone
 # a link ends the grace period
 a: handed 0, b passed_on out 1
@@ -750,7 +750,7 @@ lose data
 wait 10
 linked data
 wait 29
-wait 1                      | forget 0, nothing happened to it for 30 s
+wait 1                      | forget 0, no progress for 30 s
 = gone
 # a message of the data node ends it, too
 a: handed 0, b passed_on out 1
@@ -758,13 +758,13 @@ lose data
 wait 10
 data accepted out 1
 wait 29
-wait 1                      | forget 0, nothing happened to it for 30 s
+wait 1                      | forget 0, no progress for 30 s
 = gone
 # a data node without a link is told, so that there is one, and has a grace period until then
 b: unlinked data
 forward 1                   | a < accepted out 1; data < accepted out 1; compute FORWARD 1
 wait 19
-wait 1                      | forget 1, nothing happened to it for 30 s
+wait 1                      | forget 1, no progress for 30 s
 = gone
 # with that link its microbatches are kept
 b: unlinked data
@@ -772,7 +772,7 @@ forward 1                   | a < accepted out 1; data < accepted out 1; compute
 unlinked
 linked data
 wait 29
-wait 1                      | forget 1, nothing happened to it for 30 s
+wait 1                      | forget 1, no progress for 30 s
 = gone
 """
 

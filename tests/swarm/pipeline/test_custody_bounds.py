@@ -154,7 +154,7 @@ def test_data_nodes_without_a_link_have_a_quarter_together() -> None:
     desk.unlinked = {f"data{number}" for number in range(10)}
     paths = of_data_nodes(ABC, range(10))
     assert admitted(desk, (forward(path, 1) for path in paths)) == 2
-    assert "no link" in desk.admit(forward(paths[9], 1)).reason
+    assert "without a link" in desk.admit(forward(paths[9], 1)).reason
     assert desk.admit(forward(ABC, 1)).value is Place.FREE, "others have slots"
 
 
@@ -262,7 +262,7 @@ def test_a_hop_asks_so_often_whether_its_gradient_counts_and_then_takes_it_back(
     for _ in range(MAX_ASKS):
         assert desk.do("linked data") == "data < asks", "which is not counted"
         assert desk.do("wait 3000") == "data < asks", "however long the machine slept"
-    assert desk.do("wait 3") == "take back 0; forget 0, nobody says that its gradient counts"
+    assert desk.do("wait 3") == "take back 0; forget 0, its data node does not answer whether its gradient counts"
 
 
 def test_a_data_node_remembers_its_last_microbatches() -> None:

@@ -319,10 +319,10 @@ def test_one_bad_epoch_changes_nothing() -> None:
 
 def test_it_says_why() -> None:
     window = Window(START, LEAST, SLOTS)
-    assert window.value == Reasoned(6, "nothing was measured yet")
+    assert window.value == Reasoned(6, "not measured yet")
     world = World(0.1, (0.02, 0.02, 0.02))
     world.pace(window, 8.0)
-    assert "without waiting" in window.value.reason
+    assert "without queueing" in window.value.reason
     window.bound(Reasoned(8, "a staleness of 1 allows so many"))
     world.pace(window, 20.0)
     assert window.value.value == 8

@@ -45,8 +45,8 @@ def test_even_documents_are_not_cut() -> None:
 
 
 def test_the_reason_says_what_cutting_saves() -> None:
-    assert deal([3.0, 1.0], 2).reason == "1 cut, else the largest share would be 1.50 of the mean"
-    assert deal([1.0, 1.0], 2).reason == "whole documents, the largest share 1.00 of the mean"
+    assert deal([3.0, 1.0], 2).reason == "1 cut; without that the largest load is 1.50 of the mean"
+    assert deal([1.0, 1.0], 2).reason == "whole documents; the largest load is 1.00 of the mean"
 
 
 def test_microbatches_of_log_normal_documents_are_dealt_to_two_devices_within_two_hundredths() -> None:

@@ -116,7 +116,7 @@ async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun(
 async def test_a_state_that_is_gone_is_no_quorum():
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(state(9)), await swarm.joiner()
-        with pytest.raises(NoQuorum, match="is not kept here"):
+        with pytest.raises(NoQuorum, match="does not have state"):
             await fetch(joiner, donor)
 
 
@@ -348,7 +348,7 @@ async def test_a_run_without_planes_sends_none_and_takes_none():
         donor.faults.gate.clear()
         fetching = asyncio.create_task(fetch(joiner, donor))
         download, chunk, elements = await asked(joiner, donor)
-        with pytest.raises(ProtocolViolation, match="no form of it in this run"):
+        with pytest.raises(ProtocolViolation, match="this run does not allow"):
             download.admit(donor.peer, StateChunk(MODULE, ANCHOR.version.digest, chunk), planes_of(elements, 100))
         with pytest.raises(NoQuorum):
             await fetching
@@ -365,7 +365,7 @@ async def test_planes_that_are_not_shorter_than_the_chunk_get_no_buffer(change: 
         fetching = asyncio.create_task(fetch(joiner, donor))
         download, chunk, elements = await asked(joiner, donor)
         message = StateChunk(MODULE, ANCHOR.version.digest, chunk)
-        with pytest.raises(ProtocolViolation, match="no form of it in this run"):
+        with pytest.raises(ProtocolViolation, match="this run does not allow"):
             download.admit(donor.peer, message, planes_of(elements, 4 * elements + change))
         assert download_of(joiner)._pool.in_use == 0
         donor.faults.gate.set()
