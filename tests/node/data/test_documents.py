@@ -234,7 +234,7 @@ def test_a_feed_goes_on_at_its_cursor_and_fetches_only_what_is_due_there(hub: Lo
         block = given[index].start.block
         due = epoch_order(manifest.seed, block.epoch, FILES)[block.position // LONGEST]
         if block.position % LONGEST:
-            assert hub.fetched[0] == sorted(hub.files)[due]
+            assert sorted(hub.files)[due] in hub.fetched[:2], "beside the next one, which is fetched ahead"
 
 
 def test_the_first_document_comes_after_one_file(hub: LoopbackHub) -> None:
