@@ -26,7 +26,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import AnchorVersion, ModuleId
 from tests.node.averaging.state_peers import MODULE, Faults, StatePeer, state_swarm
-from tests.node.checkpoint.small_states import state
+from tests.node.checkpoint.saved_states import state
 from tests.node.network.small_swarm import until
 from tests.node.start.tiny_models import write_folder
 
@@ -40,7 +40,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, CutModel]:
 
 
 def told(peer: StatePeer, module: ModuleId, anchor: AnchorVersion | None) -> SimpleNamespace:
-    """What matters here of a peer's announcement."""
     return SimpleNamespace(peer=peer.peer, module=module, anchor=anchor)
 
 
@@ -52,7 +51,6 @@ def context(
     start: CutModel | None = None,
     resumed: Resumed | None = None,
 ) -> ModuleContext:
-    """Of a node that is to take MODULE, and sees these peers."""
     session = joiner.downloads.session
     looked = asyncio.Event()
     looked.set()
@@ -107,7 +105,6 @@ async def test_a_replica_without_a_round_gives_what_it_began_with(run: tuple[Man
 
 
 async def test_where_rounds_have_been_what_they_led_to_is_taken(run: tuple[Manifest, CutModel]) -> None:
-    """Nobody needs to have the model any more by then."""
     manifest, _ = run
     agreed = state(3, module_layout(manifest, MODULE))
     async with state_swarm(agreed.layout) as swarm:
@@ -153,7 +150,6 @@ async def test_other_weights_are_not_taken_and_the_right_ones_waited_for(run: tu
 
 
 async def test_a_folder_that_was_damaged_since_is_not_given_out(run: tuple[Manifest, CutModel], tmp_path: Path) -> None:
-    """Its header is still right, and its hashes were taken before."""
     manifest, _ = run
     write_folder(tmp_path / "model", "qwen2", hidden_size=56)
     cut = CutModel(manifest, ModelFolder(tmp_path / "model"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,27 +42,6 @@ PETABYTES = {
     "training__rows": 65_536,
     "training__inner_tokens": 65_536 * 1_048_576,
 }
-UNDER_A_LIMIT = """
-import resource
-import torch
-from node.model.optimizer import Accumulator, inner_optimizer
-from node.model.parts import build_block_stack
-from node.pipeline.worker import host_stage_zero
-from node.model.device import device_errors
-from swarm.vocabulary.errors import ResourceExhausted
-from tests.node.small_manifest import small_manifest
-
-resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-for work in (
-    lambda: host_stage_zero(small_manifest(model__vocabulary=1_000_000, model__hidden=1024), torch.device("cpu")),
-    lambda: torch.empty(4 << 30),
-):
-    try:
-        with device_errors():
-            work()
-    except ResourceExhausted as error:
-        print(error)
-"""
 
 
 def room(memory: int, device: int | None = None) -> Room:
@@ -202,15 +179,6 @@ def test_tensors_of_petabytes_are_refused_with_a_sentence(host) -> None:  # type
         host(small_manifest(**PETABYTES))
     assert refused.value.exit_code == 71
     assert "--slots" in refused.value.hint
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the address space by /proc")
-def test_under_a_limit_nothing_ends_in_a_bare_error() -> None:
-    command = (sys.executable, "-c", UNDER_A_LIMIT)
-    first, second = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert first.startswith("module 0.0 takes")
-    assert first.endswith("under this process's address space limit")
-    assert "out of memory" in second
 
 
 def test_other_runtime_errors_keep_their_face() -> None:

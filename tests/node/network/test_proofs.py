@@ -14,7 +14,7 @@ from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import Rejected
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
-from tests.node.network.small_swarm import ManualClock
+from tests.kit.waiting import ManualClock
 from tests.node.network.test_membership_sync import MODULE, Other, place
 from tests.swarm.membership.announcements import RUN, announcement
 

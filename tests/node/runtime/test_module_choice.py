@@ -16,7 +16,6 @@ from node.context.options import NodeOptions
 from node.data.places import Places
 from node.model.memory_need import needs_of
 from node.model.moments import MomentType
-from node.observability.events import Note
 from node.runtime import module_choice, node
 from node.runtime.module_choice import FittingModules
 from protocol.manifest.join_link import JoinLink
@@ -25,6 +24,7 @@ from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
+from tests.kit.events import KeptEvents
 from tests.node.small_manifest import small_manifest
 from tests.swarm.membership.announcements import announcement
 
@@ -42,8 +42,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Session:
-    """What the choice asks of a session."""
-
     def __init__(self, *present: Announcement) -> None:
         self._present = present
         self.own = SimpleNamespace(peer=PeerId("own"))
@@ -51,11 +49,6 @@ class Session:
 
     async def alive(self, modules: object) -> tuple[Announcement, ...]:
         return self._present
-
-
-class Events(list[Note]):
-    def emit(self, event: Any) -> None:
-        self.append(event)
 
 
 def in_steps(size_bytes: int) -> int:
@@ -69,12 +62,12 @@ def told(limit: int | None = None, **changes: Any) -> NodeOptions:
 
 
 async def chosen(
-    options: NodeOptions, resumed: Resumed | None = None, events: Events | None = None
+    options: NodeOptions, resumed: Resumed | None = None, events: KeptEvents | None = None
 ) -> Reasoned[ModuleId]:
     session: Any = Session(announcement("data", 0))
     fitting = FittingModules(MANIFEST, options, CPU)
     found = resumed or Resumed()
-    return await fitting.choose(session, found, NO_TEXT, Events() if events is None else events)
+    return await fitting.choose(session, found, NO_TEXT, events or KeptEvents())
 
 
 async def test_the_largest_module_that_fits_is_taken_of_those_nobody_serves() -> None:
@@ -97,10 +90,7 @@ def test_only_who_lacks_room_announces_what_it_has() -> None:
     """Older peers refuse records with fields that they do not know, and nobody else needs to know."""
     least = NEEDS[LARGE].all
     assert FittingModules(MANIFEST, told(least), CPU).announced() == (0, 0)
-    assert FittingModules(MANIFEST, told(least - 1), CPU).announced() == (
-        max(1, (least - 1) // STEP_BYTES) * STEP_BYTES,
-        0,
-    )
+    assert FittingModules(MANIFEST, told(least - 1), CPU).announced() == (in_steps(least - 1), 0)
 
 
 def test_who_needs_less_than_others_reckon_announces_what_they_would_look_for() -> None:
@@ -124,11 +114,11 @@ async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() 
 
 
 async def test_the_module_of_a_checkpoint_gives_way_where_it_has_become_too_large() -> None:
-    events = Events()
+    events = KeptEvents()
     assert await chosen(told(), Resumed(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
     found = await chosen(told(NEEDS[LARGE].all - 1), Resumed(LARGE), events)
     assert found.value == MIDDLE
-    assert events[0].message.startswith("cannot resume the checkpoint's module: module 2.0 takes")
+    assert events.events[0].message.startswith("cannot resume the checkpoint's module: module 2.0 takes")
 
 
 async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> None:
@@ -171,7 +161,7 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     monkeypatch.setattr(node, "serve_module", serve)
     monkeypatch.setattr(node, "Proofs", lambda session: None)
     monkeypatch.setattr(node, "replace", lambda given, **changes: SimpleNamespace(**{**vars(given), **changes}))
-    session, events, options = Session(announcement("data", 0)), Events(), told()
+    session, events, options = Session(announcement("data", 0)), KeptEvents(), told()
     session.withdraw = withdraw  # type: ignore[attr-defined]
     given: Any = SimpleNamespace(
         module=LARGE, options=options, session=session, manifest=MANIFEST, events=events, router=None
@@ -180,7 +170,7 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     with ComputeThread() as given.compute:
         await node._serve(given, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
     assert served == [LARGE, MIDDLE, SMALL]
-    assert [event.level for event in events] == ["warning", "warning"]
-    assert "out of memory; module 3.0: module 2.0 ran out of memory" in events[0].message
+    assert [event.level for event in events.events] == ["warning", "warning"]
+    assert "out of memory; module 3.0: module 2.0 ran out of memory" in events.events[0].message
     assert fitting.of(MANIFEST.modules(), held=SMALL) == [DATA, SMALL], "a mover does not go back to what failed"
     assert session.own.memory_bytes == in_steps(NEEDS[MIDDLE].all)
