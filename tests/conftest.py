@@ -9,5 +9,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from hypothesis import settings
 
 # How long one example takes says something about the machine and its load, not about the code.
-settings.register_profile("skipstone", deadline=None)
+settings.register_profile("skipstone", deadline=None, max_examples=50)
 settings.load_profile("skipstone")

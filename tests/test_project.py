@@ -30,6 +30,7 @@ def sources(*folders: str) -> list[Path]:
     return [path for path in found if GENERATED not in path.parents]
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -47,9 +48,10 @@ def imports(tree: ast.AST, package: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def imported_by(path: Path) -> set[str]:
+@cache
+def imported_by(path: Path) -> frozenset[str]:
     package = ".".join((*path.relative_to(ROOT).parent.parts, path.stem))
-    return set(imports(parsed(path), package))
+    return frozenset(imports(parsed(path), package))
 
 
 def top(name: str) -> str:
@@ -95,7 +97,7 @@ def modules_of_ours() -> dict[str, set[str]]:
     """What each of our modules imports of the others, at load or later."""
     paths = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(*PACKAGES)}
     names = {name.removesuffix(".__init__") for name in paths.values()}
-    return {name.removesuffix(".__init__"): imported_by(path) & names for path, name in paths.items()}
+    return {name.removesuffix(".__init__"): set(imported_by(path) & names) for path, name in paths.items()}
 
 
 def folders() -> dict[str, set[str]]:

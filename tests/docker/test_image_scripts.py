@@ -239,7 +239,7 @@ class TestHealthCheck:
         script = load(HEALTH_CHECK)
         monkeypatch.setattr(script, "LIMIT_S", 0.1)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes calls, and nobody answers them
-            endpoint = endpoint_path(tmp_path / "identity.key")
-            endpoint.write_text(json.dumps({"port": silent.getsockname()[1], "secret": "s"}))
+            door = endpoint_path(tmp_path / "identity.key")
+            door.write_text(json.dumps({"port": silent.getsockname()[1], "secret": "s"}))
             with pytest.raises(TimeoutError):
-                script.ask_event_loop(endpoint)
+                script.ask_event_loop(door)

@@ -93,8 +93,8 @@ def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
     count_visits()
 
     @asynccontextmanager
-    async def emulated_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
-        tokens, made = context.manifest.microbatch_tokens, list[RulePlanner]()
+    async def emulated_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
+        tokens, made = given.manifest.microbatch_tokens, list[RulePlanner]()
 
         def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes) -> Planner:
             planner = planner_of(rule, seed, tokens, None)(rules, membership, times)
@@ -103,8 +103,8 @@ def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
             return planner
 
         node.runtime.data_role.Planner = by_rule  # type: ignore[assignment, misc]
-        async with data_role(context, first) as role, AsyncExitStack() as stack:
-            clock, planner = context.session.own.clock.monotonic, made[0] if made else None
+        async with data_role(given, first) as role, AsyncExitStack() as stack:
+            clock, planner = given.session.own.clock.monotonic, made[0] if made else None
             measured = _Visits.so_far
             if isinstance(planner, SwarmPlanner):
                 tell(planner.rule, role, clock)

@@ -311,14 +311,14 @@ Kind = TypeVar("Kind")
 @dataclass(eq=False)
 class WatchedNode:
     seen: list[Event] = field(default_factory=list)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, stream: asyncio.StreamReader) -> None:
         async for line in stream:
             event = event_from_json(line)
             if event is not None:
                 self.seen.append(event)
-                self._changed.set()
+                self._news.set()
 
     async def until(self, kind: type[Kind], wanted: Callable[[Kind], bool] = lambda _: True) -> Kind:
         async with asyncio.timeout(PATIENCE_S):
@@ -326,8 +326,8 @@ class WatchedNode:
                 for event in self.seen:
                     if isinstance(event, kind) and wanted(event):
                         return event
-                self._changed.clear()
-                await self._changed.wait()
+                self._news.clear()
+                await self._news.wait()
 
     async def reached(self) -> Reach:
         return await self.until(Reach)

@@ -55,7 +55,7 @@ class RoundWatch:
     module: str
     stands: list[Stand] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: Event) -> None:
         match event:
@@ -63,13 +63,14 @@ class RoundWatch:
                 self.stands.append(Stand(time.monotonic(), event))
             case Step():
                 self.losses.append(event.loss)
-        self._changed.set()
+        self._news.set()
 
     async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
-        async with asyncio.timeout(patience_s):
-            while (found := find()) is None:
-                self._changed.clear()
-                await self._changed.wait()
+        """Gives up when the swarm has said nothing for so long: how fast it goes on is the machine's affair."""
+        while (found := find()) is None:
+            self._news.clear()
+            async with asyncio.timeout(patience_s):
+                await self._news.wait()
         return found
 
     async def loss_below(self, wanted: float) -> None:

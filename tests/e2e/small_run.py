@@ -120,7 +120,7 @@ class Watch:
             raise AssertionError(f"it did not come within {PATIENCE_S:.0f} s, after {self.seen[-30:]}") from None
         raise AssertionError("the swarm ended before it came")
 
-    async def in_progress(self, swarm: LocalSwarm) -> None:
+    async def under_way(self, swarm: LocalSwarm) -> None:
         """Until every node serves and five steps are done: steps begin before all replicas of a stage are there."""
         waited_for = {peer.peer for peer in swarm.peers}
         while not all(self.states(peer)[-1:] == ["serving"] for peer in waited_for):

@@ -42,12 +42,12 @@ async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path
     options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm:
         await _until_rounds(Watch(swarm))
-        shown: list[tuple[ModuleId, int, int]] = []
-        async with open_swarm(swarm.link, lambda *progress: shown.append(progress)) as source:
+        told: list[tuple[ModuleId, int, int]] = []
+        async with open_swarm(swarm.link, lambda *progress: told.append(progress)) as source:
             written = await export(source, tmp_path / "model")
             versions = source.versions
         assert [str(module) for module in versions] == list(MODULES)
-        assert shown[-1] == (ModuleId(2), written.size_bytes, written.size_bytes)
+        assert told[-1] == (ModuleId(2), written.size_bytes, written.size_bytes)
         proven = {module: await _hashes(swarm.link, manifest, module, version) for module, version in versions.items()}
         said = await _run("generate", str(swarm.link), "word1", "--tokens", "5", "--json", "--device", "cpu")
         assert len(json.loads(said)["tokens"]) in range(1, 6)
@@ -108,7 +108,7 @@ async def _exported(folder: Path, manifest: Manifest, module: ModuleId) -> Vecto
     async with open_model(str(folder)) as opened:
         parameters = await checked_module(opened.source, module)
     layout = layout_of(parameter_shapes(manifest, module), 1)
-    vector: Vector = np.concatenate([parameters[place.name].numpy().ravel() for place in layout.spans])
+    vector: Vector = np.concatenate([parameters[deployment.name].numpy().ravel() for deployment in layout.spans])
     return vector
 
 
@@ -164,8 +164,8 @@ async def test_a_swarm_killed_as_a_whole_goes_on(tmp_path: Path) -> None:
 
     notes = [event.message for event in second.seen if isinstance(event, Note)]
     for header in saved:
-        shown = f"resumes module {header.owner.module} from snapshot {header.number}: inner step {header.steps},"
-        assert any(note.startswith(shown) for note in notes), shown
+        told = f"resumes module {header.owner.module} from snapshot {header.number}: inner step {header.steps},"
+        assert any(note.startswith(told) for note in notes), told
     steps = [event for event in second.seen if isinstance(event, Step)]
     assert [event.step for event in steps] == list(range(saved[0].steps + 1, STEPS + 1))
     assert steps[-1].tokens == STEPS * manifest.training.inner_tokens

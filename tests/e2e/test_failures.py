@@ -61,7 +61,7 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     options = LocalSwarmOptions(peers=5, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm:
         watch = Watch(swarm)
-        await watch.in_progress(swarm)
+        await watch.under_way(swarm)
         victim = next(peer for peer in swarm.peers if peer.stage == REPLICATED)
         swarm.kill(victim.index, number)
         await watch.until(lambda event: event == PeerChange(victim.peer, "down", getattr(event, "reason", "")))
@@ -85,15 +85,13 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     assert not events & {"visit", "completed", "retracted"}, "they are for the log only"
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_work_goes_to_the_other_replica(tmp_path: Path, number: signal.Signals) -> None:
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.in_progress(swarm)
+        await watch.under_way(swarm)
         victim = next(peer.index for peer in swarm.peers if peer.stage == REPLICATED)
         swarm.kill(victim, number)
         await watch.step(40)
@@ -170,7 +168,7 @@ async def test_a_replica_leaves_and_nothing_is_abandoned(tmp_path: Path, how: st
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.in_progress(swarm)
+        await watch.under_way(swarm)
         leaver = [peer for peer in swarm.peers if peer.stage == REPLICATED][-1]
         if how == "leave":
             await ask_to_leave(leaver.identity_path, STOP_LIMIT_S)
@@ -192,7 +190,7 @@ async def test_a_second_signal_ends_a_draining_node_at_once(tmp_path: Path) -> N
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=20, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.in_progress(swarm)
+        await watch.under_way(swarm)
         leaver = [peer for peer in swarm.peers if peer.stage == REPLICATED][-1]
         swarm.terminate(leaver.index)
         await watch.until(
@@ -221,7 +219,7 @@ async def test_a_peer_moves_to_a_stage_that_has_lost_its_last_one(tmp_path: Path
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, threads=1, moving=True)) as swarm:
         watch = Watch(swarm)
-        await watch.in_progress(swarm)
+        await watch.under_way(swarm)
         swarm.kill(2, signal.SIGKILL)
         await watch.until(lambda event: isinstance(event, Resumed) and event.module == "2.0")
         moves = [event for event in watch.seen if isinstance(event, Move)]
@@ -237,22 +235,22 @@ async def test_a_peer_moves_to_a_stage_that_has_lost_its_last_one(tmp_path: Path
     assert_nothing_lost(watch, completed, abandoned=True)
 
 
-class Watched:
+class Told:
     """Collects a node's events; `until` waits for a status."""
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
-        self._changed = asyncio.Event()
+        self._news = asyncio.Event()
 
     def emit(self, event: Event) -> None:
         self.seen.append(event)
-        self._changed.set()
+        self._news.set()
 
     async def until(self, module: str, state: str) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not any(isinstance(e, NodeStatus) and (e.module, e.state) == (module, state) for e in self.seen):
-                self._changed.clear()
-                await self._changed.wait()
+                self._news.clear()
+                await self._news.wait()
 
 
 async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_path: Path) -> None:
@@ -262,7 +260,7 @@ async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_
     options = NodeOptions(
         link=None, manifest_path=path, identity_path=identity, stage="1", listen="127.0.0.1", device="cpu"
     )
-    watched, stop, asked = Watched(), asyncio.Event(), asyncio.Event()
+    told, stop, asked = Told(), asyncio.Event(), asyncio.Event()
 
     async def elsewhere() -> Reasoned[ModuleId]:
         if asked.is_set():
@@ -274,13 +272,13 @@ async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_
         return elsewhere
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_node(options, watched, stop, moving))
-        await watched.until("1.0", "serving")
+        tasks.create_task(run_node(options, told, stop, moving))
+        await told.until("1.0", "serving")
         await asked.wait()
         await ask_to_leave(identity, STOP_LIMIT_S)
     assert stop.is_set()
-    assert not [event for event in watched.seen if isinstance(event, Move)]
-    assert [e.state for e in watched.seen if isinstance(e, NodeStatus)] == ["joining", "serving", "serving", "draining"]
+    assert not [event for event in told.seen if isinstance(event, Move)]
+    assert [e.state for e in told.seen if isinstance(e, NodeStatus)] == ["joining", "serving", "serving", "draining"]
 
 
 async def test_leave_without_a_node_says_so(tmp_path: Path) -> None:

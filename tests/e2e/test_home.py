@@ -66,15 +66,6 @@ def test_a_port_is_mapped_through_a_real_router_and_taken_back(tmp_path: Path, w
         assert calls(network, port).returncode != 0
 
 
-def test_a_router_that_maps_nothing_leaves_a_reason_for_each_way() -> None:
-    skip_unless_possible(mapping=False)
-    with home_network(1) as network:
-        for way in ("nat-pmp", "upnp"):
-            command = (*network.inside("home"), sys.executable, "-m", "tests.e2e.map_port", way)
-            said = subprocess.run(command, capture_output=True, text=True, check=True, input="").stdout
-            assert "router at 192.168.77.1" in json.loads(said)["reason"]
-
-
 @pytest.mark.timeout(400)
 async def test_a_node_at_home_climbs_from_reverse_to_mapped(tmp_path: Path) -> None:
     skip_unless_possible(mapping=False)

@@ -52,6 +52,7 @@ async def test_a_swarm_with_another_inner_optimizer_equals_one_process(tmp_path:
     await _compare(small_run(write_text(tmp_path / "text"), inner_steps=4, inner=inner), tmp_path)
 
 
+@pytest.mark.long
 async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> None:
     """Microbatches of unequal tokens make the same steps everywhere, and every hop masks alike."""
     manifest = small_run(write_documents(tmp_path / "text"), inner_steps=4, attention="documents")
@@ -60,7 +61,7 @@ async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> 
     await _compare(manifest, tmp_path)
 
 
-@pytest.mark.parametrize("attention", ["causal", pytest.param("documents", marks=pytest.mark.long)])
+@pytest.mark.parametrize("attention", [pytest.param("causal", marks=pytest.mark.long), "documents"])
 async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, attention: str) -> None:
     """Microbatches with unequal numbers of labels: only what the assistant says is learnt, and told as the loss."""
     text = write_conversations(tmp_path / "text")

@@ -66,12 +66,12 @@ class Spectator:
         self.past_the_proxy: set[tuple[str, str]] = set()
         self.through_the_proxy = 0
 
-    def tell(self, update: str | Row | Mark) -> None:
-        if isinstance(update, Mark):
-            self.happened.append(update.what)
-        if not isinstance(update, Row):
+    def tell(self, news: str | Row | Mark) -> None:
+        if isinstance(news, Mark):
+            self.happened.append(news.what)
+        if not isinstance(news, Row):
             return
-        self.rows.append(update)
+        self.rows.append(news)
         ours = own_sockets()
         for socket in read_sockets():
             if socket.inode and socket.remote[0].startswith(BEHIND):

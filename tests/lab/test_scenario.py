@@ -385,12 +385,6 @@ def test_chaos_lists_its_scenarios_and_wants_a_folder_and_expectations(tmp_path:
     assert "has no [chaos] table" in refused.stderr
 
 
-def test_a_scenario_and_a_folder_are_wanted(tmp_path: Path) -> None:
-    assert run().exit_code == 78
-    (tmp_path / "scenario.toml").write_text(BASE)
-    assert run(str(tmp_path / "scenario.toml")).exit_code == 78
-
-
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     scenario = tmp_path / "scenario.toml"
     scenario.write_text(BASE.replace("home-fibre", "modem"))

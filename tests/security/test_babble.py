@@ -87,9 +87,9 @@ class Babbler:
         """Every field, with what fits its type and, often, its name."""
         chooser = self._random
         groups = [[f.name for f in group.fields] for group in message.DESCRIPTOR.oneofs]
-        excluded = {name for group in groups for name in group if name != chooser.choice(group)}
+        left_out = {name for group in groups for name in group if name != chooser.choice(group)}
         for field in message.DESCRIPTOR.fields:
-            if field.name in excluded:
+            if field.name in left_out:
                 continue
             if field.message_type is not None and field.message_type.name == "TensorHeader":
                 self._fill_header(getattr(message, field.name), message.DESCRIPTOR.name)
@@ -187,8 +187,6 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 async def test_nothing_that_decodes_surprises_a_node(scene: Siege, part: str) -> None:
-    """Whoever is surprised ends with a traceback; what a microbatch loses shows in the account at the end of the
-    siege."""
     victim = scene.targets.contact(PARTS[part][0])
     before = scene.peak_bytes(victim)
     links = await babble(scene, part, FRAMES, seed=1)
@@ -230,10 +228,10 @@ def knowledge(scene: Siege, persona: Persona) -> Knowledge:
     others: tuple[Contact, ...] = targets.everybody
     data_node = targets.data_node.peer
     near = range(4 * step, 4 * step + 40, 3)
-    in_flight = [MicrobatchId(data_node, scene.first_number() + n) for n in near]
+    under_way = [MicrobatchId(data_node, scene.first_number() + n) for n in near]
     own = [MicrobatchId(persona.peer, number) for number in range(3)]
     anchors = tuple(announced.anchor for announced in targets.announced.values() if announced.anchor is not None)
-    return Knowledge(persona.peer, tuple(c.peer for c in others), anchors, (*in_flight, *own), targets.tensor)
+    return Knowledge(persona.peer, tuple(c.peer for c in others), anchors, (*under_way, *own), targets.tensor)
 
 
 async def for_longer(count: int, seed: int) -> None:

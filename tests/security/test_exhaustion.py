@@ -221,8 +221,6 @@ def address_of(impostor: Node) -> str:
 
 
 async def test_a_link_with_another_run_leads_nowhere(scene: Siege) -> None:
-    """Whoever tampers with a link can lead into a run of his own, which has another name; not into this one with
-    another manifest."""
     tampered = JoinLink(RunId("0" * 64), scene.targets.link.peers)
     with pytest.raises(Unreachable):
         await query_status(tampered, LITTLE_PATIENCE_S)
@@ -274,8 +272,8 @@ async def test_a_flood_of_microbatches_leaves_room_for_others(scene: Siege) -> N
     targets, before = scene.targets, scene.peak_bytes(scene.targets.victim)
     async with targets.peer(ModuleId(0), state=PeerState.JOINING) as intruder:
         receipts = await _flood(targets, intruder)
-        found = Counter(receipt.status for receipt in receipts)
-        assert found == {ReceiptStatus.ACCEPTED: 12, ReceiptStatus.BUSY: FORWARDS - 12}
+        told = Counter(receipt.status for receipt in receipts)
+        assert told == {ReceiptStatus.ACCEPTED: 12, ReceiptStatus.BUSY: FORWARDS - 12}
         reasons = {receipt.detail for receipt in receipts} - {""}
         assert "this data node uses 12 slots, the rest is for others" in reasons
         assert reasons <= {"this data node uses 12 slots, the rest is for others", "all 16 slots are used"}

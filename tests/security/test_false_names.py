@@ -71,8 +71,6 @@ def send_to(server: Node, caller: Node, number: int) -> Any:
 
 
 async def test_a_man_in_the_middle_with_his_own_certificate_hears_nothing() -> None:
-    """He is a member too, so the run's authority has signed for him; the caller trusts the one certificate that it
-    expects."""
     middle = Persona()
     async with node() as server, node() as caller, overheard(middle) as (port, heard):
         caller.persona.knows(server.persona, port)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -99,17 +98,8 @@ def returns(hop: FalseHop, sender: PeerId, message: Forward) -> None:
     hop.send(sender, back, HIDDEN, nothing_finite())
 
 
-def shortens(hop: FalseHop, sender: PeerId, message: Forward) -> None:
-    """Leaves all other hops out: hands it to its data node as if it were the last one."""
-    claims(hop, sender, message)
-    alone = replace(message.path, hops=message.path.hops[: message.position + 1])
-    end = Forward(message.microbatch, alone, message.position + 1, message.purpose, message.lifetime_s)
-    hop.send(message.path.data_node, end, HIDDEN, bytes(HIDDEN.byte_length))
-
-
 HIDDEN = hidden_tensor(small_run(Path("text"), blocks=(0, 1, 1)))
 QUICK = (puts_off, poisons, returns)
-SLOW = (swallows, claims, shortens)
 
 
 def nothing_finite() -> bytes:
@@ -174,34 +164,14 @@ async def speak(here: Company, own: Node) -> None:
 
 
 async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
-    """Who spoils what it gets soon gets nothing any more; who keeps it gets one, which is free again when its link
-    ends."""
     async with company(tmp_path) as here:
         for lie in QUICK:
             async with impostor(here, lie) as false_hop:
                 await false_hop.until(lambda hop=false_hop: hop.given)
-                for _ in range(10):  # a lie that is not found out at once costs its step a minute
+                for _ in range(4):  # a lie that is not found out at once costs its step a minute
                     await here.goes_on(1)
         async with impostor(here, swallows) as false_hop:
             await false_hop.until(lambda: false_hop.given)
             await asyncio.sleep(2.0)
             assert len(false_hop.kept) <= MOST_KEPT
         await here.goes_on()
-
-
-async def all_lies(minutes: float) -> None:
-    """Each of them for so long; prints what came of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        async with company(Path(folder)) as here:
-            for lie in (*QUICK, *SLOW):
-                first = here.swarm.progress.step
-                async with impostor(here, lie) as false_hop:
-                    await asyncio.sleep(60 * minutes)
-                    print(
-                        f"{lie.__name__}: given {false_hop.given}, {here.swarm.progress.step - first} steps", flush=True
-                    )
-                await here.goes_on()
-
-
-if __name__ == "__main__":
-    asyncio.run(all_lies(1.5))

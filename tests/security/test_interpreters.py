@@ -69,8 +69,6 @@ def test_the_rule_itself_can_fail() -> None:
 
 @pytest.mark.e2e
 async def test_a_module_in_the_current_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cloned corpus, a downloaded model or a folder that all may write to has a `shutil.py`, and a node is started
-    there."""
     ran = tmp_path / "ran"
     (tmp_path / "shutil.py").write_text(HOSTILE)
     monkeypatch.setenv("SKIPSTONE_TEST_HOSTILE", str(ran))
@@ -94,7 +92,7 @@ async def test_no_secret_reaches_the_processes_that_strangers_speak_to(monkeypat
 
 
 def test_a_child_is_told_what_it_needs() -> None:
-    result = child_environment(
+    told = child_environment(
         {
             "PATH": "/usr/bin",
             "HOME": "/home/u",
@@ -107,7 +105,7 @@ def test_a_child_is_told_what_it_needs() -> None:
         | dict.fromkeys(("LD_PRELOAD", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONHOME", "BASH_ENV"), "canary"),
         GOMEMLIMIT="1GiB",
     )
-    assert result == {
+    assert told == {
         "PATH": "/usr/bin",
         "HOME": "/home/u",
         "LC_ALL": "C.UTF-8",
@@ -121,8 +119,8 @@ def test_a_child_is_told_what_it_needs() -> None:
 def test_no_list_of_folders_leads_to_where_the_user_stands() -> None:
     """An empty entry does: `PYTHONPATH=$PYTHONPATH:/mine` makes one."""
     lists = os.pathsep.join(("", "/mine", ".", "relative"))
-    result = with_packages({"PYTHONPATH": lists, "PATH": lists, "LD_LIBRARY_PATH": os.pathsep}, "/packages")
-    assert result == {"PYTHONPATH": os.pathsep.join(("/packages", "/mine")), "PATH": "/mine"}
+    told = with_packages({"PYTHONPATH": lists, "PATH": lists, "LD_LIBRARY_PATH": os.pathsep}, "/packages")
+    assert told == {"PYTHONPATH": os.pathsep.join(("/packages", "/mine")), "PATH": "/mine"}
 
 
 def test_the_nodes_of_a_local_swarm_get_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

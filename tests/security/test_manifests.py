@@ -107,13 +107,19 @@ async def test_a_stranger_s_link_opens_nothing_of_whoever_joins_it(tmp_path: Pat
         link = await written(tmp_path / "link")
         async with running(*NODE, link, *HERE, env=victim.environment) as node:
             seen = await events_until_serving(node)
+        opened = victim.opened()
+        text = ("--text", str(victim.home / ".ssh"))
+        async with running(*NODE, link, *text, *HERE, env=victim.environment) as node:
+            named = await events_until_serving(node)
     assert seen[-1]["module"] == "1.0"
-    found = [
+    told = [
         event["message"] for event in seen if event["event"] == "note" and "cannot take stage 0" in event["message"]
     ]
-    assert len(found) == 1
-    assert "--text" in found[0]
-    assert victim.opened() == []
+    assert len(told) == 1
+    assert "--text" in told[0]
+    assert opened == []
+    assert named[-1]["module"] == "0.0"
+    assert victim.opened(), "the trap itself works"
 
 
 @pytest.mark.e2e
@@ -129,16 +135,3 @@ async def test_who_insists_on_stage_0_is_told_what_to_say(tmp_path: Path) -> Non
     assert b"--text" in said
     assert victim.opened() == []
     assert b"hidden states back into text" in said, "what joining means is said before"
-
-
-@pytest.mark.e2e
-async def test_the_trap_itself_works(tmp_path: Path) -> None:
-    victim = Victim(tmp_path)
-    manifest = small_run(Path("~/elsewhere"), blocks=(0, 1))
-    text = ("--text", str(victim.home / ".ssh"))
-    async with asyncio.timeout(PATIENCE_S), running(*stranger_s(tmp_path, manifest), env=victim.environment):
-        link = await written(tmp_path / "link")
-        async with running(*NODE, link, *text, *HERE, env=victim.environment) as node:
-            seen = await events_until_serving(node)
-    assert seen[-1]["module"] == "0.0"
-    assert victim.opened()

@@ -19,8 +19,6 @@ LIAR = 3
 
 @pytest.mark.parametrize("kind", [pytest.param("mean-reversed", marks=pytest.mark.long), "mean-elsewhere"])
 async def test_a_reducer_that_lies_is_named_by_all_and_rounds_go_on_without_it(tmp_path: Path, kind: str) -> None:
-    """The first lie is objected to before the commit; the other, which points away from nobody's contribution, is found
-    by audits."""
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1)
     deployment = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
     options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")

@@ -74,7 +74,7 @@ class Stranger:
                             await self._stream.say(Receipt(message.microbatch, direction, message.position, status))
 
     @property
-    def answers(self) -> Counter[ReceiptStatus]:
+    def told(self) -> Counter[ReceiptStatus]:
         first = {receipt.microbatch: receipt.status for receipt in reversed(self.receipts)}
         return Counter(first.values())
 
@@ -96,7 +96,7 @@ async def invented(scene: Siege, persona: Persona, record: bytes) -> Stranger:
 async def test_a_visitor_fills_no_slot_with_microbatches_of_data_nodes_that_it_has_invented(scene: Siege) -> None:
     persona = scene.targets.persona()
     stranger = await invented(scene, persona, scene.targets.record(persona))
-    assert stranger.answers == {ReceiptStatus.BUSY: SLOTS}
+    assert stranger.told == {ReceiptStatus.BUSY: SLOTS}
     assert {receipt.detail for receipt in stranger.receipts} == {STRANGER}
     assert stranger.farewell is None, "who has just changed its module would be refused by the same rule"
 
@@ -110,11 +110,11 @@ async def test_who_announces_a_module_fills_a_quarter_with_them(scene: Siege) ->
             record = scene.targets.record(persona, STAGES[0], state=PeerState.JOINING)
             stranger = await invented(scene, persona, record)
             assert {r.detail for r in stranger.receipts if r.status is ReceiptStatus.BUSY} == {taken}
-            if stranger.answers[ReceiptStatus.ACCEPTED] > 0:
+            if stranger.told[ReceiptStatus.ACCEPTED] > 0:
                 break
             await scene.goes_on(1)  # an earlier test's data nodes have left theirs, less than 20 s ago
-    assert stranger.answers.total() == SLOTS
-    assert stranger.answers[ReceiptStatus.ACCEPTED] <= SLOTS // 4
+    assert stranger.told.total() == SLOTS
+    assert stranger.told[ReceiptStatus.ACCEPTED] <= SLOTS // 4
     await scene.goes_on(5)
 
 
@@ -171,7 +171,7 @@ async def test_nobody_uses_up_the_numbers_of_a_data_node(scene: Siege) -> None:
                     await stranger.hear()
                 except PeerError:
                     continue
-                assert ReceiptStatus.ACCEPTED not in stranger.answers
+                assert ReceiptStatus.ACCEPTED not in stranger.told
                 assert stranger.given == []
     async with asyncio.timeout(60):
         while account(scene, victim.peer, numbers) != (set(numbers), set(numbers)):

@@ -30,19 +30,19 @@ async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_los
         watch = Watch(swarm)
         liar = next(PeerId(peer.peer) for peer in swarm.peers if peer.index == LIAR)
 
-        def excluded(event: Event) -> bool:
+        def left_out(event: Event) -> bool:
             return isinstance(event, Note) and "excluded from paths" in event.message
 
-        found = await watch.until(excluded)
+        found = await watch.until(left_out)
         assert isinstance(found, Note)
         assert short(liar) in found.message
         await watch.step(swarm.progress.step + 40)
         await swarm.stop()
     events = events_of(logs)
-    alarm = next(index for index, event in enumerate(events) if excluded(event))
+    alarm = next(index for index, event in enumerate(events) if left_out(event))
     completed = [event for event in events[alarm:] if isinstance(event, Completed)]
-    in_flight = manifest.microbatches_per_step * (1 + manifest.training.staleness)
-    assert len(completed) > 4 * in_flight
-    assert not any(liar in hop for event in completed[in_flight:] for hop in event.hops)
+    under_way = manifest.microbatches_per_step * (1 + manifest.training.staleness)
+    assert len(completed) > 4 * under_way
+    assert not any(liar in hop for event in completed[under_way:] for hop in event.hops)
     losses = [event.loss for event in events[alarm:] if isinstance(event, Step)]
     assert median(losses[-10:]) < 3.0, "of 5.5 at the start"

@@ -7,8 +7,6 @@ import base64
 import json
 from pathlib import Path
 
-import pytest
-
 from protocol.frames.frames import Farewell, FarewellReason
 from protocol.identity.keys import Identity
 from swarm.vocabulary.pipeline_messages import Close, Direction, Receipt, ReceiptStatus, Stranded
@@ -16,7 +14,7 @@ from swarm.vocabulary.types import MicrobatchId
 from tests.protocol.identity.minting import authority_key
 from tests.security.siege import BESIEGED, Siege
 from tests.security.watching import sitecustomize
-from tests.test_project import PACKAGES, name_of, parsed, sources
+from tests.test_project import PACKAGES, parsed, sources
 
 pytestmark = BESIEGED
 
@@ -90,14 +88,15 @@ async def test_no_process_of_a_swarm_makes_an_object_from_a_pickle(scene: Siege)
     assert len(list((scene.folder / "stderr").iterdir())) >= 2 * len(scene.swarm.peers), "both kinds are watched"
 
 
-@pytest.mark.parametrize("path", sources(*PACKAGES), ids=name_of)
-async def test_nothing_that_is_read_becomes_code(path: Path) -> None:
+async def test_nothing_that_is_read_becomes_code() -> None:
     """`tests/test_project.py` looks for pickles; here for what else runs what it reads."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in BUILDS_CODE, f"line {node.lineno}"
-        if isinstance(node, ast.Attribute):
-            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            assert (owner, node.attr) not in LOADS_CODE, f"line {node.lineno}"
-        if isinstance(node, ast.keyword):
-            assert node.arg not in ("trust_remote_code", "shell"), f"line {node.value.lineno}"
+    for path in sources(*PACKAGES):
+        for node in ast.walk(parsed(path)):
+            where = f"{path}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in BUILDS_CODE, where
+            if isinstance(node, ast.Attribute):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                assert (owner, node.attr) not in LOADS_CODE, where
+            if isinstance(node, ast.keyword):
+                assert node.arg not in ("trust_remote_code", "shell"), where

@@ -32,29 +32,26 @@ from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from node.observability.events import RoundCommitted
-from protocol.identity.signatures import EntrySigner, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import LinkFigures, Question, Refusal, Transport
-from protocol.transport.grpc_transport import GrpcTransport
-from protocol.transport.settings import TransportSettings
-from swarm.averaging.round_events import Caught, Event, OtherReplica, RoundRules, Signer
+from protocol.interfaces.transport import Refusal, Transport
+from swarm.averaging.round_events import Caught, Event, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import CodecLevel, RoundCodecs
 from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import Contribution, Member, Reduced, Roster, RoundId
 from swarm.vocabulary.errors import StateError, Unreachable
-from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.pipeline_messages import TensorMessage
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
-from tests.protocol.transport.link_peers import RUN, Persona
+from tests.kit.links import NoLinks
+from tests.kit.waiting import LONG_S, until
 from tests.swarm.averaging.round_world import VirtualSigner
 
 RULE = OuterRule(0.7, 0.9)
 
 
 class NamedSignatures:
-    """`protocol.identity.round_signatures.PieceSignatures` of peers that have names instead of keys; whoever signs by
-    another's name is not believed."""
+    """`PieceSignatures` of peers that have names instead of keys."""
 
     def __init__(self, own: PeerId) -> None:
         self._own = own
@@ -71,10 +68,7 @@ class NamedSignatures:
         ).digest()
 
 
-LONG_S = 40.0
-
 Tamper = Callable[[PeerId, PeerId, Contribution | Reduced, bytearray], None]
-"""Sees, and may change, what goes from one member to another."""
 
 
 def small_layout(elements: int = 600_001, fragments: int = 1) -> Layout:
@@ -105,8 +99,6 @@ def roster_of(
 
 @dataclass(eq=False)
 class Party:
-    """One member."""
-
     peer: PeerId
     base: Anchor
     snapshot: Vector
@@ -130,12 +122,11 @@ class Party:
         return float(np.linalg.norm(self.gradient[part].astype(np.float64)))
 
 
-class Wire:
+class Wire(NoLinks):
     """`protocol.interfaces.transport.Transport` of one party."""
 
     def __init__(self, own: PeerId, room: Room) -> None:
-        self._own = own
-        self._room = room
+        self._own, self._room = own, room
 
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
         assert isinstance(message, Contribution | Reduced)
@@ -153,24 +144,12 @@ class Wire:
         admitted[:] = octets
         there.arrivals.received(self._own, message, admitted)
 
-    async def send_control(self, peer: PeerId, message: ControlMessage) -> None:
-        raise Unreachable("nothing is told here")
-
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        raise Unreachable("nobody answers questions here")
-
-    def announce(self, record: bytes) -> None:
-        return
-
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        return {}
-
 
 class Room:
     """The parties of an exchange, which begins with `begin`."""
 
-    def __init__(self, codec: Codec, tasks: asyncio.TaskGroup) -> None:
-        self.codec = codec
+    def __init__(self, base: Anchor, codec: Codec, tasks: asyncio.TaskGroup) -> None:
+        self.base, self.codec = base, codec
         self.codecs: tuple[RoundCodecs, ...] = (RoundCodecs(codec),)
         self.parties: dict[PeerId, Party] = {}
         self.dead: set[PeerId] = set()
@@ -216,13 +195,7 @@ class Room:
             party = self.parties[peer]
             party.task = self._tasks.create_task(party.exchange.run())
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(LONG_S):
-            while not condition():
-                await asyncio.sleep(0.002)
-
     async def stop(self) -> None:
-        """Ends every exchange."""
         running = [party.task for party in self.parties.values() if party.task is not None]
         for task in running:
             task.cancel()
@@ -245,7 +218,7 @@ async def room(base: Anchor, snapshots: dict[str, Vector], codec: Codec = Codec.
     """Parties that stand on `base`, each with an own copy of it and its snapshot."""
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(task_scope())
-        here = Room(codec, tasks)
+        here = Room(base, codec, tasks)
         for name, snapshot in snapshots.items():
             thread = stack.enter_context(ComputeThread(name="averaging"))
             own = replace(base, parameters=base.parameters.copy(), momentum=base.momentum.copy())
@@ -266,8 +239,6 @@ def equal_weights(parties: Sequence[Party]) -> list[tuple[PeerId, float, float]]
 
 def outer_reference(base: Anchor, gradient: Vector, part: slice) -> tuple[Vector, Vector]:
     """torch's SGD with Nesterov momentum, which knows nothing of chunks and pieces."""
-    import torch
-
     parameter = torch.from_numpy(base.parameters[part].copy()).requires_grad_()
     optimizer = torch.optim.SGD([parameter], lr=RULE.learning_rate, momentum=RULE.momentum, nesterov=True)
     optimizer.state[parameter]["momentum_buffer"] = torch.from_numpy(base.momentum[part].copy())
@@ -316,19 +287,15 @@ class Blocks(nn.Module):
 
 @dataclass(eq=False)
 class Replica:
-    """One peer's replica and what becomes of it."""
-
     peer: PeerId
     runner: RoundRunner
     dispatcher: Dispatcher
-    """Where what arrives for it goes."""
     optimizer: MadeUpOptimizer
     local: LocalReplica
     compute: ComputeThread
     settled: list[RoundCommitted] = field(default_factory=list)
     codec_reasons: list[str] = field(default_factory=list)
     history: dict[int, bytes] = field(default_factory=dict)
-    """Digest of each round's anchor here."""
     accused: list[Caught] = field(default_factory=list)
     caught_up: int = 0
 
@@ -337,8 +304,6 @@ class Replica:
         return self.runner.anchor
 
     async def step(self, seed: int) -> None:
-        """An inner step, on the compute thread as in a node."""
-
         def job() -> None:
             self.runner.after_inner_step(self.optimizer.step(seed))
 
@@ -400,10 +365,8 @@ class Hall:
         self.replicas: dict[PeerId, Replica] = {}
         self.dead: set[PeerId] = set()
         self.pieces = 0
-        """That have been sent."""
         self.on_piece: Callable[[PeerId, PeerId, object, bytearray], None] = lambda sender, to, message, data: None
         self.piece_s = 0.0
-        """From the moment a piece begins to come in until it is there."""
         self._elements = elements
         self._rules = rules
         self._fragments = fragments
@@ -416,20 +379,14 @@ class Hall:
         return [replica for replica in self.replicas.values() if replica.peer not in self.dead]
 
     def add(
-        self,
-        peer: PeerId,
-        threads: tuple[ComputeThread, ComputeThread],
-        dispatcher: Dispatcher,
-        transport: Transport,
-        signer: Signer | None = None,
-        signatures: PieceSignatures | None = None,
+        self, peer: PeerId, threads: tuple[ComputeThread, ComputeThread], dispatcher: Dispatcher, transport: Transport
     ) -> Replica:
         part = Blocks(self._elements)
         optimizer = MadeUpOptimizer(part)
         local = LocalReplica([part], self._fragments, optimizer)
         store, clock = AnchorStore(anchor_of(local)), SystemClock()
         rules = self._rules(local)
-        machine = RoundMachine(peer, MODULE, rules, store.current.version, signer or VirtualSigner())
+        machine = RoundMachine(peer, MODULE, rules, store.current.version, VirtualSigner())
         compute, averaging = threads
         means = ExchangeMeans(
             rules.codecs,
@@ -437,7 +394,7 @@ class Hall:
             averaging,
             transport,
             clock,
-            signatures or NamedSignatures(peer),  # type: ignore[arg-type]
+            NamedSignatures(peer),  # type: ignore[arg-type]
             Random(len(self.replicas)),
         )
         replica_sync = ReplicaSync(local, store, compute, averaging, rules, RULE, clock)
@@ -454,26 +411,20 @@ class Hall:
                 return False
         return True
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(LONG_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-
     async def a_round(self, number: int, inner_steps: int, seed: int = 0) -> None:
         """Every living replica takes its steps; returns when all stand on the anchor of this round."""
         for step in range(inner_steps):
             for index, replica in enumerate(self.replicas.values()):
                 if replica.peer not in self.dead:
                     await replica.step(seed + 1000 * number + 10 * step + index)
-        await self.until(lambda: all(r.settled and r.settled[-1].round >= number for r in self.living))
+        await until(lambda: all(r.settled and r.settled[-1].round >= number for r in self.living))
 
 
-class MemoryWire:
+class MemoryWire(NoLinks):
     """`protocol.interfaces.transport.Transport` straight to the other replica."""
 
     def __init__(self, own: PeerId, hall: Hall) -> None:
-        self._own = own
-        self._hall = hall
+        self._own, self._hall = own, hall
 
     async def send(self, peer: PeerId, message: object, tensor: TensorSpec, data: memoryview) -> None:
         await self._reach(peer)
@@ -492,15 +443,6 @@ class MemoryWire:
         await self._reach(peer)
         self._hall.replicas[peer].dispatcher.received_control(self._own, message)  # type: ignore[arg-type]
 
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        raise Unreachable("nobody answers questions here")
-
-    def announce(self, record: bytes) -> None:
-        return
-
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        return {}
-
     async def _reach(self, peer: PeerId) -> None:
         await asyncio.sleep(0)
         if {peer, self._own} & self._hall.dead:
@@ -512,18 +454,8 @@ def dispatcher() -> Dispatcher:
 
 
 def rules_for(inner_steps: int, fragments: int, levels: tuple[CodecLevel, ...]) -> Callable[[LocalReplica], RoundRules]:
-    """Patience is short: nobody is slow in a test."""
-    return lambda local: RoundRules(
-        inner_steps,
-        fragments,
-        local.layout.chunks,
-        1e9,
-        answer_s=1.0,
-        prepare_s=5.0,
-        silence_s=1.0,
-        pulse_s=0.2,
-        levels=levels,
-    )
+    patience = {"answer_s": 1.0, "prepare_s": 5.0, "silence_s": 1.0, "pulse_s": 0.2}
+    return lambda local: RoundRules(inner_steps, fragments, local.layout.chunks, 1e9, levels=levels, **patience)
 
 
 @asynccontextmanager
@@ -543,28 +475,6 @@ async def hall(
         for number, pair in enumerate(threads):
             peer = PeerId(f"peer-{number}")
             here.add(peer, pair, dispatcher(), MemoryWire(peer, here))
-        async with _running(here):
-            yield here
-
-
-@asynccontextmanager
-async def grpc_hall(
-    count: int, *, elements: int = 200_000, codec: Codec = Codec.NONE, inner_steps: int = 2
-) -> AsyncIterator[Hall]:
-    """Replicas with real links between them: gRPC, mutual TLS."""
-    async with _threads(count) as threads, AsyncExitStack() as stack:
-        here = Hall(elements, rules_for(inner_steps, 1, (level_of(RoundCodecs(codec)),)), 1)
-        personas = [Persona() for _ in range(count)]
-        for persona, pair in zip(personas, threads, strict=True):
-            receives = dispatcher()
-            transport = GrpcTransport(
-                persona.credentials, persona.book, receives, SystemClock(), TransportSettings(), own_record=lambda: b""
-            )
-            signatures = PieceSignatures(RUN, persona.identity)
-            here.add(persona.peer, pair, receives, transport, EntrySigner(persona.identity, RUN), signatures)
-            await stack.enter_async_context(transport)
-            for other in personas:
-                other.knows(persona, transport.port)
         async with _running(here):
             yield here
 

@@ -1,5 +1,4 @@
-"""Peers that give and fetch states over real links, with faults that a test can put between a donor and its
-transport."""
+"""Peers that give and fetch states over real links, with faults between a donor and its transport."""
 
 from __future__ import annotations
 
@@ -37,28 +36,19 @@ from tests.protocol.transport.link_peers import Persona, SystemClock
 
 MODULE = ModuleId(1)
 LONG_S = 60.0
-"""How long a test waits for what has to come; reached only when it fails."""
 SETTINGS = TransportSettings(chunk_bytes=16 * 1024, ping_period_s=0.1, stall_after_s=2.0)
 
 
 @dataclass(eq=False)
 class Faults:
-    """What goes wrong when a donor sends chunks, and what it has sent."""
-
     corrupt: bool = False
-    """The last byte is another."""
     garble: bool = False
-    """All bytes are others."""
     lies_about_hashes: bytes | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    """Chunks wait here when it is not set."""
     freeze_after: int | None = None
-    """Closes the gate after so many chunks."""
     goodput_bytes_per_s: float = 0.0
-    """What the donor believes that its links carry; 0 leaves it to choose as if it had not measured any."""
     sent: list[int] = field(default_factory=list)
     codecs: Counter[Codec] = field(default_factory=Counter)
-    """Of what was sent."""
     refused: list[StateRefused] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -127,8 +117,6 @@ class Handler(Dispatcher):
 
 @dataclass(eq=False)
 class Session:
-    """What a download needs of `node.network.session.NetworkSession`."""
-
     own: LocalPeer
     transport: GrpcTransport
     dispatcher: Dispatcher
@@ -136,8 +124,6 @@ class Session:
 
 @dataclass(eq=False)
 class StatePeer:
-    """One peer of the module."""
-
     persona: Persona
     transport: GrpcTransport
     handler: Handler
@@ -154,13 +140,10 @@ class StatePeer:
         return self.persona.peer
 
     async def vanish(self) -> None:
-        """Closes all its links and stops listening."""
         await self._stack.aclose()
 
 
 class StateSwarm:
-    """Made by `state_swarm`."""
-
     def __init__(self, stack: AsyncExitStack, layout: Layout, settings: TransportSettings, state_codec: str) -> None:
         self._stack = stack
         self.averaging = stack.enter_context(ComputeThread(name="averaging"))
@@ -176,7 +159,6 @@ class StateSwarm:
         return await self._add(AnchorStore(anchor), faults or Faults(), None, None, module, start)
 
     async def joiner(self, folder: Path | None = None, space: Space | None = None) -> StatePeer:
-        """A peer without a state."""
         return await self._add(None, Faults(), folder, space)
 
     async def _add(
@@ -228,6 +210,5 @@ class StateSwarm:
 async def state_swarm(
     layout: Layout, settings: TransportSettings = SETTINGS, state_codec: str = "planes"
 ) -> AsyncIterator[StateSwarm]:
-    """`state_codec` is the manifest's `codecs.state`."""
     async with asyncio.timeout(LONG_S), AsyncExitStack() as stack:
         yield StateSwarm(stack, layout, settings, state_codec)

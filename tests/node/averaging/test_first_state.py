@@ -26,7 +26,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import AnchorVersion, ModuleId
 from tests.node.averaging.state_peers import MODULE, Faults, StatePeer, state_swarm
-from tests.node.checkpoint.small_states import state
+from tests.node.checkpoint.saved_states import state
 from tests.node.network.small_swarm import until
 from tests.node.start.tiny_models import write_folder
 
@@ -39,8 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, CutModel]:
     return manifest, CutModel(manifest, ModelFolder(folder))
 
 
-def known(peer: StatePeer, module: ModuleId, anchor: AnchorVersion | None) -> SimpleNamespace:
-    """What matters here of a peer's announcement."""
+def told(peer: StatePeer, module: ModuleId, anchor: AnchorVersion | None) -> SimpleNamespace:
     return SimpleNamespace(peer=peer.peer, module=module, anchor=anchor)
 
 
@@ -52,12 +51,11 @@ def context(
     start: CutModel | None = None,
     resumed: Resumed | None = None,
 ) -> ModuleContext:
-    """Of a node that is to take MODULE, and sees these peers."""
     session = joiner.downloads.session
     looked = asyncio.Event()
     looked.set()
     seen = SimpleNamespace(peers=lambda: peers, with_state=lambda module: [p for p in peers if p.module == module])
-    context = SimpleNamespace(
+    given = SimpleNamespace(
         session=SimpleNamespace(
             own=session.own,
             transport=session.transport,
@@ -73,11 +71,11 @@ def context(
         resumed=resumed or Resumed(),
         start=start,
     )
-    return cast(ModuleContext, context)
+    return cast(ModuleContext, given)
 
 
-async def begun(context: ModuleContext) -> Anchor:
-    found = (await first_state(context)).anchor
+async def begun(given: ModuleContext) -> Anchor:
+    found = (await first_state(given)).anchor
     assert found is not None
     return found
 
@@ -88,7 +86,7 @@ async def test_a_module_comes_from_a_peer_of_another_one_that_has_the_folder(run
         author = await swarm.donor(cut.anchor(ModuleId(0)), module=ModuleId(0), start=cut)
         other = await swarm.donor(cut.anchor(ModuleId(2)), module=ModuleId(2))
         joiner = await swarm.joiner()
-        peers = [known(other, ModuleId(2), None), known(author, ModuleId(0), first_version(manifest, ModuleId(0)))]
+        peers = [told(other, ModuleId(2), None), told(author, ModuleId(0), first_version(manifest, ModuleId(0)))]
         got = await begun(context(manifest, joiner, peers, []))
         assert got.version == first_version(manifest, MODULE)
         assert got.hashes == cut.first_anchor(1).hashes
@@ -102,18 +100,17 @@ async def test_a_replica_without_a_round_gives_what_it_began_with(run: tuple[Man
     async with state_swarm(module_layout(manifest, MODULE)) as swarm:
         replica = await swarm.donor(cut.anchor(MODULE))
         joiner = await swarm.joiner()
-        peers = [known(replica, MODULE, first_version(manifest, MODULE))]
+        peers = [told(replica, MODULE, first_version(manifest, MODULE))]
         assert (await begun(context(manifest, joiner, peers, []))).version == first_version(manifest, MODULE)
 
 
 async def test_where_rounds_have_been_what_they_led_to_is_taken(run: tuple[Manifest, CutModel]) -> None:
-    """Nobody needs to have the model any more by then."""
     manifest, _ = run
     agreed = state(3, module_layout(manifest, MODULE))
     async with state_swarm(agreed.layout) as swarm:
         replica = await swarm.donor(agreed)
         joiner = await swarm.joiner()
-        got = await begun(context(manifest, joiner, [known(replica, MODULE, agreed.version)], []))
+        got = await begun(context(manifest, joiner, [told(replica, MODULE, agreed.version)], []))
         assert got.version == agreed.version
         assert np.array_equal(got.momentum, agreed.momentum)
 
@@ -126,8 +123,8 @@ async def test_who_only_says_that_there_were_rounds_keeps_nobody_out(run: tuple[
         author = await swarm.donor(cut.anchor(ModuleId(0)), module=ModuleId(0), start=cut)
         joiner = await swarm.joiner()
         peers = [
-            known(liar, MODULE, state(9, layout).version),
-            known(author, ModuleId(0), first_version(manifest, ModuleId(0))),
+            told(liar, MODULE, state(9, layout).version),
+            told(author, ModuleId(0), first_version(manifest, ModuleId(0))),
         ]
         assert (await begun(context(manifest, joiner, peers, []))).version == first_version(manifest, MODULE)
 
@@ -137,7 +134,7 @@ async def test_other_weights_are_not_taken_and_the_right_ones_waited_for(run: tu
     async with state_swarm(module_layout(manifest, MODULE)) as swarm:
         liar = await swarm.donor(cut.anchor(MODULE), Faults(corrupt=True))
         joiner = await swarm.joiner()
-        peers, events = [known(liar, MODULE, first_version(manifest, MODULE))], list[Event]()
+        peers, events = [told(liar, MODULE, first_version(manifest, MODULE))], list[Event]()
         beginning = asyncio.create_task(begun(context(manifest, joiner, peers, events)))
         await until(
             lambda: any(
@@ -148,12 +145,11 @@ async def test_other_weights_are_not_taken_and_the_right_ones_waited_for(run: tu
         assert liar.faults.sent
         assert not beginning.done()
         honest = await swarm.donor(cut.anchor(ModuleId(0)), module=ModuleId(0), start=cut)
-        peers[:] = [known(honest, ModuleId(0), None)]
+        peers[:] = [told(honest, ModuleId(0), None)]
         assert (await beginning).version == first_version(manifest, MODULE)
 
 
 async def test_a_folder_that_was_damaged_since_is_not_given_out(run: tuple[Manifest, CutModel], tmp_path: Path) -> None:
-    """Its header is still right, and its hashes were taken before."""
     manifest, _ = run
     write_folder(tmp_path / "model", "qwen2", hidden_size=56)
     cut = CutModel(manifest, ModelFolder(tmp_path / "model"))
@@ -167,7 +163,7 @@ async def test_a_folder_that_was_damaged_since_is_not_given_out(run: tuple[Manif
             file.write(b"\x11" * (size - data))
         joiner = await swarm.joiner()
         events: list[Event] = []
-        peers = [known(author, ModuleId(0), None)]
+        peers = [told(author, ModuleId(0), None)]
         beginning = asyncio.create_task(begun(context(manifest, joiner, peers, events)))
         await until(lambda: bool(events) and isinstance(events[-1], Note))
         beginning.cancel()
@@ -189,7 +185,7 @@ async def test_sizes_are_compared_with_the_machine_before_anything_is_fetched(
 ) -> None:
     manifest, _ = run
 
-    def full(*context: object) -> None:
+    def full(*given: object) -> None:
         raise ResourceExhausted("there is no room")
 
     monkeypatch.setattr("node.averaging.module_rounds.require_memory", full)

@@ -12,26 +12,32 @@ import torch
 from node.averaging.anchor.anchor import Anchor, hash_all, version_of
 from node.averaging.anchor.shared_vector import SharedVector
 from node.averaging.exchange.pieces import Plan, piece_spec
+from node.averaging.module_rounds import PROGRESS_S, RoundReports
 from node.averaging.replica_sync import SteppedTo
+from node.observability.events import CatchingUp, CaughtUp, RoundCommitted
+from node.observability.status import DownloadStatus, RoundStatus
 from protocol.interfaces.transport import Refusal
 from swarm.vocabulary.averaging_messages import Contribution, Member, Roster, RoundId
-from swarm.vocabulary.types import Codec
-from tests.node.averaging.small_rounds import MODULE, RULE, TOKENS, Blocks, MadeUpOptimizer, Replica, grpc_hall, hall
+from swarm.vocabulary.types import Codec, PeerId
+from tests.kit.events import KeptEvents
+from tests.kit.waiting import ManualClock, until
+from tests.node.averaging.small_rounds import MODULE, RULE, TOKENS, Blocks, MadeUpOptimizer, Replica, hall
+from tests.node.checkpoint.saved_states import state
 
 INNER = 2
+ROUNDS = 10
+ELEMENTS = 50_000
 PARTS = ("parameters", "momentum")
 
 
 class Reference:
     """DiLoCo in one place, by torch: the replicas' mean pseudo-gradient, and outer SGD with Nesterov momentum."""
 
-    def __init__(self, count: int, elements: int, fragments: list[slice]) -> None:
+    def __init__(self, count: int, elements: int) -> None:
         self.parts = [Blocks(elements) for _ in range(count)]
         self.optimizers = [MadeUpOptimizer(part) for part in self.parts]
         self.anchor = self.vector(0).clone()
         self.momentum = torch.zeros_like(self.anchor)
-        self._fragments = fragments
-        self._round = 0
 
     def vector(self, replica: int) -> torch.Tensor:
         return torch.cat([p.detach() for _, p in sorted(self.parts[replica].named_parameters())])
@@ -41,35 +47,30 @@ class Reference:
         for step in range(inner_steps):
             for index, optimizer in enumerate(self.optimizers):
                 optimizer.step(1000 * number + 10 * step + index)
-        part = self._fragments[self._round % len(self._fragments)]
-        self._round += 1
-        gradient = sum(self.anchor[part] - self.vector(i)[part] for i in range(len(self.parts))) / len(self.parts)
-        self.momentum[part] = RULE.momentum * self.momentum[part] + gradient
-        self.anchor[part] -= RULE.learning_rate * (gradient + RULE.momentum * self.momentum[part])
-        for index, module in enumerate(self.parts):
-            values = self.vector(index)
-            values[part] = self.anchor[part]
-            start = 0
-            for _, parameter in sorted(module.named_parameters()):
-                parameter.copy_(values[start : start + parameter.numel()])
-                start += parameter.numel()
+        gradient = sum(self.anchor - self.vector(i) for i in range(len(self.parts))) / len(self.parts)
+        self.momentum = RULE.momentum * self.momentum + gradient
+        self.anchor -= RULE.learning_rate * (gradient + RULE.momentum * self.momentum)
+        for module in self.parts:
+            named = [parameter for _, parameter in sorted(module.named_parameters())]
+            for parameter, values in zip(named, self.anchor.split([p.numel() for p in named]), strict=True):
+                parameter.copy_(values)
 
 
 @pytest.mark.parametrize(
     ("codec", "tolerance", "share"),
     [(Codec.NONE, 1e-5, 0.0), (Codec.BF16, None, 0.01), (Codec.INT8, None, 0.02), (Codec.INT4, None, 0.1)],
 )
-async def test_twenty_rounds_equal_the_same_algorithm_in_one_place(
+async def test_rounds_equal_the_same_algorithm_in_one_place(
     codec: Codec, tolerance: float | None, share: float
 ) -> None:
     """`share` of the way that the parameters have come is what a lossy codec may be off."""
-    async with hall(3, codec=codec, inner_steps=INNER) as here:
-        reference = Reference(3, 200_000, [slice(0, 200_000)])
+    async with hall(3, codec=codec, inner_steps=INNER, elements=ELEMENTS) as here:
+        reference = Reference(3, ELEMENTS)
         start = reference.anchor.numpy().copy()
-        for number in range(1, 21):
+        for number in range(1, ROUNDS + 1):
             await here.a_round(number, INNER)
             reference.a_round(number, INNER)
-        assert {tuple(sorted(r.history)) for r in here.replicas.values()} == {tuple(range(1, 21))}
+        assert {tuple(sorted(r.history)) for r in here.replicas.values()} == {tuple(range(1, ROUNDS + 1))}
         assert here.agree()
         expected = reference.anchor.numpy()
         for replica in here.replicas.values():
@@ -81,17 +82,17 @@ async def test_twenty_rounds_equal_the_same_algorithm_in_one_place(
                 assert 0 < np.linalg.norm(off) <= share * np.linalg.norm(expected - start)
             stays = np.linalg.norm(replica.vector() - replica.anchor.parameters)
             if codec is Codec.INT4:
-                assert 0 < stays <= 0.01 * np.linalg.norm(expected - start), "what was left out, and no more"
+                assert 0 < stays <= 0.02 * np.linalg.norm(expected - start), "what was left out, and no more"
             else:
                 assert stays == 0
         version = here[0].anchor.version
-        assert (version.round, version.steps, version.tokens) == (20, 20 * INNER, 3 * 20 * INNER * TOKENS)
+        assert (version.round, version.steps, version.tokens) == (ROUNDS, ROUNDS * INNER, 3 * ROUNDS * INNER * TOKENS)
 
 
 @pytest.mark.parametrize("codec", [Codec.TOP_K_4, Codec.TOP_K_2])
 async def test_with_sparse_contributions_all_agree_and_what_is_left_out_stays_in_the_replicas(codec: Codec) -> None:
-    async with hall(3, codec=codec, inner_steps=INNER) as here:
-        reference = Reference(3, 200_000, [slice(0, 200_000)])
+    async with hall(3, codec=codec, inner_steps=INNER, elements=ELEMENTS) as here:
+        reference = Reference(3, ELEMENTS)
         start = reference.anchor.numpy().copy()
         for number in range(1, 6):
             await here.a_round(number, INNER)
@@ -103,9 +104,8 @@ async def test_with_sparse_contributions_all_agree_and_what_is_left_out_stays_in
 
 
 async def test_slow_links_make_rounds_smaller_and_all_members_agree_on_how() -> None:
-    """What counts is how fast pieces came in."""
     async with hall(3, limit=Codec.TOP_K_2, inner_steps=INNER) as here:
-        here.piece_s = 0.5
+        here.piece_s = 0.1
         await here.a_round(1, INNER)
         await here.a_round(2, INNER)
         assert here.agree()
@@ -148,7 +148,7 @@ async def test_work_done_meanwhile_is_carried_over() -> None:
         before = here[0].vector()
         await here[0].step(99)
         extra = here[0].vector() - before
-        await here.until(lambda: all(r.settled for r in here.replicas.values()))
+        await until(lambda: all(r.settled for r in here.replicas.values()))
         carried = here[0].vector()
         np.testing.assert_allclose(carried, here[0].anchor.parameters + extra, rtol=0, atol=1e-6)
         np.testing.assert_array_equal(here[1].vector(), here[1].anchor.parameters)
@@ -188,7 +188,7 @@ async def test_a_bad_member_is_left_out() -> None:
             for step in range(INNER):
                 await replica.step(10 * step + hash(replica.peer) % 7)
         honest = [here[0], here[1]]
-        await here.until(lambda: all(r.settled for r in honest))
+        await until(lambda: all(r.settled for r in honest))
         assert here.agree()
         for replica in honest:
             assert bad not in replica.settled[0].members
@@ -204,9 +204,9 @@ async def test_one_that_is_broken_starts_again_from_its_anchor() -> None:
                 await replica.step(10 * step + index)
                 if replica is here[2]:
                     replica.local.write(slice(0, 1), np.array([np.nan], np.float32))
-        await here.until(lambda: all(r.settled for r in (here[0], here[1])))
+        await until(lambda: all(r.settled for r in (here[0], here[1])))
         assert here.agree()
-        await here.until(lambda: np.isfinite(here[2].vector()).all())
+        await until(lambda: np.isfinite(here[2].vector()).all())
         assert np.isfinite(base).all()
 
 
@@ -214,32 +214,18 @@ async def test_who_is_alone_steps_alone_and_rejoins() -> None:
     async with hall(2, inner_steps=INNER) as here:
         await here.a_round(1, INNER)
         here.dead.add(here[1].peer)
-        await here.until(lambda: here[0].runner.replica_sync.is_alone())
+        await until(lambda: here[0].runner.replica_sync.is_alone())
         for step in range(3 * INNER + 1):
             await here[0].step(500 + step)
-        await here.until(lambda: here[0].settled[-1].round == 4)
+        await until(lambda: here[0].settled[-1].round == 4)
         assert here[0].anchor.version.round == 4
         assert here[0].runner.replica_sync.since_anchor.steps == 1
         here.dead.clear()
-        await here.until(lambda: here[1].anchor.version == here[0].anchor.version)
+        await until(lambda: here[1].anchor.version == here[0].anchor.version)
         assert here[1].caught_up == 1
-        await here.until(lambda: np.array_equal(here[1].vector(), here[0].anchor.parameters))
+        await until(lambda: np.array_equal(here[1].vector(), here[0].anchor.parameters))
         await here.a_round(5, INNER)
         assert here.agree()
-
-
-@pytest.mark.parametrize(("count", "codec"), [(2, Codec.NONE), (4, Codec.INT8)])
-async def test_rounds_over_real_links(count: int, codec: Codec) -> None:
-    async with grpc_hall(count, elements=1_000_000, codec=codec, inner_steps=INNER) as here:
-        for number in range(1, 4):
-            await here.a_round(number, INNER)
-        assert here.agree()
-        for replica in here.replicas.values():
-            assert sorted(replica.history) == [1, 2, 3]
-            np.testing.assert_array_equal(replica.vector(), replica.anchor.parameters)
-            sent = [settled.sent_bytes for settled in replica.settled]
-            assert all(settled.attempts == 1 for settled in replica.settled)
-            assert min(sent) > 0
 
 
 @pytest.mark.parametrize("part", ["parameters", "momentum"])
@@ -250,20 +236,12 @@ async def test_one_that_stands_where_no_rounds_lead_is_not_followed(part: str) -
             await here.a_round(number, INNER)
         honest, liar = here[0], here[1]
         await stand_alone(liar, {part: np.float32(5.0)})
-        await here.until(lambda: honest.caught_up == 1)
+        await until(lambda: honest.caught_up == 1)
         held = honest.anchor
         await here.a_round(4, INNER)  # the liar's own would be refused again
         assert held.version.round == 3
         assert honest.settled[-1].members == (honest.peer,)
         assert np.abs(honest.vector()).max() < 10
-
-
-async def test_one_that_went_on_by_itself_is_followed() -> None:
-    async with hall(2, inner_steps=INNER) as here:
-        for number in (1, 2, 3):
-            await here.a_round(number, INNER)
-        await stand_alone(here[1], {"parameters": np.float32(0.01)})
-        await here.until(lambda: here[0].anchor.version == here[1].anchor.version)
 
 
 async def stand_alone(replica: Replica, shift: dict[str, np.float32]) -> None:
@@ -295,3 +273,36 @@ async def test_a_next_attempt_that_begins_while_an_exchange_waits_for_the_one_be
         early = Contribution(second, piece.first_chunk, piece.end_chunk)
         admitted = runner.admit(other.peer, early, piece_spec(Codec.NONE, piece.elements))
         assert not isinstance(admitted, Refusal), admitted.detail
+
+
+OWN, A, B = PeerId("own"), PeerId("a"), PeerId("b")
+
+
+def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
+    clock, kept = ManualClock(), KeptEvents()
+    news = RoundReports(OWN, MODULE, clock, kept)
+    wanted, known = state(3), state(2)
+    with news.fetching(wanted.version):
+        for done in range(5):
+            news.progressed(done, 8)
+            clock.now += PROGRESS_S / 2
+        assert kept.events == [CatchingUp(OWN, "1.0", 3, done, 8) for done in (0, 2, 4)]
+        assert news.catching_up() == DownloadStatus(3, 4, 8)
+        news.caught_up(wanted, known, (A, B), {B: 7})
+    told = kept.events[-1]
+    assert isinstance(told, CaughtUp)
+    assert (told.donors, told.donor_bytes, told.seconds) == ((A, B), (0, 7), 2.5 * PROGRESS_S)
+    assert news.catching_up() is None
+    news.progressed(8, 8)
+    assert kept.events[-1] is told
+
+
+def test_the_last_round_is_remembered() -> None:
+    clock, kept = ManualClock(), KeptEvents()
+    news = RoundReports(OWN, MODULE, clock, kept)
+    assert news.last_round() is None
+    event = RoundCommitted(OWN, "1.0", 3, "", (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, "int4")
+    news.committed(event, "slow", 1.0)
+    clock.now += 4
+    assert news.last_round() == RoundStatus(3, 4.0, "int4", "slow")
+    assert kept.events == [event]

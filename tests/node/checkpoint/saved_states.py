@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from node.averaging.anchor.anchor import Anchor, hash_all, version_of
+from node.averaging.anchor.layout import Layout, layout_of
+from node.averaging.anchor.shared_vector import SharedVector, cut_vector
 from node.checkpoint.folder import CheckpointFolder, Storage, own_tensors, save_state
 from node.checkpoint.saver import capture_module
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
 from node.data.documents import StreamPosition
+from node.data.local_paths import NO_LOCAL_PATHS, LocalPathOptions
 from node.data.packing import Cursor
+from node.export.open_model import open_model
+from node.export.source import read_decoder
+from node.export.writer import Export, export, export_all
+from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer, InnerState
 from node.model.optimizers.inner_rule import ParameterState
@@ -175,3 +186,46 @@ def logits_of(model: WholeModel, tokens: torch.Tensor) -> torch.Tensor:
     for stack in model.stacks:
         hidden = stack(hidden)
     return model.head.logits(hidden)
+
+
+def exported(
+    source: Path, target: Path, *, told: LocalPathOptions = NO_LOCAL_PATHS, every: bool = False, **how: Any
+) -> Export:
+    async def run() -> Export:
+        async with open_model(str(source), local_path_options=told) as opened:
+            write = export_all if every else export
+            return await write(opened.source, target, tokenizer_file=opened.tokenizer_file(), **how)
+
+    return asyncio.run(run())
+
+
+def decoder_of(folder: Path) -> Decoder:
+    async def run() -> Decoder:
+        async with open_model(str(folder)) as opened:
+            return await read_decoder(opened.source, CPU)
+
+    return asyncio.run(run())
+
+
+ELEMENTS = 20 * 4096 + 100
+
+
+def small_layout(elements: int = ELEMENTS, fragments: int = 1) -> Layout:
+    return layout_of({"model.layers.0.weight": (elements,)}, fragments)
+
+
+def state(round_number: int, layout: Layout | None = None) -> Anchor:
+    """The state after a round: random numbers that follow from the round's number."""
+    layout = layout or small_layout()
+    numbers = np.random.default_rng(round_number)
+    parameters, momentum = (cut_vector(layout, numbers.standard_normal(layout.elements, np.float32)) for _ in range(2))
+    hashes = hash_all(layout, parameters, momentum)
+    version = version_of(layout, hashes, round_number, 10 * round_number, 1000 * round_number, 0)
+    return Anchor(layout, version, parameters, momentum, hashes)
+
+
+def written(anchor: Anchor, parameters: SharedVector, momentum: SharedVector) -> Anchor:
+    for source, target in ((anchor.parameters, parameters), (anchor.momentum, momentum)):
+        for part, array in target.pieces():
+            array[:] = source[part]
+    return Anchor(anchor.layout, anchor.version, parameters, momentum, anchor.hashes)

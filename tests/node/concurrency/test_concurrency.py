@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from node.concurrency.compute_thread import GIVEN_WAY, ComputeThread, Priority
+from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.machine_runner import MachineRunner
 from node.concurrency.task_groups import TaskTracker
 from protocol.interfaces.clock import SystemClock
@@ -19,8 +19,7 @@ from protocol.interfaces.transport import Transport
 from swarm.vocabulary.errors import PeerError, ResourceExhausted, StateError, Unreachable
 from swarm.vocabulary.pipeline_messages import Close
 from swarm.vocabulary.types import MicrobatchId, PeerId
-
-PATIENCE_S = 20.0
+from tests.kit.waiting import LONG_S, until
 
 
 @asynccontextmanager
@@ -30,11 +29,10 @@ async def queue_behind(compute: ComputeThread) -> AsyncIterator[Callable[[], Non
 
     def job() -> None:
         begun.set()
-        assert may_end.wait(PATIENCE_S)
+        assert may_end.wait(LONG_S)
 
     first = asyncio.create_task(compute.run(Priority.UPKEEP, job))
-    while not begun.is_set():
-        await asyncio.sleep(0.001)
+    await until(begun.is_set)
     try:
         yield may_end.set
     finally:
@@ -58,31 +56,6 @@ async def test_a_job_without_memory_fails_in_our_words() -> None:
         with pytest.raises(ResourceExhausted, match="out of memory"):
             await compute.run(Priority.UPKEEP, job)
         assert await compute.run(Priority.TRAIN, lambda: 7) == 7
-
-
-async def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
-    done: list[tuple[Priority, int]] = []
-    with ComputeThread() as compute:
-        async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
-            for number in range(2):
-                for priority in reversed(Priority):
-                    tasks.create_task(compute.run(priority, lambda p=priority, n=number: done.append((p, n))))
-            await asyncio.sleep(0)
-            let_go()
-    assert done == [(priority, number) for priority in Priority for number in range(2)]
-
-
-async def test_an_evaluation_gives_way_to_so_many_and_no_more() -> None:
-    done: list[str] = []
-    with ComputeThread() as compute:
-        async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
-            for what in ("before", "evaluation", *("later",) * (2 * GIVEN_WAY), "upkeep"):
-                kinds = {"evaluation": Priority.EVALUATE, "upkeep": Priority.UPKEEP}
-                tasks.create_task(compute.run(kinds.get(what, Priority.TRAIN), lambda w=what: done.append(w)))
-            await asyncio.sleep(0)
-            let_go()
-    assert done[:2] == ["upkeep", "before"]
-    assert done.index("evaluation") == 2 + GIVEN_WAY
 
 
 async def test_who_does_not_wait_any_more_is_not_worked_for() -> None:
@@ -125,7 +98,7 @@ async def test_stopping_answers_who_waits_and_who_comes_later() -> None:
             await asyncio.sleep(0)
             threading.Thread(target=once_it_stops, args=(compute, let_go)).start()
             compute.__exit__(None, None, None)
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(LONG_S):
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [StateError] * 3
         with pytest.raises(StateError, match="stopped"):
@@ -156,79 +129,63 @@ async def test_busy_and_idle_seconds_are_counted() -> None:
         assert compute.idle_s > 0
 
 
-async def test_work_that_was_put_off_is_computed_where_nothing_waits() -> None:
-    done: list[str] = []
-
-    def chunks(ended: threading.Event) -> Iterator[None]:
-        for number in range(3):
-            done.append(f"chunk {number}")
-            yield
+def chunks(done: list[str], *names: str, ended: threading.Event | None = None) -> Iterator[None]:
+    for name in names:
+        done.append(name)
+        yield
+    if ended is not None:
         ended.set()
 
-    ended = threading.Event()
+
+async def test_work_that_was_put_off_is_computed_where_nothing_waits() -> None:
+    done, ended, names = list[str](), threading.Event(), ("chunk 0", "chunk 1", "chunk 2")
     with ComputeThread() as compute:
         async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
-            tasks.create_task(compute.run(Priority.TRAIN, lambda: compute.submit(chunks(ended), "work")))
+            tasks.create_task(
+                compute.run(Priority.TRAIN, lambda: compute.submit(chunks(done, *names, ended=ended), "work"))
+            )
             for name in ("first", "second"):
                 tasks.create_task(compute.run(Priority.EVALUATE, lambda name=name: done.append(name)))
             await asyncio.sleep(0)
             let_go()
-        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+        assert await asyncio.to_thread(ended.wait, LONG_S)
         await compute.run(Priority.TRAIN, lambda: None)
-    assert done == ["first", "second", "chunk 0", "chunk 1", "chunk 2"]
+    assert done == ["first", "second", *names]
     assert compute.idle_waiting == 0
     assert compute.idle_work_s > 0
 
 
 async def test_a_device_that_works_asynchronously_is_waited_for_after_each_chunk() -> None:
-    done: list[str] = []
-    ended = threading.Event()
-
-    def chunks() -> Iterator[None]:
-        for _ in range(2):
-            done.append("chunk")
-            yield
-        ended.set()
-
+    done, ended = list[str](), threading.Event()
+    work = chunks(done, "chunk", "chunk", ended=ended)
     with ComputeThread(settle=lambda: done.append("settled")) as compute:
-        await compute.run(Priority.TRAIN, lambda: compute.submit(chunks(), "work"))
-        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+        await compute.run(Priority.TRAIN, lambda: compute.submit(work, "work"))
+        assert await asyncio.to_thread(ended.wait, LONG_S)
     assert done[:4] == ["chunk", "settled", "chunk", "settled"]
 
 
 async def test_work_is_finished_in_the_job_that_needs_it_and_given_up_by_another() -> None:
-    done: list[int] = []
-
-    def chunks(number: int) -> Iterator[None]:
-        done.append(number)
-        yield
-
+    done: list[str] = []
     with ComputeThread() as compute:
 
         def job() -> None:
-            needed, _ = (compute.submit(chunks(number), "work") for number in range(2))
+            needed, _ = (compute.submit(chunks(done, name), "work") for name in ("needed", "given up"))
             needed.finish()
             compute.give_up_idle_work()
 
         await compute.run(Priority.UPKEEP, job)
         await compute.run(Priority.TRAIN, lambda: None)
-    assert done == [0]
+    assert done == ["needed"]
 
 
 async def test_no_chunk_begins_before_what_is_expected_and_what_does_not_come_is_not_waited_for() -> None:
-    done: list[str] = []
-    ended = threading.Event()
-
-    def chunks() -> Iterator[None]:
-        done.append("chunk")
-        ended.set()
-        yield
-
+    done, ended = list[str](), threading.Event()
+    work = chunks(done, "chunk", ended=ended)
     with ComputeThread() as compute:
         compute.expect((time.monotonic() + 3600,))
         await compute.run(Priority.TRAIN, lambda: compute.expect((time.monotonic(),)))
-        await compute.run(Priority.TRAIN, lambda: (compute.submit(chunks(), "work"), done.append("job")))
-        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+        await compute.run(Priority.TRAIN, lambda: (compute.submit(work, "work"), done.append("job")))
+        assert await asyncio.to_thread(ended.wait, LONG_S)
     assert done == ["job", "chunk"]
 
 

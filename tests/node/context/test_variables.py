@@ -129,33 +129,9 @@ class TestNodeSettings:
                 variables[option.envvar] = str(words[at] == declared[0]) if switch else words[at + 1]
         assert joined(monkeypatch, LINK, "--stop-on-eof", **variables) == changed
 
-    def test_they_reach_the_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        options = joined(
-            monkeypatch,
-            SKIPSTONE_LINK=LINK,
-            SKIPSTONE_STAGE="2",
-            SKIPSTONE_MOVE="1",
-            SKIPSTONE_DATA="0",
-            SKIPSTONE_DHT_PORT="4001",
-            SKIPSTONE_CHECKPOINT_DIR="/saved",
-            SKIPSTONE_ADVERTISE="bootstrap",
-            SKIPSTONE_MEMORY="1KiB",
-        )
-        assert str(options.link) == LINK
-        assert (options.stage, options.moving, options.reads_text, options.dht_port) == ("2", True, False, 4001)
-        assert (options.checkpoint_dir, options.advertise, options.graph_bytes) == (Path("/saved"), "bootstrap", 1024)
-
     def test_what_is_typed_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        options = joined(
-            monkeypatch,
-            LINK,
-            "--stage",
-            "1",
-            "--data",
-            SKIPSTONE_LINK=OTHER_LINK,
-            SKIPSTONE_STAGE="2",
-            SKIPSTONE_DATA="0",
-        )
+        variables = {"SKIPSTONE_LINK": OTHER_LINK, "SKIPSTONE_STAGE": "2", "SKIPSTONE_DATA": "0"}
+        options = joined(monkeypatch, LINK, "--stage", "1", "--data", **variables)
         assert (str(options.link), options.stage, options.reads_text) == (LINK, "1", True)
 
     def test_an_empty_one_counts_as_none(self, monkeypatch: pytest.MonkeyPatch) -> None:

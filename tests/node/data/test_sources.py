@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import tracemalloc
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +16,10 @@ from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data import files as listing
 from node.data.files import LINE_BYTES, MAX_DOCUMENTS, files_below
 from node.data.hub import newest_commit
-from node.data.sources import (
-    DOCUMENT_BYTES,
-    PIECE_BYTES,
-    FileSource,
-    files_at,
-    lines_at,
-    open_source,
-)
+from node.data.sources import DOCUMENT_BYTES, PIECE_BYTES, FileSource, files_at, lines_at, open_source
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError, ManifestError
+from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving
 from tests.node.small_manifest import small_manifest
 
 
@@ -48,13 +41,6 @@ def test_a_single_file_is_cut_into_documents_that_together_are_the_file(tmp_path
     assert len(source.names) == -(-len(text) // PIECE_BYTES)
     pieces = {int(name.partition("@")[2] or 0): source.read(name) for name in source.names}
     assert b"".join(pieces[offset] for offset in sorted(pieces)) == text
-
-
-def test_a_long_file_of_a_folder_is_several_documents(tmp_path: Path) -> None:
-    (tmp_path / "long").write_bytes(b"ab")
-    source = FileSource(files_below(tmp_path), 1)
-    assert list(source.names) == ["long", "long@1"]
-    assert [source.read(name) for name in source.names] == [b"a", b"b"]
 
 
 def test_the_standard_library_is_python_source_without_tests_and_packages() -> None:
@@ -96,9 +82,6 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 class TestOnlyFilesOfItsOwn:
-    """Whatever lies in a folder, a node neither waits for it, nor follows it elsewhere, nor spends memory on what it
-    claims."""
-
     def test_what_is_no_regular_file_is_left_out(self, tmp_path: Path) -> None:
         (tmp_path / "text").mkdir()
         (tmp_path / "secret").write_bytes(b"secret")
@@ -172,8 +155,6 @@ class TestOnlyFilesOfItsOwn:
 
 
 class TestTheManifestsFiles:
-    """The list of files in a manifest, and what is said of another folder."""
-
     @pytest.fixture
     def text(self, tmp_path: Path) -> Path:
         (tmp_path / "text").mkdir()
@@ -223,7 +204,7 @@ class TestTheManifestsFiles:
 
 @pytest.mark.parametrize("path", ["//host/share", "\\\\host\\share", "\\\\?\\C:\\x", "/\\host"])
 def test_a_path_on_another_machine_is_refused_in_the_manifest(path: str) -> None:
-    """Windows would prove to that machine who we are."""
+    # Windows would prove to that machine who we are.
     with pytest.raises(ManifestError, match=r"data.source: is a path on another machine"):
         small_manifest(data__source=f"path:{path}")
     with pytest.raises(ManifestError, match=r"data.tokenizer: is a path on another machine"):
@@ -238,32 +219,16 @@ def test_only_an_owner_and_a_name_are_looked_up_on_a_hub(name: str) -> None:
         small_manifest(data__source=f"huggingface:{name}")
 
 
-COMMIT = "0123456789abcdef" * 2 + "01234567"
-
-
-class Hub:
-    """Replaces the library of the Hugging Face hub."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[object] = []
-        monkeypatch.setattr("node.data.hub._api", lambda: types.SimpleNamespace(dataset_info=self._info))
-
-    def _info(self, name: str, files_metadata: bool, token: object) -> object:
-        self.asked.append(token)
-        return types.SimpleNamespace(sha=COMMIT)
-
-
 class TestHub:
-    def test_a_new_manifest_has_the_newest_commit_or_the_one_that_is_named(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        hub = Hub(monkeypatch)
-        named = ManifestChanges(source="huggingface:some/set:config")
-        assert changed_manifest(small_manifest(), named).data.revision == COMMIT
-        assert hub.asked == [False], "without a token"
-        other = changed_manifest(small_manifest(), replace(named, revision="e" * 40))
+    def test_a_new_manifest_has_the_newest_commit_or_the_one_that_is_named(self, tmp_path: Path) -> None:
+        named = ManifestChanges(source=f"huggingface:{NAME}:config")
+        with serving(LoopbackHub({}), tmp_path) as hub:
+            data = changed_manifest(small_manifest(), named).data
+            assert (data.revision, data.dealt_by) == (COMMIT, "files")
+            assert hub.tokens == hub.fetched == [], "without a token"
+            hub.unlisted = 1000  # it would answer nothing more
+            other = changed_manifest(small_manifest(), replace(named, revision="e" * 40))
         assert other.data.revision == "e" * 40
-        assert len(hub.asked) == 1, "the hub was asked for nothing more"
         again = changed_manifest(other, ManifestChanges(seed=1)).data
         assert (again.revision, again.dealt_by) == ("e" * 40, "files")
         assert changed_manifest(other, ManifestChanges(source="python-stdlib")).data.dealt_by == "documents"

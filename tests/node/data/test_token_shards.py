@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,12 @@ from hypothesis import strategies as st
 
 from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data import sources
-from node.data.documents import StreamPosition, is_held_out, owner
-from node.data.feed import TrainingFeed, open_documents
+from node.data.documents import StreamPosition
+from node.data.feed import open_documents
 from node.data.sources import READ_AS, ShardWriter, shards_at
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import Manifest
-from swarm.vocabulary.errors import ConfigError, ManifestError
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.errors import ConfigError
 from tests.node.data.test_documents import everything
 from tests.node.small_manifest import small_manifest
 
@@ -111,27 +109,6 @@ def shards_manifest(folder: Path) -> Manifest:
     return changed_manifest(small_manifest(), ManifestChanges(source=f"tokens:{folder}"))
 
 
-def test_two_data_nodes_read_all_documents_and_none_twice(tmp_path: Path) -> None:
-    """A document's first token tells it from the others."""
-    documents = [[number, *[200] * (number % 9), END] for number in range(120)]
-    manifest = shards_manifest(written(tmp_path / "shards", documents))
-    nodes = (PeerId("a"), PeerId("b"))
-    opened = open_documents(manifest)
-    names = {fragment.tokens[0]: fragment.name for fragment in opened.epoch(StreamPosition(), everything)}
-    assert names.keys() == set(range(120))
-    read: dict[PeerId, set[int]] = {}
-    for node in nodes:
-        feed = TrainingFeed(manifest, opened, node)
-        texts = islice(iter(lambda feed=feed: feed.next(nodes), None), 120)
-        read[node] = {token for text in texts for token in text.tokens.flatten().tolist() if token < 200}
-    assert not read[nodes[0]] & read[nodes[1]]
-    for number, name in names.items():
-        if not is_held_out(manifest.seed, name, manifest.data.held_out):
-            assert number in read[owner(manifest.seed, name, nodes)]
-        else:
-            assert number not in read[nodes[0]] | read[nodes[1]]
-
-
 def test_the_end_of_a_document_is_added_where_it_is_missing(tmp_path: Path) -> None:
     manifest = shards_manifest(written(tmp_path / "shards", [[1, 2], [3, END]]))
     found = sorted(
@@ -148,8 +125,3 @@ def test_other_shards_than_the_manifest_s_and_tokens_of_another_tokenizer_are_re
     (folder / "more.txt").write_text("more")
     with pytest.raises(ConfigError, match="not the text of this run"):
         open_documents(manifest)
-
-
-def test_masks_are_not_in_shards() -> None:
-    with pytest.raises(ManifestError, match="which tokens is not"):
-        small_manifest(data__source="tokens:x", data__labels="assistant")

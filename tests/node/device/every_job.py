@@ -222,7 +222,8 @@ def all_jobs(manifest: Manifest, device: torch.device) -> Record:
 
 def parameter_bytes(moments: MomentType) -> dict[str, float]:
     """Bytes of the device for each parameter of a hop, in a bfloat16 run of next to no activations."""
-    manifest = small_manifest(model={**WIDE, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, training__rows=1)
+    training = {"training__rows": 1, "training__inner_tokens": 2 * WIDE["sequence"]}
+    manifest = small_manifest(model={**WIDE, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, **training)
     found: dict[str, float] = {}
     gc.collect()
     before = METER.live
@@ -235,7 +236,7 @@ def parameter_bytes(moments: MomentType) -> dict[str, float]:
         found[name] = max(found.get(name, 0.0), (METER.peak - before) / count)
 
     number = 0
-    for _ in range(3):
+    for _ in range(2):
         while not hop.worker.optimizer.due:
             number += 1
             metered("forward", partial(hop.compute, number, Work.FORWARD))

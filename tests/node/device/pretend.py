@@ -51,7 +51,6 @@ class Meter:
         self._holders: Counter[int] = Counter()
 
     def start(self) -> None:
-        """Starts anew; what lives on the device does so still."""
         self.peak, self.copied = self.live, 0
         self.waits.clear()
 
@@ -171,7 +170,6 @@ def _count(name: str, device: Any, tensors: list[Tensor], is_here: bool, later: 
 
 
 def _line() -> str:
-    """The innermost line of the project that is being run."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

@@ -89,10 +89,19 @@ def test_a_measured_graph_that_is_not_kept_leaves_nothing(found: dict[str, Any])
     assert found["dropped"] == 0
 
 
-def test_mixing_the_device_with_the_cpu_raises() -> None:
+def test_mixing_with_the_cpu_raises_and_what_is_no_encoding_is_refused_with_the_output() -> None:
+    """Scales that are negative, whose elements are finite; a channel that there is not."""
     code = """
+import struct
 import torch
+from dataclasses import replace
+from protocol.interfaces.tensor_spec import TensorSpec
+from swarm.pipeline.custody_events import Work
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import Codec
+from tests.node.device.every_job import HAS_OUTLIER, Hop
 from tests.node.device.pretend import DEVICE, METER, pretended
+from tests.node.small_manifest import small_manifest
 with pretended():
     there = torch.ones(4).to(DEVICE)
     try:
@@ -114,25 +123,6 @@ with pretended():
     assert METER.live == 16, "a view holds the memory"
     del twice
     assert METER.live == 0 and METER.peak >= 16
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ}
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def test_what_is_no_encoding_is_refused_with_the_output() -> None:
-    """Scales that are negative, whose elements are finite; a channel that there is not."""
-    code = """
-import struct
-from dataclasses import replace
-from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.pipeline.custody_events import Work
-from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import Codec
-from tests.node.device.every_job import HAS_OUTLIER, Hop
-from tests.node.device.pretend import DEVICE, pretended
-from tests.node.small_manifest import small_manifest
 with pretended():
     hop = Hop(small_manifest(), DEVICE, Codec.INT8)
     job = hop.job(HAS_OUTLIER, Work.FORWARD)
@@ -151,7 +141,6 @@ with pretended():
         job.input.data[place : place + len(wrong)] = right
     hop.worker.compute(job)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ}
-    )
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ})
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -35,15 +35,15 @@ def tokens(number: int) -> Reasoned[int]:
 def test_the_size_is_met_and_the_manifest_says_what_was_told(size: int, vocabulary: int) -> None:
     if vocabulary > 257 and size < 25 * MILLION:
         pytest.skip("the embedding alone would be most of it")
-    dialed = turn(Wish(parameters=size, tokens=tokens(vocabulary), peers=Peers(card=48 * GB)), "run")
-    manifest, shown = dialed.manifest, {name: choice.value for name, choice in dialed.choices}
+    turned = turn(Wish(parameters=size, tokens=tokens(vocabulary), peers=Peers(card=48 * GB)), "run")
+    manifest, told = turned.manifest, {name: choice.value for name, choice in turned.choices}
     assert parameters_of(manifest) == pytest.approx(size, rel=0.1)
-    assert shown["parameters"] == parameters_of(manifest)
-    assert shown["vocabulary"] == manifest.model.vocabulary >= vocabulary
-    assert shown["depth"] == sum(manifest.stages.blocks)
-    assert (shown["step"], shown["inner steps"]) == (manifest.training.inner_tokens, manifest.training.inner_steps)
+    assert told["parameters"] == parameters_of(manifest)
+    assert told["vocabulary"] == manifest.model.vocabulary >= vocabulary
+    assert told["depth"] == sum(manifest.stages.blocks)
+    assert (told["step"], told["inner steps"]) == (manifest.training.inner_tokens, manifest.training.inner_steps)
     assert 30 <= manifest.model.hidden / sum(manifest.stages.blocks) <= 130
-    assert all(choice.reason for _, choice in dialed.choices)
+    assert all(choice.reason for _, choice in turned.choices)
     assert manifest.model.dtype == "bfloat16"
 
 
@@ -87,9 +87,9 @@ def test_an_optimizer_that_keeps_more_takes_more_stages() -> None:
 
 @pytest.mark.parametrize(("peers", "stages"), [(2, 2), (5, 5), (7, 7), (40, 7)])
 def test_each_peer_gets_a_stage_as_long_as_there_are_blocks(peers: int, stages: int) -> None:
-    dialed = turn(Wish(parameters=10 * MILLION, peers=Peers(number=peers)), "run")
-    assert dialed.manifest.stages.count == stages
-    assert sum(dialed.manifest.stages.blocks) == 6
+    turned = turn(Wish(parameters=10 * MILLION, peers=Peers(number=peers)), "run")
+    assert turned.manifest.stages.count == stages
+    assert sum(turned.manifest.stages.blocks) == 6
 
 
 def test_peers_beyond_the_stages_share_the_tokens_of_a_step() -> None:

@@ -10,19 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.data.local_paths import LocalPathOptions
 from node.data.tokenizers import ByteTokenizer
 from node.export.open_model import evaluate_model, open_model
 from node.export.source import RoutedModel, parse_path, path_modules, routed_model
-from node.export.writer import export, export_all
 from node.model.decoder import Continuation, Decoder, Sampling
 from node.solo.trainer import WholeModel
 from swarm.experts.routes import module_at
-from swarm.vocabulary.errors import (
-    ConfigError,
-    CorruptSnapshot,
-)
+from swarm.vocabulary.errors import ConfigError, CorruptSnapshot
 from swarm.vocabulary.types import Route
-from tests.node.checkpoint.saved_states import CPU, noisy_model, save_checkpoint
+from tests.node.checkpoint.saved_states import CPU, exported, noisy_model, save_checkpoint
 from tests.node.experts.test_router import manifest_with, some_router
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -54,18 +51,6 @@ def logits_on(model: WholeModel, route: Route) -> torch.Tensor:
     return model.head.logits(hidden)
 
 
-def exported_experts(source: Path, target: Path, route: Route | None = None, *, every: bool = False) -> Path:
-    async def run() -> None:
-        async with open_model(str(source)) as opened:
-            if every:
-                await export_all(opened.source, target)
-            else:
-                await export(opened.source, target, route=route)
-
-    asyncio.run(run())
-    return target
-
-
 def expert_decoder_of(folder: Path, route: Route | None = None) -> Decoder:
     async def run() -> Decoder:
         async with open_model(str(folder)) as opened:
@@ -78,7 +63,8 @@ def test_each_path_is_a_llama_with_its_own_logits(tmp_path: Path, expert_checkpo
     import transformers
 
     for route in PATHS:
-        folder = exported_experts(expert_checkpoint, tmp_path / f"path{route[0]}{route[1]}", route)
+        folder = tmp_path / f"path{route[0]}{route[1]}"
+        exported(expert_checkpoint, folder, route=route)
         theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(report.values()), report
         with torch.no_grad():
@@ -90,17 +76,17 @@ def test_each_path_is_a_llama_with_its_own_logits(tmp_path: Path, expert_checkpo
 
 
 def test_one_folder_has_every_module_and_the_router(tmp_path: Path, expert_checkpoint: Path, model: WholeModel) -> None:
-    folder = exported_experts(expert_checkpoint, tmp_path / "every", every=True)
+    exported(expert_checkpoint, folder := tmp_path / "every", every=True)
     assert not (folder / "config.json").exists(), "no Llama model has these"
     assert sorted(file.name for file in folder.glob("*.safetensors")) == [
         f"module-{module}.safetensors" for module in ("0.0", "1.0", "1.1", "2.0", "2.1")
     ]
     for route in PATHS:
         assert torch.equal(expert_decoder_of(folder, route).logits(TOKENS), logits_on(model, route))
-    again = exported_experts(folder, tmp_path / "again", (1, 0))
+    exported(folder, again := tmp_path / "again", route=(1, 0))
     assert torch.equal(expert_decoder_of(again).logits(TOKENS), logits_on(model, (1, 0)))
     with pytest.raises(ConfigError, match=r"stages\.experts"):
-        exported_experts(folder, tmp_path / "which")
+        exported(folder, tmp_path / "which")
     origin = json.loads((folder / "skipstone.json").read_text())
     origin["modules"]["1.0"] = origin["modules"]["1.1"]
     (folder / "skipstone.json").write_text(json.dumps(origin))
@@ -108,16 +94,21 @@ def test_one_folder_has_every_module_and_the_router(tmp_path: Path, expert_check
         expert_decoder_of(folder, (0, 0))
 
 
-def test_held_out_loss_is_of_each_texts_own_path(tmp_path: Path, expert_checkpoint: Path, model: WholeModel) -> None:
-    whole = asyncio.run(evaluate_model(str(expert_checkpoint), 12))
+def test_held_out_loss_is_of_each_texts_own_path(tmp_path: Path) -> None:
+    (text := tmp_path / "text").mkdir()
+    for number in range(60):
+        (text / f"{number}").write_text(f"{number}-{number * number} " * 20)
+    manifest = manifest_with(ROUTER, data__source=f"path:{text}", data__held_out=0.9)
+    checkpoint, told = save_checkpoint(tmp_path / "checkpoint", manifest), LocalPathOptions(text=text)
+    (checkpoint / "manifest.router").write_bytes(ROUTER.to_bytes())
+    whole = asyncio.run(evaluate_model(str(checkpoint), 12, local_path_options=told))
     assert sum(route["microbatches"] for route in whole["routes"].values()) == 12
-    every = exported_experts(expert_checkpoint, tmp_path / "every", every=True)
-    assert asyncio.run(evaluate_model(str(every), 12)) == whole
+    exported(checkpoint, every := tmp_path / "every", every=True)
+    assert asyncio.run(evaluate_model(str(every), 12, local_path_options=told)) == whole
     assert len(whole["routes"]) > 1
     named = next(iter(whole["routes"]))
-    one = asyncio.run(
-        evaluate_model(str(exported_experts(expert_checkpoint, tmp_path / "one", parse_path(named, 3))), 12)
-    )
+    exported(checkpoint, tmp_path / "one", route=parse_path(named, 3))
+    one = asyncio.run(evaluate_model(str(tmp_path / "one"), 12, local_path_options=told))
     assert one["routes"][named] == whole["routes"][named]
     assert one["loss"] != whole["loss"], "all text was read on one path"
 

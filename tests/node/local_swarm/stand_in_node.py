@@ -24,26 +24,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("verb")
     parser.add_argument("target")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--stop-on-eof", action="store_true")
-    parser.add_argument("--yes", action="store_true")
     parser.add_argument("--stage", type=int)
     parser.add_argument("--steps", type=int)
-    for name in (
-        "identity",
-        "listen",
-        "advertise",
-        "port",
-        "dht-port",
-        "threads",
-        "log-level",
-        "save",
-        "log-dir",
-        "text",
-        "tokenizer",
-    ):
-        parser.add_argument(f"--{name}")
-    options = parser.parse_args()
+    options, _ = parser.parse_known_args()
     words = os.environ.get("SKIPSTONE_STAND_IN", "").split()
     peer, module = f"pid-{os.getpid()}", f"{options.stage}.0"
     if f"crash:{options.stage}" in words:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from node.local_swarm import local_swarm
-from node.local_swarm.child_process import MAX_STDERR_LINES, ChildProcess, SpawnedProcess
+from node.local_swarm.child_process import MAX_STDERR_LINES, ChildEnd, ChildProcess, SpawnedProcess
+from node.local_swarm.forked_nodes import ForkServer, may_fork
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import Deployment, LocalSetup, LocalSwarmOptions, assign_modules, match_limits
+from node.local_swarm.setup import Deployment, LocalSetup, LocalSwarmOptions, assign_modules, match_limits, node_command
 from node.local_swarm.swarm_progress import (
     MAX_CURVE,
     MAX_LAG,
@@ -44,10 +47,11 @@ from node.observability.events import (
     Step,
     Waiting,
 )
+from protocol.libp2p.child_process import with_packages
 from protocol.manifest.join_link import parse_link
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from protocol.manifest.signing import read_signed_manifest
-from swarm.vocabulary.errors import ConfigError, ResourceExhausted
+from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import ModuleId
 
 STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
@@ -103,12 +107,16 @@ def test_every_stage_has_a_peer_and_the_others_go_where_most_blocks_are(
     peers: int, blocks: tuple[int, ...], expected: list[int]
 ) -> None:
     assert [module.stage for module in assign_modules(peers, blocks)] == expected
+    experts = assign_modules(7, (0, 1, 2), (1, 2, 2))
+    assert list(map(str, experts)) == ["0.0", "1.0", "1.1", "2.0", "2.1", "2.0", "2.1"]
 
 
 def test_too_few_peers_are_refused_with_the_number_needed() -> None:
     with pytest.raises(ConfigError, match="2 peers cannot host 3 stages") as raised:
         assign_modules(2, (0, 1, 1))
     assert "--peers 3" in raised.value.hint
+    with pytest.raises(ConfigError, match="4 peers cannot host 5 modules"):
+        assign_modules(4, (0, 1, 2), (1, 2, 2))
 
 
 def test_the_largest_memory_is_where_most_is_needed() -> None:
@@ -119,13 +127,6 @@ def test_the_largest_memory_is_where_most_is_needed() -> None:
     assert match_limits(run, modules, [90, 10, 30, 20, 80]) == [30, 10, 80, 20, 90]
     with pytest.raises(ConfigError, match="2 memory limits do not match 5 peers"):
         match_limits(run, modules, [1, 2])
-
-
-def test_every_expert_has_a_peer_before_a_module_has_two() -> None:
-    modules = assign_modules(7, (0, 1, 2), (1, 2, 2))
-    assert list(map(str, modules)) == ["0.0", "1.0", "1.1", "2.0", "2.1", "2.0", "2.1"]
-    with pytest.raises(ConfigError, match="4 peers cannot host 5 modules"):
-        assign_modules(4, (0, 1, 2), (1, 2, 2))
 
 
 def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> None:
@@ -195,13 +196,8 @@ async def test_leaving_the_block_stops_the_nodes_in_good_order() -> None:
         await until_step(swarm, 2)
     assert {end.exit_code for end in swarm.ends.values()} == {0}
     assert len(swarm.ends) == 3
+    assert next(iter(swarm.ends)) == 0, "data nodes are asked first"
     assert all(peer.summary for peer in swarm.progress.peers.values())
-
-
-async def test_data_nodes_are_asked_first() -> None:
-    async with local_swarm_of(3) as swarm:
-        await until_step(swarm, 2)
-    assert next(iter(swarm.ends)) == 0
 
 
 async def test_an_error_in_the_block_comes_out_as_it_is_and_kills_the_nodes(tmp_path: Path) -> None:
@@ -267,10 +263,15 @@ async def test_a_node_that_crashes_shows_what_it_said(monkeypatch: pytest.Monkey
     assert any("the cat is on fire" in message for message in messages)
 
 
-async def test_a_deaf_node_is_killed_when_the_limit_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKIPSTONE_STAND_IN", "deaf:1")
+@pytest.mark.parametrize("how", ["deaf:1", "stopped"])
+async def test_a_node_that_does_not_end_is_killed_when_the_limit_is_over(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", how)
     async with local_swarm_of(3, stop_limit_s=0.4) as swarm:
         await until_step(swarm, 1)
+        if how == "stopped":
+            swarm.kill(1, signal.SIGSTOP)
         await swarm.stop()
     assert {index: end.exit_code for index, end in swarm.ends.items()} == {0: 0, 1: 137, 2: 0}
 
@@ -283,14 +284,6 @@ async def test_kill_all_does_not_wait_for_the_limit(monkeypatch: pytest.MonkeyPa
         swarm.kill_all()
         await rest(swarm)
     assert swarm.ends[1].exit_code == 137
-
-
-async def test_a_stopped_node_does_not_hold_up_the_end() -> None:
-    async with local_swarm_of(3, stop_limit_s=0.4) as swarm:
-        await until_step(swarm, 1)
-        swarm.kill(2, signal.SIGSTOP)
-        await swarm.stop()
-    assert swarm.ends[2].exit_code == 137
 
 
 async def test_a_command_that_cannot_be_started_is_a_failed_node() -> None:
@@ -384,22 +377,6 @@ async def test_it_stops_when_asked_and_its_output_is_read() -> None:
     child.signal_group(signal.SIGKILL)  # too late, and harmless
 
 
-async def test_a_signal_is_counted_as_a_shell_does() -> None:
-    child = python("import time; print('up', flush=True); time.sleep(600)")
-    end = await child.follow(lambda line: child.signal_group(signal.SIGKILL))
-    assert end.exit_code == 128 + signal.SIGKILL
-
-
-async def test_a_stopped_child_can_be_killed() -> None:
-    child = python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
-    following = asyncio.create_task(child.follow(lambda line: None))
-    child.ask_to_stop()
-    await asyncio.to_thread(os.waitid, os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-    assert not following.done()
-    child.signal_group(signal.SIGKILL)
-    assert (await following).exit_code == 137
-
-
 async def test_stderr_is_kept_bounded() -> None:
     end = await python("import sys; [print(n, 'x' * 5000, file=sys.stderr) for n in range(500)]; 1/0").follow(print)
     assert end.exit_code == 1
@@ -446,41 +423,19 @@ async def test_cancelling_kills_it() -> None:
     await gone(child.pid)
 
 
-async def test_its_input_ends_when_the_parent_is_killed() -> None:
-    parent = """
-import asyncio, os, sys
-from node.local_swarm.child_process import ChildProcess, SpawnedProcess
-code = "import sys; print('up', flush=True); sys.stdin.read()"
-child = ChildProcess(SpawnedProcess([sys.executable, "-c", code], os.environ))
-asyncio.run(child.follow(lambda line: print(child.pid, flush=True)))
-"""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    pid = int(await process.stdout.readline())
-    assert runs(pid)
-    process.kill()
-    await process.wait()
-    await gone(pid)
-
-
-async def test_a_command_that_does_not_exist() -> None:
-    with pytest.raises(ResourceExhausted, match="cannot start"):
-        SpawnedProcess(["/nonexistent/skipstone"], os.environ)
-
-
 class Swarm:
     """Feeds events and keeps the state and what was told outward."""
 
     def __init__(self, *stages: int, target: int | None = None) -> None:
         self.state = SwarmProgress(stages=max(stages) + 1, target=target)
-        self.reported: list[Event] = []
+        self.told: list[Event] = []
         for index, stage in enumerate(stages):
             self.state = peer_started(self.state, index, stage, f"peer-{index}")
 
     def take(self, index: int, event: Event, now: float = 0.0) -> None:
         progressed = apply(self.state, index, event, now)
         self.state = progressed.state
-        self.reported += progressed.events
+        self.told += progressed.events
 
     def step(self, index: int, step: int, loss: float, tokens: int, now: float = 0.0) -> None:
         self.take(index, Step(step, loss, tokens, 10.0, f"peer-{index}"), now)
@@ -488,11 +443,11 @@ class Swarm:
     def exits(self, index: int, code: int) -> None:
         progressed = peer_exited(self.state, index, code)
         self.state = progressed.state
-        self.reported += progressed.events
+        self.told += progressed.events
 
     @property
     def steps(self) -> list[Step]:
-        return [event for event in self.reported if isinstance(event, Step)]
+        return [event for event in self.told if isinstance(event, Step)]
 
 
 def test_one_data_node_is_the_swarm() -> None:
@@ -540,14 +495,6 @@ def test_a_silent_data_node_is_left_behind_after_max_lag_and_taken_up_again() ->
     assert not swarm.state.pending
 
 
-def test_a_data_node_that_comes_late_holds_nobody_up() -> None:
-    swarm = Swarm(0)
-    swarm.step(0, 1, 3.0, 10)
-    swarm.state = peer_started(swarm.state, 1, 0, "late")
-    swarm.step(0, 2, 3.0, 20)
-    assert [step.step for step in swarm.steps] == [1, 2]
-
-
 def test_who_came_late_goes_on_counting_when_those_before_it_are_gone() -> None:
     swarm = Swarm(0, 0)
     for step in range(1, 31):
@@ -593,7 +540,7 @@ def test_several_data_nodes_wait_for_one_module_once() -> None:
     swarm.take(1, Waiting("2.0", "no peer"))
     swarm.take(0, Resumed("2.0"))
     swarm.take(1, Resumed("2.0"))
-    assert swarm.reported == [Waiting("2.0", "no peer"), Resumed("2.0")]
+    assert swarm.told == [Waiting("2.0", "no peer"), Resumed("2.0")]
     assert not swarm.state.waiting
 
 
@@ -601,7 +548,7 @@ def test_other_events_pass_through_and_notes_are_bounded() -> None:
     swarm = Swarm(0)
     change = PeerChange("12D3y", "down", "gone")
     swarm.take(0, change)
-    assert swarm.reported == [change]
+    assert swarm.told == [change]
     for number in range(MAX_NOTES + 3):
         swarm.state = noted(swarm.state, Note("info", str(number))).state
     assert [note.message for note in swarm.state.notes] == [str(n) for n in range(3, MAX_NOTES + 3)]
@@ -651,3 +598,80 @@ def test_what_is_lost_with_its_last_peers_is_counted_once_a_module() -> None:
     swarm.take(2, LastPeer("peer-2", "1.0", None))
     assert swarm.state.lost == {"1.0"}
     assert not swarm.state.notes
+
+
+FORKS = pytest.mark.skipif(not may_fork(node_command()), reason="nodes are forked on Linux only")
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> list[str]:
+    os.mkfifo(tmp_path / "instance.json")
+    return ["simulate", "--instance", str(tmp_path / "instance.json")]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(with_packages(os.environ, str(ROOT), OMP_NUM_THREADS="1"))
+    yield server
+    server.close()
+
+
+async def forked(server: ForkServer, *arguments: str) -> ChildProcess:
+    process = await server.start(arguments)
+    assert process is not None
+    return ChildProcess(process)
+
+
+async def run(server: ForkServer, *arguments: str) -> tuple[ChildEnd, list[bytes]]:
+    said: list[bytes] = []
+    child = await forked(server, *arguments)
+    return await child.follow(said.append), said
+
+
+@FORKS
+async def test_it_does_what_the_command_does_and_ends_with_its_exit_code(server: ForkServer) -> None:
+    well, wrong = await asyncio.gather(run(server, "version"), run(server, "no-such-command"))
+    assert well[0].exit_code == 0
+    assert well[1][0].startswith(b"skipstone ")
+    assert wrong[0].exit_code == 2
+    assert any("no-such-command" in line for line in wrong[0].stderr)
+
+
+@FORKS
+async def test_it_leads_a_group_and_holds_its_own_descriptors_only(server: ForkServer, waiting: list[str]) -> None:
+    first, second = await forked(server, *waiting), await forked(server, *waiting)
+    async with asyncio.TaskGroup() as tasks:
+        ends = [tasks.create_task(child.follow(lambda _: None)) for child in (first, second)]
+        for child in (first, second):
+            assert os.getpgid(child.pid) == child.pid
+        async with asyncio.timeout(30):  # its streams, and nothing of the server's or of the other's
+            while len(shared(second.pid)) > 3:
+                await asyncio.sleep(0.02)
+        first.signal_group(signal.SIGKILL)
+        second.terminate()
+    assert [end.result().exit_code for end in ends] == [128 + signal.SIGKILL, 128 + signal.SIGTERM]
+    await gone(first.pid)
+    await gone(second.pid)
+
+
+@FORKS
+async def test_a_server_that_is_killed_ends_its_nodes_for_whoever_follows_them(
+    server: ForkServer, waiting: list[str]
+) -> None:
+    """The last of this module: it ends the server that the tests share."""
+    child = await forked(server, *waiting)
+    following = asyncio.create_task(child.follow(lambda _: None))
+    server.close()
+    assert (await following).exit_code == 128 + signal.SIGKILL
+    await gone(child.pid)
+    assert await server.start(["version"]) is None
+
+
+def shared(pid: int) -> set[str]:
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return {target for target in found if target.startswith(("socket:", "pipe:"))}

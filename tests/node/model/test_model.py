@@ -1,8 +1,7 @@
-"""The model against an independent reference in float64, and its parts against one whole graph."""
+"""The model's parts: types, documents, the head's loss in pieces, initial weights. (Logits: `test_generation.py`.)"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import node.model.initialization as initial
 from node.data.packing import Microbatch
@@ -20,7 +19,7 @@ from node.model import head_loss
 from node.model.document_attention import document_attention, kernel_for
 from node.model.head_loss import IGNORED, HeadSum, SummedLoss, loss_alone, loss_and_gradient
 from node.model.initialization import digest_of_tensors, near_normal, parameters_of, standard_deviation
-from node.model.parts import BlockStack, HeadPart, build_block_stack, build_embedding, build_head
+from node.model.parts import BlockStack, build_block_stack, build_embedding, build_head
 from node.model.passes import OneHead, backward, forward
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
@@ -34,140 +33,6 @@ def random_microbatch(manifest: Manifest) -> Microbatch:
     rows, sequence = manifest.training.rows, manifest.model.sequence
     stream = torch.randint(257, (rows, sequence + 1), generator=torch.Generator().manual_seed(1))
     return Microbatch(stream[:, :-1], stream[:, 1:], 0.0)
-
-
-def reference_logits(manifest: Manifest, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """LlamaForCausalLM written out anew: loops over rows and heads, explicit mask, repeated keys and values."""
-    model = manifest.model
-    size, share = model.head_size, model.heads // model.kv_heads
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + model.norm_epsilon) * weights[name]
-
-    def rotate(x: Tensor) -> Tensor:
-        turned = torch.empty_like(x)
-        for position in range(len(x)):
-            for i in range(size // 2):
-                angle = position * model.rope_theta ** (-2 * i / size)
-                a, b = x[position, i], x[position, i + size // 2]
-                turned[position, i] = a * math.cos(angle) - b * math.sin(angle)
-                turned[position, i + size // 2] = b * math.cos(angle) + a * math.sin(angle)
-        return turned
-
-    def attend(x: Tensor, prefix: str) -> Tensor:
-        q, k, v = (x @ weights[f"{prefix}.{letter}_proj.weight"].T for letter in "qkv")
-        heads = []
-        for head in range(model.heads):
-            own, shared = slice(head * size, (head + 1) * size), head // share
-            group = slice(shared * size, (shared + 1) * size)
-            scores = rotate(q[:, own]) @ rotate(k[:, group]).T / math.sqrt(size)
-            scores = scores.masked_fill(torch.triu(torch.ones_like(scores), 1).bool(), -math.inf)
-            heads.append(scores.softmax(-1) @ v[:, group])
-        return torch.cat(heads, -1) @ weights[f"{prefix}.o_proj.weight"].T
-
-    def row_logits(row: Tensor) -> Tensor:
-        x = weights["model.embed_tokens.weight"][row]
-        for layer in range(sum(manifest.stages.blocks)):
-            name = f"model.layers.{layer}"
-            x = x + attend(norm(x, f"{name}.input_layernorm.weight"), f"{name}.self_attn")
-            y = norm(x, f"{name}.post_attention_layernorm.weight")
-            gate = y @ weights[f"{name}.mlp.gate_proj.weight"].T
-            up = y @ weights[f"{name}.mlp.up_proj.weight"].T
-            x = x + (gate * torch.sigmoid(gate) * up) @ weights[f"{name}.mlp.down_proj.weight"].T
-        return norm(x, "model.norm.weight") @ weights["lm_head.weight"].T
-
-    return torch.stack([row_logits(row) for row in tokens])
-
-
-def logits_of(model: WholeModel, tokens: Tensor) -> Tensor:
-    hidden = model.embedding(tokens)
-    for stack in model.stacks:
-        hidden = stack(hidden)
-    return model.head.logits(hidden)
-
-
-def all_parts(model: WholeModel) -> list[nn.Module]:
-    return [part for _, parts in model.modules() for part in parts]
-
-
-@torch.no_grad()
-def unlike_ones(model: WholeModel) -> None:
-    """Norm weights that are all 1 would hide where they are applied; weights this small, what attention does."""
-    generator = torch.Generator().manual_seed(2)
-    for parameter in parameters_of(*all_parts(model)).values():
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-
-
-def test_logits_are_those_of_a_llama_model() -> None:
-    manifest = small_manifest()
-    model = WholeModel(manifest, CPU)
-    unlike_ones(model)
-    tokens = random_microbatch(manifest).tokens
-    weights = {name: value.double() for name, value in parameters_of(*all_parts(model)).items()}
-    torch.testing.assert_close(
-        logits_of(model, tokens).double(), reference_logits(manifest, weights, tokens), rtol=1e-4, atol=1e-4
-    )
-
-
-def test_a_token_changes_nothing_before_it() -> None:
-    manifest = small_manifest()
-    model = WholeModel(manifest, CPU)
-    unlike_ones(model)
-    tokens = random_microbatch(manifest).tokens
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 257
-    with torch.no_grad():
-        before, after = logits_of(model, tokens), logits_of(model, changed)
-    torch.testing.assert_close(before[:, :9], after[:, :9])
-    assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-6
-
-
-def test_parameters_are_named_as_hugging_face_names_them() -> None:
-    model = WholeModel(small_manifest(), CPU)
-    block = [
-        "input_layernorm",
-        *(f"self_attn.{name}_proj" for name in "qkvo"),
-        "post_attention_layernorm",
-        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-    ]
-    blocks = {f"model.layers.{index}.{name}.weight" for index in range(4) for name in block}
-    outside = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    assert set(parameters_of(*all_parts(model))) == blocks | outside
-    assert set(parameters_of(*model.stacks[0:1])) == {name for name in blocks if ".1." in name or ".2." in name}
-
-
-def test_the_parts_gradients_are_those_of_one_whole_graph() -> None:
-    manifest = small_manifest()
-    model = WholeModel(manifest, CPU)
-    unlike_ones(model)
-    microbatch = random_microbatch(manifest)
-    loss, gradients = model.gradients(microbatch)
-
-    hidden = model.embedding(microbatch.tokens)
-    for stack in model.stacks:
-        hidden = stack(hidden)
-    whole = model.head(hidden, microbatch.labels)
-    whole.backward()
-
-    assert loss == pytest.approx(whole.item(), abs=1e-6)
-    for part in all_parts(model):
-        for parameter, gradient in zip(part.parameters(), gradients[part], strict=True):
-            torch.testing.assert_close(gradient, parameter.grad)
-
-
-def test_the_loss_is_the_same_when_logits_are_computed_in_pieces() -> None:
-    manifest = small_manifest()
-    whole, pieces = build_head(manifest), HeadPart(manifest.model, logits_at_once=5 * 257)
-    pieces.load_state_dict(whole.state_dict())
-    labels = random_microbatch(manifest).labels
-    hidden = torch.randn(*manifest.hidden_shape, generator=torch.Generator().manual_seed(4), requires_grad=True)
-    losses = [head(hidden, labels) for head in (whole, pieces)]
-    gradients = [
-        torch.autograd.grad(loss, [hidden, *head.parameters()])
-        for loss, head in zip(losses, (whole, pieces), strict=True)
-    ]
-    torch.testing.assert_close(losses[0], losses[1])
-    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_bfloat16_is_for_hidden_states_and_float32_for_parameters_and_loss() -> None:
@@ -244,9 +109,6 @@ def test_it_is_attention_with_a_mask_between_documents(documents: tuple[int, ...
 def test_documents_that_do_not_fill_the_row(documents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="do not fill"):
         document_attention(vectors(4, 8, 1), vectors(2, 8, 2), vectors(2, 8, 3), documents)
-
-
-def test_several_rows_have_no_documents() -> None:
     rows = vectors(4, 8, 1).expand(2, -1, -1, -1)
     with pytest.raises(ValueError, match="do not fill"):
         document_attention(rows, rows, rows, (8,))
@@ -475,19 +337,6 @@ def test_initial_weights_are_the_same_on_every_machine() -> None:
     assert digest_of_tensors(parameters_of(build_block_stack(manifest, ModuleId(1)))).hex() == GOLDEN_STAGE_1
 
 
-def test_the_first_numbers_are_written_out() -> None:
-    """One number by hand: a sum of four 16-bit integers of the Philox stream, centred and scaled."""
-    values = near_normal(0, "a", (2,), 1.0)
-    assert values.tolist() == [0.17511853575706482, 0.16137546300888062]
-
-
-def test_torch_generators_and_threads_have_no_say() -> None:
-    torch.manual_seed(1)
-    before = digest_of_tensors(parameters_of(build_head(small_manifest())))
-    torch.manual_seed(2)
-    assert digest_of_tensors(parameters_of(build_head(small_manifest()))) == before
-
-
 def test_seed_and_name_each_give_other_weights_and_experts_start_alike() -> None:
     variants = [(0, "a"), (1, "a"), (0, "b")]
     assert len({tuple(near_normal(*variant, (3,), 1.0).tolist()) for variant in variants}) == 3
@@ -502,25 +351,10 @@ def test_the_size_of_a_chunk_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(near_normal(5, "a", (10, 7), 0.3), whole)
 
 
-def test_numbers_are_near_normal() -> None:
-    values = near_normal(5, "a", (100_000,), 0.5).double()
-    assert values.mean().item() == pytest.approx(0, abs=0.006)
-    assert values.std().item() == pytest.approx(0.5, rel=0.01)
-    assert (values.abs() < 0.5).double().mean().item() == pytest.approx(0.683, abs=0.02)
-
-
 def test_what_is_added_to_the_residual_stream_shrinks_with_depth() -> None:
     assert standard_deviation("model.layers.0.self_attn.q_proj.weight", 64, 8) == 1 / 8
     assert standard_deviation("model.layers.0.self_attn.o_proj.weight", 64, 8) == 1 / 8 / 4
     assert standard_deviation("model.layers.0.mlp.down_proj.weight", 64, 32) == 1 / 8 / 8
-
-
-def test_norms_begin_at_one_and_the_first_loss_near_that_of_guessing() -> None:
-    head = build_head(small_manifest())
-    assert torch.equal(head.model["norm"].weight, torch.ones(16))
-    hidden = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0))
-    labels = torch.zeros(2, 16, dtype=torch.int64)
-    assert head(hidden, labels).item() == pytest.approx(math.log(257), abs=0.1)
 
 
 def test_the_digest_covers_names_shapes_and_every_element() -> None:

@@ -18,7 +18,7 @@ from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, WorkerThread
 from node.pipeline.worker import DataWorker, HopWorker, host_hop, host_stage_zero
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import LinkFigures, Question, Refusal
+from protocol.interfaces.transport import Refusal
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.custody import Custody
@@ -34,6 +34,7 @@ from swarm.vocabulary.pipeline_messages import (
     ReceiptStatus,
 )
 from swarm.vocabulary.types import MAX_HOPS, Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
+from tests.kit.links import NoLinks
 from tests.kit.waiting import LONG_S, ManualClock, until
 from tests.node.small_manifest import small_manifest
 
@@ -296,7 +297,7 @@ class SmallSwarm:
         await until(lambda: all(member.is_clear for member in self.members.values()))
 
 
-class MemoryTransport:
+class MemoryTransport(NoLinks):
     """`protocol.interfaces.transport.Transport` that hands everything to the other runner."""
 
     def __init__(self, own: PeerId, swarm: SmallSwarm) -> None:
@@ -325,15 +326,6 @@ class MemoryTransport:
         await self._reach(peer)
         if not self._swarm.lost_messages(self._own, peer, message):
             self._swarm[peer].runner.receive(self._own, message)
-
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        raise Unreachable("nobody answers questions here")
-
-    def announce(self, record: bytes) -> None:
-        return
-
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        return {}
 
     async def _reach(self, peer: PeerId) -> None:
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import Rejected
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
-from tests.node.network.small_swarm import ManualClock
+from tests.kit.waiting import ManualClock
 from tests.node.network.test_membership_sync import MODULE, Other, place
 from tests.swarm.membership.announcements import RUN, announcement
 
@@ -112,12 +112,12 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
             membership=there.membership, membership_sync=there.membership_sync, own=SimpleNamespace(clock=there.clock)
         )
         proofs = proofs_of(Asked())
-        context = cast(ModuleContext, SimpleNamespace(session=session, module=MODULE, proofs=proofs))
+        given = cast(ModuleContext, SimpleNamespace(session=session, module=MODULE, proofs=proofs))
         there.links.outcome.set_result(json.dumps({"module": str(MODULE), "state": "serving"}).encode())
-        assert not await others_serve(context), "it has only announced itself"
+        assert not await others_serve(given), "it has only announced itself"
         assert there.links.asked == []
         proofs.shared_round(frozenset({replica.peer}))
-        assert await others_serve(context)
+        assert await others_serve(given)
         assert there.links.asked == [replica.peer]
 
 

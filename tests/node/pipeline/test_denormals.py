@@ -1,5 +1,4 @@
-"""Numbers that are next to nothing cost no more time than others on the threads that compute, and change nothing that
-replicas agree on."""
+"""Denormal numbers cost the compute threads no more time than others, and change nothing that replicas agree on."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ from tests.node.small_manifest import small_manifest
 
 DENORMAL = 1e-40
 LARGE = 2**17
-"""Elements enough for torch to share the work out among its threads."""
 
 needs_flushing = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot flush")
 

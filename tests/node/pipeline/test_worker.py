@@ -1,31 +1,48 @@
-"""The arithmetic of a replica: the gradients of autograd whatever was kept, each microbatch once."""
+"""The arithmetic of a replica: gradients are autograd's, whatever was kept, put off, cut or spread over devices."""
 
 from __future__ import annotations
 
 import copy
 import math
 import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from node.model.blocks import Linear
+from node.concurrency.device_threads import DeviceThreads
+from node.model import passes
 from node.model.optimizer import Accumulator, InnerOptimizer, inner_optimizer
-from node.model.parts import build_block_stack
-from node.model.passes import OneDevice
+from node.model.parts import BlockStack, build_block_stack, build_embedding, build_head
+from node.model.passes import Gradients, OneDevice, OneHead, Passes
+from node.pipeline import device_passes
 from node.pipeline.admission import hidden_tensor
-from node.pipeline.device_passes import BlockByBlock
+from node.pipeline.device_passes import (
+    BlockByBlock,
+    Copies,
+    DeferredWeights,
+    SeveralDevices,
+    SplitDevice,
+    body_passes,
+    head_passes,
+)
 from node.pipeline.runner import Job, Output
 from node.pipeline.tensor_io import tensor_of
 from node.pipeline.worker import DataWorker, HopWorker, WeightStash, host_hop, host_stage_zero
-from protocol.codecs import Encoded, encode
+from protocol.codecs import encode
 from protocol.manifest.manifest import Manifest
+from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, puts_weights_off
 from swarm.pipeline.custody_events import Key, Work
-from swarm.vocabulary.errors import ProtocolViolation, StateError
+from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
-from tests.node.network.small_swarm import CPU, text_of
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.workload.device_shares import Dealing, deal_cut, deal_whole
+from tests.kit.hops import CPU, HopBench, sent
+from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
 
 # ---- a stage of blocks -----------------------------------------------------------------------------------------------
@@ -36,69 +53,43 @@ NO_GRAPHS, MANY_GRAPHS = 0, 2**20
 
 
 class Part(nn.Sequential):
-    """Layers to which documents are all one."""
-
     def forward(self, hidden: Tensor, documents: tuple[int, ...] = ()) -> Tensor:
         output: Tensor = super().forward(hidden)
         return output
 
 
-class Stage:
-    """A linear layer and a non-linearity, with messages for it."""
+def mean_of(total: Accumulator) -> list[Tensor | None]:
+    total.hand_over_mean()
+    return [parameter.grad for parameter in total.parameters]
 
-    def __init__(self, graph_budget_bytes: int, manifest: Manifest = MANIFEST, stashed: int = 0) -> None:
+
+class Stage(HopBench):
+    def __init__(self, graph_budget_bytes: int, manifest: Manifest = MANIFEST) -> None:
         torch.manual_seed(1)
         self.part = Part(nn.Linear(16, 16), nn.Tanh())
-        self.sums = Accumulator(self.part)
-        optimizer = InnerOptimizer(manifest.training, [self.sums])
-        self.worker = HopWorker(self.part, self.sums, optimizer, TENSOR, CPU, graph_budget_bytes, stashed=stashed)
+        self.total = Accumulator(self.part)
+        optimizer = InnerOptimizer(manifest.training, [self.total])
+        super().__init__(HopWorker(self.part, self.total, optimizer, TENSOR, CPU, graph_budget_bytes), manifest)
 
-    def forward(self, number: int, purpose: Purpose = Purpose.TRAIN, ticket: int | None = None) -> Tensor:
-        return self._compute(Work.FORWARD, number, source_of(number), purpose, ticket)
+    def visit(self, number: int) -> None:
+        self.forward(number)
+        self.backward(number)
 
-    def backward(self, number: int, gradient: Tensor | None = None, ticket: int | None = None) -> Tensor:
-        gradient = source_of(number + 100) if gradient is None else gradient
-        return self._compute(Work.BACKWARD, number, gradient, Purpose.TRAIN, ticket)
-
-    def _compute(self, work: Work, number: int, incoming: Tensor, purpose: Purpose, ticket: int | None) -> Tensor:
-        key = Key(MicrobatchId(PeerId("data"), number), 0)
-        data, ticket = encode(incoming, Codec.NONE), number if ticket is None else ticket
-        if work is Work.BACKWARD:
-            job = Job(ticket, key, work, purpose, gradient=data)
-        else:
-            job = Job(ticket, key, work, purpose, data)
-        return sent(self.worker.compute(job))
-
-    def gradients(self) -> list[Tensor | None]:
-        self.sums.hand_over_mean()
-        return [parameter.grad for parameter in self.part.parameters()]
-
-
-def sent(output: Output) -> Tensor:
-    """As its receiver has it."""
-    assert output.tensor is not None
-    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
-
-
-def source_of(number: int) -> Tensor:
-    return torch.randn(TENSOR.shape, generator=torch.Generator().manual_seed(number))
-
-
-def expected(part: nn.Module, number: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, gradient of the input and of the parameters, by autograd alone."""
-    source = source_of(number).requires_grad_()
-    output = part(source)
-    of_source, *rest = torch.autograd.grad(output, [source, *part.parameters()], source_of(number + 100))
-    return output, of_source, list(rest)
+    def expected(self, number: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Output, gradient of the input and of the parameters, by autograd alone."""
+        source = self.source(number).requires_grad_()
+        output = self.part(source)
+        of_source, *rest = torch.autograd.grad(output, [source, *self.part.parameters()], self.gradient(number))
+        return output, of_source, list(rest)
 
 
 @pytest.mark.parametrize("budget", [NO_GRAPHS, MANY_GRAPHS])
 def test_the_gradients_are_autograds_with_and_without_the_graph(budget: int) -> None:
     stage = Stage(budget)
-    output, of_source, of_parameters = expected(stage.part, 1)
+    output, of_source, of_parameters = stage.expected(1)
     torch.testing.assert_close(stage.forward(1), output)
     torch.testing.assert_close(stage.backward(1), of_source)
-    torch.testing.assert_close(stage.gradients(), of_parameters)
+    torch.testing.assert_close(mean_of(stage.total), of_parameters)
     assert stage.worker.recomputed == (budget == NO_GRAPHS)
     assert stage.worker.accumulated == 1
     assert stage.worker.speed.tokens_per_s > 0
@@ -112,9 +103,9 @@ def test_after_an_inner_step_backward_uses_the_new_weights() -> None:
         stage.backward(number)
     assert stage.worker.step() is not None
     assert stage.worker.step() is None, "the step was taken by the first call"
-    _, of_source, of_parameters = expected(stage.part, 3)
+    _, of_source, of_parameters = stage.expected(3)
     torch.testing.assert_close(stage.backward(3), of_source)
-    torch.testing.assert_close(stage.gradients(), of_parameters)
+    torch.testing.assert_close(mean_of(stage.total), of_parameters)
     assert stage.worker.recomputed == 1
 
 
@@ -126,24 +117,11 @@ def test_the_order_of_a_steps_microbatches_changes_nothing(name: str) -> None:
     for step in range(12):
         for stage, turn in ((one, 1), (other, -1)):
             for number in (2 * step, 2 * step + 1)[::turn]:
-                stage.forward(number)
-                stage.backward(number)
+                stage.visit(number)
             assert stage.worker.step() is not None
     for mine, expected, start in zip(other.part.parameters(), one.part.parameters(), before, strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
         assert (mine - start).abs().max() > 0.02
-
-
-def test_a_step_is_due_when_its_tokens_are_there() -> None:
-    stage = Stage(MANY_GRAPHS)
-    stage.forward(1)
-    stage.backward(1)
-    assert stage.worker.step() is None
-    stage.forward(2)
-    stage.backward(2)
-    figures = stage.worker.step()
-    assert figures is not None
-    assert figures.visits == (2,)
 
 
 def test_graphs_are_kept_within_the_budget_and_let_go() -> None:
@@ -179,45 +157,27 @@ def test_a_microbatch_that_comes_by_two_ways_adds_once_and_answers_twice() -> No
     first = stage.backward(1, ticket=10)
     second = stage.backward(1, ticket=11)
     torch.testing.assert_close(first, second)
-    torch.testing.assert_close(stage.gradients(), expected(stage.part, 1)[2])
+    torch.testing.assert_close(mean_of(stage.total), stage.expected(1)[2])
     assert stage.worker.accumulated == 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_is_refused_and_adds_nothing(bad: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e37])
+def test_a_gradient_that_is_not_finite_or_grows_beyond_all_numbers_is_refused_and_adds_nothing(bad: float) -> None:
     stage = Stage(MANY_GRAPHS)
     stage.forward(1)
-    gradient = torch.zeros(TENSOR.shape)
+    gradient = bad * stage.source(2).sign() if math.isfinite(bad) else torch.zeros(TENSOR.shape)
     gradient[0, 0, 0] = bad
     with pytest.raises(ProtocolViolation, match="not finite"):
-        stage.backward(1, gradient)
-    assert stage.gradients() == [None, None]
+        stage.backward(1, gradient=gradient)
+    assert mean_of(stage.total) == [None, None]
     assert stage.worker.accumulated == 0
-
-
-def test_a_gradient_that_grows_beyond_all_numbers_is_refused() -> None:
-    stage = Stage(MANY_GRAPHS)
-    stage.forward(1)
-    with pytest.raises(ProtocolViolation, match="not finite"):
-        stage.backward(1, 3e37 * source_of(2).sign())
-    assert stage.gradients() == [None, None]
-
-
-def test_what_is_evaluated_is_not_kept() -> None:
-    stage = Stage(MANY_GRAPHS)
-    torch.testing.assert_close(stage.forward(1, Purpose.EVALUATE), expected(stage.part, 1)[0])
-    assert stage.worker._kept == {}
-    with pytest.raises(StateError, match="no longer held"):
-        stage.backward(1)
 
 
 def test_a_stand_in_computes_both_ways_in_one_with_the_same_gradients() -> None:
     stage = Stage(MANY_GRAPHS)
-    _, of_source, of_parameters = expected(stage.part, 1)
-    tensors = encode(source_of(1), Codec.NONE), encode(source_of(101), Codec.NONE)
-    job = Job(1, Key(MicrobatchId(PeerId("data"), 1), 0), Work.REPLAY, Purpose.TRAIN, *tensors)
-    torch.testing.assert_close(sent(stage.worker.compute(job)), of_source)
-    torch.testing.assert_close(stage.gradients(), of_parameters)
+    _, of_source, of_parameters = stage.expected(1)
+    torch.testing.assert_close(stage.compute(Work.REPLAY, 1), of_source)
+    torch.testing.assert_close(mean_of(stage.total), of_parameters)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -225,17 +185,14 @@ def test_a_gradient_is_taken_back_whether_or_not_a_step_has_come_between(stepped
     stage = Stage(MANY_GRAPHS)
     numbers = (1, 2) if stepped else (1,)
     for number in numbers:
-        stage.forward(number)
-        stage.backward(number)
+        stage.visit(number)
     if stepped:
         assert stage.worker.step() is not None
-    expected_now = expected(stage.part, 1)[2]
-    tensors = encode(source_of(1), Codec.NONE), encode(source_of(101), Codec.NONE)
-    job = Job(9, Key(MicrobatchId(PeerId("data"), 1), 0), Work.BACKWARD, Purpose.TRAIN, *tensors)
-    assert stage.worker.retract(job)
-    assert not stage.worker.retract(job), "once"
+    expected_now = stage.expected(1)[2]
+    assert stage.retract(1)
+    assert not stage.retract(1), "once"
     assert stage.worker.accumulated == len(numbers) - 1
-    for total, gradient in zip(stage.sums.sums, expected_now, strict=True):
+    for total, gradient in zip(stage.sums(), expected_now, strict=True):
         taken_back = -TOKENS * gradient if stepped else torch.zeros_like(gradient)
         torch.testing.assert_close(total.float(), taken_back, atol=1e-4, rtol=1e-5)
 
@@ -250,53 +207,35 @@ def manifest_with(staleness: int, **changes: object) -> Manifest:
     return small_manifest(training__staleness=staleness, training__inner={"learning_rate": 0.1}, **changes)
 
 
-class Replica:
-    """A replica of two blocks, and what autograd says of any version of it. `passes`: of the whole, or block by
-    block as on a card."""
+class Replica(HopBench):
+    """A replica of two blocks. `passes`: of the whole, or block by block as on a card."""
 
     def __init__(self, staleness: int = 1, budget: int = PLENTY, dtype: str = "float32", passes: str = "whole") -> None:
-        self.manifest = manifest_with(staleness, model__dtype=dtype)
+        manifest = manifest_with(staleness, model__dtype=dtype)
+        super().__init__(host_hop(manifest, MODULE, CPU, budget), manifest)
         if passes == "whole":
-            self.worker = host_hop(self.manifest, MODULE, CPU, budget)
             return
-        part = build_block_stack(self.manifest, MODULE)
+        part = build_block_stack(manifest, MODULE)
         if passes == "split weights":
             part.split_weights()
-        total, tensor = Accumulator(part), hidden_tensor(self.manifest)
-        optimizer = inner_optimizer(self.manifest, MODULE, [total])
+        total, tensor = Accumulator(part), hidden_tensor(manifest)
+        optimizer = inner_optimizer(manifest, MODULE, [total])
         blocks = BlockByBlock(part, self.dtype)
         self.worker = HopWorker(part, total, optimizer, tensor, CPU, budget, passes=blocks, stashed=staleness)
 
-    def source(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(number)
-        return torch.randn(self.manifest.hidden_shape, generator=generator).to(self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.manifest.model.dtype == "bfloat16" else torch.float32
-
-    def forward(self, number: int) -> nn.Module:
-        """Computes it; returns the module as it was then."""
-        self._compute(Work.FORWARD, number, input=encode(self.source(number), Codec.NONE))
+    def went(self, number: int) -> nn.Module:
+        """Computes the forward; returns the module as it was then."""
+        self.forward(number)
         return copy.deepcopy(self.worker.part)
 
-    def backward(self, number: int) -> list[Tensor]:
+    def came_back(self, number: int) -> list[Tensor]:
         """The gradients that are added, and that of the input as the last."""
-        before = [total.clone() for total in self.worker.unapplied.sums]
-        output = self._compute(Work.BACKWARD, number, gradient=encode(self.source(number + 1000), Codec.NONE))
+        before = self.sums()
+        output = self.backward(number)
         tokens = self.manifest.microbatch_tokens
-        added = [(total - old) / tokens for total, old in zip(self.worker.unapplied.sums, before, strict=True)]
-        return [*added, output]
-
-    def _compute(self, work: Work, number: int, **tensors: Encoded) -> Tensor:
-        key = Key(MicrobatchId(PeerId("data"), number), 0)
-        job = Job(number, key, work, Purpose.TRAIN, tensors.get("input"), tensors.get("gradient"))
-        output = self.worker.compute(job).tensor
-        assert output is not None
-        return torch.frombuffer(bytearray(output.data), dtype=self.dtype).view(self.manifest.hidden_shape)
+        return [*((total - old) / tokens for total, old in zip(self.sums(), before, strict=True)), output]
 
     def step(self, number: int) -> None:
-        """Takes an inner step with visits of its own."""
         while not self.worker.optimizer.due:
             self.forward(number)
             self.backward(number)
@@ -304,14 +243,11 @@ class Replica:
         assert self.worker.step() is not None
 
     def expected(self, part: nn.Module, number: int) -> list[Tensor]:
-        """By autograd alone."""
         source = self.source(number).requires_grad_()
-        gradients = torch.autograd.grad(part(source), [*part.parameters(), source], self.source(number + 1000))
-        return list(gradients)
+        return list(torch.autograd.grad(part(source), [*part.parameters(), source], self.gradient(number)))
 
 
 def close(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Within the rounding of bfloat16."""
     return all((f - w).abs().max() <= 0.02 * w.abs().max() for f, w in zip(found, wanted, strict=True))
 
 
@@ -336,23 +272,13 @@ def test_a_visit_from_before_an_inner_step_has_the_gradient_of_the_weights_of_th
     for each in (replica, same_seed):
         each.step(10)  # the first visit measures
         each.forward(1)
-    wanted = same_seed.backward(1)
+    wanted = same_seed.came_back(1)
     replica.step(20)
     others, weights = replica.worker.recomputed, [weight.clone() for weight in replica.worker.passes.weights()]
-    assert close(replica.backward(1), wanted)
+    assert close(replica.came_back(1), wanted)
     assert replica.worker.recomputed - others == (not graphs and passes == "whole")
     now = replica.worker.passes.weights()
     assert all(torch.equal(*pair) for pair in zip(now, weights, strict=True)), "those of now are in place again"
-
-
-def test_a_copy_for_products_is_of_the_parameters_again() -> None:
-    replica = Replica(dtype="bfloat16", passes="blocks")
-    replica.step(10)
-    replica.forward(1)
-    replica.step(20)
-    replica.backward(1)
-    for linear in (module for module in replica.worker.part.modules() if isinstance(module, Linear)):
-        assert torch.equal(linear.matrix(torch.bfloat16), linear.weight.bfloat16())
 
 
 def test_no_more_versions_are_kept_than_the_staleness_and_those_the_newest() -> None:
@@ -360,14 +286,14 @@ def test_no_more_versions_are_kept_than_the_staleness_and_those_the_newest() -> 
     replica.step(10)
     replica.forward(1)
     replica.step(20)
-    second = replica.forward(2)
+    second = replica.went(2)
     replica.step(30)
-    assert same(replica.backward(1), replica.expected(replica.worker.part, 1)), "held up: computed anew"
-    assert same(replica.backward(2), replica.expected(second, 2))
+    assert same(replica.came_back(1), replica.expected(replica.worker.part, 1)), "held up: computed anew"
+    assert same(replica.came_back(2), replica.expected(second, 2))
     assert replica.worker.recomputed == 1
-    third = replica.forward(3)
+    third = replica.went(3)
     replica.step(40)
-    assert same(replica.backward(3), replica.expected(third, 3))
+    assert same(replica.came_back(3), replica.expected(third, 3))
     assert replica.worker.recomputed == 1
 
 
@@ -425,21 +351,21 @@ def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int)
     chance = random.Random(seed)
     replica = Replica(staleness=chance.choice([1, 2]))
     replica.step(1)
-    in_flight: dict[int, nn.Module] = {}
+    under_way: dict[int, nn.Module] = {}
     outcomes = {"then": 0, "now": 0}
     for number in range(100, 220):
         turn = chance.random()
         if turn < 0.45:
-            in_flight[number] = replica.forward(number)
-        elif turn < 0.85 and in_flight:
-            oldest = chance.choice(list(in_flight))
-            then, recomputed = in_flight.pop(oldest), replica.worker.recomputed
-            found, is_new = replica.backward(oldest), replica.worker.recomputed > recomputed
+            under_way[number] = replica.went(number)
+        elif turn < 0.85 and under_way:
+            oldest = chance.choice(list(under_way))
+            then, recomputed = under_way.pop(oldest), replica.worker.recomputed
+            found, is_new = replica.came_back(oldest), replica.worker.recomputed > recomputed
             outcomes["now" if is_new else "then"] += 1
             assert same(found, replica.expected(replica.worker.part if is_new else then, oldest))
-        elif turn < 0.88 and in_flight:
-            forgotten = chance.choice(list(in_flight))
-            del in_flight[forgotten]
+        elif turn < 0.88 and under_way:
+            forgotten = chance.choice(list(under_way))
+            del under_way[forgotten]
             replica.worker.forget(forgotten)
         elif turn < 0.91:
             with torch.no_grad():
@@ -449,7 +375,7 @@ def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int)
         if replica.worker.optimizer.due:
             replica.worker.step()
     assert min(outcomes.values()) > 0, outcomes
-    for number in in_flight:
+    for number in under_way:
         replica.worker.forget(number)
     assert replica.worker._stash._copies == {}
 
@@ -476,26 +402,20 @@ class Ends:
         position = 1 if work is Work.LOSS else -1
         data = None if incoming is None else encode(incoming, Codec.NONE)
         ticket = 2 * microbatch.number + (position > 0)
-        key = Key(microbatch, position)
-        if work is Work.BACKWARD:
-            return self.worker.compute(Job(ticket, key, work, purpose, gradient=data))
-        return self.worker.compute(Job(ticket, key, work, purpose, data))
+        forth, back = (None, data) if work is Work.BACKWARD else (data, None)
+        return self.worker.compute(Job(ticket, Key(microbatch, position), work, purpose, forth, back))
 
     def embed(self, microbatch: MicrobatchId, purpose: Purpose = Purpose.TRAIN) -> Tensor:
-        return self.tensor(self.compute(microbatch, Work.FORWARD, None, purpose))
+        return sent(self.compute(microbatch, Work.FORWARD, None, purpose))
 
     def turn(self, microbatch: MicrobatchId) -> tuple[float, Tensor]:
         """Out and to the loss; the gradient as it comes back to the start."""
         turned = self.compute(microbatch, Work.LOSS, self.embed(microbatch) @ self.between)
         assert turned.loss is not None
-        return turned.loss, self.tensor(turned) @ self.between.T
+        return turned.loss, sent(turned) @ self.between.T
 
     def there_and_back(self, microbatch: MicrobatchId) -> Output:
         return self.compute(microbatch, Work.BACKWARD, self.turn(microbatch)[1])
-
-    def tensor(self, output: Output) -> Tensor:
-        assert output.tensor is not None
-        return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
 
     def expected(self, microbatch: MicrobatchId) -> tuple[float, list[Tensor], list[Tensor]]:
         """Loss, and the gradients of the embedding and the head, by autograd alone."""
@@ -504,11 +424,6 @@ class Ends:
         first, last = list(stage.embedding.parameters()), list(stage.head.parameters())
         gradients = torch.autograd.grad(loss, [*first, *last])
         return loss.item(), list(gradients[: len(first)]), list(gradients[len(first) :])
-
-
-def mean_of(total: Accumulator) -> list[Tensor | None]:
-    total.hand_over_mean()
-    return [parameter.grad for parameter in total.parameters]
 
 
 def test_loss_and_gradients_are_those_of_one_process() -> None:
@@ -583,10 +498,557 @@ def test_what_is_evaluated_is_not_kept_and_adds_nothing() -> None:
     assert ends.worker.stage.head_sum.visits == 0
 
 
-def test_forgetting_frees_the_visit() -> None:
-    ends = Ends()
-    ends.embed(ends.started(1))
-    assert len(ends.worker._visits) == 1
-    ends.worker.forget(2)
-    ends.worker.forget(2)
-    assert ends.worker._visits == {}
+# ---- weight gradients that are put off -------------------------------------------------------------------------------
+
+BUDGET = 2**24
+ROOM_FOR_NO_WORK = 0
+
+
+class Peer(HopBench):
+    """A stage peer's worker and the queue before its device."""
+
+    def __init__(self, manifest: Manifest | None = None, budget: int = BUDGET, idle_limit: int = 8) -> None:
+        manifest = manifest or small_manifest()
+        self.queue = ComputeQueue(limit=1, idle_limit=idle_limit)
+        super().__init__(host_hop(manifest, MODULE, CPU, budget, submit=self.queue.submit), manifest)
+
+    def idle_time(self, chunks: int | None = None) -> int:
+        """Computes so many chunks, or all; returns how many there were."""
+        count = 0
+        while chunks is None or count < chunks:
+            turn = self.queue.take(0.0)
+            if turn is None:
+                break
+            assert isinstance(turn, IdleWork)
+            turn.compute_chunk()
+            count += 1
+        return count
+
+
+def inline(manifest: Manifest | None = None) -> Peer:
+    peer = Peer(manifest)
+    peer.worker.deferred = DeferredWeights(Reasoned(False, "for comparison"), None, peer.worker.unapplied)
+    return peer
+
+
+def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-9) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert any(total.abs().max() > 0 for total in one)
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several to a matrix, with some rows and some tokens each."""
+    monkeypatch.setattr(device_passes, "_CHUNK_OPERATIONS", {"cpu": 1})
+    monkeypatch.setattr(device_passes, "_LEAST_ROWS", 5)
+    monkeypatch.setattr(device_passes, "_LEAST_TOKENS", 12)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__family": "qwen3"}, {"model__dtype": "bfloat16"}])
+@pytest.mark.usefixtures("_small_chunks")
+def test_the_sums_are_those_of_an_ordinary_backward(changes: dict[str, Any]) -> None:
+    manifest = small_manifest(**changes)
+    peer, other = Peer(manifest), inline(manifest)
+    for number in (1, 2):
+        for each in (peer, other):
+            each.forward(number)
+        assert torch.equal(peer.backward(number), other.backward(number))
+    assert peer.worker.deferred.visits == 2
+    assert other.worker.deferred.visits == 0
+    assert peer.idle_time() > 2 * 4 * 7
+    rounding = {"float32": 1e-5, "bfloat16": 0.05}[manifest.model.dtype]
+    assert_same(peer.sums(), other.sums(), rounding * manifest.microbatch_tokens)
+    assert peer.worker.accumulated == other.worker.accumulated == 2
+    assert peer.worker.accumulated_tokens == other.worker.accumulated_tokens
+
+
+def test_documents_are_masked_as_ever() -> None:
+    manifest, documents = small_manifest(training__rows=1, model__attention="documents"), (5, 11)
+    peer, other = Peer(manifest), inline(manifest)
+    for each in (peer, other):
+        each.forward(1, documents=documents)
+        each.backward(1, documents=documents)
+    peer.idle_time()
+    assert_same(peer.sums(), other.sums(), 1e-5)
+
+
+def test_the_first_half_leaves_out_half_of_the_products() -> None:
+    manifest = small_manifest()
+    part = host_hop(manifest, MODULE, CPU, 0).part
+    split = SplitDevice(part)
+    source = torch.randn(manifest.hidden_shape)
+    operations = {}
+    for name in ("first half", "whole"):
+        visit = split.forward(source, ())
+        with FlopCounterMode(display=False) as counter:
+            if name == "whole":
+                split.backward(visit, source)
+            else:
+                half = split.first_half(visit, source)
+        operations[name] = counter.get_total_flops()
+    products = sum(2 * each.values.numel() * each.gradients.shape[1] for each in half.products)
+    assert operations["whole"] - operations["first half"] == products > 0.3 * operations["whole"]
+
+
+def test_what_is_put_off_is_computed_in_the_step_that_needs_it() -> None:
+    peer, other = Peer(), inline()
+    for number in (1, 2):
+        for each in (peer, other):
+            each.forward(number)
+            each.backward(number)
+    peer.idle_time(3)
+    assert peer.worker.deferred.waiting == 2
+    assert peer.worker.step() is not None
+    assert other.worker.step() is not None
+    assert peer.worker.deferred.waiting == peer.worker.deferred.held_bytes == 0
+    assert peer.idle_time() == 0
+    for mine, theirs in zip(peer.worker.part.parameters(), other.worker.part.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-7)
+    assert peer.worker.speed.tokens_per_s > 0
+
+
+def test_where_no_work_is_taken_it_is_computed_in_the_step() -> None:
+    peer = Peer(idle_limit=ROOM_FOR_NO_WORK)
+    for number in (1, 2):
+        peer.forward(number)
+        peer.backward(number)
+    assert peer.worker.deferred.waiting == 2
+    assert peer.worker.step() is not None
+    assert peer.worker.deferred.waiting == 0
+
+
+def test_buffers_may_be_written_again_and_parameters_may_change_before_it_is_computed() -> None:
+    peer, other = Peer(), inline()
+    for each in (peer, other):
+        each.forward(1)
+        each.backward(1)
+    for buffer in peer.buffers:
+        buffer[:] = bytes(len(buffer))
+    with torch.no_grad():
+        for parameter in peer.worker.part.parameters():
+            parameter.mul_(3)
+    peer.worker.parameters_changed()
+    peer.idle_time()
+    assert_same(peer.sums(), other.sums(), 1e-5)
+
+
+@pytest.mark.parametrize("when", ["in idle time", "in the step"])
+def test_where_there_is_no_memory_nothing_is_lost_or_added_twice(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, other = Peer(), inline()
+    for number in (1, 2):
+        for each in (peer, other):
+            each.forward(number)
+            each.backward(number)
+    peer.idle_time(2)
+    add_to, calls = peer.worker.unapplied.add_to, []
+
+    def failing(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+        add_to(*given)
+
+    monkeypatch.setattr(peer.worker.unapplied, "add_to", failing)
+    if when == "in idle time":
+        peer.idle_time()
+        assert peer.worker.deferred.waiting == 1, "the other one was not hindered"
+    else:
+        with pytest.raises(ResourceExhausted):
+            peer.worker.step()
+    peer.worker.deferred.finish()
+    assert_same(peer.sums(), other.sums(), 1e-5)
+    assert peer.worker.step() is not None
+    assert peer.worker.deferred.waiting == peer.worker._graphs._kept == 0
+
+
+def test_a_microbatch_that_comes_twice_counts_once_computed_or_not() -> None:
+    peer, other = Peer(), inline()
+    other.forward(1)
+    other.backward(1)
+    for chunks in (0, None):
+        peer.forward(1)
+        peer.backward(1)
+        peer.idle_time(chunks)
+    assert_same(peer.sums(), other.sums(), 1e-5)
+    assert peer.worker.accumulated == 1
+    assert peer.worker.unapplied.visits == 1
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 4, None], ids=["waits", "begun", "half", "computed"])
+def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
+    peer = Peer()
+    peer.forward(1)
+    peer.backward(1)
+    peer.idle_time(chunks)
+    assert peer.retract(1)
+    assert not peer.retract(1), "once"
+    assert peer.idle_time() == 0
+    assert peer.worker.accumulated == peer.worker.accumulated_tokens == peer.worker.unapplied.visits == 0
+    assert peer.worker.deferred.waiting == peer.worker.deferred.held_bytes == 0
+    for total in peer.sums():
+        torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-4)
+    assert peer.worker._graphs._kept == 0
+    peer.forward(1)
+    peer.backward(1)
+    assert peer.worker.accumulated == 1, "afterwards it may be added again"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e37])
+def test_a_gradient_that_is_not_finite_leaves_no_trace(bad: float) -> None:
+    peer = Peer()
+    peer.forward(1)
+    job = peer.job(Work.BACKWARD, 1)
+    assert job.gradient is not None
+    tensor_of(job.gradient, CPU).fill_(bad)
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        peer.worker.compute(job)
+    assert peer.worker.accumulated == peer.worker.unapplied.visits == peer.worker.deferred.waiting == 0
+    peer.worker.forget(1)
+    assert peer.worker._graphs._kept == 0
+    assert peer.idle_time() == 0
+
+
+def test_what_is_kept_has_the_place_of_the_graph() -> None:
+    probe = Peer()
+    probe.forward(1)
+    of_one = probe.worker._graphs._of_one
+    assert of_one is not None
+    graph = int(of_one * probe.manifest.microbatch_tokens)
+    probe.backward(1)
+    assert 0 < probe.worker.deferred.held_bytes <= graph
+    peer = Peer(budget=2 * graph)
+    for number in (1, 2, 3):
+        peer.forward(number)
+    for number in (1, 2, 3):
+        peer.backward(number)
+    deferred = peer.worker.deferred
+    assert (deferred.visits, deferred.waiting) == (2, 2), "the third had no room, so it was computed at once"
+    assert deferred.peak_bytes <= 2 * graph
+    peer.idle_time()
+    assert deferred.held_bytes == peer.worker._graphs._kept == 0
+    peer.forward(4)
+    peer.backward(4)
+    assert deferred.visits == 3
+
+
+def test_a_stand_ins_weights_are_put_off_too() -> None:
+    peer, other = Peer(), inline()
+    assert torch.equal(peer.compute(Work.REPLAY, 1), other.compute(Work.REPLAY, 1))
+    assert peer.worker.deferred.waiting == 1
+    peer.idle_time()
+    assert_same(peer.sums(), other.sums(), 1e-5)
+
+
+def test_weights_are_put_off_where_nothing_else_fills_idle_time() -> None:
+    assert puts_weights_off(staleness=0, devices=1).value
+    assert not puts_weights_off(staleness=1, devices=1).value
+    assert not puts_weights_off(staleness=0, devices=2).value
+    running_ahead = Peer(small_manifest(training__staleness=1))
+    running_ahead.forward(1)
+    running_ahead.backward(1)
+    assert running_ahead.worker.deferred.waiting == 0
+    assert "staleness of 1" in running_ahead.worker.deferred.chosen.reason
+
+
+# ---- block by block --------------------------------------------------------------------------------------------------
+
+BLOCKS = 3
+GRAPHS = pytest.mark.parametrize("graphs", [None, 0, 1, 2, 3])
+DOCUMENTS = pytest.mark.parametrize("documents", [(), (5, 3, 8)], ids=["rows", "documents"])
+
+
+def manifest_of(**changes: object) -> Manifest:
+    return small_manifest(stages={"blocks": [1, BLOCKS]}, **changes)
+
+
+def stack(manifest: Manifest) -> BlockStack:
+    return build_block_stack(manifest, MODULE)
+
+
+def drawn(manifest: Manifest, number: int, documents: tuple[int, ...] = ()) -> Tensor:
+    shape = (1, sum(documents), manifest.model.hidden) if documents else manifest.hidden_shape
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    return tensor.to(torch.bfloat16 if manifest.model.dtype == "bfloat16" else torch.float32)
+
+
+def whole(manifest: Manifest, documents: tuple[int, ...] = ()) -> tuple[Tensor, Gradients]:
+    passes = OneDevice(stack(manifest))
+    visit = passes.forward(drawn(manifest, 1, documents), documents)
+    return visit.result, passes.backward(visit, drawn(manifest, 2, documents))
+
+
+@DOCUMENTS
+@GRAPHS
+def test_both_passes_are_those_of_the_whole(graphs: int | None, documents: tuple[int, ...]) -> None:
+    manifest = manifest_of()
+    result, wanted = whole(manifest, documents)
+    passes = BlockByBlock(stack(manifest), torch.float32)
+    visit = passes.forward(drawn(manifest, 1, documents), documents, graphs=graphs)
+    assert sum(graph is not None for graph in visit.graphs) == (BLOCKS if graphs is None else graphs)
+    torch.testing.assert_close(visit.result, result)
+    torch.testing.assert_close(passes.evaluate(drawn(manifest, 1, documents), documents), result)
+    found = passes.backward(visit.kept(), drawn(manifest, 2, documents))
+    torch.testing.assert_close(found.source, wanted.source)
+    torch.testing.assert_close(found.parameters, wanted.parameters)
+
+
+@DOCUMENTS
+@GRAPHS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_added_and_taken_back(graphs: int | None, documents: tuple[int, ...], dtype: str) -> None:
+    manifest = manifest_of(model__dtype=dtype)
+    _, wanted = whole(manifest, documents)
+    part = stack(manifest)
+    sums, passes = Accumulator(part), BlockByBlock(part, drawn(manifest, 1).dtype)
+    for total in sums.sums:
+        total.fill_(0.5)
+    visit = passes.forward(drawn(manifest, 1, documents), documents, graphs=graphs)
+    found = passes.backward_into(sums, visit, drawn(manifest, 2, documents), 10)
+    assert found.are_finite
+    tolerance = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+    for total, gradient in zip(sums.sums, wanted.parameters, strict=True):
+        assert ((total - 0.5) / 10 - gradient).abs().max() <= tolerance * gradient.abs().max()
+    found.take_back()
+    assert all((total - 0.5).abs().max() <= 1e-12 for total in sums.sums)
+
+
+def test_the_narrow_copy_follows_the_parameters() -> None:
+    manifest = manifest_of(model__dtype="bfloat16")
+    part = stack(manifest)
+    passes = BlockByBlock(part, torch.bfloat16)
+    source = drawn(manifest, 1)
+    passes.forward(source, ())
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.mul_(1.5)
+    passes.parameters_changed()
+    fresh = BlockByBlock(part, torch.bfloat16)
+    assert torch.equal(passes.forward(source, ()).result, fresh.forward(source, ()).result)
+
+
+@pytest.mark.parametrize("failing", [1, 7, 20])
+def test_without_memory_nothing_counts_by_halves(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = manifest_of()
+    part = stack(manifest)
+    sums, passes = Accumulator(part), BlockByBlock(part, torch.float32)
+    add, calls = sums.add_to, 0
+
+    def add_to(place: int, rows: slice, gradient: Tensor, tokens: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise MemoryError
+        add(place, rows, gradient, tokens)
+
+    monkeypatch.setattr(sums, "add_to", add_to)
+    visit = passes.forward(drawn(manifest, 1), ())
+    with pytest.raises(MemoryError):
+        passes.backward_into(sums, visit, drawn(manifest, 2), 10)
+    assert calls == 2 * failing - 1, "as many pieces were taken back as had been added"
+    assert all(total.abs().max() <= 1e-12 for total in sums.sums)
+
+
+class BlockPeer(HopBench):
+    def __init__(self, budget: int = 2**30) -> None:
+        manifest = manifest_of()
+        part = stack(manifest)
+        total, passes = Accumulator(part), BlockByBlock(part, torch.float32)
+        optimizer = inner_optimizer(manifest, MODULE, [total])
+        worker = HopWorker(part, total, optimizer, hidden_tensor(manifest), CPU, budget, passes=passes)
+        super().__init__(worker, manifest)
+
+    def visit(self, *numbers: int) -> None:
+        for work in (Work.FORWARD, Work.BACKWARD):
+            for number in numbers:
+                self.compute(work, number)
+
+
+@pytest.fixture(scope="module")
+def graph_bytes() -> float:
+    probe = BlockPeer()
+    probe.forward(1)
+    assert probe.worker._graphs._of_one is not None
+    return probe.worker._graphs._of_one * manifest_of().microbatch_tokens
+
+
+@pytest.mark.parametrize(("room", "recomputed"), [(0.0, 3), (0.1, 2), (0.25, 0), (0.7, 0), (1.8, 1), (4.0, 0)])
+def test_as_many_graphs_are_kept_as_fit(graph_bytes: float, room: float, recomputed: int) -> None:
+    """Room in whole graphs, for three visits: those that keep at least their blocks' inputs are not recomputed."""
+    plenty, short = BlockPeer(), BlockPeer(int(room * graph_bytes))
+    for peer in (plenty, short):
+        peer.visit(1, 2, 3)
+    for mine, theirs in zip(short.sums(), plenty.sums(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+        assert mine.any()
+    assert short.worker._graphs._kept == pytest.approx(0, abs=1e-9)
+    assert plenty.worker.recomputed == 0
+    assert short.worker.recomputed == recomputed
+
+
+def test_a_gradient_that_overflows_is_refused() -> None:
+    peer = BlockPeer()
+    peer.forward(1)
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        peer.backward(1, gradient=torch.full(manifest_of().hidden_shape, 3e37))
+    assert not peer.worker.unapplied.has(MicrobatchId(PeerId("data"), 1))
+    assert all(total.isfinite().all() for total in peer.sums())
+
+
+def test_out_of_memory_after_the_gradients_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = BlockPeer()
+    peer.visit(1)
+    before = peer.sums()
+    peer.forward(2)
+
+    def failing(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peer.worker.wire, "output", failing)
+        with pytest.raises(ResourceExhausted):
+            peer.backward(2)
+    assert not peer.worker.unapplied.has(MicrobatchId(PeerId("data"), 2))
+    for total, was in zip(peer.sums(), before, strict=True):
+        torch.testing.assert_close(total, was, rtol=0, atol=1e-10)
+
+
+SHARE = 1 / 300
+OF_DOCUMENTS = small_manifest(model__attention="documents", model__sequence=2048, training__inner_tokens=4096)
+HIDDEN = OF_DOCUMENTS.model.hidden
+MICROBATCHES = [(700, 300, 90, 5), (1500,), (1501, 20), (40, 40, 40), (1,), (2, 1), (1200, 1200, 1199)]
+
+
+@pytest.fixture(params=[2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[DeviceThreads]:
+    cores = torch.get_num_threads()
+    with DeviceThreads([CPU] * request.param) as threads:
+        yield threads
+    torch.set_num_threads(cores)
+
+
+def all_cut(costs: Sequence[float], devices: int, _: float) -> Dealing:
+    return deal_cut(costs, devices)
+
+
+def none_cut(costs: Sequence[float], devices: int, _: float) -> Dealing:
+    return deal_whole(costs, devices)
+
+
+def split_stack() -> BlockStack:
+    return build_block_stack(OF_DOCUMENTS, ModuleId(1))
+
+
+def vectors(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def both_passes(on: Passes, documents: tuple[int, ...], rows: int = 1) -> tuple[Tensor, Tensor, Gradients]:
+    tokens = sum(documents) or 64
+    source, gradient = (vectors(rows, tokens, HIDDEN, seed=seed) for seed in (1, 2))
+    visit = on.forward(source, documents)
+    return visit.result.detach(), on.evaluate(source, documents), on.backward(visit, gradient)
+
+
+def assert_alike(found: tuple[Tensor, Tensor, Gradients], wanted: tuple[Tensor, Tensor, Gradients]) -> None:
+    torch.testing.assert_close(found[:2], wanted[:2], atol=1e-5, rtol=1e-5)
+    assert found[2].source is not None
+    torch.testing.assert_close(found[2].source, wanted[2].source, atol=1e-5, rtol=1e-5)
+    assert_sums_alike(found[2], wanted[2])
+
+
+def assert_sums_alike(found: Gradients, wanted: Gradients) -> None:
+    for sums, of_one in zip(found.parameters, wanted.parameters, strict=True):
+        assert (sums - of_one).abs().max() <= 1e-5 * of_one.abs().max()
+
+
+@pytest.mark.parametrize("documents", MICROBATCHES)
+def test_documents_on_several_devices(threads: DeviceThreads, documents: tuple[int, ...]) -> None:
+    part = split_stack()
+    assert_alike(both_passes(body_passes(part, threads, SHARE), documents), both_passes(OneDevice(part), documents))
+
+
+@pytest.mark.parametrize("choose", [all_cut, none_cut])
+@pytest.mark.parametrize("documents", [(700, 300, 150), (1500,), (600, 601)])
+def test_all_documents_cut_and_none(threads: DeviceThreads, documents: tuple[int, ...], choose: object) -> None:
+    part = split_stack()
+    several = SeveralDevices(Copies(part, threads), threads, SHARE, choose)  # type: ignore[arg-type]
+    assert_alike(both_passes(several, documents), both_passes(OneDevice(part), documents))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rows_on_several_devices(threads: DeviceThreads, rows: int) -> None:
+    part = split_stack()
+    assert_alike(both_passes(body_passes(part, threads, SHARE), (), rows), both_passes(OneDevice(part), (), rows))
+
+
+def test_an_embedding_with_blocks_of_its_own(threads: DeviceThreads) -> None:
+    part = build_embedding(small_manifest(model__attention="documents", stages__blocks=(1, 1, 1)))
+    documents = (9, 4, 3)
+    tokens = torch.arange(16)[None]
+    found, wanted = (on.forward(tokens, documents) for on in (body_passes(part, threads, SHARE), OneDevice(part)))
+    torch.testing.assert_close(found.result, wanted.result.detach(), atol=1e-5, rtol=1e-5)
+    gradient = torch.ones_like(found.result)
+    of_found = body_passes(part, threads, SHARE).backward(found, gradient)
+    assert of_found.source is None
+    assert_sums_alike(of_found, passes.backward(part, wanted, gradient))
+
+
+@pytest.mark.parametrize("shape", [(1, 37), (2, 16), (1, 1)])
+def test_the_head_on_several_devices(threads: DeviceThreads, shape: tuple[int, int]) -> None:
+    head = build_head(OF_DOCUMENTS)
+    hidden, labels = vectors(*shape, HIDDEN, seed=1), torch.arange(shape[0] * shape[1]).reshape(shape)
+    several, one = head_passes(head, threads), OneHead(head)
+    assert several.loss(hidden, labels) == pytest.approx(one.loss(hidden, labels), abs=1e-5)
+    sums = [[torch.zeros_like(parameter, dtype=torch.float64) for parameter in head.parameters()] for _ in range(2)]
+    found, wanted = several.loss_into(hidden, labels, sums[0], 7), one.loss_into(hidden, labels, sums[1], 7)
+    assert found is not None
+    assert wanted is not None
+    assert found.loss == pytest.approx(wanted.loss, abs=1e-5)
+    torch.testing.assert_close(found.source, wanted.source, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(sums[0], sums[1], atol=7e-6, rtol=1e-5)
+    for visit, own in ((found, sums[0]), (wanted, sums[1])):
+        visit.take_back()
+        assert not any(total.abs().max() > 1e-12 for total in own)
+
+
+def test_devices_of_other_memory_follow_the_parameters(threads: DeviceThreads) -> None:
+    part = split_stack()
+    others = [copy.deepcopy(part) for _ in threads.devices[1:]]
+    several = SeveralDevices(Copies(part, threads, others), threads, SHARE)
+    documents = (700, 300, 300)
+    assert_alike(both_passes(several, documents), both_passes(OneDevice(part), documents))
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter *= 1.5
+    several.parameters_changed()
+    assert_alike(both_passes(several, documents), both_passes(OneDevice(part), documents))
+
+
+def test_a_device_that_fails_ends_the_wait_of_the_others_and_the_next_visit_works(threads: DeviceThreads) -> None:
+    class Failing(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part, self.fails = part, True
+
+        def forward(self, *given: object) -> object:
+            if self.fails:
+                raise torch.OutOfMemoryError("no memory on this one")
+            return self.part(*given)
+
+    part = split_stack()
+    failing = Failing(part)
+    several = SeveralDevices(Copies(part, threads, [part] * (len(threads.devices) - 2) + [failing]), threads, SHARE)
+    source = vectors(1, 1600, HIDDEN, seed=1)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory on this one"):
+        several.forward(source, (1600,))
+    failing.fails = False
+    assert several.forward(source, (1600,)).result.shape == source.shape
+
+
+def test_threads_end_with_their_node() -> None:
+    before = threading.active_count()
+    with DeviceThreads([CPU, CPU]) as threads:
+        assert threads.at_once([lambda: 1, lambda: 2]) == [1, 2]
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before

@@ -17,7 +17,7 @@ import pytest
 from node.network.local_peer import LocalPeer
 from node.network.reach_status import ReachStep, Standing
 from node.network.session import Whereabouts
-from node.observability.events import Event, Reach
+from node.observability.events import Reach
 from node.reachability.monitor import (
     AGAIN_S,
     CONFIRM_S,
@@ -60,10 +60,11 @@ from protocol.identity.keys import Identity
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
 from protocol.nat.dial_back import DialBackOutcome, DialBackResult, decode_dial_back, encode_dial_back
 from protocol.transport.rate_limits import MAX_REMEMBERED, Allowance
-from swarm.membership.membership import Membership, relays_first
+from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import Busy, Rejected, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
-from tests.node.network.small_swarm import LONG_S, ManualClock, until
+from tests.kit.events import KeptEvents
+from tests.kit.waiting import LONG_S, ManualClock, until
 from tests.protocol.dht.running import MODULE, RUN, announced
 from tests.protocol.transport.link_peers import Persona, Recorder, introduce, node
 
@@ -174,14 +175,9 @@ def router(*ways: PortMapper) -> Router:
     return Router(ways)
 
 
-async def test_who_is_reached_asks_no_router() -> None:
+async def test_who_is_reached_or_not_translated_asks_no_router() -> None:
     way = MadeUp([mapping()])
     assert (await climb(PORT, None, Peers({PORT}), router(way))).step is ReachStep.DIRECT
-    assert way.asked == []
-
-
-async def test_who_is_not_translated_asks_no_router() -> None:
-    way = MadeUp([mapping()])
     assert (await climb(PORT, None, Peers(set(), local=OUTSIDE), router(way))).step is ReachStep.UNREACHABLE
     assert way.asked == []
 
@@ -195,8 +191,8 @@ async def test_a_mapping_that_works_is_kept_and_advertised_with_its_own_port() -
     assert asked_router.mapping == mapping(50_000)
     assert (await climb(PORT, None, peers, asked_router)).step is ReachStep.MAPPED
     assert peers.asked == [PORT, 50_000, 50_000], "what is mapped is tested again, not mapped again"
-    recorded = await climb(PORT, "home.example", peers, asked_router)
-    assert recorded.address == "home.example:50000"
+    told = await climb(PORT, "home.example", peers, asked_router)
+    assert told.address == "home.example:50000"
 
 
 async def test_a_mapping_that_stopped_working_is_given_back_and_tried_anew() -> None:
@@ -291,16 +287,7 @@ async def test_a_machine_that_cannot_ask_has_no_mapping() -> None:
     assert answer == NotMapped("made up: cannot ask the router: Too many open files")
 
 
-async def test_a_mapping_that_moves_is_told() -> None:
-    kept = Waits(99).router(MadeUp([mapping(), mapping(50_001)]))
-    await kept.open(PORT)
-    assert "50001" in (await kept.keep()).reason
-    assert kept.mapping == mapping(50_001)
-
-
 async def test_a_router_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     let_go = threading.Event()
 
     class Hangs(MadeUp):
@@ -323,13 +310,8 @@ HELD = (PeerId("a"), PeerId("b"))
 UNKNOWN = Standing(ReachStep.UNKNOWN, "nobody")
 
 
-@dataclass
-class Recorded:
-    events: list[Event] = field(default_factory=list)
-    announced: int = 0
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
+class Told(KeptEvents):
+    announced = 0
 
     def reaches(self) -> list[Reach]:
         return [event for event in self.events if isinstance(event, Reach)]
@@ -338,44 +320,32 @@ class Recorded:
         self.announced += 1
 
 
-def adoption() -> tuple[Adoption, Recorded]:
-    recorded = Recorded()
+def adoption() -> tuple[Adoption, Told]:
+    told = Told()
     own = LocalPeer(RunId("7" * 64), PeerId("me"), b"", ManualClock(), BEFORE)
-    return Adoption(own, recorded, recorded.announce, BEFORE), recorded
+    return Adoption(own, told, told.announce, BEFORE), told
 
 
 @dataclass
-class Holding:
-    """Whom a node would hold on to, in a test's hands; the last answer stays."""
+class InTurn:
+    """Answers in turn, the last one for ever: what the ladder says, or whom a node would hold on to."""
 
-    answers: list[tuple[PeerId, ...]] = field(default_factory=lambda: [()])
+    answers: list[Any]
     asked: int = 0
 
-    async def __call__(self) -> tuple[PeerId, ...]:
+    async def __call__(self) -> Any:
         self.asked += 1
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-
-
-@dataclass
-class Climbing:
-    """What the ladder says, in order; the last answer stays."""
-
-    answers: list[Standing]
-    climbs: int = 0
-
-    async def __call__(self) -> Standing:
-        self.climbs += 1
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
 @asynccontextmanager
 async def watched(
-    climbing: Climbing, hold: Holding, waits: Waits, router: Router | None = None
-) -> AsyncIterator[tuple[Adoption, Recorded]]:
-    taken, recorded = adoption()
+    climbing: InTurn, hold: InTurn, waits: Waits, router: Router | None = None
+) -> AsyncIterator[tuple[Adoption, Told]]:
+    taken, told = adoption()
     watching = asyncio.create_task(watch(climbing, hold, taken, router, waits))
     try:
-        yield taken, recorded
+        yield taken, told
     finally:
         watching.cancel()
         await asyncio.wait((watching,))
@@ -383,57 +353,50 @@ async def watched(
 
 
 def test_the_address_follows_from_the_step() -> None:
-    taken, recorded = adoption()
+    taken, told = adoption()
     taken.adopt(UNKNOWN)
-    assert recorded.events == [], "that nothing is known is no news"
+    assert told.events == [], "that nothing is known is no news"
     for standing, address in ((DIRECT, "25.0.0.1:4002"), (MAPPED, "25.0.0.1:50000"), (UNREACHABLE, "")):
         taken.adopt(standing)
         assert ", ".join(taken.own.addresses) == address
         assert taken.own.reach is standing
-        assert recorded.events[-1] == Reach("me", standing.step.value, address, standing.reason, standing.fix)
-    assert recorded.announced == len(recorded.events) == 3
+        assert told.events[-1] == Reach("me", standing.step.value, address, standing.reason, standing.fix)
+    assert told.announced == len(told.events) == 3
 
 
 def test_who_is_held_on_to_is_announced_in_place_of_addresses_until_there_are_some() -> None:
-    taken, recorded = adoption()
+    taken, told = adoption()
     taken.adopt(UNREACHABLE, HELD)
     assert (taken.own.addresses, taken.own.via) == ((), HELD)
     assert taken.own.reach.step is ReachStep.REVERSE
     assert taken.own.reach.fix == UNREACHABLE.fix
-    assert [(event.step, event.address) for event in recorded.reaches()] == [("reverse", "")]
+    assert [(event.step, event.address) for event in told.reaches()] == [("reverse", "")]
     taken.adopt(UNREACHABLE, HELD[:1])
     assert taken.own.via == HELD[:1]
-    assert (recorded.announced, len(recorded.events)) == (2, 1), "others hear of it, nobody watching has to"
+    assert (told.announced, len(told.events)) == (2, 1), "others hear of it, nobody watching has to"
     taken.adopt(UNREACHABLE, HELD[:1])
-    assert recorded.announced == 2
+    assert told.announced == 2
     taken.adopt(MAPPED)
     assert (taken.own.addresses, taken.own.via) == (("25.0.0.1:50000",), ())
     taken.adopt(UNREACHABLE)
     assert (taken.own.addresses, taken.own.via, taken.own.reach.step) == ((), (), ReachStep.UNREACHABLE)
-    assert [event.step for event in recorded.reaches()] == ["reverse", "mapped", "unreachable"]
-
-
-def test_what_stays_the_same_is_told_once() -> None:
-    taken, recorded = adoption()
-    for _ in range(2):
-        taken.adopt(MAPPED)
-    assert (len(recorded.events), recorded.announced) == (1, 1)
+    assert [event.step for event in told.reaches()] == ["reverse", "mapped", "unreachable"]
 
 
 async def test_what_cannot_be_tested_stays() -> None:
     waits = Waits(2)
-    async with watched(Climbing([MAPPED, UNKNOWN]), Holding(), waits) as (taken, recorded):
+    async with watched(InTurn([MAPPED, UNKNOWN]), InTurn([()]), waits) as (taken, told):
         await until(lambda: len(waits.waited) == 2 and waits.waited_for)
         assert taken.own.reach is MAPPED
         assert taken.own.addresses == ("25.0.0.1:50000",)
-        assert len(recorded.events) == 1
+        assert len(told.events) == 1
         assert waits.waited == [AGAIN_S[ReachStep.MAPPED], FIRST_PAUSE_S]
 
 
 async def test_the_ladder_is_climbed_again_sooner_where_it_may_help() -> None:
     rounds = round(AGAIN_S[ReachStep.UNREACHABLE] / HOLD_S)
-    waits, holding = Waits(2 + 1 + rounds + 1), Holding([HELD])
-    async with watched(Climbing([UNKNOWN, UNKNOWN, UNREACHABLE, UNREACHABLE, DIRECT]), holding, waits) as (taken, _):
+    waits, holding = Waits(2 + 1 + rounds + 1), InTurn([HELD])
+    async with watched(InTurn([UNKNOWN, UNKNOWN, UNREACHABLE, UNREACHABLE, DIRECT]), holding, waits) as (taken, _):
         await until(lambda: taken.own.reach is DIRECT)
     assert waits.waited[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, CONFIRM_S]
     assert waits.waited[3 : 3 + rounds] == [HOLD_S] * rounds
@@ -442,33 +405,33 @@ async def test_the_ladder_is_climbed_again_sooner_where_it_may_help() -> None:
 
 
 async def test_addresses_are_given_up_only_when_nobody_got_through_twice() -> None:
-    waits, holding = Waits(3), Holding([HELD])
-    async with watched(Climbing([DIRECT, UNREACHABLE, DIRECT]), holding, waits) as (taken, recorded):
+    waits, holding = Waits(3), InTurn([HELD])
+    async with watched(InTurn([DIRECT, UNREACHABLE, DIRECT]), holding, waits) as (taken, told):
         await until(lambda: len(waits.waited) == 3)
         assert waits.waited == [AGAIN_S[ReachStep.DIRECT], CONFIRM_S, AGAIN_S[ReachStep.DIRECT]]
         assert taken.own.reach is DIRECT
-        assert (holding.asked, len(recorded.events)) == (0, 1)
+        assert (holding.asked, len(told.events)) == (0, 1)
 
 
 async def test_who_is_lost_is_replaced_and_while_nobody_can_be_asked_the_node_holds_on() -> None:
     rounds = round(AGAIN_S[ReachStep.UNREACHABLE] / HOLD_S)
     waits = Waits(1 + rounds)
-    holding = Holding([HELD, HELD[:1], (), (PeerId("c"),)])
-    async with watched(Climbing([UNREACHABLE, UNREACHABLE, UNKNOWN]), holding, waits) as (taken, recorded):
+    holding = InTurn([HELD, HELD[:1], (), (PeerId("c"),)])
+    async with watched(InTurn([UNREACHABLE, UNREACHABLE, UNKNOWN]), holding, waits) as (taken, told):
         await until(lambda: holding.asked > rounds)
         assert taken.own.via == (PeerId("c"),)
-        assert [event.step for event in recorded.reaches()] == ["reverse", "unreachable", "reverse"]
-        assert recorded.announced == 4
+        assert [event.step for event in told.reaches()] == ["reverse", "unreachable", "reverse"]
+        assert told.announced == 4
 
 
 @pytest.mark.parametrize("renewed", [NotMapped("restarted"), mapping(50_001)])
 async def test_a_lost_mapping_has_the_ladder_climbed_at_once(renewed: Mapping | NotMapped) -> None:
     router = Waits(2).router(MadeUp([mapping(50_000), renewed]))
     await router.open(4002)
-    climbing = Climbing([MAPPED, DIRECT])
-    async with watched(climbing, Holding(), Waits(0), router) as (taken, _):
+    climbing = InTurn([MAPPED, DIRECT])
+    async with watched(climbing, InTurn([()]), Waits(0), router) as (taken, _):
         await until(lambda: taken.own.reach is DIRECT)
-    assert climbing.climbs == 2
+    assert climbing.asked == 2
 
 
 HERE = "127.0.0.1"
@@ -477,7 +440,6 @@ OK = 0
 
 @contextmanager
 def gateway(answer: Callable[[bytes], bytes | None]) -> Iterator[int]:
-    """A UDP port that answers as told; None is no answer."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
         listening.bind((HERE, 0))
         listening.settimeout(0.05)
@@ -503,7 +465,6 @@ def gateway(answer: Callable[[bytes], bytes | None]) -> Iterator[int]:
 
 
 def rfc(request: bytes, *, result: int = OK, external: int = 0, lease: int = 600) -> bytes:
-    """What RFC 6886 has a router answer."""
     if request == b"\x00\x00":
         return struct.pack("!BBHI4s", 0, 128, result, 7, socket.inet_aton("25.0.0.1"))
     _, op, _, internal, wanted, _ = struct.unpack("!BBHHHI", request)
@@ -863,8 +824,6 @@ async def test_peers_find_each_other_reachable_and_another_port_not(dialled_by_a
 
 
 def _closed() -> int:
-    import socket
-
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])
@@ -892,17 +851,11 @@ class HoldingBench:
             self.membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
 
 
-async def test_three_are_held_and_kept() -> None:
-    bench = HoldingBench(12)
-    held = await bench.attachments.hold()
-    assert len(held) == WANTED
-    assert bench.links.asked == list(held)
-    assert await bench.attachments.hold() == held
-
-
 async def test_who_is_lost_is_replaced_and_the_others_stay() -> None:
     bench = HoldingBench(12)
     held = await bench.attachments.hold()
+    assert bench.links.asked == list(held)
+    assert await bench.attachments.hold() == held
     bench.links.broken.add(held[1])
     now = await bench.attachments.hold()
     assert len(now) == WANTED
@@ -940,10 +893,6 @@ async def test_not_everybody_is_tried() -> None:
     bench.links.broken = {announcement.peer for announcement in bench.membership.peers()}
     assert await bench.attachments.hold() == ()
     assert len(bench.links.asked) == MAX_TRIED
-
-
-async def test_where_nobody_is_there_is_nobody_to_hold() -> None:
-    assert await HoldingBench(0).attachments.hold() == ()
 
 
 async def test_a_peer_that_does_not_answer_holds_nothing_up_for_ever() -> None:
@@ -1044,17 +993,6 @@ async def test_who_cannot_be_dialled_dials_nobody_back_at_a_tunnels_end() -> Non
     assert without_tunnels(own, lambda _: None)(ONE) is None
 
 
-def test_two_relays_come_before_the_others() -> None:
-    order = [PeerId(name) for name in "abcdef"]
-    assert relays_first(order, {"c", "e", "f"}) == ["c", "e", "a", "b", "d", "f"]
-    assert relays_first(order, set()) == order
-
-
-class Anybody:
-    async def connect(self, peer: PeerId) -> None:
-        return
-
-
 async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
     own = LocalPeer(RUN, ME, b"", ManualClock(), state=PeerState.SERVING, module=MODULE)
     membership = Membership(RUN, ME)
@@ -1063,7 +1001,7 @@ async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
     far = announced(relaying, module=ModuleId(4), relay=relay)
     for announcement in (*(announced(Identity.generate()) for _ in range(5)), far):
         membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
-    held = await Attachments(own, membership, Anybody()).hold()
+    held = await Attachments(own, membership, HeldLinks()).hold()
     assert held[0] == relaying.peer
     assert len(held) == 3
 

@@ -27,7 +27,7 @@ from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import Busy, PeerError, ProtocolViolation, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId
-from tests.node.network.small_swarm import ManualClock
+from tests.kit.waiting import ManualClock
 from tests.protocol.dht.running import OTHER_RUN, announced
 from tests.protocol.transport.link_peers import (
     LONG,

@@ -42,7 +42,6 @@ class Road:
     texts: dict[MicrobatchId, Microbatch] = field(default_factory=dict)
     visited: list[str] = field(default_factory=list)
     numbers: dict[MicrobatchId, int] = field(default_factory=dict)
-    """Of each microbatch's first module in `visited`."""
     away: list[MicrobatchId] = field(default_factory=list)
     most_away: int = 0
     meets: Callable[[MicrobatchId], None] = lambda microbatch: None

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from node.concurrency.task_groups import unless
 from node.runtime import leave_socket as leave
 from node.runtime.leave_socket import ask_to_leave, endpoint_path, leave_requests, sole_use
+from node.runtime.serving import hand_over
 from protocol.identity.keys import Identity
 from swarm.vocabulary.errors import IdentityError
 
@@ -41,10 +43,10 @@ async def test_a_second_node_with_the_key_is_told_who_has_it(key: Path) -> None:
     holder = await asyncio.create_subprocess_exec(sys.executable, "-c", HOLDER, str(key), stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"held\n"
-    with pytest.raises(IdentityError, match=rf"another node \(process {holder.pid}\).*{key}") as found:
+    with pytest.raises(IdentityError, match=rf"another node \(process {holder.pid}\).*{key}") as told:
         async with sole_use(key):
             pytest.fail("two nodes have one key")
-    assert found.value.exit_code == 78
+    assert told.value.exit_code == 78
     assert Identity.load(key).peer, "commands that only read it are not kept out"
     holder.kill()
     async with sole_use(key):  # the kernel frees it
@@ -77,12 +79,51 @@ async def test_who_says_nothing_is_not_listened_to_for_ever(key: Path, monkeypat
 
 
 async def test_who_has_asked_waits_as_long_as_it_takes(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leave, "LISTEN_S", 0.05)
+    monkeypatch.setattr(leave, "LISTEN_S", 0.01)
     asked = asyncio.Event()
     async with leave_requests(key, asked.set):
         leaving = asyncio.create_task(ask_to_leave(key, 10.0))
         await asked.wait()
-        await asyncio.wait((leaving,), timeout=0.3)
+        await asyncio.wait((leaving,), timeout=0.05)
         assert not leaving.done(), "the node is still there"
     await leaving
     assert not os.path.lexists(endpoint_path(key))
+
+
+async def test_what_is_to_be_handed_over_is_waited_for() -> None:
+    done: list[int] = []
+
+    async def finish() -> None:
+        await asyncio.sleep(0)
+        done.append(1)
+
+    await hand_over(finish, 60.0)
+    assert done == [1]
+
+
+async def test_what_takes_too_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    cancelled = asyncio.Event()
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    await hand_over(endless, 0.01)
+    assert cancelled.is_set()
+    assert "gave up" in caplog.text
+
+
+async def test_what_is_wanted_comes_unless_the_stop_comes_first() -> None:
+    async def five() -> int:
+        return 5
+
+    async def never() -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    stop = asyncio.Event()
+    assert await unless(stop, five()) == 5
+    stop.set()
+    assert await unless(stop, never()) is None

@@ -16,7 +16,6 @@ from node.context.options import NodeOptions
 from node.data.local_paths import LocalPaths
 from node.model.memory_need import needs_of
 from node.model.moments import MomentType
-from node.observability.events import Note
 from node.runtime import module_choice, node
 from node.runtime.module_choice import FittingModules
 from protocol.manifest.join_link import JoinLink
@@ -25,6 +24,7 @@ from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
+from tests.kit.events import KeptEvents
 from tests.node.small_manifest import small_manifest
 from tests.swarm.membership.announcements import announcement
 
@@ -42,8 +42,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Session:
-    """What the choice asks of a session."""
-
     def __init__(self, *present: Announcement) -> None:
         self._present = present
         self.own = SimpleNamespace(peer=PeerId("own"))
@@ -53,40 +51,35 @@ class Session:
         return self._present
 
 
-class Events(list[Note]):
-    def emit(self, event: Any) -> None:
-        self.append(event)
-
-
 def in_steps(size_bytes: int) -> int:
     return max(1, size_bytes // STEP_BYTES) * STEP_BYTES
 
 
-def options_of(limit: int | None = None, **changes: Any) -> NodeOptions:
+def told(limit: int | None = None, **changes: Any) -> NodeOptions:
     words = None if limit is None else str(limit)
     options: dict[str, Any] = {"link": LINK, "manifest_path": None, "reads_text": False, "memory_limit": words}
     return NodeOptions(**{**options, **changes})
 
 
 async def chosen(
-    options: NodeOptions, resumed: Resumed | None = None, events: Events | None = None
+    options: NodeOptions, resumed: Resumed | None = None, events: KeptEvents | None = None
 ) -> Reasoned[ModuleId]:
     session: Any = Session(announcement("data", 0))
     fitting = FittingModules(MANIFEST, options, CPU)
     found = resumed or Resumed()
-    return await fitting.choose(session, found, NO_TEXT, Events() if events is None else events)
+    return await fitting.choose(session, found, NO_TEXT, events or KeptEvents())
 
 
 async def test_the_largest_module_that_fits_is_taken_of_those_nobody_serves() -> None:
-    assert (await chosen(options_of())).value == LARGE
-    assert (await chosen(options_of(NEEDS[LARGE].all - 1))).value == MIDDLE
-    assert (await chosen(options_of(NEEDS[MIDDLE].all - 1))).value == SMALL
+    assert (await chosen(told())).value == LARGE
+    assert (await chosen(told(NEEDS[LARGE].all - 1))).value == MIDDLE
+    assert (await chosen(told(NEEDS[MIDDLE].all - 1))).value == SMALL
 
 
 async def test_where_nothing_fits_it_says_what_would() -> None:
     limit = NEEDS[SMALL].all - 1
     with pytest.raises(OutOfMemory, match=r"the smallest, 1\.0, takes .* under --memory-limit") as refused:
-        await chosen(options_of(limit))
+        await chosen(told(limit))
     assert refused.value.exit_code == 71
     assert str(refused.value).endswith("there is room for 0.0")
     assert size_text(limit) in str(refused.value)
@@ -96,11 +89,8 @@ async def test_where_nothing_fits_it_says_what_would() -> None:
 def test_only_who_lacks_room_announces_what_it_has() -> None:
     """Older peers refuse records with fields that they do not know, and nobody else needs to know."""
     least = NEEDS[LARGE].all
-    assert FittingModules(MANIFEST, options_of(least), CPU).announced() == (0, 0)
-    assert FittingModules(MANIFEST, options_of(least - 1), CPU).announced() == (
-        max(1, (least - 1) // STEP_BYTES) * STEP_BYTES,
-        0,
-    )
+    assert FittingModules(MANIFEST, told(least), CPU).announced() == (0, 0)
+    assert FittingModules(MANIFEST, told(least - 1), CPU).announced() == (in_steps(least - 1), 0)
 
 
 def test_who_needs_less_than_others_reckon_announces_what_they_would_look_for() -> None:
@@ -110,30 +100,30 @@ def test_who_needs_less_than_others_reckon_announces_what_they_would_look_for() 
     first, second = ModuleId(1), ModuleId(2)
     assert packed[first].all < packed[second].all < plain[first].all
     limit = packed[second].all - 1
-    fitting = FittingModules(wide, options_of(limit, moments=MomentType.EIGHT_BIT), CPU)
+    fitting = FittingModules(wide, told(limit, moments=MomentType.EIGHT_BIT), CPU)
     assert fitting.of([first, second]) == [first]
     announced = fitting.announced()[0]
     assert announced == -(-plain[first].all // STEP_BYTES) * STEP_BYTES
-    assert FittingModules(wide, options_of(limit), CPU).of([first, second]) == []
+    assert FittingModules(wide, told(limit), CPU).of([first, second]) == []
 
 
 async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() -> None:
     with pytest.raises(OutOfMemory, match=r"module 2\.0 takes .*; there is room for 0\.0, 1\.0, 3\.0"):
-        await chosen(options_of(NEEDS[LARGE].all - 1, stage="2"))
-    assert (await chosen(options_of(NEEDS[LARGE].all, stage="2"))).value == LARGE
+        await chosen(told(NEEDS[LARGE].all - 1, stage="2"))
+    assert (await chosen(told(NEEDS[LARGE].all, stage="2"))).value == LARGE
 
 
 async def test_the_module_of_a_checkpoint_gives_way_where_it_has_become_too_large() -> None:
-    events = Events()
-    assert await chosen(options_of(), Resumed(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
-    found = await chosen(options_of(NEEDS[LARGE].all - 1), Resumed(LARGE), events)
+    events = KeptEvents()
+    assert await chosen(told(), Resumed(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
+    found = await chosen(told(NEEDS[LARGE].all - 1), Resumed(LARGE), events)
     assert found.value == MIDDLE
-    assert events[0].message.startswith("cannot resume the checkpoint's module: module 2.0 takes")
+    assert events.events[0].message.startswith("cannot resume the checkpoint's module: module 2.0 takes")
 
 
 async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> None:
     """Whatever room there seems to be: what failed, and all that is as large, is not tried again."""
-    options, session = options_of(), Session(announcement("data", 0))
+    options, session = told(), Session(announcement("data", 0))
     fitting = FittingModules(MANIFEST, options, CPU)
     error = OutOfMemory("the compute device is out of memory")
     sequence = [LARGE]
@@ -149,7 +139,7 @@ async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> No
 
 @pytest.mark.parametrize("changes", [{"stage": "2"}, {"link": None, "manifest_path": Path("run.toml")}])
 async def test_who_was_told_its_module_takes_no_other(changes: dict[str, Any]) -> None:
-    options = options_of(**changes)
+    options = told(**changes)
     fitting = FittingModules(MANIFEST, options, CPU)
     session: Any = Session()
     with pytest.raises(OutOfMemory):
@@ -160,9 +150,9 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     """Through the node's own loop: nothing is restarted, and the person is told."""
     served: list[ModuleId] = []
 
-    async def serve(context: Any, moving: object, folder: object, stop: asyncio.Event) -> None:
-        served.append(context.module)
-        if context.module != SMALL:
+    async def serve(given: Any, moving: object, folder: object, stop: asyncio.Event) -> None:
+        served.append(given.module)
+        if given.module != SMALL:
             raise OutOfMemory("the compute device is out of memory")
 
     async def withdraw(patience_s: float) -> None:
@@ -170,17 +160,17 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
 
     monkeypatch.setattr(node, "serve_module", serve)
     monkeypatch.setattr(node, "Proofs", lambda session: None)
-    monkeypatch.setattr(node, "replace", lambda context, **changes: SimpleNamespace(**{**vars(context), **changes}))
-    session, events, options = Session(announcement("data", 0)), Events(), options_of()
+    monkeypatch.setattr(node, "replace", lambda given, **changes: SimpleNamespace(**{**vars(given), **changes}))
+    session, events, options = Session(announcement("data", 0)), KeptEvents(), told()
     session.withdraw = withdraw  # type: ignore[attr-defined]
-    context: Any = SimpleNamespace(
+    given: Any = SimpleNamespace(
         module=LARGE, options=options, session=session, manifest=MANIFEST, events=events, router=None
     )
     fitting = FittingModules(MANIFEST, options, CPU)
-    with ComputeThread() as context.compute:
-        await node._serve(context, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
+    with ComputeThread() as given.compute:
+        await node._serve(given, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
     assert served == [LARGE, MIDDLE, SMALL]
-    assert [event.level for event in events] == ["warning", "warning"]
-    assert "out of memory; module 3.0: module 2.0 ran out of memory" in events[0].message
+    assert [event.level for event in events.events] == ["warning", "warning"]
+    assert "out of memory; module 3.0: module 2.0 ran out of memory" in events.events[0].message
     assert fitting.of(MANIFEST.modules(), held=SMALL) == [DATA, SMALL], "a mover does not go back to what failed"
     assert session.own.memory_bytes == in_steps(NEEDS[MIDDLE].all)

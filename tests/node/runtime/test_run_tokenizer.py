@@ -1,5 +1,4 @@
-"""The run's tokenizer is taken from where the person says, from an earlier time, or from peers; nothing else of this
-machine is given to them."""
+"""The run's tokenizer comes from where the person says, from an earlier time, or from peers, who get nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ LINK: Any = object()
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hashes that peers were asked for."""
     asked: list[str] = []
 
     async def fetch(session: object, sha256: str, patience_s: float) -> bytes:

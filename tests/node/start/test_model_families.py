@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,14 @@ from node.averaging.anchor.anchor import tensors_of
 from node.cli.manifests import starting_from
 from node.data.local_paths import LocalPathOptions
 from node.data.packing import Microbatch
-from node.export.open_model import open_model
-from node.export.source import read_decoder
-from node.export.writer import export
 from node.local_swarm.default_manifest import default_manifest
-from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, Addition, inner_optimizer
 from node.solo.trainer import SOLO, WholeModel
 from node.start.cut_model import CutModel, ModelFolder
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.types import MicrobatchId, ModuleId
-from tests.node.checkpoint.saved_states import CPU, logits_of, save_checkpoint
+from tests.node.checkpoint.saved_states import CPU, decoder_of, exported, logits_of, save_checkpoint
 from tests.node.start.tiny_models import MODELS, write_model
 
 TOKENS = torch.randint(257, (3, 48), generator=torch.Generator().manual_seed(4))
@@ -55,15 +50,9 @@ def test_a_folder_comes_back_from_the_run_that_starts_from_it(tmp_path: Path, wh
 
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, ours)
 
-    async def run() -> Decoder:
-        local_path_options = LocalPathOptions(tokenizer=tmp_path / "model" / "tokenizer.json")
-        async with open_model(str(checkpoint), local_path_options=local_path_options) as opened:
-            await export(opened.source, tmp_path / "folder", tokenizer_file=opened.tokenizer_file())
-        async with open_model(str(tmp_path / "folder")) as opened:
-            return await read_decoder(opened.source, CPU)
-
-    decoder = asyncio.run(run())
-    assert difference(decoder.logits(TOKENS), wanted) <= 1e-4
+    told = LocalPathOptions(tokenizer=tmp_path / "model" / "tokenizer.json")
+    exported(checkpoint, tmp_path / "folder", told=told)
+    assert difference(decoder_of(tmp_path / "folder").logits(TOKENS), wanted) <= 1e-4
     back, report = type(theirs).from_pretrained(tmp_path / "folder", output_loading_info=True)
     assert not any(report.values()), report
     assert difference(back(TOKENS).logits, wanted) <= 1e-6
@@ -88,7 +77,6 @@ def test_weights_of_two_bytes_are_read_exactly(tmp_path: Path, kind: torch.dtype
 
 
 def test_what_is_served_chunk_by_chunk_is_the_anchor(tmp_path: Path) -> None:
-    """Chunks begin and end within rows of a matrix, and are read by rows."""
     write_model(tmp_path / "model", "qwen2", hidden_size=56, intermediate_size=75, vocab_size=331)
     manifest = causal(tmp_path / "model")
     cut = CutModel(manifest, ModelFolder(tmp_path / "model"))

@@ -128,7 +128,6 @@ def test_sizes_that_no_manifest_allows_are_refused(folder: Path) -> None:
 
 
 def test_a_row_is_never_longer_than_a_sliding_window(folder: Path) -> None:
-    """Then the window makes no difference, and none need be computed."""
     mistral = {"model_type": "mistral", "sliding_window": 64}
     configure(folder, **mistral)
     assert started(folder).model.sequence == 64
@@ -139,7 +138,6 @@ def test_a_row_is_never_longer_than_a_sliding_window(folder: Path) -> None:
 
 
 def test_a_cache_of_the_hub_is_a_folder(folder: Path) -> None:
-    """Its files are links to blobs beside the snapshots."""
     blobs, snapshot = folder.parent / "cache" / "blobs", folder.parent / "cache" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

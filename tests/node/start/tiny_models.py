@@ -51,7 +51,6 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def write_model(folder: Path, which: str = "llama", seed: int = 0, **changes: Any) -> Any:
-    """Writes a model with the byte tokenizer; returns it."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # a folder of one's own needs nobody
     import transformers
 

@@ -111,35 +111,6 @@ class TestRoundTrip:
         planes.decode(data, out)
         assert bytes_of(out) == bytes_of(values)
 
-    @pytest.mark.parametrize("dtype", WIDTHS)
-    @pytest.mark.parametrize("slices", [0, 1, 3])
-    @pytest.mark.parametrize("more", [-1, 0, 1, 4096])
-    def test_at_the_borders_of_slices(self, dtype: torch.dtype, slices: int, more: int) -> None:
-        elements = slices * SLICE_BYTES // WIDTHS[dtype] + more
-        if elements <= 0:
-            return
-        values = normal(elements, dtype)
-        data = planes.encode(values)
-        if data is None:
-            assert elements == 1
-        else:
-            out = torch.empty_like(values)
-            planes.decode(data, out)
-            assert bytes_of(out) == bytes_of(values)
-
-    @pytest.mark.parametrize("dtype", WIDTHS)
-    @pytest.mark.parametrize(
-        "bits", ["7fc00001", "7f800001", "ff800000", "7f800000", "80000000", "00000001", "ffffffff"]
-    )
-    def test_special_values(self, dtype: torch.dtype, bits: str) -> None:
-        value = bytes.fromhex(bits)[: WIDTHS[dtype]][::-1]
-        values = of_bytes(value * 1000, dtype)
-        assert bytes_of(decoded(encoded(values), 1000, dtype)) == bytes_of(values)
-
-    def test_a_plane_of_which_only_a_part_repeats(self) -> None:
-        values = torch.cat([torch.zeros(100_000), normal(100_000), torch.ones(100_000)])
-        assert torch.equal(decoded(encoded(values), len(values)), values)
-
     def test_it_does_not_matter_where_in_memory_an_encoding_stands(self) -> None:
         values = normal(10_000)
         memory = octets_of(memoryview(bytearray(b"x" + encoded(values))))
@@ -189,7 +160,8 @@ ELEMENTS = 2000
 ZEROS = bytes(ELEMENTS)
 SKIPPABLE = struct.pack("<II", 0x184D2A50, 12) + b"nothing here"
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(ZEROS)
-DICTIONARY = zstandard.ZstdCompressionDict(b"some words that occur" * 20, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+WORDS = b"some words that occur" * 100
+DICTIONARY = zstandard.ZstdCompressionDict(WORDS[:420], dict_type=zstandard.DICT_TYPE_RAWCONTENT)
 
 FORGED: dict[str, bytes] = {
     "a bomb": frame(bytes(10**9 // 50)),
@@ -208,6 +180,7 @@ FORGED: dict[str, bytes] = {
     "no frame": b"no frame",
     "a single byte": b"\x28",
     "a header alone": frame(ZEROS)[:5],
+    "a frame that needs a dictionary": zstandard.ZstdCompressor(dict_data=DICTIONARY).compress(WORDS[:ELEMENTS]),
 }
 
 
@@ -248,37 +221,6 @@ class TestRefusals:
     def test_another_number_of_elements(self, elements: int) -> None:
         with pytest.raises(ProtocolViolation):
             decoded(encoded(normal(500)), elements)
-
-    @given(DTYPES, st.data())
-    def test_a_damaged_encoding_is_a_violation_or_a_complete_result(
-        self, dtype: torch.dtype, data: st.DataObject
-    ) -> None:
-        encoding = bytearray(encoded(normal(500, dtype)))
-        for _ in range(data.draw(st.integers(1, 4))):
-            encoding[data.draw(st.integers(0, len(encoding) - 1))] = data.draw(st.integers(0, 255))
-        self.decode_if_possible(bytes(encoding), dtype)
-
-    @given(DTYPES, st.binary(max_size=300))
-    def test_any_bytes_are_a_violation_or_a_complete_result(self, dtype: torch.dtype, data: bytes) -> None:
-        self.decode_if_possible(data, dtype)
-
-    @staticmethod
-    def decode_if_possible(data: bytes, dtype: torch.dtype) -> None:
-        """What does not raise has written every element: over whatever was there before it gives the same."""
-        results = []
-        for before in (0.0, 7.0):
-            out = torch.full((500,), before, dtype=dtype)
-            try:
-                planes.decode(octets_of(memoryview(bytearray(data))), out)
-            except ProtocolViolation:
-                return
-            results.append(bytes_of(out))
-        assert results[0] == results[1]
-
-    def test_a_frame_that_needs_a_dictionary(self) -> None:
-        body = zstandard.ZstdCompressor(dict_data=DICTIONARY).compress(b"some words that occur" * 95)
-        with pytest.raises(ProtocolViolation):
-            decoded(put_together([body] * 4), 21 * 95)
 
 
 class TestBounds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -69,11 +68,6 @@ class TestFormat:
         assert encoded_bytes(Codec.INT8, elements) == size
         assert encoded_bytes(Codec.NONE, elements) == 4 * elements
 
-    @pytest.mark.parametrize("elements", LENGTHS)
-    def test_decoding_is_code_times_scale_bit_for_bit(self, elements: int) -> None:
-        data = encoded(Codec.INT8, normal(elements))
-        assert np.array_equal(decoded(Codec.INT8, data, elements), by_definition(data, elements))
-
     @given(st.integers(0, 300), st.data())
     def test_codes_that_we_would_not_choose_are_decoded_too(self, elements: int, data: st.DataObject) -> None:
         codes = data.draw(st.binary(min_size=elements, max_size=elements))
@@ -86,12 +80,6 @@ class TestFormat:
 
 
 class TestAccuracy:
-    @pytest.mark.parametrize("scale", [1e-7, 1e-3, 1.0, 1e3])
-    def test_the_relative_error_does_not_depend_on_the_magnitude(self, scale: float) -> None:
-        values = normal(100_000, scale)
-        error = decoded(Codec.INT8, encoded(Codec.INT8, values), len(values)) - values
-        assert np.linalg.norm(error) <= 7e-3 * np.linalg.norm(values)
-
     @given(arrays(np.float32, st.integers(1, 400), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
     def test_no_element_is_off_by_more_than_half_a_step(self, values: Vector) -> None:
         result = decoded(Codec.INT8, encoded(Codec.INT8, values), len(values))
@@ -100,12 +88,6 @@ class TestAccuracy:
             largest = float(np.abs(values[block]).max())
             off = np.abs(result[block].astype(np.float64) - values[block].astype(np.float64))
             assert off.max() <= largest / 254 * (1 + 1e-4) + 127 * 2.0**-126
-
-    @given(arrays(np.float32, st.integers(0, 300), elements=st.floats(width=32)))
-    def test_none_keeps_every_bit(self, values: Vector) -> None:
-        data = encoded(Codec.NONE, values)
-        assert data == values.tobytes()
-        assert decoded(Codec.NONE, data, len(values)).tobytes() == values.tobytes()
 
     def test_blocks_that_vanish_become_zeros_and_others_stay(self) -> None:
         values = np.concatenate(
@@ -139,13 +121,6 @@ class TestRefusals:
         with pytest.raises(ProtocolViolation, match="scale"):
             decode_into(Codec.INT8, memoryview(data), out)
         assert (out == 1.0).all()
-
-    @given(st.integers(0, 300), st.data())
-    def test_any_bytes_decode_to_finite_numbers_or_are_refused(self, elements: int, data: st.DataObject) -> None:
-        size = encoded_bytes(Codec.INT8, elements)
-        junk = data.draw(st.binary(min_size=size, max_size=size))
-        with suppress(ProtocolViolation):
-            assert np.isfinite(decoded(Codec.INT8, junk, elements)).all()
 
     @pytest.mark.parametrize("codec", VECTOR_CODECS)
     def test_a_wrong_length_is_our_own_mistake(self, codec: Codec) -> None:

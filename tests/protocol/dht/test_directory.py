@@ -200,7 +200,7 @@ async def test_a_killed_node_takes_the_dht_with_it(marked: Marked) -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize("patience_s", [0.0, 0.03, 0.15, 0.3])
+@pytest.mark.parametrize("patience_s", [0.0, 0.03, 0.2])
 async def test_a_start_given_up_half_way_leaves_nothing(
     marked: Marked, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +402,7 @@ async def _some_turns(number: int) -> None:
 
 
 @needs_proc
-@pytest.mark.parametrize("between", [1, 3])
+@pytest.mark.parametrize("between", [1])
 async def test_who_is_cancelled_twice_while_it_starts_leaves_nothing(marked: Marked, between: int) -> None:
     """The second one comes when a group of tasks around it ends."""
 
@@ -410,7 +410,7 @@ async def test_who_is_cancelled_twice_while_it_starts_leaves_nothing(marked: Mar
         async with running_child(dht_process_pb2.DhtStart(timeout_s=10.0), Identity.generate()):
             await asyncio.sleep(3600)
 
-    for turns in range(1, 16):
+    for turns in range(1, 12):
         starting = asyncio.create_task(start())
         await _some_turns(turns)
         starting.cancel()
@@ -422,8 +422,8 @@ async def test_who_is_cancelled_twice_while_it_starts_leaves_nothing(marked: Mar
     gc.collect()
 
 
-async def test_64_mib_go_both_ways_at_once_and_arrive_as_they_were() -> None:
-    there, back = random.Random(1).randbytes(64 * MIB), random.Random(2).randbytes(64 * MIB)
+async def test_16_mib_go_both_ways_at_once_and_arrive_as_they_were() -> None:
+    there, back = random.Random(1).randbytes(16 * MIB), random.Random(2).randbytes(16 * MIB)
     arrived: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def far_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -439,7 +439,7 @@ async def test_64_mib_go_both_ways_at_once_and_arrive_as_they_were() -> None:
                 tasks.create_task(sent(writer, there))
                 assert await digest_of(reader, len(back)) == hashlib.sha256(back).hexdigest()
             assert await arrived == hashlib.sha256(there).hexdigest()
-            await until(lambda: peers.relaying.situation.relay.carried_bytes == 128 * MIB)
+            await until(lambda: peers.relaying.situation.relay.carried_bytes == 32 * MIB)
         await until(lambda: peers.relaying.situation.relay.tunnels == 0)
         assert peers.relaying.situation.relay.opened == 1
 

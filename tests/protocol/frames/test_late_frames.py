@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.vocabulary.errors import ProtocolViolation
 from tests.e2e.late_frames import LateFrames
 
 
@@ -27,25 +26,11 @@ def ends(delay_s: float, bytes_per_s: float | None = None) -> tuple[LateFrames, 
     return sender, receiver, clock
 
 
-async def test_a_frame_arrives_unchanged_after_the_delay() -> None:
-    sender, receiver, clock = ends(0.05)
-    assert await receiver.arrive(await sender.leave(b"frame")) == b"frame"
-    assert clock.now == pytest.approx(100.05)
-
-
 async def test_frames_under_way_share_the_delay() -> None:
     sender, receiver, clock = ends(0.05)
     sent = [await sender.leave(bytes([number])) for number in range(10)]
     assert [await receiver.arrive(frame) for frame in sent] == [bytes([number]) for number in range(10)]
     assert clock.now == pytest.approx(100.05)
-
-
-async def test_what_is_read_late_is_not_held_back_again() -> None:
-    sender, receiver, clock = ends(0.05)
-    sent = await sender.leave(b"frame")
-    clock.now += 1.0
-    await receiver.arrive(sent)
-    assert clock.now == pytest.approx(101.0)
 
 
 async def test_a_line_takes_its_time_for_every_byte_and_then_delays() -> None:
@@ -55,16 +40,3 @@ async def test_a_line_takes_its_time_for_every_byte_and_then_delays() -> None:
     for frame in sent:
         await receiver.arrive(frame)
     assert clock.now == pytest.approx(103.5)
-
-
-async def test_an_idle_line_saves_nothing_up() -> None:
-    sender, _, clock = ends(0.0, bytes_per_s=100.0)
-    clock.now += 10.0
-    await sender.leave(bytes(100))
-    assert clock.now == pytest.approx(111.0)
-
-
-async def test_a_frame_without_a_stamp_is_noticed() -> None:
-    _, receiver, _ = ends(0.05)
-    with pytest.raises(ProtocolViolation):
-        await receiver.arrive(b"short")

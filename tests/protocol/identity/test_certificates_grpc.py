@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 
 DEADLINE_S = 20
 AT_ONCE = 40
-ROUNDS = 30
+ROUNDS = 8
 
 
 @asynccontextmanager

@@ -66,15 +66,6 @@ async def test_p2pd_given_our_key_has_our_peer_id(tmp_path: Path) -> None:
         await p2p.shutdown()
 
 
-def test_the_private_protobuf_holds_the_key(tmp_path: Path) -> None:
-    identity = Identity.generate()
-    encoded = identity.libp2p_private_key()
-    assert encoded[:4].hex() == "08011240"
-    assert len(encoded) == 68
-    again = Identity(Ed25519PrivateKey.from_private_bytes(encoded[4:36]))
-    assert (again.peer, again.public_key) == (identity.peer, encoded[36:])
-
-
 @given(st.binary(min_size=32, max_size=32))
 def test_peer_id_and_public_key_are_inverse(key: bytes) -> None:
     assert public_key_of(peer_id_of(key)) == key
@@ -84,14 +75,6 @@ def test_peer_id_and_public_key_are_inverse(key: bytes) -> None:
 def test_a_key_of_another_length_has_no_peer_id(key: bytes) -> None:
     with pytest.raises(ProtocolViolation, match="32 bytes"):
         peer_id_of(key)
-
-
-@given(
-    st.one_of(st.text(max_size=80), st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=52))
-)
-def test_other_text_is_not_a_peer_id(text: str) -> None:
-    with pytest.raises(ProtocolViolation, match="is not the peer id"):
-        public_key_of(PeerId(text))
 
 
 @pytest.mark.parametrize(

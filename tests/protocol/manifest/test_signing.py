@@ -6,7 +6,6 @@ import copy
 import hashlib
 import math
 import random
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -175,7 +174,7 @@ def test_another_process_with_another_hash_seed_agrees() -> None:
 
 
 @given(tables())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_signed_reads_back_the_same(table: Table) -> None:
     manifest = manifest_from_table(table)
     signed = sign_manifest(manifest, AUTHOR)
@@ -187,7 +186,7 @@ def test_what_is_signed_reads_back_the_same(table: Table) -> None:
 
 
 @given(tables(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_order_and_layout_do_not_matter(table: Table, order: random.Random) -> None:
     signed = sign_manifest(manifest_from_table(table), AUTHOR)
     other_layout = flat_toml(shuffled(tomllib.loads(signed.text.decode()), order))
@@ -195,27 +194,6 @@ def test_order_and_layout_do_not_matter(table: Table, order: random.Random) -> N
     again = read_signed_manifest(other_layout, signed.run)
     assert again.run == signed.run
     assert again.text == signed.text
-
-
-@given(tables(), st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_change_of_any_value_makes_another_run_and_breaks_the_signature(table: Table, data: st.DataObject) -> None:
-    signed = sign_manifest(manifest_from_table(table), AUTHOR)
-    values = full_table(signed.manifest)
-    other_values = full_table(manifest_from_table(data.draw(tables())))
-    keys, value = data.draw(st.sampled_from(sorted(leaves(other_values))))
-    before = dict(leaves(values)).get(keys)
-    if isinstance(value, float) and data.draw(st.booleans()):
-        value = _next_float(before) if isinstance(before, float) else value
-    assume(value != before)
-    changed_table = changed(values, keys, value)
-    try:
-        other = manifest_from_table(copy.deepcopy(changed_table))
-    except ManifestError:
-        assume(False)
-    assert run_id_of(other) != signed.run
-    with pytest.raises(ManifestError, match=r"signature.value: not the author's"):
-        read_signed_manifest(render(other, signed.author, signed.signature), None)
 
 
 def _next_float(value: float) -> float:
@@ -244,7 +222,7 @@ def other_values(value: Any) -> list[Any]:
     return [_next_float(value), math.nextafter(value, 2.0)] if isinstance(value, float) else [value + 1, value * 2]
 
 
-def test_each_key_counts() -> None:
+def test_a_change_of_any_value_makes_another_run_and_breaks_the_signature() -> None:
     """One key after the other gets another value; only those that have but one value in this version cannot."""
     stages = {"blocks": [1, 1, 1], "per_path": 1, "visit_ratio": 1.5}
     data = {"tokenizer": "file:a", "tokenizer_sha256": "1" * 64}
@@ -256,7 +234,7 @@ def test_each_key_counts() -> None:
     parts = {"model": model, "stages": stages, "data": data, "training": training}
     parts |= {"start": {"modules": ["2" * 64] * 3}}
     base = full_table(manifest_from_table(SMALL | parts))
-    run = run_id_of(manifest_from_table(copy.deepcopy(base)))
+    signed = sign_manifest(manifest_from_table(copy.deepcopy(base)), AUTHOR)
     unchangeable = set()
     for keys, value in leaves(base):
         seen = 0
@@ -265,7 +243,9 @@ def test_each_key_counts() -> None:
                 manifest = manifest_from_table(changed(base, keys, other))
             except ManifestError:
                 continue
-            assert run_id_of(manifest) != run, keys
+            assert run_id_of(manifest) != signed.run, keys
+            with pytest.raises(ManifestError, match=r"signature.value: not the author's"):
+                read_signed_manifest(render(manifest, signed.author, signed.signature), None)
             seen += 1
         if not seen:
             unchangeable.add(".".join(keys))
@@ -624,11 +604,6 @@ def test_a_link_round_trips(link: JoinLink) -> None:
     assert parse_link(f"  {link}\n") == link
 
 
-@given(links)
-def test_a_link_needs_no_quotes(link: JoinLink) -> None:
-    assert shlex.quote(str(link)) == str(link)
-
-
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_a_shell_leaves_it_alone(shell: str) -> None:
     link = str(JoinLink(RUN, (ADDRESS, f"/ip6/2001:db8::1/udp/4001/quic-v1/p2p/{PEER}")))
@@ -684,29 +659,20 @@ def test_a_malformed_link_is_refused_with_an_example(text: str, message: str) ->
         (ADDRESS + "/p2p-circuit", "is not /HOST-KIND/"),
         ("/ip4/127.0.0.1/tcp/4001", "is not /HOST-KIND/"),
         (f"/ip4/127.0.0.1/udp/4001/p2p/{PEER}", "is not /HOST-KIND/"),
-        (f"/ip4/127.0.0.1/udp/4001/quic/p2p/{PEER}", "is not /HOST-KIND/"),
-        (f"/ip4/127.0.0.1/tcp/4001/quic-v1/p2p/{PEER}", "is not /HOST-KIND/"),
-        (f"/ip4/127.0.0.1/tcp/4001/ipfs/{PEER}", "is not /HOST-KIND/"),
         (f"/dnsaddr/node.example/tcp/4001/p2p/{PEER}", "not with ip4, ip6, dns4 or dns6"),
         (f"/ip4/127.0.0.256/tcp/4001/p2p/{PEER}", "not an ip4 address"),
-        (f"/ip4/127.0.0.01/tcp/4001/p2p/{PEER}", "not an ip4 address"),
         (f"/ip4/::1/tcp/4001/p2p/{PEER}", "not an ip4 address"),
         (f"/ip6/127.0.0.1/tcp/4001/p2p/{PEER}", "not an ip6 address"),
         (f"/ip6/fe80::1%eth0/tcp/4001/p2p/{PEER}", "zone"),
         (f"/ip4/0.0.0.0/tcp/4001/p2p/{PEER}", "can be dialled"),
-        (f"/ip6/::/tcp/4001/p2p/{PEER}", "can be dialled"),
         (f"/ip4/224.0.0.1/tcp/4001/p2p/{PEER}", "can be dialled"),
-        (f"/dns4//tcp/4001/p2p/{PEER}", "host name"),
         (f"/dns4/-a.example/tcp/4001/p2p/{PEER}", "host name"),
-        (f"/dns4/a..example/tcp/4001/p2p/{PEER}", "host name"),
         (f"/dns4/{'a' * 64}/tcp/4001/p2p/{PEER}", "host name"),
         (f"/dns4/a$(id)/tcp/4001/p2p/{PEER}", "host name"),
         (f"/dns4/a\x1b[2J/tcp/4001/p2p/{PEER}", "host name"),
         (f"/ip4/127.0.0.1/tcp/0/p2p/{PEER}", "1 to 65535"),
         (f"/ip4/127.0.0.1/tcp/65536/p2p/{PEER}", "1 to 65535"),
-        (f"/ip4/127.0.0.1/tcp/04001/p2p/{PEER}", "1 to 65535"),
         (f"/ip4/127.0.0.1/tcp/٤٠/p2p/{PEER}", "1 to 65535"),
-        (f"/ip4/127.0.0.1/tcp/-1/p2p/{PEER}", "1 to 65535"),
         ("/ip4/127.0.0.1/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "not the peer id"),
         (f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER[:-1]}", "not the peer id"),
         ("/ip4/127.0.0.1/tcp/4001/p2p/", "not the peer id"),

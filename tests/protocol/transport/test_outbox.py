@@ -234,12 +234,12 @@ async def test_ending_a_transfer_in_the_middle_tells_the_receiver(by_receiver: b
 
 async def test_closing_fails_everyone_who_waits_and_who_comes() -> None:
     box = outbox(places=1)
-    in_flight, waiting = sending(box, 1, 1), sending(box, 2, 1)
+    under_way, waiting = sending(box, 1, 1), sending(box, 2, 1)
     box.post(bytes(MAX_WAITING_BYTES * 3 // 4))
     small = asyncio.create_task(box.put(b"x"))
     await settled()
     box.finish(None, ERROR)
-    for task in (in_flight, waiting, small, sending(box, 3, 1), asyncio.create_task(box.put(b"x"))):
+    for task in (under_way, waiting, small, sending(box, 3, 1), asyncio.create_task(box.put(b"x"))):
         with pytest.raises(Unreachable):
             await task
     with pytest.raises(Unreachable):
@@ -306,27 +306,6 @@ def test_goodput_is_told_by_the_pongs_behind_whole_tensors() -> None:
     assert meter.figures().round_trip_s == 0
 
 
-def test_a_tensor_that_was_given_up_is_not_waited_for() -> None:
-    clock = ManualClock()
-    meter = Meter(clock)
-    meter.sending(1, 1000)
-    clock.now += 100.0
-    meter.gave_up(1)
-    meter.sending(3, 1000)
-    clock.now += 1.0
-    meter.pong(meter.ping_after(3))
-    assert meter.figures().goodput_bytes_per_s == 1000
-
-
-def test_who_answers_nothing_fills_no_memory() -> None:
-    meter = Meter(ManualClock())
-    for transfer in range(3 * MOST_ON_THE_WAY):
-        meter.sending(transfer, 1000)
-        meter.ping_after(transfer)
-    assert len(meter._behind) == MOST_ON_THE_WAY
-    assert len(meter._goodput._on_the_way) == MOST_ON_THE_WAY
-
-
 def over_a_line(
     goodput: Goodput, sizes: list[int], rate: float, round_trip_s: float, at_once: int, now: float
 ) -> float:
@@ -354,13 +333,6 @@ def test_the_rate_of_the_line_is_found_however_long_its_round_trip(
     goodput = Goodput()
     over_a_line(goodput, [2_000_000] * 40, rate, round_trip_s, at_once, now=0.0)
     assert goodput.bytes_per_s == pytest.approx(rate, rel=0.05)
-
-
-def test_pauses_do_not_count() -> None:
-    goodput, now = Goodput(), 0.0
-    for _ in range(20):
-        now = over_a_line(goodput, [1_000_000], 1e7, 0.05, 1, now) + 10.0
-    assert goodput.bytes_per_s == pytest.approx(1e7, rel=1e-6)
 
 
 def test_a_line_that_changes_is_known_after_a_few_tensors() -> None:
@@ -506,16 +478,8 @@ def test_who_serves_nothing_has_no_part_in_what_is_common() -> None:
     assert frames_in(member, 0.0) >= IN_ADVANCE + COMMON_SAVED
 
 
-def test_what_honest_peers_say_at_once_fits_their_due() -> None:
-    for octets, times in ((70 * 1024, 3), (48 * 1024, 4), (20 * 1024, 12)):
-        patience = Patience(CommonPatience(0.0), 0.0)
-        assert [patience.heard(0.0, octets) for _ in range(times)] == [0.0] * times
-
-
 @pytest.mark.parametrize("hops", [1, 16, 256])
 def test_long_paths_do_not_make_a_busy_link_slow(hops: int) -> None:
-    """Each way a header and a few words that name the path, and some that do not; no time passes and nothing is in
-    common."""
     patience = Patience(drained(), 0.0)
     for _ in range(300):
         patience.exchanged(hops)
@@ -545,15 +509,6 @@ def frames_of(outgoing: OutgoingTransfer, *, ahead: bool) -> list[bytes]:
 
 def test_frames_made_ahead_are_the_same_frames() -> None:
     assert frames_of(transfer(), ahead=True) == frames_of(transfer(), ahead=False)
-
-
-def test_preparing_does_not_begin_a_transfer_nor_go_past_its_end() -> None:
-    outgoing = transfer()
-    outgoing.prepare()
-    assert not outgoing.begun
-    frames_of(outgoing, ahead=False)
-    outgoing.prepare()
-    assert outgoing.finished
 
 
 async def test_the_outbox_makes_a_frame_while_the_stream_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ class VirtualReplica:
         self.kept: list[Thunk] = []
         """What waits in the sockets of a frozen process."""
         self.view: dict[PeerId, tuple[events.OtherReplica, float]] = {}
-        self._others: tuple[events.OtherReplica, ...] | None = None
+        self._told: tuple[events.OtherReplica, ...] | None = None
         self._busy_until = 0.0
         self._owed: frozenset[PeerId] = frozenset()
         world.time.after(world.random.uniform(0, TICK_S), self._tick)
@@ -360,16 +360,16 @@ class VirtualReplica:
         spoilt = self.spoils and not piece.reduced
 
         def deliver() -> None:
-            self.world.replicas[to].do(lambda: self.world.replicas[to].piece_arrived(self.id, piece, spoilt))
+            self.world.replicas[to].do(lambda: self.world.replicas[to].piece_came(self.id, piece, spoilt))
 
         if receiver.alive and self.alive:
             self.world.links.tensor(self.id, to, self._busy_until - self.world.time.now, deliver)
 
-    def piece_arrived(self, sender: PeerId, piece: Piece, spoilt: bool) -> None:
+    def piece_came(self, sender: PeerId, piece: Piece, spoilt: bool) -> None:
         exchange = self.exchange
         if exchange is None or exchange.roster.round != piece.roster.round:
             if piece.roster.round == self.machine.current_attempt:
-                self.early.append(lambda: self.piece_arrived(sender, piece, spoilt))
+                self.early.append(lambda: self.piece_came(sender, piece, spoilt))
             return
         if spoilt:
             self.feed(events.PieceRejected(piece.roster.round, sender, "not finite"))
@@ -399,8 +399,8 @@ class VirtualReplica:
         now = self.world.time.now
         self.view = {peer: seen for peer, seen in self.view.items() if seen[1] > now}
         others = tuple(seen[0] for _, seen in sorted(self.view.items()))
-        if others != self._others:
-            self._others = others
+        if others != self._told:
+            self._told = others
             self.feed(events.ReplicasChanged(others))
 
 
@@ -441,7 +441,7 @@ class RoundWorld:
         """Of each round number."""
         self.prepared: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         """Who has ever had the whole result, and below from which exchange."""
-        self.reported: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
+        self.told: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         self.exchanged: dict[AnchorVersion, Roster] = {}
         self.on_commit: Callable[[VirtualReplica, CommitStaged], None] = lambda replica, commit: None
         self.caught_up: Counter[PeerId] = Counter()
@@ -492,7 +492,7 @@ class RoundWorld:
                     self.rosters[version] = roster.peers
                     self.leaders[version.round] = roster.round.convener
                 case SendMessage(_, Prepared(_, version)):
-                    self.reported[version].add(replica.id)
+                    self.told[version].add(replica.id)
                 case SendMessage(_, Commit(attempt, version)):
                     self._check_majority(attempt, version)
                 case events.CatchUp():
@@ -523,7 +523,7 @@ class RoundWorld:
         """A result that somebody has committed, and that a member has told of, is not replaced by another one."""
         for version in self.commits:
             if version.round > roster.base.round and self.exchanged[version].base == roster.base:
-                holders = set(roster.peers) & self.reported[version]
+                holders = set(roster.peers) & self.told[version]
                 still = {peer for peer in holders if version in self.replicas[peer].staged}
                 assert not still, f"{still} have the committed round {version.round}, and it is done again"
 
@@ -717,8 +717,7 @@ def try_seed(seed: int) -> RoundWorld:
 
 
 def _all_took_part(world: RoundWorld, reached: int) -> bool:
-    """Whether each replica has been in a round since. (Not all in the same: rounds here are hardly longer than a
-    download.)"""
+    """Whether each replica has been in a round since."""
     since = [who for version, who in world.commits.items() if version.round > reached]
     return set().union(*since) == set(world.peers)
 

@@ -1,4 +1,4 @@
-""""""
+"""Chunks of an anchor from several donors at once, some of which fail or lie, in virtual time."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def test_a_presumption_ends_by_itself() -> None:
 def test_a_replicas_own_word_ends_a_presumption_at_once() -> None:
     others = two()
     others.presume([B], version(2), 10.0)
-    others.said(B, version(1), 10.1)
+    others.reported(B, version(1), 10.1)
     assert others.on(version(2), 10.1) == frozenset()
-    others.said(B, version(3), 10.2)
+    others.reported(B, version(3), 10.2)
     others.presume([B], version(2), 10.3)
     assert others.on(version(3), 10.3) == {B}

@@ -380,6 +380,8 @@ def test_a_majority_leaves_no_room_for_another_one() -> None:
     made = roster()
     assert may_be_committed(made, without=1)
     assert not may_be_committed(made, without=2)
+    four = replace(made, members=(*made.members, replace(made.members[0], peer=D)))
+    assert not may_be_committed(four, without=2), "half is no majority"
 
 
 def test_the_lower_median_of_two_is_the_smaller() -> None:

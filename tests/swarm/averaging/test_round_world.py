@@ -28,7 +28,7 @@ def test_without_faults_every_round_commits_at_once_on_all_replicas() -> None:
 
 
 CHUNKS, QUICK_CHUNKS = 10, 4
-SEEDS_A_CHUNK = 100
+SEEDS_A_CHUNK = 40
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def rounds_until_agreed(world: RoundWorld) -> int:
     return max(version.round for version in world.versions()) - before
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_two_and_two_go_on_apart_and_are_one_again_within_two_rounds(seed: int) -> None:
     world = RoundWorld(seed)
     a, b, c, d = world.peers
@@ -153,7 +153,7 @@ def test_two_and_two_go_on_apart_and_are_one_again_within_two_rounds(seed: int) 
     assert set(world.rosters[last]) == set(world.peers)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_three_win_over_one(seed: int) -> None:
     world = RoundWorld(seed)
     a, b, c, d = world.peers
@@ -254,10 +254,10 @@ def test_two_that_cannot_reach_each_other_hold_up_nobody() -> None:
 
 
 def test_a_round_costs_messages_in_proportion_to_the_pairs() -> None:
-    for replicas in (3, 6, 12):
+    for replicas in (3, 9):
         world = RoundWorld(7, Shape(replicas=replicas))
-        world.run(60.0)
-        assert len(world.commits) >= 10
+        world.run(30.0)
+        assert len(world.commits) >= 5
         assert world.links.sent <= 6 * replicas * replicas * len(world.commits)
 
 

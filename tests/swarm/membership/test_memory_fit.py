@@ -22,7 +22,7 @@ WORK = Workload(MODULES, (1.0, 1.0, 6.0), per_path=2)
 NEEDS = {DATA: Need(GB // 2, 0, ""), SMALL: Need(GB // 4, GB // 4, ""), LARGE: Need(3 * GB, 3 * GB, "")}
 
 
-def free(memory: int, device: int | None = None) -> FreeMemory:
+def room(memory: int, device: int | None = None) -> FreeMemory:
     return FreeMemory(Reasoned(memory, "here"), None if device is None else Reasoned(device, "on the card"))
 
 
@@ -31,7 +31,7 @@ def placed(limits: list[int]) -> list[ModuleId | None]:
     present = [announcement("data", 0)]
     found: list[ModuleId | None] = []
     for number, limit in enumerate(limits):
-        fitting = modules_that_fit(MODULES[1:], free(limit), NEEDS)
+        fitting = modules_that_fit(MODULES[1:], room(limit), NEEDS)
         own = PeerId(f"peer {number}")
         module = choose_module(own, fitting, present, WORK, needs=NEEDS).value if fitting else None
         found.append(module)
@@ -79,8 +79,6 @@ def moved(own: Announcement, others: tuple[Announcement, ...], *, at: float) -> 
 
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_nobody_waits_for_a_peer_that_has_no_room_where_it_should_go(names: str) -> None:
-    """The large stage is empty, and the small one has two peers, of which one could serve it: that one goes at once,
-    whichever of them comes first by hash."""
     small, large = (
         announcement(name, SMALL, memory_bytes=size) for name, size in zip(names, (GB, 8 * GB), strict=True)
     )
@@ -105,20 +103,20 @@ def test_who_says_nothing_of_its_memory_is_taken_to_have_enough() -> None:
 
 
 def test_room_is_announced_in_steps_that_tell_little() -> None:
-    assert free(10 * STEP_BYTES + 17).announced == (10 * STEP_BYTES, 0)
-    assert free(17, 2 * STEP_BYTES).announced == (STEP_BYTES, 2 * STEP_BYTES), "0 would say that nothing is known"
+    assert room(10 * STEP_BYTES + 17).announced == (10 * STEP_BYTES, 0)
+    assert room(17, 2 * STEP_BYTES).announced == (STEP_BYTES, 2 * STEP_BYTES), "0 would say that nothing is known"
     assert FreeMemory(Reasoned(None, "nobody knows"), None).announced == (0, 0)
 
 
 def test_room_reaches_as_far_as_others_must_see() -> None:
     need = Need(STEP_BYTES + 1, 3 * STEP_BYTES, "", more_on_cpu=STEP_BYTES)
-    assert free(STEP_BYTES).reaching(need) == free(6 * STEP_BYTES)
-    assert free(STEP_BYTES, STEP_BYTES).reaching(need) == free(3 * STEP_BYTES, 2 * STEP_BYTES)
-    plenty = free(9 * STEP_BYTES, 9 * STEP_BYTES)
+    assert room(STEP_BYTES).reaching(need) == room(6 * STEP_BYTES)
+    assert room(STEP_BYTES, STEP_BYTES).reaching(need) == room(3 * STEP_BYTES, 2 * STEP_BYTES)
+    plenty = room(9 * STEP_BYTES, 9 * STEP_BYTES)
     assert plenty.reaching(need) == plenty
     unknown = FreeMemory(Reasoned(None, "nobody knows"), None)
     assert unknown.reaching(need) == unknown
     assert (
-        free_memory_of(announcement("x", 1, memory_bytes=free(STEP_BYTES).reaching(need).announced[0])).lacks(need)
+        free_memory_of(announcement("x", 1, memory_bytes=room(STEP_BYTES).reaching(need).announced[0])).lacks(need)
         is None
     )

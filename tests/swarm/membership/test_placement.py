@@ -63,14 +63,6 @@ def test_those_that_leave_or_visit_do_not_count() -> None:
     assert choose_module(PeerId("n"), MODULES, present, work(*EVEN)).value == ModuleId(3)
 
 
-def test_the_same_newcomer_chooses_the_same() -> None:
-    assert len({choose_module(PeerId("n"), MODULES, [], work(*EVEN)) for _ in range(5)}) == 1
-
-
-def test_only_the_modules_on_offer_are_chosen() -> None:
-    assert choose_module(PeerId("n"), MODULES[1:2], [announcement("p", 0)], work(*EVEN)).value == ModuleId(1)
-
-
 def test_power_counts_more_than_heads() -> None:
     present = [announcement("0", 0), announcement("a", 1, speed=4000.0), announcement("b", 2), announcement("c", 2)]
     present += [announcement("d", 3, speed=5000.0)]

@@ -1,4 +1,4 @@
-"""Hundreds of small swarms in virtual time: they come near the best placement, and then they are still."""
+"""Small swarms in virtual time: they come near the best placement, and then they are still."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MEAN_OF_BEST = 0.85
 
 
 def lived(seed: int, longest_delay: int = 0) -> World:
-    """Ten minutes of coming and dying, then half an hour of peace."""
+    """Ten minutes of coming and dying, then twenty of peace."""
     world = World(seed, longest_delay)
     world.run(10 * MINUTE, churn=0.03)
-    world.run(30 * MINUTE)
+    world.run(20 * MINUTE)
     return world
 
 
@@ -36,7 +36,7 @@ def at_once(moves: list[Move]) -> int:
 def test_peers_come_near_the_best_placement_and_are_still() -> None:
     """No move empties a module, and no two go to the same place at once, as long as all see the same."""
     shares = []
-    for seed in range(100):
+    for seed in range(40):
         world = lived(seed)
         shares.append(world.throughput() / world.best_throughput())
         assert shares[-1] >= LEAST_OF_BEST, f"seed {seed}: {shares[-1]:.2f}"
@@ -50,7 +50,7 @@ def test_peers_come_near_the_best_placement_and_are_still() -> None:
 def test_late_news_does_bounded_harm() -> None:
     """Views up to 15 s old: two may set out for the same place, but not three, and nobody goes round in circles."""
     together = 0
-    for seed in range(1000, 1050):
+    for seed in range(1000, 1025):
         world = lived(seed, longest_delay=3)
         assert all(move.left_behind for move in world.moves), f"seed {seed}"
         assert max((move.others_on_the_way for move in world.moves), default=0) <= 1, f"seed {seed}"
@@ -58,13 +58,13 @@ def test_late_news_does_bounded_harm() -> None:
         assert all(move.tick < world.tick - 10 * MINUTE for move in world.moves), f"seed {seed}"
         assert world.throughput() >= LEAST_OF_BEST * world.best_throughput(), f"seed {seed}"
         together += at_once(world.moves)
-    assert together <= 5
+    assert together <= 3
 
 
 def test_a_module_that_loses_its_last_peer_is_filled_within_seconds() -> None:
     """When another can spare one: at the latest when the last possible mover has had its turn."""
     filled = 0
-    for seed in range(100):
+    for seed in range(40):
         world = World(seed)
         for _ in range(3):
             world.join()
@@ -78,18 +78,18 @@ def test_a_module_that_loses_its_last_peer_is_filled_within_seconds() -> None:
         world.run(round(turns / TICK_S) + 2 + DRAIN_TICKS + JOIN_TICKS)
         assert world.throughput() > 0, f"seed {seed}"
         filled += 1
-    assert filled > 20
+    assert filled > 8
 
 
 def test_five_newcomers_at_once_serve_all_of_four_experts() -> None:
     """None of them sees where the others go; whoever is one too many moves to the expert that nobody has taken."""
     experts = (ModuleId(0), *(ModuleId(stage, expert) for stage in (1, 2) for expert in (0, 1)))
     late = 0
-    for seed in range(100):
+    for seed in range(40):
         world = World(seed, longest_delay=1, modules=experts, at_first=0)
         for _ in range(5):
             world.join()
         late += world.throughput() == 0
         world.run(3 * MINUTE)
         assert world.throughput() > 0, f"seed {seed}"
-    assert late > 20, "many of them have to move"
+    assert late > 8, "many of them have to move"

@@ -196,7 +196,7 @@ def said(action: Action) -> str:
             kind = "hidden" if isinstance(message, Forward) else "gradient"
             return f"{to} < {kind} {message.position} {by(message.path)}"
         case SendControl(to, message):
-            return f"{to} < {text_of(message)}"
+            return f"{to} < {told(message)}"
         case KeepGradient(key):
             return f"keep {key.position}"
         case Confirmed(key):
@@ -209,7 +209,7 @@ def said(action: Action) -> str:
             return f"finished {by(path)}"
 
 
-def text_of(message: MicrobatchControl) -> str:
+def told(message: MicrobatchControl) -> str:
     match message:
         case Receipt():
             times = message.retry_after_s, message.waited_s, message.computed_s, message.sent_s

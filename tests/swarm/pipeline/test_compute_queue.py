@@ -188,24 +188,6 @@ def test_idle_work_is_computed_in_order_of_arrival(planned: list[Planned]) -> No
     assert device.in_idle_time == sorted(device.in_idle_time)
 
 
-@given(JOBS.filter(bool))
-def test_idle_work_delays_a_job_by_one_chunk_at_most(planned: list[Planned]) -> None:
-    """Against the same jobs without any: those with a deadline are left out, for they belong to the job that ends
-    them."""
-    endless = [
-        Planned(
-            job.after_s, job.takes_s, Priority.TRAIN, tuple(Submitted(w.chunks, None, finished=False) for w in job.work)
-        )
-        for job in planned
-    ]
-    bare = [Planned(job.after_s, job.takes_s, Priority.TRAIN, ()) for job in endless]
-    filled, empty = Device(endless), Device(bare)
-    filled.run()
-    empty.run()
-    for late, prompt in zip(filled.waited, empty.waited, strict=True):
-        assert late <= prompt + CHUNK_S + 1e-9
-
-
 @given(st.lists(st.floats(0, 10), max_size=6), st.floats(0, 10))
 def test_idle_work_rests_around_what_is_expected_and_no_longer(expected: list[float], now: float) -> None:
     queue = ComputeQueue(limit=1)

@@ -21,7 +21,7 @@ from swarm.pipeline.in_flight import (
     least_of,
     room_at_hops,
 )
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
+from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned
 
 OWN = PeerId("data")
 PLANNED = Path(OWN, (Hop(ModuleId(1), PeerId("a")),))
@@ -58,13 +58,6 @@ def test_a_later_step_waits_until_the_current_one_is_complete(staleness: int) ->
     assert len(start_all(account)) == 3
 
 
-def test_an_abandoned_microbatch_makes_room_for_another() -> None:
-    account = in_flight()
-    begun = start_all(account)
-    assert account.abandon(begun[0].microbatch) == begun[0]
-    assert len(start_all(account)) == 1
-
-
 def test_the_window_bounds_what_is_under_way() -> None:
     account = in_flight(per_step=10, window=4)
     begun = start_all(account)
@@ -89,30 +82,11 @@ def test_no_more_starts_than_the_steps_asked_for_need() -> None:
     assert not account.may_start().value
 
 
-def test_without_a_limit_it_never_finishes() -> None:
-    account = in_flight()
-    for entry in start_all(account):
-        complete(account, entry)
-    assert account.steps_done == 1
-    assert not account.finished
-
-
 def test_a_step_reports_the_mean_loss_of_its_own_microbatches() -> None:
     account = in_flight(staleness=1)
     begun = start_all(account)
     done = [complete(account, entry, loss) for entry, loss in zip(begun, (1.0, 2.0, 6.0, 4.0, 4.0, 1.0), strict=True)]
     assert done == [None, None, StepDone(1, 3.0, 3), None, None, StepDone(2, 3.0, 3)]
-
-
-def test_the_path_that_was_really_taken_is_kept() -> None:
-    account = in_flight()
-    entry = start_all(account)[0]
-    account.returned(entry.microbatch, TAKEN, 2.0)
-    known = account.get(entry.microbatch)
-    assert known is not None
-    assert (known.path, known.loss) == (TAKEN, 2.0)
-    account.returned(MicrobatchId(OWN, 999), TAKEN, 1.0)
-    assert account.get(MicrobatchId(OWN, 999)) is None
 
 
 def test_a_second_completion_is_counted_as_the_defect_it_is() -> None:
@@ -130,14 +104,6 @@ def test_what_comes_back_without_a_loss_is_abandoned_and_accounted_for() -> None
     assert account.counts == Counts(started=1, abandoned=1)
     assert account.steps_done == 0
     assert account.may_start().value
-
-
-def test_abandoning_twice_counts_once() -> None:
-    account = in_flight()
-    entry = start_all(account)[0]
-    account.abandon(entry.microbatch)
-    assert account.abandon(entry.microbatch) is None
-    assert account.counts.abandoned == 1
 
 
 def test_a_second_life_takes_its_numbers_from_where_it_is_told() -> None:

@@ -62,11 +62,6 @@ def test_the_rest_of_a_document_may_be_cut_though_it_would_fit() -> None:
     assert len(cut) == 2
 
 
-@given(LENGTHS, st.floats(0, 1e5))
-def test_everybody_packs_alike(lengths: list[int], level: float) -> None:
-    assert packed(lengths, level=level) == packed(tuple(lengths), level=level)
-
-
 def drawn(kind: str, count: int = 1200) -> list[int]:
     chance = random.Random(kind)
     match kind:
@@ -121,12 +116,6 @@ def test_long_documents_alone_fill_microbatches_and_cost_alike() -> None:
     assert min(tokens) > 0.97 * MOST
     assert max(found.costs) * len(found.costs) / sum(found.costs) <= 1.02
     assert sum(map(len, found.microbatches)) <= 6.5 * len(tokens), "short pieces lack what came before"
-
-
-def test_documents_that_share_nothing_with_others() -> None:
-    assert pack([], (), CAPACITY) == Packing((), (), 0.0)
-    assert pack([MOST], (), CAPACITY).microbatches == ((Piece(0, 0, MOST),),)
-    assert len(pack([MOST, MOST, MOST], (), CAPACITY).microbatches) == 3
 
 
 def test_a_microbatch_has_no_more_documents_than_a_message_can_name() -> None:
@@ -223,8 +212,3 @@ def test_what_is_packed_is_what_would_be_packed_of_those_alone() -> None:
         packing, taken = pack_and_end(lengths, cut, CAPACITY_OF_FOUR, 25_000.0)
         assert sum(lengths[taken:]) <= CAPACITY_OF_FOUR.tokens
         assert packing == pack(lengths[:taken], [index for index in cut if index < taken], CAPACITY_OF_FOUR, 25_000.0)
-
-
-def test_no_documents_and_one() -> None:
-    assert pack_and_end([], (), CAPACITY_OF_FOUR)[1] == 0
-    assert pack_and_end([1], (), CAPACITY_OF_FOUR)[1] == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,11 @@ from node.averaging.exchange.pieces import ExchangeProgress, Plan
 from protocol.codecs import encoded_bytes
 from swarm.averaging.round_events import Event, Owing, PieceArrived, PieceRejected
 from swarm.compression.round_codecs import RoundCodecs, codec_levels
-from swarm.vocabulary.averaging_messages import RoundId
+from swarm.vocabulary.averaging_messages import Contribution, Reduced, RoundId
 from swarm.vocabulary.types import Codec, PeerId
+from tests.kit.waiting import until
 from tests.node.averaging.small_rounds import (
+    Room,
     base_anchor,
     equal_weights,
     outer_reference,
@@ -93,50 +97,53 @@ async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.TOP_K_2])
 async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
-    """In any codec that the roster may name."""
     base = base_anchor(small_layout())
     async with room(base, snapshots_of(base, 3), codec) as here:
         here.codecs = EVERY
         roster = roster_of(base, equal_weights(list(here.parties.values())))
         here.prepare(roster)
         here.start(PeerId("a"), PeerId("b"))
-        await here.until(lambda: here["c"].arrivals.received_bytes > 0 and here.sent >= 6)
+        await until(lambda: here["c"].arrivals.received_bytes > 0 and here.sent >= 6)
         assert here["c"].anchor is None
         here.start(PeerId("c"))
-        await here.until(lambda: all(party.anchor is not None for party in here.parties.values()))
+        await until(lambda: all(party.anchor is not None for party in here.parties.values()))
         assert len({party.anchor.version.digest for party in here.parties.values() if party.anchor}) == 1
         assert not here["c"].refusals
 
 
-def spoil_with(value: float):  # type: ignore[no-untyped-def]
-    def spoil(data: bytearray) -> None:
-        np.frombuffer(data, np.float32)[:] *= np.float32(value)
-
-    return spoil
+Spoil = Callable[[np.ndarray], object]
 
 
-def set_nan(data: bytearray) -> None:
-    np.frombuffer(data, np.float32)[17] = np.nan
+def set_nan(values: np.ndarray) -> None:
+    values[17] = np.nan
 
 
-@pytest.mark.parametrize("spoil", [set_nan, spoil_with(1e6), spoil_with(1e30), spoil_with(np.inf)])
-async def test_a_contribution_that_cannot_be_used_is_named_and_left_out(spoil) -> None:  # type: ignore[no-untyped-def]
+def times(factor: float) -> Spoil:
+    return lambda values: np.multiply(values, np.float32(factor), out=values)
+
+
+async def name_the_liar(here: Room, liar: str, kind: type[Contribution | Reduced], spoil: Spoil, judges: str) -> None:
+    """What the liar sends is spoilt: all judges name it and nobody else, and make no anchor."""
+
+    def tamper(sender: PeerId, to: PeerId, message: Contribution | Reduced, data: bytearray) -> None:
+        if sender == liar and isinstance(message, kind):
+            with np.errstate(all="ignore"):
+                spoil(np.frombuffer(data, np.float32 if here.codec is Codec.NONE else np.uint8))
+
+    here.tamper = tamper
+    here.prepare(roster_of(here.base, equal_weights(list(here.parties.values()))))
+    here.start()
+    await until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in judges))
+    for name in judges:
+        assert {e.sender for e in here[name].events if isinstance(e, PieceRejected)} == {liar}
+        assert here[name].anchor is None
+
+
+@pytest.mark.parametrize("spoil", [set_nan, times(1e6), times(1e30), times(np.inf)])
+async def test_a_contribution_that_cannot_be_used_is_named_and_left_out(spoil: Spoil) -> None:
     base = base_anchor(small_layout())
     async with room(base, snapshots_of(base, 3)) as here:
-        roster = roster_of(base, equal_weights(list(here.parties.values())))
-
-        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
-            if sender == "b" and type(message).__name__ == "Contribution":
-                with np.errstate(all="ignore"):
-                    spoil(data)
-
-        here.tamper = tamper
-        here.prepare(roster)
-        here.start()
-        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ac"))
-        for name in "ac":
-            assert {e.sender for e in here[name].events if isinstance(e, PieceRejected)} == {"b"}
-            assert here[name].anchor is None
+        await name_the_liar(here, "b", Contribution, spoil, "ac")
         # The next attempt goes on without it.
         await here.stop()
         del here.parties[PeerId("b")]
@@ -145,20 +152,10 @@ async def test_a_contribution_that_cannot_be_used_is_named_and_left_out(spoil) -
         assert np.isfinite(anchors[0].parameters).all()
 
 
-async def test_a_reducer_cannot_send_more_than_the_members_declared() -> None:
+async def test_garbage_as_int8_is_named() -> None:
     base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, 3)) as here:
-
-        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
-            if sender == "c" and type(message).__name__ == "Reduced":
-                spoil_with(100.0)(data)
-
-        here.tamper = tamper
-        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
-        here.start()
-        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ab"))
-        assert {e.sender for e in here["a"].events if isinstance(e, PieceRejected)} == {"c"}
-        assert here["a"].anchor is None
+    async with room(base, snapshots_of(base, 2), Codec.INT8) as here:
+        await name_the_liar(here, "b", Contribution, lambda octets: octets.fill(255), "a")
 
 
 def alike(base, count):  # type: ignore[no-untyped-def]
@@ -168,30 +165,19 @@ def alike(base, count):  # type: ignore[no-untyped-def]
     return {name: base.parameters - common - vector(elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
 
 
-LIES = {
-    "the other way round": lambda values: np.multiply(values, -1, out=values),
+LIES: dict[str, Spoil] = {
+    "longer than the members declared": times(100.0),
+    "the other way round": times(-1.0),
     "zeros": lambda values: values.fill(0.0),
     "something else": lambda values: np.copyto(values, np.roll(values, 7919) * np.float32(2.5)),
 }
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-async def test_a_mean_that_cannot_contain_what_we_sent_is_objected_to(lie) -> None:  # type: ignore[no-untyped-def]
-    """It is within the norm that all together declared."""
+async def test_a_mean_that_cannot_contain_what_we_sent_is_objected_to(lie: Spoil) -> None:
     base = base_anchor(small_layout())
     async with room(base, alike(base, 3)) as here:
-
-        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
-            if sender == "c" and type(message).__name__ == "Reduced":
-                lie(np.frombuffer(data, np.float32))
-
-        here.tamper = tamper
-        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
-        here.start()
-        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ab"))
-        for name in "ab":
-            assert {e.sender for e in here[name].events if isinstance(e, PieceRejected)} == {"c"}
-            assert here[name].anchor is None
+        await name_the_liar(here, "c", Reduced, lie, "ab")
 
 
 async def test_a_replica_whose_update_points_the_other_way_accuses_nobody() -> None:
@@ -204,7 +190,7 @@ async def test_a_replica_whose_update_points_the_other_way_accuses_nobody() -> N
 
 
 @pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
-@pytest.mark.parametrize("members", [2, 3, 5, 9])
+@pytest.mark.parametrize("members", [2, 5])
 @pytest.mark.parametrize("kind", ["in common", "nothing in common"])
 async def test_honest_means_are_not_objected_to(codecs: RoundCodecs, members: int, kind: str) -> None:
     base = base_anchor(small_layout(40_000))
@@ -218,20 +204,6 @@ async def test_honest_means_are_not_objected_to(codecs: RoundCodecs, members: in
             anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
             assert len({anchor.version.digest for anchor in anchors}) == 1
             assert not any(isinstance(e, PieceRejected) for party in here.parties.values() for e in party.events)
-
-
-async def test_garbage_as_int8_is_named() -> None:
-    base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, 2), Codec.INT8) as here:
-
-        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
-            if sender == "b":
-                data[:] = b"\xff" * len(data)
-
-        here.tamper = tamper
-        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
-        here.start()
-        await here.until(lambda: any(isinstance(e, PieceRejected) for e in here["a"].events))
 
 
 async def test_the_dead_is_the_one_who_owes() -> None:
@@ -249,15 +221,14 @@ async def test_the_dead_is_the_one_who_owes() -> None:
         here.tamper = tamper
         here.prepare(roster)
         here.start()
-        await here.until(lambda: any(party.task and here.sent >= early for party in here.parties.values()))
+        await until(lambda: any(party.task and here.sent >= early for party in here.parties.values()))
         for name in "ab":
-            await here.until(lambda name=name: owed_to(here[name].events) == {"c"})
+            await until(lambda name=name: owed_to(here[name].events) == {"c"})
             assert here[name].anchor is None
             assert {event.sender for event in here[name].events if isinstance(event, PieceArrived)} <= {"a", "b", "c"}
 
 
 def owed_to(events: list[Event]) -> frozenset[PeerId]:
-    """As last said."""
     said = [event.peers for event in events if isinstance(event, Owing)]
     return said[-1] if said else frozenset()
 
@@ -269,7 +240,7 @@ async def test_ended_halfway_it_leaves_no_trace() -> None:
         roster = roster_of(base, equal_weights(list(here.parties.values())))
         here.prepare(roster)
         here.start()
-        await here.until(lambda: here.sent >= 4)
+        await until(lambda: here.sent >= 4)
         await here.stop()
         anchors = await here.exchange(roster)
         assert anchors[0].version == anchors[1].version
@@ -279,7 +250,7 @@ async def test_ended_halfway_it_leaves_no_trace() -> None:
 
 async def test_buffers_are_bounded() -> None:
     """However slow the arithmetic, a reducer holds no more than the windows of the contributors."""
-    base = base_anchor(small_layout(8_000_000))
+    base = base_anchor(small_layout(2_000_000))
     async with room(base, snapshots_of(base, 2)) as here:
         await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
         plan = here["a"].exchange.plan
@@ -305,6 +276,14 @@ def test_who_is_held_up_by_another_owes_nothing() -> None:
     assert progress.owing() == {"c"}
     progress.added(PeerId("c"), second)
     assert progress.owing() == {"b", "c"}
+    for piece in rest:
+        for peer in "bc":
+            progress.added(PeerId(peer), piece)
+    assert progress.owing() == frozenset(), "a result is owed for what we have contributed"
+    progress.contributed(PeerId("b"))
+    assert progress.owing() == {"b"}
+    progress.applied(plan.shards[PeerId("b")][0])
+    assert progress.owing() == frozenset()
 
 
 def test_another_tenth_of_the_pieces_is_told_once() -> None:

@@ -1,0 +1,79 @@
+"""A hop's worker with the messages that come for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from node.model.parts import HIDDEN_TYPES
+from node.pipeline.runner import Job, Output
+from node.pipeline.tensor_io import tensor_of
+from node.pipeline.worker import HopWorker
+from protocol.codecs import Encoded, encode
+from protocol.manifest.manifest import Manifest
+from swarm.pipeline.custody_events import Key, Work
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
+
+CPU = torch.device("cpu")
+
+
+def sent(output: Output) -> Tensor:
+    """The output as its receiver has it."""
+    assert output.tensor is not None
+    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
+
+
+class HopBench:
+    """A hop's worker, and messages for it whose tensors follow from the microbatch's number."""
+
+    def __init__(self, worker: HopWorker, manifest: Manifest) -> None:
+        self.worker, self.manifest = worker, manifest
+        self.dtype = HIDDEN_TYPES[manifest.model.dtype]
+        self.buffers: list[bytearray] = []
+
+    def source(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
+        shape = (1, sum(documents), self.manifest.model.hidden) if documents else self.manifest.hidden_shape
+        return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(self.dtype)
+
+    def gradient(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
+        return self.source(number + 1000, documents)
+
+    def job(
+        self,
+        work: Work,
+        number: int,
+        *,
+        documents: tuple[int, ...] = (),
+        purpose: Purpose = Purpose.TRAIN,
+        ticket: int | None = None,
+        gradient: Tensor | None = None,
+        whole: bool = False,
+    ) -> Job:
+        """A job as it is received. `whole`: with both tensors."""
+        key, forth, back = Key(MicrobatchId(PeerId("data"), number), 0), None, None
+        if whole or work is not Work.BACKWARD:
+            forth = self._received(self.source(number, documents))
+        if work is not Work.FORWARD:
+            back = self._received(self.gradient(number, documents) if gradient is None else gradient)
+        return Job(number if ticket is None else ticket, key, work, purpose, forth, back, documents)
+
+    def _received(self, tensor: Tensor) -> Encoded:
+        encoded = encode(tensor, Codec.NONE)
+        self.buffers.append(bytearray(encoded.data))
+        return Encoded(encoded.spec, memoryview(self.buffers[-1]))
+
+    def compute(self, work: Work, number: int, **more: object) -> Tensor:
+        return sent(self.worker.compute(self.job(work, number, **more)))  # type: ignore[arg-type]
+
+    def forward(self, number: int, **more: object) -> Tensor:
+        return self.compute(Work.FORWARD, number, **more)
+
+    def backward(self, number: int, **more: object) -> Tensor:
+        return self.compute(Work.BACKWARD, number, **more)
+
+    def retract(self, number: int) -> bool:
+        return self.worker.retract(self.job(Work.BACKWARD, number, whole=True))
+
+    def sums(self) -> list[Tensor]:
+        return [total.clone() for total in self.worker.unapplied.sums]
