@@ -53,7 +53,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Vacancy:
     """The module that needs a peer most, and candidates, best first. `on_the_way`: draining, perhaps to go there."""
 
     target: ModuleId
@@ -90,7 +90,7 @@ class MoveWatch:
         return consider_move(standing, wish, now - self._wanted_since, self._workload, self._rules)
 
 
-def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> Wish | None:
+def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> Vacancy | None:
     """Returns the module of `move_s` that gains most by a move, with candidates; None if no move is worth it.
 
     Data nodes never move.
@@ -110,11 +110,11 @@ def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> 
     worth = {peer: value for peer, value in values.items() if value is not None}
     on_the_way = frozenset(host.peer for host in hosts if host.peer in worth and host.state is PeerState.DRAINING)
     movers = sorted(worth.keys() - on_the_way, key=lambda peer: (-worth[peer], draw(peer, target)))
-    return Wish(target, allowed[target] == 0, tuple(movers), on_the_way) if worth else None
+    return Vacancy(target, allowed[target] == 0, tuple(movers), on_the_way) if worth else None
 
 
 def consider_move(
-    standing: Standing, wish: Wish, wanted_s: float, workload: Workload, rules: MoveRules
+    standing: Standing, wish: Vacancy, wanted_s: float, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
     """Decides whether this peer moves for the wish, which has lasted for `wanted_s` seconds."""
     own, target = standing.own.peer, wish.target
