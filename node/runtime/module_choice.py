@@ -20,7 +20,7 @@ from node.observability.events import EventSink, Note
 from protocol.manifest.manifest import Manifest, block_parameters
 from swarm.membership.memory_fit import FreeMemory, Need
 from swarm.membership.placement import Workload, choose_module, modules_that_fit
-from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
+from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
@@ -213,7 +213,7 @@ class Mover:
         served = self._session.membership.served(now) | {self._session.own.module}
         return not all(module in served for module in self._manifest.modules() if module.stage > 0)
 
-    def _standing(self, now: float) -> Standing:
+    def _standing(self, now: float) -> SwarmView:
         membership, own = self._session.membership, self._session.own
         others = tuple(a for a in membership.peers() if not membership.is_given_up(a.peer))
         goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
@@ -225,4 +225,6 @@ class Mover:
         move_s = {
             module: SETTING_UP_S + of_block * self._manifest.stages.blocks[module.stage] / rate for module in fitting
         }
-        return Standing(own.announcement(), others, now - self._since, move_s, self._proofs.proven, self._fitting.needs)
+        return SwarmView(
+            own.announcement(), others, now - self._since, move_s, self._proofs.proven, self._fitting.needs
+        )

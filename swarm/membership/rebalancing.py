@@ -32,7 +32,7 @@ class MoveRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SwarmView:
     """The swarm seen by one serving peer. `others`: not suspect; `proven`: with proven work, or in a round with us."""
 
     own: Announcement
@@ -73,7 +73,7 @@ class MoveWatch:
         self._on_the_way: frozenset[PeerId] = frozenset()
         self._busy_since = 0.0
 
-    def consider(self, standing: Standing, now: float) -> Reasoned[ModuleId | None]:
+    def consider(self, standing: SwarmView, now: float) -> Reasoned[ModuleId | None]:
         """Returns the module to move to now, if any. `now` is monotonic."""
         wish = strongest_wish(standing, self._workload, self._rules)
         wanted = None if wish is None else (wish.target, wish.is_empty)
@@ -90,7 +90,7 @@ class MoveWatch:
         return consider_move(standing, wish, now - self._wanted_since, self._workload, self._rules)
 
 
-def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> Vacancy | None:
+def strongest_wish(standing: SwarmView, workload: Workload, rules: MoveRules) -> Vacancy | None:
     """Returns the module of `move_s` that gains most by a move, with candidates; None if no move is worth it.
 
     Data nodes never move.
@@ -114,7 +114,7 @@ def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> 
 
 
 def consider_move(
-    standing: Standing, wish: Vacancy, wanted_s: float, workload: Workload, rules: MoveRules
+    standing: SwarmView, wish: Vacancy, wanted_s: float, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
     """Decides whether this peer moves for the wish, which has lasted for `wanted_s` seconds."""
     own, target = standing.own.peer, wish.target
@@ -134,7 +134,7 @@ def consider_move(
 
 
 def _if_it_pays(
-    standing: Standing, target: ModuleId, workload: Workload, rules: MoveRules
+    standing: SwarmView, target: ModuleId, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
     """Decides whether a move trains more tokens within the horizon than no move."""
     hosts = standing.hosts(workload)
@@ -152,7 +152,7 @@ def _if_it_pays(
     return Reasoned(target, f"module {target} is the weakest; this peer there makes it {percent:.0f} % faster")
 
 
-def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
+def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
     """Returns peers whose module keeps another serving replica. We need a proven one to leave."""
     serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
     own = standing.own.peer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarm.membership.placement import Workload, allowed_throughput, choose_module, hosts_of
-from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
+from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 from tests.swarm.membership.announcements import announcement
@@ -139,7 +139,7 @@ class World:
             return
         move_s = dict.fromkeys(self.modules[1:], (JOIN_TICKS + DRAIN_TICKS) * TICK_S)
         proven = frozenset(other.peer for other in others)  # everybody here is honest, and has worked
-        standing = Standing(self._announced(member), others, here * TICK_S, move_s, proven)
+        standing = SwarmView(self._announced(member), others, here * TICK_S, move_s, proven)
         goal = member.watch.consider(standing, self.tick * TICK_S).value
         if goal is not None:
             member.goal = goal

@@ -10,7 +10,7 @@ import pytest
 
 from swarm.membership.memory_fit import STEP_BYTES, FreeMemory, Need, free_memory_of
 from swarm.membership.placement import Workload, choose_module, modules_that_fit
-from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
+from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned
 from tests.swarm.membership.announcements import announcement
@@ -72,7 +72,7 @@ def moved(own: Announcement, others: tuple[Announcement, ...], *, at: float) -> 
     fitting = modules_that_fit([LARGE], free_memory_of(own), NEEDS)
     proven = frozenset(each.peer for each in others)
     for second in range(int(at) + 1):
-        standing = Standing(own, others, 1000.0, dict.fromkeys(fitting, 15.0), proven, NEEDS)
+        standing = SwarmView(own, others, 1000.0, dict.fromkeys(fitting, 15.0), proven, NEEDS)
         goal = watch.consider(standing, float(second)).value
     return goal
 

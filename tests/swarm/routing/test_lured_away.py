@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.membership.placement import MOST_BELIEVED, Workload, allowed_throughput, hosts_of
-from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing, proven_by
+from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView, proven_by
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 from tests.swarm.membership.announcements import announcement
@@ -25,7 +25,7 @@ def moves(others: tuple[Announcement, ...], *proven: str, own: Announcement = OW
     watch, known = MoveWatch(WORK, MoveRules()), frozenset(PeerId(name) for name in proven)
     move_s = {module: 30.0 for module in MODULES[1:] if module != own.module}
     for second in range(0, 1200, 2):
-        goal = watch.consider(Standing(own, others, float(second), move_s, known), float(second)).value
+        goal = watch.consider(SwarmView(own, others, float(second), move_s, known), float(second)).value
         if goal is not None:
             return goal
     return None
