@@ -48,7 +48,7 @@ class StagedRound:
 
 
 @dataclass(slots=True)
-class Traffic:
+class RoundTraffic:
     """Bytes of pieces in one round, over all attempts."""
 
     number: int
@@ -106,7 +106,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self._arrivals: Arrivals | None = None
         self._running: tuple[AllReduce, asyncio.Task[None]] | None = None
         self._staged: dict[bytes, StagedRound] = {}
-        self._traffic = Traffic(0)
+        self._traffic = RoundTraffic(0)
         self._drift = AnchorDrift()
         self._others: tuple[events.OtherReplica, ...] | None = None
         self._begun: tuple[int, float] = (0, 0.0)
@@ -230,7 +230,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         crash_point("committed")
         version, roster = staged.anchor.version, action.roster
         self._count_traffic()
-        traffic = self._traffic if self._traffic.number == roster.round.number else Traffic(roster.round.number)
+        traffic = self._traffic if self._traffic.number == roster.round.number else RoundTraffic(roster.round.number)
         own = next(member for member in roster.members if member.peer == self._own)
         event = RoundCommitted(
             self._own,
@@ -380,7 +380,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
                 round_id, self._means.codecs, lambda peer, why: self.handle(events.PieceRejected(round_id, peer, why))
             )
         if self._traffic.number != round_id.number:
-            self._traffic = Traffic(round_id.number)
+            self._traffic = RoundTraffic(round_id.number)
 
     def _begin_exchange(self, roster: Roster) -> None:
         snapshot, arrivals = self.snapshot, self._arrivals
