@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
 from node.averaging.auditor import Auditor
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
-from node.averaging.exchange.pieces import Arrivals, Incoming, Plan
+from node.averaging.exchange.pieces import Arrivals, Plan, ReceiveRates
 from node.averaging.exchange.reduction import SentParts
 from node.averaging.replica_sync import ReplicaSync, Snapshot, SteppedTo
 from node.concurrency.compute_thread import Priority
@@ -99,7 +99,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self._host = host
         self._means = means
         self.snapshot: Snapshot | None = None
-        self.incoming = Incoming(means.clock)
+        self.incoming = ReceiveRates(means.clock)
         self._turn = asyncio.Lock()
         self._releases = 0
         self._wanted: Roster | None = None

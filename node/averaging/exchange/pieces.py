@@ -191,7 +191,7 @@ class _Sender:
     received: int = 0
 
 
-class Incoming:
+class ReceiveRates:
     """Receive rate per sender. Pieces overlap, so bytes count over the time in which at least one arrives."""
 
     def __init__(self, clock: Clock) -> None:
