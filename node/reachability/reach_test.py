@@ -22,7 +22,7 @@ from protocol.nat.dial_back import (
     encode_dial_back,
 )
 from protocol.transport.grpc_transport import GrpcTransport
-from protocol.transport.rate_limits import Allowance
+from protocol.transport.rate_limits import TokenBuckets
 from swarm.membership.membership import Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import Busy, PeerError
@@ -49,7 +49,7 @@ class Witness:
     far_end: Callable[[PeerId], FarEnd | None]
     clock: Clock
     dial: Callable[[str, int, bytes], Awaitable[DialBackResult]] = dial_back
-    _allowance: Allowance = field(default_factory=lambda: Allowance(BURST, REFILL_S))
+    _allowance: TokenBuckets = field(default_factory=lambda: TokenBuckets(BURST, REFILL_S))
     _testing: set[PeerId] = field(default_factory=set)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:

@@ -15,7 +15,7 @@ from protocol.identity.signed_records import decode_announced
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
-from protocol.transport.rate_limits import Allowance
+from protocol.transport.rate_limits import TokenBuckets
 from swarm.membership.membership import Membership, by_worth, relays_first
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import Busy, PeerError, Rejected, Unreachable
@@ -89,8 +89,8 @@ class Switchboard:
     links: GrpcTransport
     learn: Callable[[PeerId, bytes], None]
     clock: Clock
-    _passed_on: Allowance = field(default_factory=lambda: Allowance(PASSED_ON_BURST, PASSED_ON_REFILL_S))
-    _followed: Allowance = field(default_factory=lambda: Allowance(FOLLOWED_BURST, FOLLOWED_REFILL_S))
+    _passed_on: TokenBuckets = field(default_factory=lambda: TokenBuckets(PASSED_ON_BURST, PASSED_ON_REFILL_S))
+    _followed: TokenBuckets = field(default_factory=lambda: TokenBuckets(FOLLOWED_BURST, FOLLOWED_REFILL_S))
     _open: Counter[PeerId] = field(default_factory=Counter)
     _following: set[PeerId] = field(default_factory=set)
 

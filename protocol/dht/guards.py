@@ -23,7 +23,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from protocol.identity.signed_records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announced, directory_key
-from protocol.transport.rate_limits import Allowance
+from protocol.transport.rate_limits import TokenBuckets
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, RunId
@@ -278,7 +278,7 @@ class SourceBudgets:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._allowance = Allowance(BUDGET_BURST_BYTES, 1 / BUDGET_BYTES_PER_S)
+        self._allowance = TokenBuckets(BUDGET_BURST_BYTES, 1 / BUDGET_BYTES_PER_S)
 
     def spend(self, peer: str, cost_bytes: int) -> None:
         """Charges a peer. Raises ResourceExhausted if its budget is exhausted; the budget refills."""

@@ -17,7 +17,7 @@ from typing import Final
 
 from protocol.frames.codec import parsed, printable
 from protocol.generated import dht_process_pb2, relay_pb2
-from protocol.transport.rate_limits import Allowance
+from protocol.transport.rate_limits import TokenBuckets
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, ResourceExhausted, Unreachable
 from swarm.vocabulary.types import PeerId, RunId, short
 
@@ -197,9 +197,9 @@ class RelayBudget:
         return ""
 
 
-def _hourly(amount: float) -> Allowance:
+def _hourly(amount: float) -> TokenBuckets:
     half = max(1, int(amount / 2))
-    return Allowance(burst=half, refill_s=HOUR_S / half)
+    return TokenBuckets(burst=half, refill_s=HOUR_S / half)
 
 
 def _pair(one: PeerId, other: PeerId) -> str:
@@ -258,7 +258,7 @@ class RelayService:
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count(1)
         self._now = now
-        self._opens = Allowance(limits.opens, limits.open_refill_s)
+        self._opens = TokenBuckets(limits.opens, limits.open_refill_s)
         self._greeting: Counter[PeerId] = Counter()
         self._open: Counter[PeerId] = Counter()
 
@@ -440,7 +440,7 @@ class Incoming:
 
     local: tuple[str, int]  # Host and port to which tunnels lead
     tunnels: int = 0
-    allowance: Allowance = field(default_factory=lambda: Allowance(TAKEN_BURST, TAKEN_REFILL_S))
+    allowance: TokenBuckets = field(default_factory=lambda: TokenBuckets(TAKEN_BURST, TAKEN_REFILL_S))
 
     def objection(self, relay: str, now: float) -> str:
         """Returns the reason against another tunnel through this relay; empty if it is allowed."""

@@ -53,7 +53,7 @@ class TokenBucket:
         self._left, self._at = self.left(now), max(self._at, now)
 
 
-class Allowance:
+class TokenBuckets:
     """Token buckets by name: `burst` at once, then one more per `refill_s` seconds. Evicts the longest unused name."""
 
     def __init__(self, burst: int, refill_s: float) -> None:

@@ -59,7 +59,7 @@ from node.reachability.reverse_calls import AVOIDED_S, CONNECT_S, MAX_TRIED, WAN
 from protocol.identity.keys import Identity
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
 from protocol.nat.dial_back import DialBackOutcome, DialBackResult, decode_dial_back, encode_dial_back
-from protocol.transport.rate_limits import MAX_REMEMBERED, Allowance
+from protocol.transport.rate_limits import MAX_REMEMBERED, TokenBuckets
 from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import Busy, Rejected, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
@@ -711,7 +711,7 @@ async def test_a_dial_back_that_is_cut_short_leaves_room() -> None:
 
 
 def test_an_allowance_remembers_no_more_than_its_bound() -> None:
-    allowance = Allowance(1, 60.0)
+    allowance = TokenBuckets(1, 60.0)
     for n in range(MAX_REMEMBERED + 1):
         assert allowance.take(str(n), 0.0)
     assert not allowance.take(str(MAX_REMEMBERED), 1.0)

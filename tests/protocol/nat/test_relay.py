@@ -20,7 +20,7 @@ from protocol.nat.relay import (
     RelayStream,
     answer,
 )
-from protocol.transport.rate_limits import Allowance
+from protocol.transport.rate_limits import TokenBuckets
 from tests.protocol.nat.relay_ends import ANNA, BERT, CARL, PING, Ends, accept, attach, decline, relaying, wish
 
 GARBAGE = [
@@ -248,7 +248,7 @@ def test_a_pair_is_the_same_from_both_sides_and_another_life_goes_on_where_the_l
 
 
 def test_looking_at_an_allowance_takes_nothing() -> None:
-    allowance = Allowance(burst=10, refill_s=1.0)
+    allowance = TokenBuckets(burst=10, refill_s=1.0)
     assert allowance.left("x", 0.0) == 10
     assert allowance.take("x", 0.0, 8)
     assert [allowance.left("x", now) for now in (0.0, 3.0, 100.0)] == [2, 5, 10]
