@@ -75,22 +75,22 @@ class MoveWatch:
 
     def consider(self, standing: SwarmView, now: float) -> Reasoned[ModuleId | None]:
         """Returns the module to move to now, if any. `now` is monotonic."""
-        wish = strongest_wish(standing, self._workload, self._rules)
-        wanted = None if wish is None else (wish.target, wish.is_empty)
+        vacancy = strongest_vacancy(standing, self._workload, self._rules)
+        wanted = None if vacancy is None else (vacancy.target, vacancy.is_empty)
         if wanted != self._wanted:
             self._wanted, self._wanted_since = wanted, now
-        on_the_way = frozenset() if wish is None else wish.on_the_way
+        on_the_way = frozenset() if vacancy is None else vacancy.on_the_way
         if on_the_way - self._on_the_way:
             self._busy_since = now
         self._on_the_way = on_the_way
-        if wish is None:
+        if vacancy is None:
             return Reasoned(None, "no move would help")
         if on_the_way and now - self._busy_since < self._rules.turn_s:
-            return Reasoned(None, f"module {wish.target} needs a peer; {short(min(on_the_way))} may be moving to it")
-        return consider_move(standing, wish, now - self._wanted_since, self._workload, self._rules)
+            return Reasoned(None, f"module {vacancy.target} needs a peer; {short(min(on_the_way))} may be moving to it")
+        return consider_move(standing, vacancy, now - self._wanted_since, self._workload, self._rules)
 
 
-def strongest_wish(standing: SwarmView, workload: Workload, rules: MoveRules) -> Vacancy | None:
+def strongest_vacancy(standing: SwarmView, workload: Workload, rules: MoveRules) -> Vacancy | None:
     """Returns the module of `move_s` that gains most by a move, with candidates; None if no move is worth it.
 
     Data nodes never move.
@@ -114,21 +114,21 @@ def strongest_wish(standing: SwarmView, workload: Workload, rules: MoveRules) ->
 
 
 def consider_move(
-    standing: SwarmView, wish: Vacancy, wanted_s: float, workload: Workload, rules: MoveRules
+    standing: SwarmView, vacancy: Vacancy, wanted_s: float, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
-    """Decides whether this peer moves for the wish, which has lasted for `wanted_s` seconds."""
-    own, target = standing.own.peer, wish.target
-    if own not in wish.movers or target not in standing.move_s:
+    """Decides whether this peer moves for the vacancy, which has lasted for `wanted_s` seconds."""
+    own, target = standing.own.peer, vacancy.target
+    if own not in vacancy.movers or target not in standing.move_s:
         return Reasoned(None, f"module {target} needs a peer, but not this one")
-    rank = wish.movers.index(own)
-    first_turn = rules.empty_after_s if wish.is_empty else rules.steady_s
+    rank = vacancy.movers.index(own)
+    first_turn = rules.empty_after_s if vacancy.is_empty else rules.steady_s
     if wanted_s < first_turn + rank * rules.turn_s:
-        return Reasoned(None, f"module {target} needs a peer; {short(wish.movers[0])} goes first")
+        return Reasoned(None, f"module {target} needs a peer; {short(vacancy.movers[0])} goes first")
     assert standing.own.module is not None
-    stay = rules.settle_s if wish.is_empty else rules.min_stay_s * (1 + draw(own, standing.own.module) / 2)
+    stay = rules.settle_s if vacancy.is_empty else rules.min_stay_s * (1 + draw(own, standing.own.module) / 2)
     if standing.served_s < stay:
         return Reasoned(None, f"module {target} needs a peer, but this one has just joined its module")
-    if wish.is_empty:
+    if vacancy.is_empty:
         return Reasoned(target, f"module {target} has no peer, and module {standing.own.module} can spare this one")
     return _if_it_pays(standing, target, workload, rules)
 
