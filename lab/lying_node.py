@@ -17,7 +17,7 @@ import numpy as np
 
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pieces import Piece
-from node.averaging.exchange.reduction import Reduction, Source
+from node.averaging.exchange.reduction import Reduction, UpdateSource
 from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.averaging.round_runner import RoundRunner
 from node.network.local_peer import LocalPeer
@@ -99,13 +99,13 @@ class Liar:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LyingSource(Source):
+class LyingSource(UpdateSource):
     """Our pseudo-gradient times a factor."""
 
     factor: float
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
-        Source.write(self, part, out, factor)
+        UpdateSource.write(self, part, out, factor)
         np.multiply(out, np.float32(self.factor), out=out)
 
     def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
@@ -115,7 +115,7 @@ class LyingSource(Source):
         encode_into(codec, np.nan_to_num(values) if codec is not Codec.NONE else values, out)
 
 
-def _times(source: Source, factor: float) -> LyingSource:
+def _times(source: UpdateSource, factor: float) -> LyingSource:
     return LyingSource(source.anchor, source.snapshot, factor)
 
 

@@ -16,7 +16,7 @@ from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, step_alone
 from node.averaging.anchor.shared_vector import SharedVector, Vector
-from node.averaging.exchange.reduction import SentParts, Source
+from node.averaging.exchange.reduction import SentParts, UpdateSource
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import StepFigures
 from protocol.interfaces.clock import Clock
@@ -48,7 +48,7 @@ class Work:
 class Snapshot:
     """A fixed pseudo-gradient, and the work in it."""
 
-    source: Source
+    source: UpdateSource
     part: slice
     norm: float
     """Euclidean norm. Not finite if the replica diverged."""
@@ -127,7 +127,7 @@ class ReplicaSync:
                 Priority.UPKEEP, lambda: (self._store.current, self._done, self.since_anchor)
             )
             part = base.layout.range_of(*base.layout.fragments[base.version.fragment])
-            source = Source(base, SharedVector([self._room[: part.stop - part.start]], part.start))
+            source = UpdateSource(base, SharedVector([self._room[: part.stop - part.start]], part.start))
             squares = await self._copy(part, source)
             return Snapshot(source, part, math.sqrt(squares), done, since)
 
@@ -181,7 +181,7 @@ class ReplicaSync:
         self._stand(self._done)
         self._stepped_to = SteppedTo(anchor, anchor.version.tokens - before.version.tokens)
 
-    async def _copy(self, part: slice, source: Source) -> float:
+    async def _copy(self, part: slice, source: UpdateSource) -> float:
         norms = []
         # The norm of one slice is computed while the next is copied.
         async with asyncio.TaskGroup() as tasks:

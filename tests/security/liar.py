@@ -22,7 +22,7 @@ from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pieces import Piece
-from node.averaging.exchange.reduction import Reduction, Source
+from node.averaging.exchange.reduction import Reduction, UpdateSource
 from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker
@@ -40,7 +40,7 @@ FIRST_LIE = 3
 Sent = tuple[Contribution, TensorSpec, memoryview]
 
 
-class _Scaled(Source):
+class _Scaled(UpdateSource):
     factor = MILLION
 
     def write(self, part: slice, out: Vector, factor: float) -> None:

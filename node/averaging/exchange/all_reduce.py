@@ -20,7 +20,7 @@ from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import StateVectors, Vector
 from node.averaging.exchange.pieces import Arrivals, ExchangeProgress, Piece, Plan, Watch, early_pieces, piece_spec
-from node.averaging.exchange.reduction import Comparison, NormLimit, Reduction, SentParts, Source, read_encoding
+from node.averaging.exchange.reduction import Comparison, NormLimit, Reduction, SentParts, UpdateSource, read_encoding
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow
@@ -68,7 +68,7 @@ class ExchangeRecord:
     """The resulting anchor. None once the next exchange has started."""
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
     own: Mapping[Piece, SignedHash]
-    source: Source | None
+    source: UpdateSource | None
     sent: SentParts | None
 
     def encoded(self, piece: Piece) -> memoryview | None:
@@ -99,7 +99,7 @@ class AllReduce:
     def __init__(
         self,
         plan: Plan,
-        source: Source,
+        source: UpdateSource,
         vectors: StateVectors,
         arrivals: Arrivals,
         means: ExchangeMeans,

@@ -57,7 +57,7 @@ class SentParts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class UpdateSource:
     """Pseudo-gradient, computed slice by slice on demand. Used on the averaging thread."""
 
     anchor: Anchor
@@ -118,7 +118,7 @@ def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
 class Reduction:
     """Weighted sums of the pieces of our shard."""
 
-    def __init__(self, plan: Plan, source: Source) -> None:
+    def __init__(self, plan: Plan, source: UpdateSource) -> None:
         self._plan = plan
         self._source = source
         self._limits = {
@@ -170,7 +170,7 @@ AT_LEAST: Final = 8
 class Comparison:
     """Comparison of an exchange's results with our own pseudo-gradient. `random` must be unpredictable."""
 
-    def __init__(self, plan: Plan, source: Source, random: Random) -> None:
+    def __init__(self, plan: Plan, source: UpdateSource, random: Random) -> None:
         self._plan = plan
         self._source = source
         self._random = random

@@ -22,7 +22,7 @@ from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.anchor.shared_vector import SpareArrays, Vector, empty_part
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.pieces import Arrivals, Plan
-from node.averaging.exchange.reduction import Source
+from node.averaging.exchange.reduction import UpdateSource
 from node.averaging.module_rounds import level_of, levels_up_to
 from node.averaging.replica_sync import ReplicaSync
 from node.averaging.round_runner import RoundRunner
@@ -174,7 +174,7 @@ class Room:
             )  # type: ignore[misc]
             party.exchange = AllReduce(
                 plan,
-                Source(party.base, party.snapshot),
+                UpdateSource(party.base, party.snapshot),
                 vectors,
                 party.arrivals,
                 ExchangeMeans(

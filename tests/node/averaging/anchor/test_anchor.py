@@ -15,7 +15,7 @@ from node.averaging.anchor.anchor import STATES, Anchor, AnchorStore, hash_all, 
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import KEPT, STRETCH, SpareArrays, Vector
-from node.averaging.exchange.reduction import SentParts, Source
+from node.averaging.exchange.reduction import SentParts, UpdateSource
 from node.averaging.replica_sync import ReplicaSync, Work
 from node.checkpoint.saver import capture_module, restore_module
 from node.concurrency.compute_thread import ComputeThread
@@ -484,7 +484,7 @@ class Setting:
         part = nn.Linear(96, 128, bias=False)
         self.replica = LocalReplica([part], 1, _Schedule())
         start = normal(0)
-        self.source = Source(initial_anchor(self.replica.layout, start), start - normal(1))
+        self.source = UpdateSource(initial_anchor(self.replica.layout, start), start - normal(1))
         self.later = normal(2)
         self.replica.write(slice(0, ELEMENTS), self.source.snapshot + self.later)
         self.gradient = start - self.source.snapshot
@@ -542,7 +542,7 @@ def test_all_of_it_comes_in_the_rounds_after() -> None:
     parameters = anchor.parameters.copy()
     away = [float(np.linalg.norm(parameters - goal))]
     for _ in range(20):
-        source = Source(initial_anchor(anchor.layout, parameters.copy()), np.empty(ELEMENTS, np.float32))
+        source = UpdateSource(initial_anchor(anchor.layout, parameters.copy()), np.empty(ELEMENTS, np.float32))
         replica.read(whole, source.snapshot)
         sent, data = SentParts(CODEC), memoryview(bytearray(encoded_bytes(CODEC, ELEMENTS)))
         source.encode(whole, CODEC, data, np.empty(ELEMENTS, np.float32))
