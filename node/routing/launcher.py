@@ -45,7 +45,7 @@ class Texts(Protocol):
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Training progress as this data node sees it."""
 
     loss_first: float | None = None
@@ -70,7 +70,7 @@ class Training:
     """A data node's position in its training: saved in checkpoints and resumed."""
 
     in_flight: InFlightTable
-    progress: Progress
+    progress: TrainingProgress
     reading: ReadingPosition
 
 

@@ -10,7 +10,7 @@ from node.checkpoint.saver import capture_module, restore_module
 from node.checkpoint.state import Agreed, DataState, Post, ReplicaState, Resumed
 from node.observability.events import Note
 from node.pipeline.worker import DataWorker, HopWorker
-from node.routing.launcher import Progress, Training
+from node.routing.launcher import Training, TrainingProgress
 from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import ModuleId, PeerId
@@ -71,11 +71,11 @@ def position_of(resumed: Resumed) -> DataState | None:
     return None if resumed.state is None else resumed.state.data
 
 
-def progress_of(resumed: Resumed) -> Progress:
+def progress_of(resumed: Resumed) -> TrainingProgress:
     state = resumed.state
     if state is None or state.data is None:
-        return Progress()
-    return Progress(state.data.loss_first, state.data.loss_last, state.counters.tokens)
+        return TrainingProgress()
+    return TrainingProgress(state.data.loss_first, state.data.loss_last, state.counters.tokens)
 
 
 def first_number(data: DataState | None, drawn: int) -> int:
