@@ -162,7 +162,7 @@ class Agreed:
 
 
 @dataclass(slots=True, eq=False)
-class Resumed:
+class ResumedState:
     """State from which a node resumes: its own snapshot, or nothing."""
 
     module: ModuleId | None = None

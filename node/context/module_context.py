@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from node.checkpoint.saver import SaveRequests
-from node.checkpoint.state import Resumed
+from node.checkpoint.state import ResumedState
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.device_threads import DeviceThreads
 from node.context.options import NodeOptions
@@ -39,7 +39,7 @@ class ModuleContext:
     """Called when a data node has finished its steps."""
     saves: SaveRequests
     proofs: Proofs
-    resumed: Resumed
+    resumed: ResumedState
     start: CutModel | None
     router: Router | None
     text: Reasoned[LocalPaths | None]

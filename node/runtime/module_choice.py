@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import torch
 
-from node.checkpoint.state import Resumed
+from node.checkpoint.state import ResumedState
 from node.context.options import NodeOptions
 from node.data.local_paths import LocalPaths
 from node.model.memory_need import free_memory_on, needs_of, none_fits, what_fits
@@ -88,7 +88,7 @@ class FittingModules:
         return none_fits(self._manifest, modules, self._seen, held.slots, held.moments)
 
     async def choose(
-        self, session: NetworkSession, resumed: Resumed, text: Reasoned[LocalPaths | None], events: EventSink
+        self, session: NetworkSession, resumed: ResumedState, text: Reasoned[LocalPaths | None], events: EventSink
     ) -> Reasoned[ModuleId]:
         """Chooses --stage's module, else the checkpoint's, else the most needed. Raises ConfigError, OutOfMemory."""
         options, asked = self._options, asked_modules(self._options, self._manifest)

@@ -13,7 +13,7 @@ import torch
 
 from node.checkpoint.folder import MANIFEST_NAME, CheckpointFolder
 from node.checkpoint.saver import SaveRequests
-from node.checkpoint.state import Resumed
+from node.checkpoint.state import ResumedState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.device_threads import DeviceThreads
 from node.concurrency.task_groups import unless
@@ -123,7 +123,7 @@ async def run_node(
                         finished=stop.set,
                         saves=SaveRequests(),
                         proofs=Proofs(session),
-                        resumed=resumed if resumed.module == chosen.value else Resumed(),
+                        resumed=resumed if resumed.module == chosen.value else ResumedState(),
                         start=start,
                         router=router,
                         text=text,
@@ -176,7 +176,7 @@ async def _serve(
             module = chosen.value
         if module is None:
             break
-        context = replace(context, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
+        context = replace(context, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=ResumedState())
     await session.withdraw(WITHDRAW_S)
 
 
@@ -210,9 +210,9 @@ def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[E
 
 async def _find_own(
     options: NodeOptions, session: NetworkSession, signed: SignedManifest, events: EventSink
-) -> Resumed:
+) -> ResumedState:
     if options.checkpoint_dir is None:
-        return Resumed()
+        return ResumedState()
     folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
     asked = asked_modules(options, signed.manifest)
     wanted = asked[0] if len(asked) == 1 else None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from node.checkpoint.folder import CheckpointFolder, load_newest
 from node.checkpoint.saver import capture_module, restore_module
-from node.checkpoint.state import Agreed, DataState, Post, ReplicaState, Resumed
+from node.checkpoint.state import Agreed, DataState, Post, ReplicaState, ResumedState
 from node.observability.events import Note
 from node.pipeline.worker import DataWorker, HopWorker
 from node.routing.launcher import Training, TrainingProgress
@@ -67,11 +67,11 @@ def counts_of(data: DataState | None) -> Counts:
     return Counts(data.completed + data.abandoned, data.completed, data.abandoned, data.duplicated)
 
 
-def position_of(resumed: Resumed) -> DataState | None:
+def position_of(resumed: ResumedState) -> DataState | None:
     return None if resumed.state is None else resumed.state.data
 
 
-def progress_of(resumed: Resumed) -> TrainingProgress:
+def progress_of(resumed: ResumedState) -> TrainingProgress:
     state = resumed.state
     if state is None or state.data is None:
         return TrainingProgress()
@@ -88,19 +88,19 @@ def first_number(data: DataState | None, drawn: int) -> int:
 # ---- at the start ----------------------------------------------------------------------------------------------------
 
 
-def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[Resumed, tuple[Note, ...]]:
+def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[ResumedState, tuple[Note, ...]]:
     """Finds the peer's newest state, of `module` or any, and notes for the person. Raises StateError."""
     try:
         found = load_newest(folder, peer, module)
     except CorruptSnapshot as error:
-        return Resumed(), (Note("warning", f"{error}; the node starts without a snapshot"),)
+        return ResumedState(), (Note("warning", f"{error}; the node starts without a snapshot"),)
     if found is None:
-        return Resumed(), ()
+        return ResumedState(), ()
     header = found.header
     at = f"inner step {header.steps}, {header.counters.tokens} tokens"
     damaged = tuple(Note("warning", f"skipped a damaged snapshot: {problem}") for problem in found.problems)
     note = Note("info", f"resumes module {header.owner.module} from snapshot {header.number}: {at}")
-    return Resumed(header.owner.module, found.state), (*damaged, note)
+    return ResumedState(header.owner.module, found.state), (*damaged, note)
 
 
 def _finite(loss: float | None) -> float | None:

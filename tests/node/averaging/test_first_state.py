@@ -14,7 +14,7 @@ import torch
 
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.module_rounds import first_state
-from node.checkpoint.state import ReplicaState, Resumed
+from node.checkpoint.state import ReplicaState, ResumedState
 from node.cli.manifests import starting_from
 from node.context.module_context import ModuleContext
 from node.local_swarm.default_manifest import default_manifest
@@ -49,7 +49,7 @@ def context(
     peers: Sequence[SimpleNamespace],
     events: list[Event],
     start: CutModel | None = None,
-    resumed: Resumed | None = None,
+    resumed: ResumedState | None = None,
 ) -> ModuleContext:
     session = joiner.downloads.session
     looked = asyncio.Event()
@@ -68,7 +68,7 @@ def context(
         device=torch.device("cpu"),
         options=SimpleNamespace(allowance=Allowance(2), checkpoint_dir=None),
         events=SimpleNamespace(emit=events.append),
-        resumed=resumed or Resumed(),
+        resumed=resumed or ResumedState(),
         start=start,
     )
     return cast(ModuleContext, given)
@@ -175,7 +175,7 @@ async def test_what_the_seed_or_a_snapshot_gives_is_asked_of_nobody(run: tuple[M
     async with state_swarm(module_layout(manifest, MODULE)) as swarm:
         joiner = await swarm.joiner()
         assert (await first_state(context(default_manifest(0), joiner, [], []))).anchor is None
-        resumed = Resumed(MODULE, cast(ReplicaState, object()))
+        resumed = ResumedState(MODULE, cast(ReplicaState, object()))
         assert (await first_state(context(manifest, joiner, [], [], resumed=resumed))).anchor is None
         assert (await begun(context(manifest, joiner, [], [], start=cut))).version == first_version(manifest, MODULE)
 

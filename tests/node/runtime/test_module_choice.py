@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.checkpoint.state import Resumed
+from node.checkpoint.state import ResumedState
 from node.concurrency.compute_thread import ComputeThread
 from node.context.options import NodeOptions
 from node.data.local_paths import LocalPaths
@@ -62,11 +62,11 @@ def told(limit: int | None = None, **changes: Any) -> NodeOptions:
 
 
 async def chosen(
-    options: NodeOptions, resumed: Resumed | None = None, events: KeptEvents | None = None
+    options: NodeOptions, resumed: ResumedState | None = None, events: KeptEvents | None = None
 ) -> Reasoned[ModuleId]:
     session: Any = Session(announcement("data", 0))
     fitting = FittingModules(MANIFEST, options, CPU)
-    found = resumed or Resumed()
+    found = resumed or ResumedState()
     return await fitting.choose(session, found, NO_TEXT, events or KeptEvents())
 
 
@@ -115,8 +115,8 @@ async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() 
 
 async def test_the_module_of_a_checkpoint_gives_way_where_it_has_become_too_large() -> None:
     events = KeptEvents()
-    assert await chosen(told(), Resumed(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
-    found = await chosen(told(NEEDS[LARGE].all - 1), Resumed(LARGE), events)
+    assert await chosen(told(), ResumedState(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
+    found = await chosen(told(NEEDS[LARGE].all - 1), ResumedState(LARGE), events)
     assert found.value == MIDDLE
     assert events.events[0].message.startswith("cannot resume the checkpoint's module: module 2.0 takes")
 
