@@ -18,7 +18,7 @@ from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.replica_sync import ReplicaSync, Work
+from node.averaging.replica_sync import InnerWork, ReplicaSync
 from node.averaging.round_runner import RoundRunner
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
@@ -202,7 +202,7 @@ class ModuleRounds:
                 tasks.create_task(self._donor.run())
                 tasks.create_task(self.runner.run())
 
-    def resume(self, since: Work) -> None:
+    def resume(self, since: InnerWork) -> None:
         self._replica_sync.resume(since)
         version = self._store.current.version
         if version.round:
@@ -288,12 +288,12 @@ async def module_rounds(
 ) -> AsyncIterator[ModuleRounds]:
     """Runs the rounds of the hosted module within the block. `first` replaces the replica's state, if given."""
     start = await context.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
-    saved, since = context.resumed.state, Work()
+    saved, since = context.resumed.state, InnerWork()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
         if saved is not None and saved.anchor is not None:
             restored = await averaging.run(Priority.UPKEEP, partial(_restored, context, replica.layout, saved.anchor))
             start = restored or start
-            since = Work(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
+            since = InnerWork(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
         rounds = ModuleRounds(context, replica, start, averaging)
         if first is None:
             rounds.resume(since)

@@ -31,17 +31,17 @@ SLICE: Final = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class InnerWork:
     """Inner steps and their tokens."""
 
     steps: int = 0
     tokens: int = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.steps + other.steps, self.tokens + other.tokens)
+    def __add__(self, other: InnerWork) -> InnerWork:
+        return InnerWork(self.steps + other.steps, self.tokens + other.tokens)
 
-    def __sub__(self, other: Work) -> Work:
-        return Work(self.steps - other.steps, self.tokens - other.tokens)
+    def __sub__(self, other: InnerWork) -> InnerWork:
+        return InnerWork(self.steps - other.steps, self.tokens - other.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +52,8 @@ class Snapshot:
     part: slice
     norm: float
     """Euclidean norm. Not finite if the replica diverged."""
-    done: Work
-    since_anchor: Work
+    done: InnerWork
+    since_anchor: InnerWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,7 @@ class ReplicaSync:
     ) -> None:
         self.is_alone: Callable[[], bool] = lambda: False
         """Tells whether no other peer serves the module. Called on the compute thread at each inner step."""
-        self.lost = Work()
+        self.lost = InnerWork()
         """Work discarded by adopting other anchors, since the start."""
         self._replica = replica
         self._store = store
@@ -88,8 +88,8 @@ class ReplicaSync:
         self._rules = rules
         self._outer = outer
         self._clock = clock
-        self._done = Work()
-        self._at_anchor = Work()
+        self._done = InnerWork()
+        self._at_anchor = InnerWork()
         self._anchored_at = clock.monotonic()
         self._stepped_to: SteppedTo | None = None
         self._turn = asyncio.Lock()
@@ -97,11 +97,11 @@ class ReplicaSync:
         replica.optimizer.before_step = self._before_inner_step
 
     @property
-    def since_anchor(self) -> Work:
+    def since_anchor(self) -> InnerWork:
         return self._done - self._at_anchor
 
-    def resume(self, since: Work) -> None:
-        self._done, self._at_anchor = since, Work()
+    def resume(self, since: InnerWork) -> None:
+        self._done, self._at_anchor = since, InnerWork()
 
     def trained_by(self, replicas: int) -> None:
         """Sets the number of replicas that train the module. The learning rate follows the tokens of all."""
@@ -109,7 +109,7 @@ class ReplicaSync:
 
     def after_inner_step(self, figures: StepFigures) -> SteppedTo | None:
         """Counts an inner step in the same job. Returns the outer step that preceded it, if any."""
-        self._done += Work(1, figures.tokens)
+        self._done += InnerWork(1, figures.tokens)
         stepped_to, self._stepped_to = self._stepped_to, None
         return stepped_to
 
@@ -191,7 +191,7 @@ class ReplicaSync:
                 norms.append(tasks.create_task(self._averaging.run(Priority.UPKEEP, job)))
         return math.fsum(norm.result() for norm in norms)
 
-    def _carry(self, piece: slice, before: Vector | SharedVector, after: SharedVector, done: Work | None) -> None:
+    def _carry(self, piece: slice, before: Vector | SharedVector, after: SharedVector, done: InnerWork | None) -> None:
         # Without inner steps since the snapshot, copy the anchor, because the sum would round.
         if done == self._done:
             self._replica.write(piece, after[piece])
@@ -208,7 +208,7 @@ class ReplicaSync:
         self._stand(self._done)
         self._replica.optimizer.start_anew(anchor.version.steps, anchor.version.tokens)
 
-    def _stand(self, done: Work) -> None:
+    def _stand(self, done: InnerWork) -> None:
         self._at_anchor, self._anchored_at = done, self._clock.monotonic()
 
 

@@ -16,7 +16,7 @@ from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import KEPT, STRETCH, SpareArrays, Vector
 from node.averaging.exchange.reduction import SentParts, UpdateSource
-from node.averaging.replica_sync import ReplicaSync, Work
+from node.averaging.replica_sync import InnerWork, ReplicaSync
 from node.checkpoint.saver import capture_module, restore_module
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
@@ -414,11 +414,11 @@ async def test_a_snapshot_knows_its_work_and_norm() -> None:
         for seed in range(3):
             sync.after_inner_step(trained.step(seed))
         snapshot = await sync.snapshot()
-        assert snapshot.since_anchor == Work(3, 96)
+        assert snapshot.since_anchor == InnerWork(3, 96)
         assert snapshot.norm == pytest.approx(float(np.linalg.norm(base - trained.vector())), rel=1e-5)
         sync.after_inner_step(trained.step(9))
         sync.committed(snapshot)
-        assert sync.since_anchor == Work(1, 32)
+        assert sync.since_anchor == InnerWork(1, 32)
 
 
 async def test_an_adopted_anchor_replaces_everything() -> None:
@@ -430,8 +430,8 @@ async def test_an_adopted_anchor_replaces_everything() -> None:
         sync.after_inner_step(trained.step(1))
         await sync.adopt(anchor)
         np.testing.assert_array_equal(trained.vector(), anchor.parameters)
-        assert sync.since_anchor == Work()
-        assert sync.lost == Work(1, 32)
+        assert sync.since_anchor == InnerWork()
+        assert sync.lost == InnerWork(1, 32)
         assert trained.optimizer.steps == anchor.version.steps
 
 
@@ -459,7 +459,7 @@ async def test_a_lone_replica_that_diverged_starts_again_from_its_anchor() -> No
         sync._before_inner_step()
         np.testing.assert_array_equal(trained.vector(), base)
         assert sync._store.current.version.round == 0
-        assert sync.lost == Work(4, 128)
+        assert sync.lost == InnerWork(4, 128)
 
 
 CODEC = Codec.TOP_K_2
