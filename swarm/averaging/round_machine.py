@@ -45,7 +45,7 @@ GAP_S = 0.5
 PIECE_SLACK = 4.0  # Factor on the expected time of a piece before its sender counts as late
 
 
-class Phase(enum.Enum):
+class MemberPhase(enum.Enum):
     """A member's phase. Before FINISHING it repeats its status to the leader, so a lost message cannot stop a round."""
 
     PREPARING = "prepares"
@@ -63,7 +63,7 @@ class Participation:
     heard: float
     rules: events.RoundRules
     until: float = field(init=False)  # Time until which an honest leader has ended the attempt
-    phase: Phase = Phase.PREPARING
+    phase: MemberPhase = MemberPhase.PREPARING
     entry: messages.Entry | None = None
     bandwidth: float = 0.0
     roster: messages.Roster | None = None
@@ -86,7 +86,7 @@ class Participation:
         return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
 
     def overdue(self, now: float) -> bool:
-        return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
+        return self.phase is MemberPhase.PREPARED and now - self.prepared_at > self.rules.silence_s
 
     def waiting_for(self, now: float, share: float = 1.0) -> tuple[PeerId, ...]:
         """Returns the members whose next piece is late: it took more than this share of the allowed time."""
@@ -106,16 +106,16 @@ class Participation:
 
     def status(self, now: float) -> messages.RoundControl | None:
         match self.phase:
-            case Phase.PREPARING:
+            case MemberPhase.PREPARING:
                 return messages.Accepting(self.round)
-            case Phase.ENTERED:
+            case MemberPhase.ENTERED:
                 return self.entry
-            case Phase.EXCHANGING:
+            case MemberPhase.EXCHANGING:
                 return messages.Pulse(self.round, self.waiting_for(now), tuple(sorted(self.rejected)))
-            case Phase.PREPARED:
+            case MemberPhase.PREPARED:
                 assert self.version is not None
                 return messages.Prepared(self.round, self.version)
-            case Phase.FINISHING:
+            case MemberPhase.FINISHING:
                 return None
 
 
@@ -142,7 +142,7 @@ def _prefers(other: RoundId, part: Participation, view: ReplicaView) -> bool:
         return part.roster is None and theirs < ours
     # Members of a running exchange stay with a live leader.
     loyal = part.roster is not None and part.silence(view.now) < view.rules.silence_s / 2
-    return other.convener == current.convener or not (part.phase is Phase.FINISHING or loyal)
+    return other.convener == current.convener or not (part.phase is MemberPhase.FINISHING or loyal)
 
 
 Actions = list[Action]
@@ -463,7 +463,7 @@ class RoundMachine:
         view, part = self._view, self._part
         if part is None or part.entry is None or not self._hear_leader(sender, signed.round):
             return []
-        if part.phase is not Phase.ENTERED:
+        if part.phase is not MemberPhase.ENTERED:
             return []
         if sender != view.own:
             here = view.others.on(view.version, view.now)
@@ -477,7 +477,7 @@ class RoundMachine:
         roster = make_roster(view.rules, signed)
         if roster is None:
             return self._refuse(part, "no member of it has worked", lie=True)
-        part.roster, part.phase, part.entries = roster, Phase.EXCHANGING, signed.entries
+        part.roster, part.phase, part.entries = roster, MemberPhase.EXCHANGING, signed.entries
         part.until = view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth)
         view.attempt_log.began(roster)
         return [events.Exchange(roster)]
@@ -502,9 +502,9 @@ class RoundMachine:
         part = self._part
         if part is None or not self._hear_leader(sender, commit.round):
             return []
-        exchanging = part.phase in (Phase.EXCHANGING, Phase.FINISHING) and part.roster is not None
+        exchanging = part.phase in (MemberPhase.EXCHANGING, MemberPhase.FINISHING) and part.roster is not None
         if exchanging and part.roster is not None and leads_to(self._view.rules, part.roster, commit.version):
-            part.phase, part.version = Phase.FINISHING, commit.version
+            part.phase, part.version = MemberPhase.FINISHING, commit.version
             return []
         return self._leave("it committed a result that we lack")
 
@@ -535,14 +535,14 @@ class RoundMachine:
         return []
 
     def _snapshot_taken(self, part: Participation, taken: events.SnapshotTaken) -> Actions:
-        if part.phase is not Phase.PREPARING:
+        if part.phase is not MemberPhase.PREPARING:
             return []
         staged = None if self._staged is None else self._staged.version
         view = self._view
         measured = measured_of(taken.received, view.version)
         figures = (taken.steps, taken.tokens, taken.norm)
         entry = messages.Entry(view.own, taken.round, view.version, *figures, measured, staged)
-        part.entry, part.phase, part.bandwidth = view.signer.sign(entry), Phase.ENTERED, taken.bandwidth
+        part.entry, part.phase, part.bandwidth = view.signer.sign(entry), MemberPhase.ENTERED, taken.bandwidth
         if self._leading is not None:
             self._leading.bandwidth = taken.bandwidth
         return self._tell_leader(part)
@@ -556,18 +556,18 @@ class RoundMachine:
 
     def _staged_came(self, part: Participation, version: AnchorVersion) -> Actions:
         roster = part.roster
-        if roster is None or part.phase not in (Phase.EXCHANGING, Phase.FINISHING):
+        if roster is None or part.phase not in (MemberPhase.EXCHANGING, MemberPhase.FINISHING):
             return self._not_wanted(version)
         if not leads_to(self._view.rules, roster, version):
             declined = self._decline(part, DeclineReason.BROKEN, "our result does not match the roster")
             return [*declined, *self._not_wanted(version)]
         result = events.CommitStaged(roster, version)
-        if part.phase is Phase.FINISHING and version == part.version:
+        if part.phase is MemberPhase.FINISHING and version == part.version:
             return self._adopt(result)
-        if part.phase is Phase.FINISHING:
+        if part.phase is MemberPhase.FINISHING:
             return [*self._leave("our result differs from the committed one"), *self._not_wanted(version)]
         before, self._staged = self._staged, result
-        part.phase, part.version, part.prepared_at = Phase.PREPARED, version, self._view.now
+        part.phase, part.version, part.prepared_at = MemberPhase.PREPARED, version, self._view.now
         return [*([] if before is None else self._not_wanted(before.version)), *self._tell_leader(part)]
 
     def _not_wanted(self, version: AnchorVersion) -> Actions:
@@ -659,7 +659,7 @@ class RoundMachine:
         part, view = self._part, self._view
         if part is None:
             return []
-        if part.phase is Phase.FINISHING:
+        if part.phase is MemberPhase.FINISHING:
             return self._leave("the rest of the committed result does not arrive") if part.stalled(view.now) else []
         if part.silence(view.now) > view.rules.silence_s and part.round.convener != view.own:
             return self._succeed(part)
