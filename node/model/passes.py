@@ -24,7 +24,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Visit:
+class PassState:
     """State between forward and backward: the detached input, and the output with its graph."""
 
     source: Tensor
@@ -42,10 +42,10 @@ class Gradients:
 class Passes(Protocol):
     """Passes of one part, on any number of devices."""
 
-    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
+    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> PassState:
         """Computes the part on `source` [rows, tokens(, hidden)] and keeps the graph."""
 
-    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+    def backward(self, visit: PassState, gradient: Tensor) -> Gradients:
         """Computes the gradients of the input and the parameters, and frees the graph."""
 
     def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor: ...
@@ -66,10 +66,10 @@ class OneDevice:
     def __init__(self, part: nn.Module) -> None:
         self._part = part
 
-    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
+    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> PassState:
         return forward(self._part, source, documents, around=around)
 
-    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+    def backward(self, visit: PassState, gradient: Tensor) -> Gradients:
         return backward(self._part, visit, gradient)
 
     def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor:
@@ -176,16 +176,16 @@ def storages(part: nn.Module) -> set[int]:
     return {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
 
 
-def forward(part: nn.Module, source: Tensor, *constants: object, around: Around = nullcontext) -> Visit:
+def forward(part: nn.Module, source: Tensor, *constants: object, around: Around = nullcontext) -> PassState:
     """Computes the part on `source` [rows, tokens(, hidden)]. `constants` (labels, documents) get no gradient."""
     source = source.detach()
     if source.is_floating_point():
         source.requires_grad_()
     with torch.enable_grad(), around():
-        return Visit(source, part(source, *constants))
+        return PassState(source, part(source, *constants))
 
 
-def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> Gradients:
+def backward(part: nn.Module, visit: PassState, gradient: Tensor | None = None) -> Gradients:
     """Computes the gradients of input and parameters, and frees the graph. `gradient` is None for a loss."""
     parameters = list(part.parameters())
     if not visit.source.requires_grad:
@@ -195,7 +195,7 @@ def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> G
 
 
 def gradients_of(
-    visit: Visit, gradient: Tensor | None, wanted: Sequence[Tensor] | Sequence[GradientEdge]
+    visit: PassState, gradient: Tensor | None, wanted: Sequence[Tensor] | Sequence[GradientEdge]
 ) -> tuple[Tensor, ...]:
     """Computes only the wanted gradients and frees the graph. `gradient` is None for a loss."""
     end = visit.result if gradient is None else _End.apply(visit.result, gradient)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ from node.model.optimizer import Accumulator, Addition, are_finite, fold
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
 from node.model.optimizers.packed import NarrowCopy
 from node.model.parts import BlockStack, HeadPart
-from node.model.passes import Around, Gradients, HeadPasses, HeadVisit, OneDevice, OneHead, Passes, Visit
+from node.model.passes import Around, Gradients, HeadPasses, HeadVisit, OneDevice, OneHead, Passes, PassState
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
 from swarm.workload.device_shares import CUTTING, Dealing, deal, pieces
@@ -57,7 +57,7 @@ class _Noted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SplitVisit(Visit):
+class SplitVisit(PassState):
     noted: tuple[_Noted, ...]
 
 
@@ -161,7 +161,7 @@ class SplitDevice(OneDevice):
             self._noted = None
         return SplitVisit(visit.source, visit.result, tuple(noted))
 
-    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+    def backward(self, visit: PassState, gradient: Tensor) -> Gradients:
         if not self._copies:
             return super().backward(visit, gradient)
         half = self.first_half(visit, gradient)
@@ -180,7 +180,7 @@ class SplitDevice(OneDevice):
     def weights(self) -> tuple[Tensor, ...]:
         return (*self._read, *(copy.fresh() for copy in self._copies))
 
-    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
+    def first_half(self, visit: PassState, gradient: Tensor) -> SplitGradients:
         """Computes the first half and frees the graph. Results do not share memory with `gradient` or the input."""
         assert isinstance(visit, SplitVisit)
         foreign = {tensor.untyped_storage().data_ptr() for tensor in (gradient, visit.source)}
@@ -248,7 +248,7 @@ class DeferredWeights:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
+    def first_half(self, visit: PassState, gradient: Tensor) -> SplitGradients:
         assert self._passes is not None
         return self._passes.first_half(visit, gradient)
 
@@ -351,7 +351,7 @@ class _Alone(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockVisit(Visit):
+class BlockVisit(PassState):
     """Visit of a stack: the input of each block, and its graph or None."""
 
     documents: tuple[int, ...]
@@ -396,7 +396,7 @@ class BlockByBlock:
             hidden = block.evaluate(hidden, documents) if visit is None else visit.result.detach()
         return BlockVisit(source, hidden, documents, tuple(inputs), tuple(kept))
 
-    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+    def backward(self, visit: PassState, gradient: Tensor) -> Gradients:
         assert isinstance(visit, BlockVisit)
         found: list[tuple[Tensor, ...]] = []
         for index in reversed(range(self.blocks)):
@@ -406,7 +406,7 @@ class BlockByBlock:
             found.append(gradients.parameters)
         return Gradients(gradient, tuple(each for parameters in reversed(found) for each in parameters))
 
-    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
+    def first_half(self, visit: PassState, gradient: Tensor) -> SplitGradients:
         assert isinstance(visit, BlockVisit)
         halves: list[SplitGradients] = []
         for index in reversed(range(self.blocks)):
@@ -416,7 +416,7 @@ class BlockByBlock:
         others = tuple(each for half in halves for each in half.others)
         return SplitGradients(gradient, others, tuple(product for half in halves for product in half.products))
 
-    def backward_into(self, sums: Accumulator, visit: Visit, gradient: Tensor, weight: int) -> AddedGradients:
+    def backward_into(self, sums: Accumulator, visit: PassState, gradient: Tensor, weight: int) -> AddedGradients:
         """Adds parameter gradients times `weight` to the sums, without registering the microbatch.
 
         Stops at the first block whose gradients may not be finite. If memory runs out, undoes the additions.
@@ -512,9 +512,9 @@ class _Dealt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DealtVisit(Visit):
+class DealtVisit(PassState):
     dealt: _Dealt
-    parts: tuple[Visit | None, ...]
+    parts: tuple[PassState | None, ...]
 
 
 class Copies:
@@ -562,10 +562,10 @@ class SeveralDevices:
         self._quadratic_share = quadratic_share
         self._choose = choose
 
-    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
+    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> PassState:
         dealt = self._dealt(source, documents)
 
-        def on(rank: int, part: nn.Module, share: _Share) -> Visit:
+        def on(rank: int, part: nn.Module, share: _Share) -> PassState:
             own = dealt.part_of(source, rank, _device_of(part))
             return passes.forward(part, own, share.documents, around=around)
 
@@ -573,7 +573,7 @@ class SeveralDevices:
         results = [None if visit is None else visit.result.detach() for visit in visits]
         return DealtVisit(source, _joined(dealt, source, results), dealt, tuple(visits))
 
-    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+    def backward(self, visit: PassState, gradient: Tensor) -> Gradients:
         assert isinstance(visit, DealtVisit)
 
         def on(rank: int, part: nn.Module, _: _Share) -> Gradients:

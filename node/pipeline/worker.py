@@ -21,7 +21,7 @@ from node.model.moments import ORDINARY, Allowance
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.parts import HIDDEN_TYPES, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
-from node.model.passes import Around, HeadPasses, OneDevice, Passes, Visit
+from node.model.passes import Around, HeadPasses, OneDevice, Passes, PassState
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice, body_passes, head_passes
@@ -196,7 +196,7 @@ class GraphBudget:
 
     def forward(
         self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
-    ) -> tuple[Tensor, Visit | None, float]:
+    ) -> tuple[Tensor, PassState | None, float]:
         """Computes the part. Returns the result, the visit if kept, and its share of the budget until `release`."""
         tokens = of_tokens(source)
         if isinstance(passes, BlockByBlock):
@@ -210,7 +210,7 @@ class GraphBudget:
 
     def _blocks(
         self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...], around: Around
-    ) -> tuple[Tensor, Visit | None, float]:
+    ) -> tuple[Tensor, PassState | None, float]:
         if self._of_one is None:
             # All blocks need the same, so measure one.
             one_graph = partial(passes.forward, graphs=1)
@@ -240,7 +240,7 @@ def of_tokens(hidden: Tensor) -> int:
 
 
 def _measured(
-    passes: Passes, source: Tensor, documents: tuple[int, ...], forward: Callable[..., Visit] | None = None
+    passes: Passes, source: Tensor, documents: tuple[int, ...], forward: Callable[..., PassState] | None = None
 ) -> int:
     """Returns the bytes that a visit's graph keeps alive, without the parameters."""
     own = passes.storages()
@@ -297,7 +297,7 @@ class _Kept:
     """Input of a visit, and its graph if it fit in memory."""
 
     source: Tensor
-    visit: Visit | None
+    visit: PassState | None
     weights: WeightVersion
     forward_s: float = 0.0
     share: float = 0.0
@@ -380,7 +380,9 @@ class HopWorker(ReplicaWorker):
         self._keep(job.ticket, source, visit, time.perf_counter() - begun, share)
         return output
 
-    def _keep(self, ticket: int, source: Tensor, visit: Visit | None, seconds: float = 0.0, share: float = 0.0) -> None:
+    def _keep(
+        self, ticket: int, source: Tensor, visit: PassState | None, seconds: float = 0.0, share: float = 0.0
+    ) -> None:
         self._drop(ticket)
         self._stash.current.visits += 1
         self._kept[ticket] = _Kept(source, visit, self._stash.current, seconds, share)
@@ -417,12 +419,12 @@ class HopWorker(ReplicaWorker):
         crash_point("gradient added")
         return replace(output, step_due=self.optimizer.due)
 
-    def _again(self, source: Tensor, documents: tuple[int, ...]) -> Visit:
+    def _again(self, source: Tensor, documents: tuple[int, ...]) -> PassState:
         if isinstance(self.passes, BlockByBlock):
             return self.passes.forward(source, documents, graphs=0)
         return self.passes.forward(source, documents)
 
-    def _add(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
+    def _add(self, job: Job, visit: PassState, gradient: Tensor, size: Size, begun: float) -> Output:
         microbatch, total = job.key.microbatch, self._accumulator
         if isinstance(self.passes, BlockByBlock):  # adds gradients as they are computed, to save memory
             is_new = not total.has(microbatch)
@@ -445,7 +447,7 @@ class HopWorker(ReplicaWorker):
         self._timed(size, time.perf_counter() - begun)
         return output
 
-    def _put_off(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
+    def _put_off(self, job: Job, visit: PassState, gradient: Tensor, size: Size, begun: float) -> Output:
         def ended(seconds: float | None) -> None:
             self._graphs.release(size.tokens)
             if seconds is not None:
@@ -519,7 +521,7 @@ class DataWorker(ReplicaWorker):
         """Texts of the microbatches in flight. Written by the data node, read by this worker."""
         self.parameter_version = 0
         """Number of parameter changes. Graphs of earlier versions are stale."""
-        self._visits: dict[int, tuple[Visit, int]] = {}
+        self._visits: dict[int, tuple[PassState, int]] = {}
 
     def parameters_changed(self) -> None:
         """Records a change of the parameters other than an inner step."""
