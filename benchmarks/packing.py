@@ -38,7 +38,7 @@ from benchmarks.kit import Solo, median, median_ratio, run_of, swarm_to_its_end,
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from protocol.manifest.manifest import Manifest, quadratic_share
-from swarm.workload.packing import Capacity, Piece, pack_and_end
+from swarm.workload.packing import Capacity, DocumentPiece, pack_and_end
 
 # ---- balance ---------------------------------------------------------------------------------------------------------
 
@@ -305,12 +305,12 @@ def run_concatenating_node() -> None:
 
     class ConcatPacker(DocumentPacker):
         def _packed(self, stretches: list[_Stretch], end: StreamPosition) -> _Block:
-            turns, turn, room = list[tuple[Piece, ...]](), list[Piece](), self._capacity.tokens
+            turns, turn, room = list[tuple[DocumentPiece, ...]](), list[DocumentPiece](), self._capacity.tokens
             for index, stretch in enumerate(stretches):
                 start = 0
                 while start < stretch.labels.size:
                     stop = min(start + min(room, self._capacity.sequence), stretch.labels.size)
-                    turn.append(Piece(index, start, stop))
+                    turn.append(DocumentPiece(index, start, stop))
                     room, start = room - (stop - start), stop
                     if not room:
                         turns.append(tuple(turn))

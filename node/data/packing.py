@@ -27,7 +27,7 @@ from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.microbatch_sizes import Size
-from swarm.workload.packing import Capacity, Piece, pack, pack_and_end
+from swarm.workload.packing import Capacity, DocumentPiece, pack, pack_and_end
 
 BLOCK_TOKENS: Final = 2**20
 """Tokens packed and shuffled together, approximately."""
@@ -220,11 +220,11 @@ class _Stretch:
     affinity: Affinity = ()
     wanted: Tokens | None = None
 
-    def tokens_of(self, piece: Piece) -> Tokens:
+    def tokens_of(self, piece: DocumentPiece) -> Tokens:
         before = int(self.labels[piece.start - 1]) if piece.start else self.before
         return np.concatenate(([before], self.labels[piece.start : piece.stop - 1]))
 
-    def labels_of(self, piece: Piece) -> Tokens:
+    def labels_of(self, piece: DocumentPiece) -> Tokens:
         """Returns the labels of a piece, with UNSCORED for those without loss."""
         labels = self.labels if self.wanted is None else self.wanted
         unscored = min(piece.stop, max(piece.start, self.unscored))
@@ -247,7 +247,7 @@ class _Block:
     """Documents packed together, and the pieces in each microbatch, in order."""
 
     stretches: list[_Stretch]
-    turns: list[tuple[Piece, ...]]
+    turns: list[tuple[DocumentPiece, ...]]
     end: Cursor
 
 
@@ -382,7 +382,7 @@ class DocumentPacker:
         of_routes: dict[Route, list[int]] = {}
         for index, stretch in enumerate(stretches):
             of_routes.setdefault(best_route(stretch.affinity), []).append(index)
-        packed, levels = list[list[tuple[Piece, ...]]](), list[float]()
+        packed, levels = list[list[tuple[DocumentPiece, ...]]](), list[float]()
         for route, members in sorted(of_routes.items()):
             turns, level = self._of_one_route(stretches, members, f":{route}" * bool(route))
             packed.append(turns)
@@ -395,12 +395,12 @@ class DocumentPacker:
 
     def _of_one_route(
         self, stretches: list[_Stretch], members: list[int], key: str
-    ) -> tuple[list[tuple[Piece, ...]], float]:
+    ) -> tuple[list[tuple[DocumentPiece, ...]], float]:
         """Packs the documents of one route. Returns its microbatches in order and the cost level for the next block."""
         lengths, cut = self._sizes([stretches[index] for index in members])
         packing = pack(lengths, cut, self._capacity, self.cursor.level, self._chance(key))
         named = [
-            tuple(Piece(members[piece.document], piece.start, piece.stop) for piece in of)
+            tuple(DocumentPiece(members[piece.document], piece.start, piece.stop) for piece in of)
             for of in packing.microbatches
         ]
         return named, packing.level

@@ -31,7 +31,7 @@ EVEN: Final = 0.01  # Relative difference up to which costs count as equal
 SHORTEST_CUT: Final = 16  # Pieces up to this many tokens are not cut to lower a cost
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     document: int
     start: int
     stop: int
@@ -73,7 +73,7 @@ class Filling:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[DocumentPiece],
         cut: Collection[int],
         poured: Collection[int],
         capacity: Capacity,
@@ -211,8 +211,8 @@ class Filling:
     def _cut_off(self, index: int, kept: int) -> int:
         """Cuts a piece after `kept` tokens. Returns the index of the rest."""
         document, start, stop = self.pieces[index]
-        self.pieces[index], self._lengths[index] = Piece(document, start, start + kept), kept
-        self.pieces.append(Piece(document, start + kept, stop))
+        self.pieces[index], self._lengths[index] = DocumentPiece(document, start, start + kept), kept
+        self.pieces.append(DocumentPiece(document, start + kept, stop))
         self._lengths.append(stop - start - kept)
         return len(self.pieces) - 1
 
@@ -342,7 +342,7 @@ STEEPEST: Final = 0.2  # Largest relative step at the start of a block
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    microbatches: tuple[tuple[Piece, ...], ...]  # In order, each with ascending pieces
+    microbatches: tuple[tuple[DocumentPiece, ...], ...]  # In order, each with ascending pieces
     costs: tuple[float, ...]
     level: float  # Wanted cost at the start of the next block
 
@@ -400,7 +400,7 @@ class _Block:
         self._fewest = -(-self._tokens // capacity.tokens)
         longest = longest_piece(capacity.sequence)
         self._pieces = [
-            Piece(index, start, min(start + step, length))
+            DocumentPiece(index, start, min(start + step, length))
             for index, length in enumerate(lengths)
             for step in (longest if index in cut else length,)
             for start in range(0, length, step)

@@ -15,8 +15,8 @@ from swarm.workload.packing import (
     ABOVE,
     STRATA,
     Capacity,
+    DocumentPiece,
     Packing,
-    Piece,
     in_turns,
     longest_piece,
     pack,
@@ -57,7 +57,7 @@ def test_what_fits_is_not_cut(lengths: list[int]) -> None:
 
 def test_the_rest_of_a_document_may_be_cut_though_it_would_fit() -> None:
     (whole,) = pack([SHORT.sequence], (), SHORT).microbatches
-    assert whole == (Piece(0, 0, SHORT.sequence),)
+    assert whole == (DocumentPiece(0, 0, SHORT.sequence),)
     (cut,) = pack([SHORT.sequence], (0,), SHORT).microbatches
     assert len(cut) == 2
 
