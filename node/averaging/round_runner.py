@@ -138,7 +138,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
 
     def receive(self, sender: PeerId, message: RoundControl) -> None:
         if not isinstance(message, AuditControl):
-            self.handle(events.Arrived(sender, message))
+            self.handle(events.MessageArrived(sender, message))
         elif message.round.module == self._module:
             self.auditor.receive(sender, message)
 

@@ -66,7 +66,7 @@ class Worked:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class MessageArrived:
     """A message about a round from another replica."""
 
     sender: PeerId
@@ -168,7 +168,7 @@ class Tick:
 
 
 AttemptEvent = SnapshotTaken | SnapshotBroken | PieceArrived | Owing | PieceRejected | Staged
-Event = ReplicasChanged | Worked | Arrived | AttemptEvent | Caught | LinkLost | CaughtUp | CatchUpFailed | Tick
+Event = ReplicasChanged | Worked | MessageArrived | AttemptEvent | Caught | LinkLost | CaughtUp | CatchUpFailed | Tick
 
 
 @dataclass(frozen=True, slots=True)

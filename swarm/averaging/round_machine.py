@@ -235,7 +235,7 @@ class RoundMachine:
         if isinstance(event, events.AttemptEvent):
             return self._attempt_event(event)
         match event:
-            case events.Arrived(sender, message):
+            case events.MessageArrived(sender, message):
                 return self._arrived(sender, message)
             case events.ReplicasChanged():
                 return self._replicas_changed(event)

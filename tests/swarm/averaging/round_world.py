@@ -286,7 +286,7 @@ class VirtualReplica:
     def _carry_out(self, action: Action) -> None:
         match action:
             case SendMessage(to, message):
-                self._tell(to, events.Arrived(self.id, message))
+                self._tell(to, events.MessageArrived(self.id, message))
             case events.TakeSnapshot(attempt, _):
                 seconds = self.world.random.choice(self.world.shape.prepare_s)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._take_snapshot(attempt)))
@@ -315,7 +315,7 @@ class VirtualReplica:
                 seconds = self.world.random.uniform(0.1, 1.0)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._caught_up(version, donors)))
 
-    def _tell(self, to: PeerId, event: events.Arrived) -> None:
+    def _tell(self, to: PeerId, event: events.MessageArrived) -> None:
         def deliver() -> None:
             receiver = self.world.replicas[to]
             receiver.do(lambda: receiver.feed(event))

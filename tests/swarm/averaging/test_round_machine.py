@@ -51,7 +51,7 @@ class Desk:
         return self.machine.handle(event, self.now)
 
     def hear(self, sender: PeerId, message: RoundControl) -> list[Action]:
-        return self.feed(events.Arrived(sender, message))
+        return self.feed(events.MessageArrived(sender, message))
 
     def wait(self, seconds: float) -> list[Action]:
         actions: list[Action] = []
