@@ -20,11 +20,11 @@ from swarm.membership.membership import Membership
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_events import (
     Action,
-    Arrived,
     BrokenOff,
     Compute,
     Computed,
     Confirmed,
+    ControlArrived,
     Event,
     Finished,
     Forget,
@@ -380,12 +380,12 @@ class Peer:
             case Receipt():
                 if message.status is ReceiptStatus.PASSED_ON and self.data_node is not None:
                     self.data_node.passed(sender, message)
-                self.handle(Arrived(sender, message))
+                self.handle(ControlArrived(sender, message))
             case Stranded():
                 if self.data_node is not None:
                     self.data_node.stranded(message)
             case _:
-                self.handle(Arrived(sender, message))
+                self.handle(ControlArrived(sender, message))
 
     # ---- carrying out --------------------------------------------------------------------------------------------
 

@@ -33,12 +33,12 @@ from swarm.pipeline.compute_queue import ArrivalForecast
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_events import (
     Action,
-    Arrived,
     BrokenOff,
     Compute,
     Computed,
     ComputeFailed,
     Confirmed,
+    ControlArrived,
     Event,
     Finished,
     Forget,
@@ -448,7 +448,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             return
         if isinstance(message, Receipt) and message.status is ReceiptStatus.PASSED_ON:
             self._passed_on(sender, message)
-        self.handle(Arrived(sender, message))
+        self.handle(ControlArrived(sender, message))
 
     def _passed_on(self, sender: PeerId, receipt: Receipt) -> None:
         """Records progress of one of our microbatches on its path."""

@@ -33,12 +33,12 @@ from swarm.pipeline.custody_events import (
     OFFERED,
     WITHOUT_OUTPUT,
     Action,
-    Arrived,
     BrokenOff,
     Compute,
     Computed,
     ComputeFailed,
     Confirmed,
+    ControlArrived,
     Entry,
     Event,
     Finished,
@@ -309,7 +309,7 @@ class Custody:
             case ComputeFailed(key, detail):
                 entry = self.get(key)
                 return [] if entry is None else self._strand(entry, key.position, detail)
-            case Arrived(sender, message):
+            case ControlArrived(sender, message):
                 return self._received_control(sender, message, now)
             case PeerLost(peer, detail):
                 return self._peer_lost(peer, detail, now)

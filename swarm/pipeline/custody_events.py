@@ -160,7 +160,7 @@ class ComputeFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ControlArrived:
     sender: PeerId
     message: Receipt | Close | Recall | Settled | Unsettled
 
@@ -183,7 +183,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | Arrived | PeerLost | PeerBack | Tick
+Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | ControlArrived | PeerLost | PeerBack | Tick
 
 # ---- actions ---------------------------------------------------------------------------------------------------------
 

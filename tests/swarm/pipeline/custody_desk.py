@@ -5,12 +5,12 @@ from __future__ import annotations
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_events import (
     Action,
-    Arrived,
     BrokenOff,
     Compute,
     Computed,
     ComputeFailed,
     Confirmed,
+    ControlArrived,
     Finished,
     Forget,
     KeepGradient,
@@ -155,17 +155,17 @@ class Desk:
             case "abandon", _:
                 return self.custody.abandon(MICROBATCH, "enough")
             case sender, ["settled"]:
-                return handle(Arrived(PeerId(sender), Settled(MICROBATCH, path)), now)
+                return handle(ControlArrived(PeerId(sender), Settled(MICROBATCH, path)), now)
             case sender, ["close"]:
-                return handle(Arrived(PeerId(sender), Close(MICROBATCH, "abandoned")), now)
+                return handle(ControlArrived(PeerId(sender), Close(MICROBATCH, "abandoned")), now)
             case sender, ["asks"]:
-                return handle(Arrived(PeerId(sender), Unsettled(MICROBATCH)), now)
+                return handle(ControlArrived(PeerId(sender), Unsettled(MICROBATCH)), now)
             case sender, ["recalls", position]:
-                return handle(Arrived(PeerId(sender), Recall(MICROBATCH, path, int(position))), now)
+                return handle(ControlArrived(PeerId(sender), Recall(MICROBATCH, path, int(position))), now)
             case sender, [status, direction, position, *retry]:
                 way, kind = OUT if direction == "out" else BACK, ReceiptStatus[status.upper()]
                 receipt = Receipt(MICROBATCH, way, int(position), kind, *map(float, retry))
-                return handle(Arrived(PeerId(sender), receipt), now)
+                return handle(ControlArrived(PeerId(sender), receipt), now)
             case _:
                 raise AssertionError((what, rest))
 

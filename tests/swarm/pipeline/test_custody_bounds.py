@@ -19,7 +19,15 @@ from swarm.pipeline.custody import (
     ResidenceTimes,
     put_off,
 )
-from swarm.pipeline.custody_events import Arrived, BrokenOff, ComputeFailed, Key, SendControl, SlotState, TensorArrived
+from swarm.pipeline.custody_events import (
+    BrokenOff,
+    ComputeFailed,
+    ControlArrived,
+    Key,
+    SendControl,
+    SlotState,
+    TensorArrived,
+)
 from swarm.vocabulary.pipeline_messages import Backward, Forward, Purpose, Recall, Stranded
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.swarm.pipeline.custody_desk import A2, ABC, B2, DATA, LIFETIME_S, MICROBATCH, A, B, C, Desk
@@ -80,7 +88,7 @@ def test_an_entry_stays_on_the_route_that_was_signed_first() -> None:
     desk.do("computed 1")
     assert desk.admit(backward(OTHERWISE, 1)).value is SlotState.REFUSED
     assert desk.admit(backward(SIGNED, 1)).value is SlotState.FREE
-    [told] = desk.custody.handle(Arrived(C, Recall(MICROBATCH, OTHERWISE, 1)), desk.now)
+    [told] = desk.custody.handle(ControlArrived(C, Recall(MICROBATCH, OTHERWISE, 1)), desk.now)
     assert isinstance(told, SendControl)
     assert told.message.detail == OTHER_ROUTE  # type: ignore[union-attr]
 
