@@ -37,7 +37,7 @@ from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.network.session import KnownPeers
 from node.pipeline.admission import Admission, hidden_tensor
-from node.pipeline.runner import Host, Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, Worker, WorkerThread
+from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, RunnerHost, Worker, WorkerThread
 from node.pipeline.tensor_io import Wire, receive_buffers
 from node.pipeline.worker import HopWorker
 from node.runtime.malloc import keep_freed_memory
@@ -165,7 +165,7 @@ class OneFlight(PathEnds):
     may_have_held = may_hold
 
 
-class Uncounted(Host):
+class Uncounted(RunnerHost):
     """A host that counts nothing."""
 
 

@@ -269,7 +269,7 @@ class PathEnds:
         """Receives a PASSED_ON receipt for a microbatch of ours, possibly after its completion."""
 
 
-class Host(Protocol):
+class RunnerHost(Protocol):
     """Callbacks for the microbatches at this node's replica."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
@@ -330,7 +330,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         worker: WorkerThread,
         transport: Transport,
         codecs: LinkCodecs,
-        host: Host,
+        host: RunnerHost,
         clock: Clock,
     ) -> None:
         super().__init__(custody, Tick(), transport, clock, MAX_WAITING_MESSAGES)

@@ -47,7 +47,7 @@ class NodeRole(Protocol):
 
 
 class ReplicaHost:
-    """Reports a replica's microbatches to rounds, events and proofs (`node.pipeline.runner.Host`)."""
+    """Reports a replica's microbatches to rounds, events and proofs (`node.pipeline.runner.RunnerHost`)."""
 
     def __init__(self, context: ModuleContext, rounds: ModuleRounds) -> None:
         self._context = context

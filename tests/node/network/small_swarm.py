@@ -152,7 +152,7 @@ class Ends(PathEnds):
 
 @dataclass(eq=False)
 class CountedVisits:
-    """`node.pipeline.runner.Host` that keeps whose gradients count, whose were taken back, and the inner steps."""
+    """`node.pipeline.runner.RunnerHost` that keeps whose gradients count, whose were taken back and inner steps."""
 
     steps: list[StepFigures] = field(default_factory=list)
     counted: list[MicrobatchId] = field(default_factory=list)
