@@ -45,7 +45,7 @@ Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], P
 MAX_MICROBATCHES = 256
 
 
-class Departures:
+class Launches:
     """Launches microbatches of this data node. The worker keeps their texts until they end.
 
     `tells_labels`: hops learn the number of labels of a training microbatch.
@@ -59,7 +59,7 @@ class Departures:
         self._runner = runner
         self._sign = sign
 
-    def depart(
+    def launch(
         self, microbatch: MicrobatchId, text: Microbatch, path: Path, purpose: Purpose, lifetime_s: float
     ) -> None:
         self._worker.texts[microbatch] = text
@@ -82,7 +82,7 @@ class Departures:
         return text
 
 
-class StrandedOnPathError(Exception):
+class UndeliverableError(Exception):
     """An evaluated microbatch got stuck; another attempt may find another path."""
 
 
@@ -93,13 +93,13 @@ class Evaluator:
         self,
         own: PeerId,
         planner: Planner,
-        departures: Departures,
+        launches: Launches,
         clock: Clock,
         first_number: int,
     ) -> None:
         self._own = own
         self._planner = planner
-        self._departures = departures
+        self._launches = launches
         self._clock = clock
         self._next = first_number
         self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
@@ -115,7 +115,7 @@ class Evaluator:
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
         arrival = self._awaited.get(microbatch)
         if arrival is not None and not arrival.done():
-            arrival.set_exception(StrandedOnPathError(detail))
+            arrival.set_exception(UndeliverableError(detail))
 
     async def evaluate(self, texts: Sequence[Microbatch], stages: Sequence[int]) -> list[float]:
         """Returns each text's loss in nats per token on paths through `stages`. Trains nothing. Raises Unreachable."""
@@ -138,7 +138,7 @@ class Evaluator:
             try:
                 route = taken_route(text, self._planner, self._planner.open_modules(self._clock.monotonic())).value
                 return await self._send(text, route, stages, lifetime_s)
-            except (StrandedOnPathError, TimeoutError) as error:
+            except (UndeliverableError, TimeoutError) as error:
                 reason = str(error) or f"no loss returned within {lifetime_s:.0f} s"
         raise Unreachable(f"no path through the swarm could evaluate the held-out text: {reason}")
 
@@ -147,17 +147,17 @@ class Evaluator:
         self._next += 1
         plan = self._planner.plan_through(stages, route, {}, self._clock.monotonic())
         if isinstance(plan.value, NoReplica):
-            raise StrandedOnPathError(plan.reason)
+            raise UndeliverableError(plan.reason)
         arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._awaited[microbatch] = arrival
         try:
-            self._departures.depart(microbatch, text, plan.value, Purpose.EVALUATE, lifetime_s)
+            self._launches.launch(microbatch, text, plan.value, Purpose.EVALUATE, lifetime_s)
             async with asyncio.timeout(lifetime_s):
                 return await arrival
         finally:
             del self._awaited[microbatch]
             # Hops release the microbatch; a loss that arrives later is ignored.
-            self._departures.abandon(microbatch, "evaluated")
+            self._launches.abandon(microbatch, "evaluated")
 
 
 class HeldOut:

@@ -16,7 +16,7 @@ from node.observability.events import Abandoned, Completed, Note, Resumed, Step,
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
 from node.pipeline.runner import PathEnds
-from node.routing.evaluation import Departures, Evaluator
+from node.routing.evaluation import Evaluator, Launches
 from node.routing.window_finder import WindowFinder
 from swarm.experts.route_tally import MAX_ROUTES, RouteTally
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
@@ -84,7 +84,7 @@ class DataNode(PathEnds):
         planner: Planner,
         times: PathTimes,
         evaluator: Evaluator,
-        departures: Departures,
+        launches: Launches,
         texts: Texts,
         window: WindowFinder,
     ) -> None:
@@ -96,7 +96,7 @@ class DataNode(PathEnds):
         self._is_stopping = False
         self.sizes = times.sizes
         self._planner, self._times, self._evaluator = planner, times, evaluator
-        self._departures, self._reading = departures, training.reading
+        self._launches, self._reading = launches, training.reading
         self.window = window
         manifest = context.manifest
         self._round_microbatches = manifest.training.inner_steps * self.in_flight.rules.per_step
@@ -149,7 +149,7 @@ class DataNode(PathEnds):
         in_usual_ones = self.sizes.add(text.workload)
         self._times.launched(entry.microbatch, path, queue, now, in_usual_ones)
         log.debug("%s: %s", entry.microbatch, departure.reason)
-        self._departures.depart(entry.microbatch, text, path, Purpose.TRAIN, self._lifetime(path, in_usual_ones))
+        self._launches.launch(entry.microbatch, text, path, Purpose.TRAIN, self._lifetime(path, in_usual_ones))
         return True
 
     def _tell_who_is_missing(self) -> None:
@@ -181,7 +181,7 @@ class DataNode(PathEnds):
             self._evaluator.loss_known(microbatch, loss)
         else:
             self._times.turned(microbatch, self._clock.monotonic())
-            text = self._departures.text_of(microbatch)
+            text = self._launches.text_of(microbatch)
             loss = loss if text is None else text.per_label(loss)
             self.in_flight.returned(microbatch, path, loss)
             outlier = self._outliers_of(microbatch).returned(path, loss)
@@ -190,7 +190,7 @@ class DataNode(PathEnds):
 
     def _outliers_of(self, microbatch: MicrobatchId) -> LossOutliers:
         """Returns the outlier detector of the microbatch's route: other documents have other losses."""
-        text = self._departures.text_of(microbatch)
+        text = self._launches.text_of(microbatch)
         # Beyond the bound all routes share one detector.
         route = () if text is None or len(self._outliers) > MAX_ROUTES else text.route
         if route not in self._outliers:
@@ -204,7 +204,7 @@ class DataNode(PathEnds):
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self._times.completed(microbatch, self._clock.monotonic())
-        text = self._departures.end(microbatch)
+        text = self._launches.end(microbatch)
         if text is not None:
             self._reading.came_back(text)
         entry = self.in_flight.get(microbatch)
@@ -245,7 +245,7 @@ class DataNode(PathEnds):
             return
         self._times.lost(microbatch, self._clock.monotonic())
         entry = self.in_flight.abandon(microbatch)
-        text = self._departures.abandon(microbatch, detail)
+        text = self._launches.abandon(microbatch, detail)
         if entry is not None:
             self._abandoned(entry, text, detail)
         self._landed.set()

@@ -23,7 +23,7 @@ from node.observability.status import Account, PathStatus, RouteStatus, StagePri
 from node.pipeline.admission import path_rules
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker, host_stage_zero
-from node.routing.evaluation import Departures, Evaluator, HeldOut
+from node.routing.evaluation import Evaluator, HeldOut, Launches
 from node.routing.launcher import DataNode, Training
 from node.routing.window_finder import WindowFinder
 from node.runtime.resume import (
@@ -182,8 +182,8 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     async with module_rounds(context, replica, first) as rounds, AsyncExitStack() as stack:
         del first  # free the anchor; the rounds hold their own
         runner = microbatch_runner_for(context, worker, planner, link_codecs(context, worker), rounds)
-        departures = Departures(worker, runner, context.session.routes.signed, tells_labels=manifest.tells_labels)
-        evaluator = Evaluator(own.peer, planner, departures, clock, measured)
+        launches = Launches(worker, runner, context.session.routes.signed, tells_labels=manifest.tells_labels)
+        evaluator = Evaluator(own.peer, planner, launches, clock, measured)
         in_flight = InFlightTable(own.peer, rules, number, counts_of(position), worker.steps)
         reading = ReadingPosition(
             start, rules.per_step * (rules.staleness + 2) + max(rules.window, rules.most_by_staleness)
@@ -193,7 +193,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
             manifest, in_flight, membership, clock, asked=context.options.window, memory=allowance.slots
         )
         path_times = PathTimes(own.peer, times, membership.slots_of)
-        data_node = DataNode(context, training, planner, path_times, evaluator, departures, prefetcher, window)
+        data_node = DataNode(context, training, planner, path_times, evaluator, launches, prefetcher, window)
         held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)

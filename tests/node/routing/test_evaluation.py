@@ -14,7 +14,7 @@ from node.data.packing import Microbatch
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker
 from node.routing import evaluation
-from node.routing.evaluation import WINDOW, Departures, Evaluator
+from node.routing.evaluation import WINDOW, Evaluator, Launches
 from protocol.interfaces.clock import SystemClock
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody_events import Started
@@ -64,8 +64,8 @@ def evaluator_on(road: Road, served: Sequence[ModuleId] = (ModuleId(1),), expert
     for module in served:
         members.observe(announcement(str(module), module), now=0, wall=0)
     planner = Planner(PathRules(2, 1, experts=(1, experts)), members, MeasuredTimes(OWN, 1000))
-    departures = Departures(cast(DataWorker, road), cast(MicrobatchRunner, road), unsigned)
-    return Evaluator(OWN, planner, departures, SystemClock(), 2**47)
+    launches = Launches(cast(DataWorker, road), cast(MicrobatchRunner, road), unsigned)
+    return Evaluator(OWN, planner, launches, SystemClock(), 2**47)
 
 
 def texts(count: int) -> list[Microbatch]:
