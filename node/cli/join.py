@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import LinkFile, link_in, with_options
+from node.cli.options import LinkFile, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, harmless
@@ -23,7 +23,6 @@ from node.context.options import NodeOptions, setting, variable
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from node.context.options import NodeOptions
     from node.data.local_paths import LocalPaths
     from protocol.manifest.join_link import JoinLink
     from protocol.manifest.manifest import Manifest, StagesSection
@@ -195,6 +194,8 @@ async def _join(options: NodeOptions) -> int:
 
 
 def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
+    from protocol.manifest.join_link import link_in
+
     if (link := link_in(target)) is not None:
         return link, None
     path = Path(target)

@@ -17,7 +17,7 @@ from node.observability.events import Event, EventSink, NodeStatus
 from swarm.vocabulary.types import MAX_VISIT_RATIO
 
 if TYPE_CHECKING:
-    from protocol.manifest.join_link import JoinLink
+    pass
 
 
 VisitedPerPath: Final[Any] = typer.Option(
@@ -44,7 +44,6 @@ MomentsChoice: Final[Any] = typer.Option(
 log = logging.getLogger(__name__)
 
 # A longer file is no join link and may be large.
-_LONGEST_BYTES: Final = 10_000
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:
@@ -65,20 +64,6 @@ def with_options(*tables: type) -> Callable[[Any], Any]:
         return command
 
     return added
-
-
-def link_in(text: str) -> JoinLink | None:
-    """Parses the join link in `text` or in the file that it names; None if neither. Raises ConfigError."""
-    from protocol.manifest.join_link import is_link, parse_link
-
-    if is_link(text):
-        return parse_link(text)
-    try:
-        with Path(text).open("rb") as file:
-            inside = file.read(_LONGEST_BYTES).decode(errors="replace")
-    except (OSError, ValueError):  # ValueError: not a path, for example a zero byte
-        return None
-    return parse_link(inside) if is_link(inside) else None
 
 
 class LinkFile:

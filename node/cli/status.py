@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from node.cli.options import StagesPerPath, link_in
+from node.cli.options import StagesPerPath
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.status_view import status_views
 from node.cli.views.text import count, loss_text, path_text, sizes_text
@@ -26,7 +26,7 @@ def status(
 ) -> None:
     """Show a swarm's stages, replicas, throughput, loss and paths."""
     announce("skipstone status: asking the swarm", as_json=json)
-    from protocol.manifest.join_link import parse_link
+    from protocol.manifest.join_link import link_in, parse_link
 
     where = link_in(link) or parse_link(link)
     from node.network.client import query_status
@@ -60,11 +60,10 @@ def evaluate(
         raise typer.BadParameter("needs --stages-per-path", param_hint="--every-subset")
     from node.data.local_paths import LocalPathOptions
     from node.network.loss_report import AskedPaths
-    from protocol.manifest.join_link import is_link, parse_link
+    from protocol.manifest.join_link import link_in
 
     paths = AskedPaths(stages_per_path, every_subset)
-    if is_link(target):
-        link = parse_link(target)  # reject a bad link before slow imports
+    if (link := link_in(target)) is not None:  # before slow imports
         from node.network.client import query_evaluation
 
         answer = run_loop(query_evaluation(link, microbatches, paths))

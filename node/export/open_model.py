@@ -23,7 +23,7 @@ from node.experts.router import Router, load_router
 from node.export.hugging_face import TOKENIZER
 from node.export.source import ExportedSource, ModuleSource, Parameters, RoutedModel, is_exported, routed_model
 from node.network.loss_report import WHOLE_MODEL, AskedPaths, held_out_loss, loss_report
-from protocol.manifest.join_link import is_link, parse_link
+from protocol.manifest.join_link import link_in
 from protocol.manifest.signing import SignedManifest
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import ModuleId, Reasoned
@@ -94,10 +94,10 @@ async def open_model(
     local_path_options: LocalPathOptions = NO_LOCAL_PATHS,
 ) -> AsyncIterator[OpenedModel]:
     """Opens a folder, or the link of a running swarm for the length of the block. Raises SkipstoneError."""
-    if is_link(target):
+    if (link := link_in(target)) is not None:
         from node.export.swarm_source import open_swarm  # imports the network code, which folders do not need
 
-        async with open_swarm(parse_link(target), on_progress) as source:
+        async with open_swarm(link, on_progress) as source:
             yield OpenedModel(source, local_path_options)
         return
     yield await asyncio.to_thread(_open_folder, target, local_path_options)
@@ -109,7 +109,7 @@ def _open_folder(target: str, local_path_options: LocalPathOptions) -> OpenedMod
         raise ConfigError(
             f"{target!r} is not a join link, a checkpoint or an exported folder",
             hint=(
-                "Links start with `skipstone:`. Write checkpoints with --save DIR, and exported folders "
+                "Links start with `skipstone:`. Write checkpoints with --checkpoint-dir, and exported folders "
                 "with `skipstone export`."
             ),
         )

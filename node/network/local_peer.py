@@ -80,7 +80,7 @@ class LocalPeer:
             relay=self.relay,
             memory_bytes=self.memory_bytes,
             device_bytes=self.device_bytes,
-            visits=self.visits(),
+            visits=() if self.state is PeerState.VISITING else self.visits(),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from protocol.identity.keys import public_key_of
@@ -50,6 +51,18 @@ class JoinLink:
 def is_link(text: str) -> bool:
     """Whether the text looks like a join link; it may still be malformed."""
     return text.strip().startswith(_SCHEME)
+
+
+def link_in(text: str) -> JoinLink | None:
+    """Parses the join link in `text` or in the file that it names; None if neither. Raises ConfigError."""
+    if is_link(text):
+        return parse_link(text)
+    try:
+        with Path(text).open("rb") as file:
+            inside = file.read(MAX_LINK_CHARACTERS + 2).decode(errors="replace")
+    except (OSError, ValueError):  # ValueError: not a path, for example a zero byte
+        return None
+    return parse_link(inside) if is_link(inside) else None
 
 
 def parse_link(text: str) -> JoinLink:

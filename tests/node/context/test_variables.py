@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from node.__main__ import app
-from node.cli.options import LinkFile, link_in
+from node.cli.options import LinkFile
 from node.context.options import (
     SETTINGS,
     VARIABLES,
@@ -32,7 +32,7 @@ from node.network.reach_status import ReachMode
 from node.network.session import Whereabouts
 from node.observability.events import EventSink, NodeStatus
 from node.observability.status import SwarmStatus
-from protocol.manifest.join_link import parse_link
+from protocol.manifest.join_link import link_in, parse_link
 from swarm.vocabulary.errors import ConfigError
 from tests.kit.events import KeptEvents
 from tests.node.small_manifest import small_manifest

@@ -319,6 +319,14 @@ def test_a_clock_that_is_set_changes_the_expiry_and_not_the_order(step_s: float)
     assert 0 < after.expires_at - clock.wall() <= MAX_LIFETIME_S
 
 
+def test_a_data_node_that_leaves_announces_no_visits() -> None:
+    own = state(ManualClock())
+    own.state, own.module, own.visits = PeerState.SERVING, ModuleId(0), lambda: (3, 4)
+    assert own.announcement().visits == (3, 4)
+    own.state = PeerState.VISITING
+    assert own.announcement().visits == (), "only a data node launches visits"
+
+
 def test_a_machine_that_thinks_it_is_1969_says_something_that_can_be_said() -> None:
     clock = ManualClock(set_by_s=-1_000_100.0 - 86_400.0)
     own = state(clock)
