@@ -21,8 +21,8 @@ from node.routing.window_finder import WindowFinder
 from swarm.experts.route_tally import MAX_ROUTES, RouteTally
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.in_flight import Flight, Flights
-from swarm.routing.departure_line import DepartureLine
 from swarm.routing.latency_attribution import PathTimes
+from swarm.routing.launch_queue import LaunchQueue
 from swarm.routing.loss_outliers import LossOutliers, Outlier
 from swarm.routing.planner import Planner, in_flight_by_peer
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
@@ -104,7 +104,7 @@ class DataNode(PathEnds):
         self._events = given.events
         self._packs_documents = manifest.packs_documents
         self._on_finished = given.finished
-        self._line = DepartureLine(planner, texts.ready, training.reading.drawn, self.flights.next_number)
+        self._queue = LaunchQueue(planner, texts.ready, training.reading.drawn, self.flights.next_number)
         self._missing: dict[ModuleId, str] = {}
         """Unserved modules, with the consequence that was reported."""
         self._wake = asyncio.Event()
@@ -140,15 +140,15 @@ class DataNode(PathEnds):
         """Launches the next microbatch; False if it has no path or no text now."""
         now = self._clock.monotonic()
         queue = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
-        departure = self._line.next(self.flights.next_number, queue, now)
-        if departure is None:
+        launch = self._queue.next(self.flights.next_number, queue, now)
+        if launch is None:
             return False
-        text, path = departure.text, departure.path
+        text, path = launch.text, launch.path
         flight = self.flights.start(path, now, text.size, text.scored)
         self._reading.sent(text, flight.microbatch)
         in_usual_ones = self.sizes.add(text.workload)
         self._times.launched(flight.microbatch, path, queue, now, in_usual_ones)
-        log.debug("%s: %s", flight.microbatch, departure.reason)
+        log.debug("%s: %s", flight.microbatch, launch.reason)
         self._departures.depart(flight.microbatch, text, path, Purpose.TRAIN, self._lifetime(path, in_usual_ones))
         return True
 
@@ -180,7 +180,7 @@ class DataNode(PathEnds):
         if purpose is Purpose.EVALUATE:
             self._evaluator.loss_known(microbatch, loss)
         else:
-            self._times.turned(microbatch, self._clock.monotonic())
+            self._times.loss_known(microbatch, self._clock.monotonic())
             text = self._departures.text_of(microbatch)
             loss = loss if text is None else text.per_label(loss)
             self.flights.returned(microbatch, path, loss)
@@ -273,6 +273,6 @@ class DataNode(PathEnds):
             return
         # Without a loss, no stage has learnt from the text, so launch it again.
         if flight.loss is None:
-            self._line.sets_out_again(text)
+            self._queue.retry(text)
         else:
             self._reading.dropped(text)
