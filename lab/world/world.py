@@ -66,10 +66,6 @@ CONTROL_S = 0.3
 """Longest one-way time of a small message, in seconds: between antipodes, on a loaded link."""
 
 
-def never() -> bool:
-    return False
-
-
 class VirtualTime:
     """Event queue; events at equal times run in the order in which they were added."""
 
@@ -82,7 +78,7 @@ class VirtualTime:
         """Schedules a call."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), what))
 
-    def run_until(self, end: float, enough: Callable[[], bool] = never) -> None:
+    def run_until(self, end: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Runs events until the time `end`, or until `enough` returns true."""
         while self._queue and self._queue[0][0] <= end and not enough():
             self.now, _, what = heapq.heappop(self._queue)
@@ -226,8 +222,6 @@ class DataNode:
         """Records the path whose gradients count."""
         self.world.ledger.completed[flight.microbatch] = path
         self.world.ledger.repaired_at.update(repaired_positions(self.planned.pop(flight.microbatch), path))
-        if self._swarm is not None:
-            self._swarm.ended(flight.microbatch, path)
 
     def abandoned(self, flight: Flight) -> None:
         """Records a lost microbatch."""
@@ -406,8 +400,7 @@ class Peer:
         # A task that is forgotten before its turn still takes its time, but has no result.
         ticket = self._tickets.setdefault(action.key, next(self._next_ticket))
         self.later(
-            action.work,
-            lambda seconds: self.computed(action, seconds, known=self._tickets.get(action.key) == ticket),
+            action.work, lambda seconds: self.computed(action, seconds, known=self._tickets.get(action.key) == ticket)
         )
 
     def later(self, work: Work, done: Callable[[float], None]) -> None:

@@ -59,7 +59,7 @@ LAN_BYTES_PER_S = (1e9 / 8, 2.5e9 / 8, 10e9 / 8)
 
 def problem(seed: int) -> Instance:
     """Returns a problem in which every stage can be visited equally often within a step."""
-    rng = random.Random(seed)  # noqa: S311 - a repeatable world, not a secret
+    rng = random.Random(seed)
     while True:
         instance = _drawn(f"problem-{seed}", rng)
         if instance.microbatches * len(instance.stages[0]) * instance.rules.per_path % instance.rules.skippable == 0:

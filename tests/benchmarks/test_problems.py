@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lab.world import problems
-from lab.world.problems import problem
+from benchmarks import problems
+from benchmarks.problems import problem
 
 SEEDS = range(40)
 
