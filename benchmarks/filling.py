@@ -72,7 +72,7 @@ class Setting:
 
 
 class EmulatedPipeline:
-    """Machines and links; see `lab.world.world.Ground`."""
+    """Machines and links; see `lab.world.world.Environment`."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
 from benchmarks.kit import all_serve, emulated, median, rounded, tell
+from benchmarks.problems import problem
 from lab.simulate import Simulated, read_instance, simulated
 from lab.world.arms import OURS, RULES, SWARM
-from lab.world.problems import problem
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, assign_modules
 from protocol.manifest.manifest import Manifest

@@ -35,9 +35,8 @@ from benchmarks.kit import Solo, curve_of, medians, reached, run_of, size_of, so
 from node.pipeline.admission import path_rules
 from node.solo.trainer import ChooseStages, planned_stages
 from protocol.manifest.manifest import Manifest
-from swarm.routing.path_rules import PathRules
+from swarm.routing.path_rules import PathRules, ring_of_subsets, spread_stages
 from swarm.routing.prices import visit_shares
-from swarm.routing.stage_balance import all_stages, ring_of_subsets, spread_stages
 
 STAGES: Final = 12
 HALF: Final = PathRules(STAGES, STAGES // 2 - 1)
@@ -116,7 +115,7 @@ ARMS: Final[dict[str, tuple[int, Callable[[Manifest], ChooseStages]]]] = {
 
 def random_parts(seed: int) -> list[tuple[int, ...]]:
     generator = Random(seed)
-    return [tuple(sorted(generator.sample(all_stages(STAGES), HALF.per_path))) for _ in range(RANDOM_PARTS)]
+    return [tuple(sorted(generator.sample(range(1, STAGES), HALF.per_path))) for _ in range(RANDOM_PARTS)]
 
 
 def at_equal_tokens(task: Task, seed: int, name: str) -> dict[str, Any]:

@@ -1,15 +1,8 @@
 """The audit of a run's event logs, for `skipstone check`: do the reports of all nodes add up?
 
-Exactly once: each completed microbatch counts once at every stage of its final path, over all replicas, and nowhere
-else. A Retracted cancels the same replica's Visit before it. A missing visit is tolerated, and counted, if the replica
-or the data node was killed.
-
-Anchors: within one log the round of a peer and module never falls. Two digests of one (module, round) are a fork, as a
-partition can cause. It has healed if all peers of the other sides joined one side: a later `caught_up` or `restored`,
-or any entry after a restart, names a (round, digest) that this side has held since. Killed peers, and peers that moved
-or stopped before they served, need not join. Replicas that leave within END_MS of the last one must hold the same
-anchor. One round behind is allowed, since a replica may leave while a round is applied.
-
+Visits: a completed microbatch counts once at every stage of its final path; a killed peer may lack visits.
+Anchors: rounds never fall within a log. Two digests of a round are a fork, as after a partition, which must heal: all
+other peers join one side. Replicas that leave together hold the same anchor, or the one before.
 Tokens: they count when their microbatch is completed, and steps have no gaps.
 """
 
@@ -352,7 +345,10 @@ class RoundCheck(LogCheck):
     def _not_joined(
         self, module: str, digest: str, sides: dict[str, dict[str, int]], histories: dict[str, History]
     ) -> list[str]:
-        """Returns the peers that did not join the side of `digest`."""
+        """Returns the peers that did not join the side of `digest`: never held or fetched an anchor of its lineage.
+
+        Killed peers, and peers that moved or stopped before they served, need not join.
+        """
         lineage = {held.anchor for peer, at in sides[digest].items() for held in histories[peer][at:]}
         apart = []
         for other, peers in sides.items():

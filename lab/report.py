@@ -202,10 +202,8 @@ def draw(folder: Path, outcome: Outcome) -> tuple[str, ...]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            "no plots: matplotlib is not installed",
-            hint='Run `pip install "skipstone[plot]"`.',
-        ) from None
+        hint = 'Run `pip install "skipstone[plot]"`.'
+        raise ConfigError("no plots: matplotlib is not installed", hint=hint) from None
     runs: Runs = {run.scenario.name: run.rows for run in (outcome, outcome.undisturbed) if run is not None}
     plots: dict[str, Callable[[Any], None]] = {
         "loss_over_time.png": lambda axes: _lines(axes, runs, "at", "loss", "seconds", "loss"),

@@ -321,7 +321,8 @@ class Experiment:
     async def _one(self, scenario: Scenario, text: str, folder: Path, *, compare: bool) -> Result:
         # Refuse a used folder before the swarm starts.
         make_folder(folder, text)
-        outcome = await self._carry_out(Run(scenario, folder, self.tell, self.stop))
+        self._running = Run(scenario, folder, self.tell, self.stop)
+        outcome = await self._running.to_the_end()
         if compare and not self.stop.is_set():
             outcome = replace(outcome, undisturbed=await self._undisturbed(outcome, folder / UNDISTURBED))
         try:
@@ -336,13 +337,9 @@ class Experiment:
         self.tell(f"{without.name}: starting the swarm")
         make_folder(folder)
         longest_s = LONGEST_CALM * outcome.seconds + 60.0
-        run = Run(without, folder, self.tell, self.stop, longest_s=longest_s, tokens=outcome.tokens)
-        calm = await self._carry_out(run)
+        self._running = Run(without, folder, self.tell, self.stop, longest_s=longest_s, tokens=outcome.tokens)
+        calm = await self._running.to_the_end()
         return calm if calm.tokens >= outcome.tokens else None
-
-    async def _carry_out(self, run: Run) -> Outcome:
-        self._running = run
-        return await run.to_the_end()
 
 
 def make_folder(folder: Path, scenario: str | None = None) -> None:

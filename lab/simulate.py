@@ -111,7 +111,7 @@ def simulated(
         repaired=done.repaired,
         duplicated=done.duplicated,
         alive_share=done.alive_share,
-        planning_cpu_seconds=done.planning_cpu_s / len(problem.costs.data_nodes),
+        planning_cpu_seconds=done.planning_cpu_s / len(problem.stages[0]),
         planning_cpu_ms_per_launch=1e3 * done.planning_cpu_s / max(1, done.launched),
     )
 
@@ -130,8 +130,8 @@ def read_schedule(path: Path, problem: Instance) -> dict[PeerId, list[PeerRoute]
     """
     from lab.world.instance import peer_of
 
-    stage_of = problem.costs.stage_of()
-    routes: dict[PeerId, list[PeerRoute]] = {peer: [] for peer in problem.costs.data_nodes}
+    stage_of = {peer: stage for stage, peers in enumerate(problem.stages) for peer in peers}
+    routes: dict[PeerId, list[PeerRoute]] = {peer: [] for peer in problem.stages[0]}
     try:
         for path_of_one in _read_json(path)["paths"]:
             data_node, peers = peer_of(int(path_of_one["data_node"])), path_of_one["peers"]

@@ -218,10 +218,6 @@ class Emulation:
             self._members[member] = _Access(site)
         self._notify()
 
-    def reshape(self, member: int, shape: LinkShape) -> None:
-        """Gives a member another link in the same region."""
-        self.place(member, Site(shape, self._members[member].site.region))
-
     def partition(self, sides: Sequence[Sequence[int]]) -> None:
         """Silently separates the sides. Members of no side reach everyone."""
         self._sides = {member: side for side, members in enumerate(sides) for member in members}

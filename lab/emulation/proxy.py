@@ -87,17 +87,14 @@ class Callers:
 
 def descendants(roots: set[int]) -> Iterator[tuple[int, int]]:
     """Yields all living descendants of `roots`, and the roots themselves, as (root, process)."""
-    parents = {pid: parent for pid in _processes() if (parent := _parent(pid)) is not None}
+    processes = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    parents = {pid: parent for pid in processes if (parent := _parent(pid)) is not None}
     for pid in parents:
         ancestor: int | None = pid
         while ancestor is not None and ancestor not in roots:
             ancestor = parents.get(ancestor)
         if ancestor is not None:
             yield ancestor, pid
-
-
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def _parent(pid: int) -> int | None:

@@ -1,1 +1,1 @@
-"""Swarms in virtual time, made of the very machines that the node runs. Pure and seeded."""
+"""Swarms in virtual time that run the node's own decision code. Pure and seeded."""

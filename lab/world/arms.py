@@ -1,7 +1,4 @@
-"""Ways to choose paths that are compared: the node's own, SWARM's rule, greedy earliest finish, and a given schedule.
-
-Only the choice of a microbatch's path differs: repair in flight, windows and everything else are the node's own.
-"""
+"""Path planners to compare: the node's own, SWARM's rule (arXiv 2301.11913), greedy earliest finish, and a schedule."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from swarm.membership.membership import Membership
 from swarm.routing.cost_model import PeerRoute
 from swarm.routing.measured_times import MeasuredTimes
-from swarm.routing.path_rules import PathRules
+from swarm.routing.path_rules import PathRules, ring_stages
 from swarm.routing.planner import NoReplica, Planner
-from swarm.routing.stage_balance import ring_stages
 from swarm.vocabulary.pipeline_messages import Direction, Receipt
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned, Route
 
@@ -25,44 +22,45 @@ OURS, SWARM, GREEDY = "ours", "swarm", "greedy"
 RULES: Final = (OURS, SWARM, GREEDY)
 NEW_SAMPLE_WEIGHT: Final = 0.1
 WORK: Final = {Direction.FORWARD: 1.0, Direction.BACKWARD: 2.5}
-"""Work of a microbatch at one peer, in forward passes."""
+"""Work of each pass, in forward passes."""
 WHOLE_VISIT: Final = sum(WORK.values())
-MAX_JOURNEYS: Final = 1024
+MAX_TRACES: Final = 1024
 
 PlannerOf = Callable[[PathRules, Membership, MeasuredTimes], Planner]
 
 
 def planner_of(arm: str, seed: int, tokens: int, schedule: Mapping[PeerId, Sequence[PeerRoute]] | None) -> PlannerOf:
-    """Makes the planners of an arm.
+    """Returns a function that makes an arm's planners.
 
     Args:
-        tokens: of a microbatch.
-        schedule: what is replayed, instead of an arm.
+        tokens: tokens per microbatch.
+        schedule: routes of each data node to replay instead of an arm.
     """
     if schedule is not None:
         return lambda rules, members, times: ReplayPlanner(rules, members, times, schedule[members.own])
     if arm == SWARM:
-        return lambda rules, members, times: SwarmPlanner(rules, members, times, tokens, _chance(seed, members.own))
+        return lambda rules, members, times: SwarmPlanner(
+            rules,
+            members,
+            times,
+            tokens,
+            random.Random(f"{seed} {members.own}"),  # noqa: S311 - a repeatable world
+        )
     return GreedyPlanner if arm == GREEDY else Planner
 
 
-def _chance(seed: int, own: PeerId) -> random.Random:
-    return random.Random(f"{seed} {own}")  # noqa: S311 - a repeatable world, not a secret
-
-
 class RulePlanner(Planner, ABC):
-    """A planner without prices: the stages are those of the ring, the peers are chosen by `_route`."""
+    """A planner without prices: stages rotate like a ring, and `_route` chooses the peers."""
 
     def __init__(self, rules: PathRules, membership: Membership, times: MeasuredTimes) -> None:
         super().__init__(rules, membership, times)
-        self._view, self._book = membership, times
-        self.chosen: Path | None = None
-        """The last path."""
+        self._view, self._measured = membership, times
+        self.chosen: Path | None = None  # The last path
 
     def plan(
         self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """As the planner's own. `route` is empty: runs with experts have no rule but the node's."""
+        """Plans like `Planner.plan`. `route` is empty: only the node's own planner supports experts."""
         stages = ring_stages(self.rules, number)
         missing = tuple(m for m in map(ModuleId, stages) if not self._view.replicas(m, now))
         if missing:
@@ -73,33 +71,34 @@ class RulePlanner(Planner, ABC):
 
     @abstractmethod
     def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> PeerRoute:
-        """A peer for each stage, which all have some."""
+        """Returns a peer for each stage; each stage has at least one."""
 
 
 class GreedyPlanner(RulePlanner):
-    """The route with the least links and service times, a peer's service once more for each own microbatch there."""
+    """Minimizes links plus service times, where each of our microbatches at a peer adds its service time."""
 
     def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> PeerRoute:
-        costs = self._book.costs([self._view.replicas(ModuleId(stage), now) for stage in range(1, self.rules.stages)])
+        replicas = {stage: self._view.replicas(ModuleId(stage), now) for stage in stages}
+        costs = self._measured.costs(list(chain.from_iterable(replicas.values())))
         ends: list[tuple[float, PeerRoute]] = [(0.0, (self._view.own,))]
         for stage in stages:
             ends = [
                 min(
                     (
                         cost
-                        + 2 * costs.message_s[way[-1]][peer]
+                        + 2 * costs.message_s[before[-1]][peer]
                         + costs.service_s(peer) * (1 + in_flight.get(peer, 0)),
-                        (*way, peer),
+                        (*before, peer),
                     )
-                    for cost, way in ends
+                    for cost, before in ends
                 )
-                for peer in costs.stages[stage]
+                for peer in (announcement.peer for announcement in replicas[stage])
             ]
-        return min((cost + 2 * costs.message_s[way[-1]][self._view.own], way) for cost, way in ends)[1][1:]
+        return min((cost + 2 * costs.message_s[before[-1]][self._view.own], before) for cost, before in ends)[1][1:]
 
 
 class ReplayPlanner(Planner):
-    """Takes the routes of a schedule in turn, whatever is measured."""
+    """Replays the routes of a schedule in turn."""
 
     def __init__(
         self, rules: PathRules, membership: Membership, times: MeasuredTimes, routes: Sequence[PeerRoute]
@@ -110,7 +109,7 @@ class ReplayPlanner(Planner):
     def plan(
         self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """As the planner's own. A peer that is gone is replaced by the first to finish."""
+        """Plans like `Planner.plan`. An unreachable peer is replaced by the replica that should finish first."""
         hops = list[Hop]()
         for peer in self._routes[number % len(self._routes)]:
             known = self._view.get(peer)
@@ -125,11 +124,7 @@ class ReplayPlanner(Planner):
 
 
 class SwarmPlanner(RulePlanner):
-    """SWARM's rule: the peer of each stage whose turn it is by virtual time. Its owner reports to `rule`.
-
-    Args:
-        tokens: of a microbatch.
-    """
+    """Planner by SWARM's rule. The owner reports launches and receipts to `rule`."""
 
     def __init__(
         self, rules: PathRules, membership: Membership, times: MeasuredTimes, tokens: int, chance: random.Random
@@ -138,28 +133,24 @@ class SwarmPlanner(RulePlanner):
         self._tokens, self.rule = tokens, SwarmRule(chance)
 
     def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> PeerRoute:
-        return tuple(self._choose(ModuleId(stage), now) for stage in stages)
-
-    def _choose(self, module: ModuleId, now: float) -> PeerId:
-        speeds = {a.peer: a.tokens_per_second for a in self._view.replicas(module, now)}
-        announced_s = {peer: self._tokens / speed if speed else 0.0 for peer, speed in speeds.items()}
-        peer = self.rule.choose(module, announced_s)
-        assert peer is not None
-        return peer
+        route: PeerRoute = ()
+        for module in map(ModuleId, stages):
+            speeds = {a.peer: a.tokens_per_second for a in self._view.replicas(module, now)}
+            announced_s = {peer: self._tokens / speed if speed else 0.0 for peer, speed in speeds.items()}
+            route = (*route, self.rule.choose(module, announced_s))
+        return route
 
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds that one peer takes for one unit of work."""
+    """Mean seconds that one peer takes for a forward pass."""
 
-    last: float = 0.0
-    """When its last task ended."""
+    last: float = 0.0  # End of its last task
     _average: float = 0.0
-    _weight: float = 0.0
-    """Of all samples so far in the average; the rest is still the zero it began with."""
+    _weight: float = 0.0  # Weight of all samples in the average; the rest is the initial zero
 
     def ended(self, began: float, now: float, work: float) -> None:
-        """It has done a task that was given to it at `began`."""
+        """Adds a task that the peer received at `began`."""
         seconds = max(0.0, now - max(began, self.last))
         self._average += NEW_SAMPLE_WEIGHT * (seconds / work - self._average)
         self._weight += NEW_SAMPLE_WEIGHT * (1.0 - self._weight)
@@ -167,20 +158,19 @@ class Pace:
 
     @property
     def seconds(self) -> float | None:
-        """None before the first sample."""
+        """The mean, or None before the first sample."""
         return self._average / self._weight if self._weight else None
 
 
 @dataclass(slots=True)
-class _Journey:
+class _Trace:
     path: Path
-    last: float
-    """When the peer before was done with it."""
+    last: float  # End of the previous visit
     passed: set[tuple[Direction, int]] = field(default_factory=set)
 
 
 class SwarmRule:
-    """One data node's choices.
+    """SWARM's choice of one data node: of each module the replica with the smallest virtual time.
 
     Args:
         chance: breaks ties.
@@ -191,15 +181,14 @@ class SwarmRule:
         self._queues: dict[ModuleId, dict[PeerId, tuple[float, float]]] = {}
         self._paces: dict[PeerId, Pace] = {}
         self._announced_s: dict[PeerId, float] = {}
-        self._journeys: OrderedDict[MicrobatchId, _Journey] = OrderedDict()
-        self.samples = 0
-        """Ways, out or back, that were measured so far."""
+        self._traces: OrderedDict[MicrobatchId, _Trace] = OrderedDict()
+        self.samples = 0  # Measured passes
 
-    def choose(self, module: ModuleId, announced_s: Mapping[PeerId, float]) -> PeerId | None:
-        """The peer whose turn it is; None if there is none. Nothing is charged until the microbatch is `launched`.
+    def choose(self, module: ModuleId, announced_s: Mapping[PeerId, float]) -> PeerId:
+        """Returns the replica to use next, without a charge before `launched`.
 
         Args:
-            announced_s: seconds of a whole visit by each peer that serves the module now, as it says itself.
+            announced_s: announced seconds of a whole visit to each replica of the module; not empty.
         """
         queue = {peer: turn for peer, turn in self._queues.get(module, {}).items() if peer in announced_s}
         start = min((time for time, _ in queue.values()), default=0.0)
@@ -207,20 +196,20 @@ class SwarmRule:
             queue.setdefault(peer, (start, self._chance.random()))
         self._queues[module] = queue
         self._announced_s.update(announced_s)
-        return min(queue, key=lambda peer: queue[peer], default=None)
+        return min(queue, key=lambda peer: queue[peer])
 
     def expected_s(self, peer: PeerId) -> float:
-        """Of a whole visit."""
+        """Returns the seconds of a whole visit, measured if possible."""
         pace = self._paces.get(peer)
         if pace is None or pace.seconds is None:
             return self._announced_s.get(peer, 0.0)
         return WHOLE_VISIT * pace.seconds
 
     def launched(self, microbatch: MicrobatchId, path: Path, now: float) -> None:
-        """A microbatch sets out: its peers' next turns come later."""
-        self._journeys[microbatch] = _Journey(path, now)
-        while len(self._journeys) > MAX_JOURNEYS:
-            self._journeys.popitem(last=False)
+        """Advances the virtual time of the path's peers."""
+        self._traces[microbatch] = _Trace(path, now)
+        while len(self._traces) > MAX_TRACES:
+            self._traces.popitem(last=False)
         for hop in path.hops:
             queue = self._queues.get(hop.module, {})
             if hop.peer in queue:
@@ -228,23 +217,22 @@ class SwarmRule:
                 queue[hop.peer] = (time + self.expected_s(hop.peer), self._chance.random())
 
     def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
-        """`sender` has passed a microbatch on. Repeated receipts count once."""
-        journey = self._journeys.get(receipt.microbatch)
+        """Measures a visit by its receipt. Repeated receipts count once."""
+        trace = self._traces.get(receipt.microbatch)
         mark = (receipt.direction, receipt.position)
-        if journey is None or mark in journey.passed or not -1 <= receipt.position <= len(journey.path.hops):
+        if trace is None or mark in trace.passed or not -1 <= receipt.position <= len(trace.path.hops):
             return
-        journey.passed.add(mark)
-        began, journey.last = journey.last, now
-        if 0 <= receipt.position < len(journey.path.hops):
+        trace.passed.add(mark)
+        began, trace.last = trace.last, now
+        if 0 <= receipt.position < len(trace.path.hops):
             self._paces.setdefault(sender, Pace()).ended(began, now, WORK[receipt.direction])
             self.samples += 1
 
     def visits(self) -> int:
-        """How many visits were measured so far."""
+        """Returns the number of measured visits."""
         return self.samples // len(WORK)
 
     def ended(self, microbatch: MicrobatchId, path: Path | None) -> None:
-        """It has come home, or never will (`path` is None). One that is home is kept for a while: the last receipts of
-        the way back come a link's delay later."""
+        """Drops a lost microbatch (`path` is None). A completed one stays, because its last receipts arrive later."""
         if path is None:
-            self._journeys.pop(microbatch, None)
+            self._traces.pop(microbatch, None)

@@ -1,6 +1,6 @@
-"""A swarm in virtual time of the machines that the node runs: custody, planner, membership, flights, compute queue.
+"""A swarm in virtual time with the node's own custody, planner, membership and launch window.
 
-Only computing and sending are delays, as an instance or a setting gives them. One process, seeded.
+Computing and sending are delays, which an `Environment` supplies. Seeded, in one process.
 """
 
 from __future__ import annotations
@@ -63,16 +63,11 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, PeerSta
 
 Thunk = Callable[[], None]
 CONTROL_S = 0.3
-"""One way for a small message, when not measured: over the longest way round the earth, on a loaded link."""
-
-
-def never() -> bool:
-    """Run to the end."""
-    return False
+"""Longest one-way time of a small message, in seconds: between antipodes, on a loaded link."""
 
 
 class VirtualTime:
-    """A queue of what happens when. Equal times happen in the order they were asked for."""
+    """Event queue; events at equal times run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -80,11 +75,11 @@ class VirtualTime:
         self._order = itertools.count()
 
     def after(self, delay_s: float, what: Thunk) -> None:
-        """Has it happen so many seconds from now."""
+        """Schedules a call."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), what))
 
-    def run_until(self, end: float, enough: Callable[[], bool] = never) -> None:
-        """Lets time pass up to `end`, or until there is enough."""
+    def run_until(self, end: float, enough: Callable[[], bool] = lambda: False) -> None:
+        """Runs events until the time `end`, or until `enough` returns true."""
         while self._queue and self._queue[0][0] <= end and not enough():
             self.now, _, what = heapq.heappop(self._queue)
             what()
@@ -94,7 +89,7 @@ class VirtualTime:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A tensor whose header has been admitted and whose body is under way."""
+    """A tensor with an admitted header, whose body is in transit."""
 
     sender: Peer
     receiver: Peer
@@ -102,10 +97,10 @@ class Transfer:
 
 
 class Links:
-    """One stream for each pair of peers: first in, first out, until it is cut. Then what was under way is lost.
+    """FIFO links between pairs of peers. A cut loses everything in transit.
 
     Args:
-        message_s: how long a small message takes from one peer to another.
+        message_s: returns the seconds of a small message from one peer to another.
     """
 
     def __init__(self, time: VirtualTime, message_s: Callable[[PeerId, PeerId], float]) -> None:
@@ -115,11 +110,11 @@ class Links:
         self.transfers: defaultdict[frozenset[PeerId], list[Transfer]] = defaultdict(list)
 
     def cuts(self, one: PeerId, other: PeerId) -> int:
-        """How often this link has been cut: two equal answers mean that it stood all the time between."""
+        """Returns the number of cuts of a link so far."""
         return self._cuts[frozenset((one, other))]
 
     def deliver(self, sender: PeerId, to: PeerId, what: Thunk) -> None:
-        """Has it happen when a message that is sent now arrives, if the link stands until then."""
+        """Schedules a call when a message sent now arrives, unless the link is cut before."""
         arrival = self._time.now + self._message_s(sender, to)
         arrival = max(arrival, self._last_arrival.get((sender, to), 0.0))
         self._last_arrival[sender, to] = arrival
@@ -127,7 +122,7 @@ class Links:
         self._time.after(arrival - self._time.now, lambda: what() if self.cuts(sender, to) == cuts else None)
 
     def cut(self, one: PeerId, other: PeerId) -> list[Transfer]:
-        """Loses all that is under way; returns the tensors that were half received."""
+        """Cuts a link. Returns the tensors whose bodies were in transit."""
         pair = frozenset((one, other))
         self._cuts[pair] += 1
         return self.transfers.pop(pair, [])
@@ -135,35 +130,34 @@ class Links:
 
 # ---- the data node --------------------------------------------------------------------------------------------------
 
-TOKENS = 1000
-"""Of one microbatch."""
-NUMBERS_A_LIFE = 10**9
+TOKENS = 1000  # Per microbatch
+NUMBERS_A_LIFE = 10**9  # Microbatch numbers per incarnation of a data node
 
 
 def repaired_positions(planned: Path, taken: Path) -> list[int]:
-    """Where another replica of the same module stood in; hops that were skipped do not count."""
+    """Returns the planned positions that a substitute served; skipped hops do not count."""
     peers = {hop.module: hop.peer for hop in taken.hops}
     return [at for at, hop in enumerate(planned.hops) if peers.get(hop.module, hop.peer) != hop.peer]
 
 
 class DataNode:
-    """Launches microbatches on the paths that its planner chooses."""
+    """Launches of a data node, by its planner."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer, self.world = peer, peer.world
-        rules = self.world.ground.flight_rules(peer.id)
+        rules = self.world.environment.flight_rules(peer.id)
         self.in_flight = InFlightTable(peer.id, rules, first_number=peer.incarnation * NUMBERS_A_LIFE)
         self.stopping = False
         measured = MeasuredTimes(peer.id, TOKENS)
         self._times = PathTimes(peer.id, measured, peer.membership.slots_of)
-        self.planner = self.world.planner_of(self.world.ground.path_rules, peer.membership, measured)
+        self.planner = self.world.planner_of(self.world.environment.path_rules, peer.membership, measured)
         self._swarm = self.planner.rule if isinstance(self.planner, SwarmPlanner) else None
         self.planned: dict[MicrobatchId, Path] = {}
 
     # ---- launching -----------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """As many microbatches as may start now."""
+        """Launches until the window is full or no path exists."""
         while not self.stopping and self.in_flight.may_start().value:
             now = self.world.time.now
             load = in_flight_by_peer([flight.path for flight in self.in_flight.entries])
@@ -175,18 +169,17 @@ class DataNode:
             flight = self.in_flight.start(plan, now)
             self._times.launched(flight.microbatch, plan, load, now)
             self.started(flight)
-            lifetime_s = self.world.ground.lifetime_s(self.planner.usual_s(plan))
+            lifetime_s = self.world.environment.lifetime_s(self.planner.usual_s(plan))
             self.peer.handle(Started(flight.microbatch, plan, Purpose.TRAIN, lifetime_s))
 
-    def turned(self, key: Key) -> None:
-        """The loss of a microbatch is known."""
-        holding = self.peer.custody.get(key)
-        self._times.turned(key.microbatch, self.world.time.now)
-        if holding is not None:
-            self.in_flight.returned(key.microbatch, holding.path, 1.0)
+    def loss_known(self, key: Key) -> None:
+        entry = self.peer.custody.get(key)
+        self._times.loss_known(key.microbatch, self.world.time.now)
+        if entry is not None:
+            self.in_flight.returned(key.microbatch, entry.path, 1.0)
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
-        """A hop has passed on a microbatch of ours."""
+        """Handles a receipt; microbatches of other data nodes are ignored."""
         if receipt.microbatch.data_node == self.peer.id:
             self.peer.custody.touch(Key(receipt.microbatch, -1), self.world.time.now)
             self._times.passed(sender, receipt, self.world.time.now)
@@ -194,7 +187,7 @@ class DataNode:
                 self._swarm.passed(sender, receipt, self.world.time.now)
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
-        """It is home."""
+        """Completes a microbatch and launches more."""
         self._times.completed(microbatch, self.world.time.now)
         flight = self.in_flight.get(microbatch)
         self.in_flight.complete(microbatch)
@@ -202,8 +195,8 @@ class DataNode:
             self.completed(flight, path)
         self.launch()
 
-    def stranded(self, message: Stranded) -> None:
-        """A copy that strands on the way out after another has come back does no harm."""
+    def undeliverable(self, message: Stranded) -> None:
+        """Abandons a microbatch, unless another copy of its forward pass has returned."""
         custody, microbatch = self.peer.custody, message.microbatch
         ends = [custody.get(Key(microbatch, -1)) is not None]
         ends.append(any(held.is_end and held.key.microbatch == microbatch for held in custody.entries()))
@@ -219,21 +212,19 @@ class DataNode:
     # ---- accounts ------------------------------------------------------------------------------------------------
 
     def started(self, flight: InFlight) -> None:
-        """Notes what was planned."""
+        """Records a launch."""
         self.world.ledger.started[flight.microbatch] = self.world.time.now
         self.planned[flight.microbatch] = flight.path
         if self._swarm is not None:
             self._swarm.launched(flight.microbatch, flight.path, self.world.time.now)
 
     def completed(self, flight: InFlight, path: Path) -> None:
-        """Notes what came of it: the path whose gradients count."""
+        """Records the path whose gradients count."""
         self.world.ledger.completed[flight.microbatch] = path
         self.world.ledger.repaired_at.update(repaired_positions(self.planned.pop(flight.microbatch), path))
-        if self._swarm is not None:
-            self._swarm.ended(flight.microbatch, path)
 
     def abandoned(self, flight: InFlight) -> None:
-        """Nothing came of it."""
+        """Records a lost microbatch."""
         del self.planned[flight.microbatch]
         if self._swarm is not None:
             self._swarm.ended(flight.microbatch, None)
@@ -247,22 +238,21 @@ RECORD_LIFETIME_S = 5.0
 
 
 class Peer:
-    """One node: a custody, a view of the swarm, one compute thread, and at stage 0 a data node's part.
+    """One node: custody, membership view, a compute thread, and at stage 0 a `DataNode`.
 
     Args:
-        incarnation: how often it has come up.
+        incarnation: number of starts.
     """
 
     def __init__(self, world: World, own: PeerId, module: ModuleId, incarnation: int) -> None:
         self.world, self.id, self.module, self.incarnation = world, own, module, incarnation
         self.alive = True
-        self.cut_off = False
-        """No link to it stands, and none can be made."""
+        self.cut_off = False  # No links, and none can be opened
         self.born = world.time.now
         self.membership = Membership(RUN, own)
-        self.custody = Custody(own, world.ground.slots_of(own), self)
+        self.custody = Custody(own, world.environment.slots_of(own), self)
         self.data_node = self.new_data_node() if module.stage == 0 else None
-        rules = world.ground.path_rules
+        rules = world.environment.path_rules
         alone = Planner(rules, self.membership, MeasuredTimes(own, TOKENS))
         self.planner = alone if self.data_node is None else self.data_node.planner
         self.fewest_hops = rules.fewest
@@ -271,22 +261,22 @@ class Peer:
         self._busy_until = 0.0
 
     def new_data_node(self) -> DataNode:
-        """A seam for worlds whose data nodes keep more accounts."""
+        """Creates the data node; a subclass may record more."""
         return DataNode(self)
 
     # ---- being alive ---------------------------------------------------------------------------------------------
 
     def do(self, what: Thunk) -> None:
-        """Whatever happens to a peer comes through here: a dead one does nothing."""
+        """Runs an event of this peer, unless it is dead."""
         if self.alive:
             what()
 
     def handle(self, event: Event) -> None:
-        """Gives the event to custody and carries out what follows."""
+        """Passes an event to custody and executes the resulting actions."""
         self.carry_out(self.custody.handle(event, self.world.time.now))
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Expires members, repairs and launches."""
         self.membership.expire(self.world.time.now)
         if len(self.custody):
             self.handle(Tick())
@@ -294,17 +284,15 @@ class Peer:
             self.data_node.launch()
 
     def observe(self, announcement: Announcement) -> None:
-        """What another peer says of itself."""
         now = self.world.time.now
         self.membership.observe(announcement, now=now, wall=now)
 
-    def lose(self, peer: PeerId, detail: str) -> None:
-        """The link to it broke, or could not be made. Is it gone? It is asked at once."""
+    def link_lost(self, peer: PeerId, detail: str) -> None:
+        """Handles a broken or refused link, and probes the peer."""
         now = self.world.time.now
         if not self.membership.is_suspect(peer, now):
-            self.world.time.after(
-                self.world.ground.message_s(self.id, peer), lambda: self.do(lambda: self._probe(peer))
-            )
+            delay_s = self.world.environment.message_s(self.id, peer)
+            self.world.time.after(delay_s, lambda: self.do(lambda: self._probe(peer)))
         self.membership.fail(peer, now)
         self.handle(PeerLost(peer, detail))
 
@@ -312,17 +300,15 @@ class Peer:
         if self.world.peers[peer].cut_off:
             self.membership.give_up(peer, self.world.time.now)
 
-    def regain(self, peer: PeerId) -> None:
-        """There is a link to it again."""
+    def link_restored(self, peer: PeerId) -> None:
         self.membership.recover(peer)
         self.handle(PeerBack(peer))
 
     def announcement(self) -> Announcement:
-        """What it says of itself now."""
         now, slots = self.world.time.now, self.custody.slots
         return Announcement(
             RUN, self.id, PeerState.SERVING, self.module, (), b"", VersionRange(2, 2),
-            TOKENS / self.world.ground.service_s(self.id), slots, slots - self.custody.used_slots, 0, None,
+            TOKENS / self.world.environment.service_s(self.id), slots, slots - self.custody.used_slots, 0, None,
             self.incarnation, int(now * 1000) + self.incarnation, now + RECORD_LIFETIME_S,
             visits=() if self.data_node is None else tuple(self.data_node.planner.prices.launched),
         )  # fmt: skip
@@ -330,7 +316,7 @@ class Peer:
     # ---- swarm.pipeline.custody.Replicas --------------------------------------------------------------------------
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
-        load = in_flight_by_peer([holding.path for holding in self.custody.entries()])
+        load = in_flight_by_peer([entry.path for entry in self.custody.entries()])
         return self.planner.replica(module, without, load, self.world.time.now)
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
@@ -348,10 +334,10 @@ class Peer:
     def has_other_expert(self, module: ModuleId) -> bool:
         return self.planner.has_other_expert(module, self.world.time.now)
 
-    # ---- what comes in -------------------------------------------------------------------------------------------
+    # ---- messages received ---------------------------------------------------------------------------------------
 
     def refusal(self, message: MicrobatchTensor) -> Receipt | None:
-        """The answer to a tensor's header when the tensor is not wanted; else a place for it is reserved."""
+        """Returns a refusal of a tensor by its header, or reserves a slot and returns None."""
         direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
 
         def answer(status: ReceiptStatus, detail: str, retry_after_s: float = 0.0) -> Receipt:
@@ -361,48 +347,46 @@ class Peer:
             hops, position = message.path.hops, message.position
             if 0 <= position < len(hops) and hops[position].module != self.module:
                 return answer(ReceiptStatus.REFUSED, "not hosted here")
-            return _answer_to(self.custody.admit_backward(message, self.world.time.now), answer)
-        if self.data_node is not None and self.data_node.in_flight.get(message.microbatch) is None:
-            return answer(ReceiptStatus.REFUSED, "this microbatch is not under way")
-        return _answer_to(self.custody.admit_forward(message, self.world.time.now), answer)
+            admission = self.custody.admit_backward(message, self.world.time.now)
+        elif self.data_node is not None and self.data_node.in_flight.get(message.microbatch) is None:
+            return answer(ReceiptStatus.REFUSED, "this microbatch is not in flight")
+        else:
+            admission = self.custody.admit_forward(message, self.world.time.now)
+        if admission.value is SlotState.FREE:
+            return None
+        return answer(getattr(ReceiptStatus, admission.value.name), admission.reason, BUSY_RETRY_S)
 
     def received(self, message: MicrobatchTensor) -> None:
-        """All of an admitted tensor is here."""
+        """Handles the complete body of an admitted tensor."""
         self.handle(TensorArrived(message))
 
     def broken_off(self, message: MicrobatchTensor) -> None:
-        """The rest of an admitted tensor will not come."""
+        """Handles an admitted tensor whose body was cut off."""
         self.handle(BrokenOff(message))
 
-    def told(self, sender: PeerId, message: MicrobatchControl) -> None:
-        """A small message."""
-        match message:
-            case Receipt():
-                if message.status is ReceiptStatus.PASSED_ON and self.data_node is not None:
-                    self.data_node.passed(sender, message)
-                self.handle(ControlArrived(sender, message))
-            case Stranded():
-                if self.data_node is not None:
-                    self.data_node.stranded(message)
-            case _:
-                self.handle(ControlArrived(sender, message))
+    def control_received(self, sender: PeerId, message: MicrobatchControl) -> None:
+        if isinstance(message, Stranded):
+            if self.data_node is not None:
+                self.data_node.undeliverable(message)
+            return
+        if isinstance(message, Receipt) and message.status is ReceiptStatus.PASSED_ON and self.data_node is not None:
+            self.data_node.passed(sender, message)
+        self.handle(ControlArrived(sender, message))
 
-    # ---- carrying out --------------------------------------------------------------------------------------------
+    # ---- actions -------------------------------------------------------------------------------------------------
 
     def carry_out(self, actions: list[Action]) -> None:
-        """In their order."""
         for action in actions:
             self.act(action)
 
     def act(self, action: Action) -> None:
-        """Carries out one action."""
         match action:
             case Compute():
                 self._compute(action)
             case SendOutput(to=to, message=message):
                 self.world.send(self, to, message)
             case SendControl(to, message):
-                self.world.tell(self, to, message)
+                self.world.send_control(self, to, message)
             case Confirmed(key):
                 self.world.ledger.counted[key.microbatch, self.module.stage] += 1
             case Retract(key):
@@ -413,34 +397,26 @@ class Peer:
                 self.data_node.finished(microbatch, path)
 
     def _compute(self, action: Compute) -> None:
-        """What has been forgotten meanwhile is computed all the same, and then not reported."""
+        # A task that is forgotten before its turn still takes its time, but has no result.
         ticket = self._tickets.setdefault(action.key, next(self._next_ticket))
         self.later(
-            action.work,
-            lambda seconds: self.computed(action, seconds, known=self._tickets.get(action.key) == ticket),
+            action.work, lambda seconds: self.computed(action, seconds, known=self._tickets.get(action.key) == ticket)
         )
 
     def later(self, work: Work, done: Callable[[float], None]) -> None:
-        """On the compute thread, which does one thing after another."""
-        time, ground = self.world.time, self.world.ground
-        seconds = ground.compute_s(self.id, work)
+        """Queues work on the compute thread."""
+        time, environment = self.world.time, self.world.environment
+        seconds = environment.compute_s(self.id, work)
         end = max(time.now, self._busy_until) + seconds
-        self._busy_until = end + ground.overhead_s
+        self._busy_until = end + environment.overhead_s
         time.after(end - time.now, lambda: self.do(lambda: done(seconds)))
 
     def computed(self, action: Compute, seconds: float, *, known: bool) -> None:
-        """A computation has ended; `known` if its holding is still there."""
+        """Handles the end of a computation; `known` if its entry still exists."""
         if known and action.work is Work.LOSS and self.data_node is not None:
-            self.data_node.turned(action.key)
+            self.data_node.loss_known(action.key)
         if known:
             self.handle(Computed(action.key, seconds))
-
-
-def _answer_to(place: Reasoned[SlotState], answer: Callable[..., Receipt]) -> Receipt | None:
-    """What the sender is told, if it may not send."""
-    if place.value is SlotState.FREE:
-        return None
-    return answer(getattr(ReceiptStatus, place.value.name), place.reason, BUSY_RETRY_S)
 
 
 # ---- the world ------------------------------------------------------------------------------------------------------
@@ -448,53 +424,52 @@ def _answer_to(place: Reasoned[SlotState], answer: Callable[..., Receipt]) -> Re
 TICK_S = 0.2
 ANNOUNCE_S = 1.0
 REFUSED_S = 0.05
-"""Until a connection that cannot be made has failed."""
+"""Time until a connection attempt fails, in seconds."""
 
 
-class Ground(Protocol):
-    """What machines and lines are like. Seconds."""
+class Environment(Protocol):
+    """Speeds of computers and links, in seconds."""
 
     path_rules: PathRules
-    overhead_s: float
-    """A peer is blocked so long after each task."""
+    overhead_s: float  # Time that a peer is blocked after each task
 
     def flight_rules(self, data_node: PeerId) -> InFlightRules: ...
 
     def slots_of(self, peer: PeerId) -> int: ...
 
     def service_s(self, peer: PeerId) -> float:
-        """Forward and backward of one microbatch, as the peer announces it."""
+        """Returns the announced time of a microbatch's forward and backward pass."""
 
     def compute_s(self, peer: PeerId, work: Work) -> float: ...
 
     def message_s(self, here: PeerId, there: PeerId) -> float:
-        """One way of a small message, such as a tensor's header."""
+        """Returns the one-way time of a small message, such as a tensor's header."""
 
     def body_s(self, here: PeerId, there: PeerId) -> float:
-        """From a tensor's header until all of it is there."""
+        """Returns the time from the arrival of a tensor's header to its end."""
 
     def silence_s(self) -> float:
-        """Until the others take the links to a silent peer for broken."""
+        """Returns the time until links to a silent peer break."""
 
     def lifetime_s(self, path_s: float) -> float:
-        """Of a microbatch without news, by what its path should take with empty queues."""
+        """Returns how long a microbatch may be silent, given the expected time of its path with empty queues."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What really happened, all peers together, dead ones included."""
+    """Counts over all peers, with dead ones."""
 
     started: dict[MicrobatchId, float] = field(default_factory=dict)
     completed: dict[MicrobatchId, Path] = field(default_factory=dict)
     repaired_at: Counter[int] = field(default_factory=Counter)
-    """Of the completed ones, how often another peer stood in at each position."""
+    """Substitutes in completed microbatches, by position."""
     counted: Counter[tuple[MicrobatchId, int]] = field(default_factory=Counter)
-    """How many peers of each stage count a microbatch's gradient."""
+    """Peers that count a microbatch's gradient, by microbatch and stage."""
     planning_cpu_s: float = 0.0
 
 
 class World:
-    """The peers, and what lies between them.
+    """Peers and their network.
 
     Args:
         stages: the peers of each stage, data nodes first.
@@ -503,15 +478,16 @@ class World:
 
     def __init__(
         self,
-        ground: Ground,
+        environment: Environment,
         stages: Sequence[Sequence[PeerId]],
         random: Random,
         ledger: Ledger,
         planner_of: PlannerOf = Planner,
     ) -> None:
-        self.ground, self.random, self.ledger, self.planner_of = ground, random, ledger, planner_of
+        self.environment, self.random = environment, random
+        self.ledger, self.planner_of = ledger, planner_of
         self.time = VirtualTime()
-        self.links = Links(self.time, ground.message_s)
+        self.links = Links(self.time, environment.message_s)
         self.peers: dict[PeerId, Peer] = {}
         self._incarnations: Counter[PeerId] = Counter()
         for stage, peers in enumerate(stages):
@@ -525,35 +501,35 @@ class World:
         return [peer for peer in self.peers.values() if peer.alive]
 
     def data_nodes(self) -> Iterator[tuple[Peer, InFlightTable]]:
-        """Those alive."""
+        """Returns living data nodes with their microbatches in flight."""
         return ((peer, peer.data_node.in_flight) for peer in self.living if peer.data_node is not None)
 
     def run(self, seconds: float) -> None:
-        """Lets so much time pass."""
         self.time.run_until(self.time.now + seconds)
 
     # ---- the network ---------------------------------------------------------------------------------------------
 
-    def tell(self, sender: Peer, to: PeerId, message: MicrobatchControl) -> None:
-        """A small message; nobody learns that it is lost."""
+    def send_control(self, sender: Peer, to: PeerId, message: MicrobatchControl) -> None:
+        """Sends a small message, without an error if it is lost."""
         receiver = self.peers[to]
-        if to == sender.id:
-            sender.told(to, message)
-        elif not receiver.cut_off:
-            self.links.deliver(sender.id, to, lambda: receiver.do(lambda: self._told(sender.id, receiver, message)))
 
-    def _told(self, sender: PeerId, receiver: Peer, message: MicrobatchControl) -> None:
-        receiver.membership.recover(sender)
-        receiver.told(sender, message)
+        def arrived() -> None:
+            receiver.membership.recover(sender.id)
+            receiver.control_received(sender.id, message)
+
+        if to == sender.id:
+            sender.control_received(to, message)
+        elif not receiver.cut_off:
+            self.links.deliver(sender.id, to, lambda: receiver.do(arrived))
 
     def send(self, sender: Peer, to: PeerId, message: MicrobatchTensor) -> None:
-        """A tensor: its header is answered before the rest comes."""
+        """Sends a tensor: the receiver may refuse it by its header."""
         receiver = self.peers[to]
         if to == sender.id:
             refusal = sender.refusal(message)
-            return sender.received(message) if refusal is None else sender.told(to, refusal)
+            return sender.received(message) if refusal is None else sender.control_received(to, refusal)
         if receiver.cut_off:
-            return self.time.after(REFUSED_S, lambda: sender.do(lambda: sender.lose(to, "cannot be reached")))
+            return self.time.after(REFUSED_S, lambda: sender.do(lambda: sender.link_lost(to, "unreachable")))
         transfer = Transfer(sender, receiver, message)
         header = partial(self._header_arrived, transfer, self.links.cuts(sender.id, to))
         return self.links.deliver(sender.id, to, lambda: receiver.do(header))
@@ -562,37 +538,37 @@ class World:
         sender, receiver, message = transfer.sender.id, transfer.receiver, transfer.message
         refusal = receiver.refusal(message)
         if refusal is not None:
-            self.tell(receiver, sender, refusal)
-        elif self.links.cuts(sender, receiver.id) != cuts:  # it lay in a frozen peer's socket; the rest never came
+            self.send_control(receiver, sender, refusal)
+        elif self.links.cuts(sender, receiver.id) != cuts:  # a frozen peer read the header after the cut
             receiver.broken_off(message)
         else:
             self.links.transfers[frozenset((sender, receiver.id))].append(transfer)
-            self.time.after(self.ground.body_s(sender, receiver.id), lambda: self._body_arrived(transfer))
+            self.time.after(self.environment.body_s(sender, receiver.id), lambda: self._body_arrived(transfer))
 
     def _body_arrived(self, transfer: Transfer) -> None:
-        """Unless it was cut off before. What a dead peer was sending hangs until its links break."""
+        # A dead sender's tensor hangs until its links break.
         receiver = transfer.receiver
-        under_way = self.links.transfers[frozenset((transfer.sender.id, receiver.id))]
-        if transfer in under_way and transfer.sender.alive:
-            under_way.remove(transfer)
+        in_transit = self.links.transfers[frozenset((transfer.sender.id, receiver.id))]
+        if transfer in in_transit and transfer.sender.alive:
+            in_transit.remove(transfer)
             receiver.do(lambda: receiver.received(transfer.message))
 
     def cut(self, one: Peer, other: Peer) -> None:
-        """Both ends notice; a tensor that was half received is broken off first."""
+        """Cuts a link. Both ends notice, after the tensors in transit are broken off."""
         for transfer in self.links.cut(one.id, other.id):
             transfer.receiver.do(partial(transfer.receiver.broken_off, transfer.message))
-        one.do(lambda: one.lose(other.id, "the link broke"))
-        other.do(lambda: other.lose(one.id, "the link broke"))
+        one.do(lambda: one.link_lost(other.id, "the link broke"))
+        other.do(lambda: other.link_lost(one.id, "the link broke"))
 
-    # ---- coming and going ----------------------------------------------------------------------------------------
+    # ---- failures and returns ------------------------------------------------------------------------------------
 
     def kill(self, peer: Peer) -> None:
-        """At once and without a word. The others learn of it when their links break."""
+        """Stops a peer without a message. Others notice when their links break."""
         peer.alive = False
-        self.time.after(self.ground.silence_s(), lambda: self.cut_off(peer))
+        self.time.after(self.environment.silence_s(), lambda: self.cut_off(peer))
 
     def cut_off(self, peer: Peer) -> None:
-        """All its links break, and no new one can be made."""
+        """Breaks all links of a peer and prevents new ones."""
         if self.peers[peer.id] is peer and not peer.cut_off:
             peer.cut_off = True
             for other in self.living:
@@ -600,17 +576,17 @@ class World:
                     self.cut(peer, other)
 
     def revive(self, peer: Peer) -> None:
-        """The same peer comes back and knows nothing of before."""
+        """Restarts a peer without its earlier state."""
         self.cut_off(peer)
         newcomer = self._bring_up(peer.id, peer.module)
         for other in self.living:
             if other is not newcomer:
                 newcomer.observe(other.announcement())
-                other.do(partial(other.regain, newcomer.id))
+                other.do(partial(other.link_restored, newcomer.id))
         self.announce(newcomer)
 
     def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> Peer:
-        """A seam for worlds whose peers can do more."""
+        """Creates a peer; a subclass may extend it."""
         return Peer(self, own, module, incarnation)
 
     def _bring_up(self, own: PeerId, module: ModuleId) -> Peer:
@@ -621,7 +597,7 @@ class World:
         return peer
 
     def every(self, seconds: float, peer: Peer, what: Thunk) -> None:
-        """Again and again while the peer lives."""
+        """Repeats a call while the peer lives, from a random phase."""
 
         def again() -> None:
             if peer.alive:
@@ -631,7 +607,7 @@ class World:
         self.time.after(seconds * self.random.random(), again)
 
     def announce(self, peer: Peer) -> None:
-        """Tells all that are there how the peer is."""
+        """Delivers a peer's announcement to all others."""
         announcement = peer.announcement()
         for other in self.living:
             if other is not peer:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from node.observability.typed_json import from_json, to_json
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import name_of_route
-from swarm.routing.stage_balance import chosen_subsets
+from swarm.routing.path_rules import chosen_subsets
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Route
 from swarm.workload.microbatch_sizes import SizeSummary

@@ -18,9 +18,8 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_events import Started
-from swarm.routing.departure_line import taken_route
+from swarm.routing.launch_queue import current_route
 from swarm.routing.planner import NoReplica, Planner
-from swarm.routing.stage_balance import all_stages
 from swarm.vocabulary.errors import ConfigError, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Route
@@ -136,7 +135,7 @@ class Evaluator:
             if attempt:
                 await asyncio.sleep(PAUSE_S)
             try:
-                route = taken_route(text, self._planner, self._planner.open_modules(self._clock.monotonic())).value
+                route = current_route(text, self._planner, self._planner.open_modules(self._clock.monotonic())).value
                 return await self._send(text, route, stages, lifetime_s)
             except (UndeliverableError, TimeoutError) as error:
                 reason = str(error) or f"no loss returned within {lifetime_s:.0f} s"
@@ -177,7 +176,7 @@ class HeldOut:
         count = question.microbatches
         if not 1 <= count <= MAX_MICROBATCHES:
             raise Rejected(f"cannot evaluate {count} microbatches; 1 to {MAX_MICROBATCHES} are allowed")
-        every = all_stages(self._manifest.stages.count)
+        every = tuple(range(1, self._manifest.stages.count))
         stages = question.stages or every
         if not set(stages) <= set(every):
             raise Rejected(f"stage {max(stages)} does not exist; the last stage is {len(every)}")

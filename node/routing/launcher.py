@@ -21,8 +21,8 @@ from node.routing.window_finder import WindowFinder
 from swarm.experts.route_tally import MAX_ROUTES, RouteTally
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.in_flight import InFlight, InFlightTable
-from swarm.routing.departure_line import DepartureLine
 from swarm.routing.latency_attribution import PathTimes
+from swarm.routing.launch_queue import LaunchQueue
 from swarm.routing.loss_outliers import LossOutliers, Outlier
 from swarm.routing.planner import Planner, in_flight_by_peer
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
@@ -104,7 +104,7 @@ class DataNode(PathEnds):
         self._events = context.events
         self._packs_documents = manifest.packs_documents
         self._on_finished = context.finished
-        self._line = DepartureLine(planner, texts.ready, training.reading.drawn, self.in_flight.next_number)
+        self._queue = LaunchQueue(planner, texts.ready, training.reading.drawn, self.in_flight.next_number)
         self._missing: dict[ModuleId, str] = {}
         """Unserved modules, with the consequence that was reported."""
         self._wake = asyncio.Event()
@@ -140,15 +140,15 @@ class DataNode(PathEnds):
         """Launches the next microbatch; False if it has no path or no text now."""
         now = self._clock.monotonic()
         queue = in_flight_by_peer([entry.path for entry in self.in_flight.entries])
-        departure = self._line.next(self.in_flight.next_number, queue, now)
-        if departure is None:
+        launch = self._queue.next(self.in_flight.next_number, queue, now)
+        if launch is None:
             return False
-        text, path = departure.text, departure.path
+        text, path = launch.text, launch.path
         entry = self.in_flight.start(path, now, text.size, text.scored)
         self._reading.sent(text, entry.microbatch)
         in_usual_ones = self.sizes.add(text.workload)
         self._times.launched(entry.microbatch, path, queue, now, in_usual_ones)
-        log.debug("%s: %s", entry.microbatch, departure.reason)
+        log.debug("%s: %s", entry.microbatch, launch.reason)
         self._launches.launch(entry.microbatch, text, path, Purpose.TRAIN, self._lifetime(path, in_usual_ones))
         return True
 
@@ -180,7 +180,7 @@ class DataNode(PathEnds):
         if purpose is Purpose.EVALUATE:
             self._evaluator.loss_known(microbatch, loss)
         else:
-            self._times.turned(microbatch, self._clock.monotonic())
+            self._times.loss_known(microbatch, self._clock.monotonic())
             text = self._launches.text_of(microbatch)
             loss = loss if text is None else text.per_label(loss)
             self.in_flight.returned(microbatch, path, loss)
@@ -273,6 +273,6 @@ class DataNode(PathEnds):
             return
         # Without a loss, no stage has learnt from the text, so launch it again.
         if entry.loss is None:
-            self._line.sets_out_again(text)
+            self._queue.retry(text)
         else:
             self._reading.dropped(text)

@@ -46,7 +46,7 @@ from node.pipeline.admission import path_rules
 from node.start.cut_model import CutModel
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import module_at
-from swarm.routing.stage_balance import ring_stages
+from swarm.routing.path_rules import ring_stages
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhausted, StateError
 from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Route

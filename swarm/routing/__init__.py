@@ -1,2 +1,1 @@
-"""Which way a microbatch takes: legal orders of stages, how often each is visited, lanes agreed between data nodes,
-timetables of peers. Pure."""
+"""Path choice: legal orders of stages, prices, measured times and the search for the cheapest route. Pure."""

@@ -1,16 +1,8 @@
-"""Times the peers of a path by the receipts that pass, on this machine's own clock.
+"""Turns the receipts of a microbatch's hops into measured times of peers and links, on this machine's clock.
 
-Each hop says PASSED_ON to the data node when the next one has accepted, and with it how long the microbatch waited
-there, was computed, and was sent (`swarm.vocabulary.pipeline_messages.Receipt`). These are claims. What can be seen
-from here is the time between two neighbours' receipts, and an honest hop's claims cover it: its receipt is late by the
-way from it to us, which by the triangle inequality is not longer than the way from the hop before it to us and that
-between the two, and the latter is in what the hop before said of its sending. So whatever the claims leave open is laid
-at the later hop's door, as if it had computed all that time: a peer that says that it is fast and is not looks as slow
-as it is. Waiting is believed up to what a full queue would take.
-
-Receipts come over different links, so in any order, and the last of a microbatch when it is home already: the first
-hop's come a round trip after its gradient. Whatever comes when, a visit is the time between its receipt and that of the
-hop before it.
+A hop claims how long it waited, computed and sent, but the time between two neighbouring receipts is observed. The
+part of it that no claim explains counts as computing of the later hop: false claims of speed make a peer look slow.
+By the triangle inequality the claims of honest hops cover the delays of their receipts.
 """
 
 from __future__ import annotations
@@ -26,188 +18,193 @@ from swarm.vocabulary.pipeline_messages import Direction, Receipt
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId
 from swarm.workload.microbatch_sizes import MicrobatchSizes
 
-MAX_JOURNEYS: Final = 4096
+MAX_TRACES: Final = 4096
 LOST_S: Final = 10.0
-"""A microbatch that is lost counts as a visit of at least so long: failing at once must not look like speed."""
+"""Shortest visit time that a lost microbatch counts as, in seconds: failing at once must not look fast."""
 LOST_ADDS: Final = 0.2
-"""But it makes what was measured of a peer before longer by no more than this part: it may be somebody else's fault."""
+"""Largest share by which a lost microbatch raises a peer's mean: another hop may be at fault."""
 
 _Mark = tuple[Direction, int]
-"""Which way, and the position of who passed it on."""
+"""Direction of a pass and position of the sender."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _Passed:
     sender: PeerId
     receipt: Receipt
     at: float
 
 
 @dataclass(slots=True)
-class _Journey:
+class _Trace:
+    """Observed times of one microbatch.
+
+    Args:
+        queue: our microbatches in flight through each peer at the launch.
+        size: cost in usual microbatches, by which measurements are divided.
+        elapsed_s: time of each hop's visit.
+        at_peers_s: waiting and computing at all peers.
+    """
+
     path: Path
     begun: float
     queue: Mapping[PeerId, int]
     size: float
-    """Its cost in usual microbatches: all that is measured of it is divided by this."""
-    turned: float | None = None
-    """When its loss was known."""
-    home: float | None = None
-    words: dict[_Mark, _Word] = field(default_factory=dict)
-    taken_s: dict[_Mark, float] = field(default_factory=dict)
-    """Each hop's time, each way, as far as it can be told."""
-    resting_s: float = 0.0
-    """Waiting and computing, at all peers."""
+    loss_known: float | None = None
+    completed: float | None = None
+    passed: dict[_Mark, _Passed] = field(default_factory=dict)
+    elapsed_s: dict[_Mark, float] = field(default_factory=dict)
+    at_peers_s: float = 0.0
     sent_s: float = 0.0
 
     def is_hop(self, position: int) -> bool:
         return 0 <= position < len(self.path.hops)
 
-    def since(self, mark: _Mark) -> float | None:
-        """When the hop of this mark began to have it: when the one before it passed it on. At the ends what we know
-        ourselves does as well."""
+    def started(self, mark: _Mark) -> float | None:
+        """Returns when the previous hop passed it on; at the first hop of a pass our own clock also serves."""
         direction, position = mark
-        before = self.words.get((direction, position - _STEP[direction]))
+        before = self.passed.get((direction, position - _STEP[direction]))
         if before is not None:
             return before.at
         if direction is Direction.FORWARD:
             return self.begun if position == 0 else None
-        return self.turned if position == len(self.path.hops) - 1 else None
+        return self.loss_known if position == len(self.path.hops) - 1 else None
 
 
 _STEP: Final = {Direction.FORWARD: 1, Direction.BACKWARD: -1}
 
 
-def _after(mark: _Mark) -> int:
-    """The position to which it was passed on."""
+def _next_position(mark: _Mark) -> int:
     return mark[1] + _STEP[mark[0]]
 
 
 class PathTimes:
-    """Turns receipts into samples.
+    """Receipts of a data node's microbatches, converted to samples for `MeasuredTimes`.
 
     Args:
         own: the data node.
-        times: where they are kept.
-        slots_of: how many slots a peer announces.
+        slots_of: returns the slots that a peer announces.
     """
 
     def __init__(self, own: PeerId, times: MeasuredTimes, slots_of: Callable[[PeerId], int]) -> None:
         self._own, self._times, self._slots_of = own, times, slots_of
-        self._journeys: OrderedDict[MicrobatchId, _Journey] = OrderedDict()
+        self._traces: OrderedDict[MicrobatchId, _Trace] = OrderedDict()
 
     def launched(
         self, microbatch: MicrobatchId, path: Path, queue: Mapping[PeerId, int], now: float, size: float = 1.0
     ) -> None:
-        """A microbatch sets out; `queue` says how many of ours were under way through each peer then, `size` what it
-        costs, in usual microbatches: a peer must not be taken for slow because it got longer documents.
+        """Starts a trace.
+
+        Args:
+            queue: our microbatches in flight through each peer.
+            size: cost in usual microbatches: longer documents must not make a peer look slow.
         """
-        self._journeys[microbatch] = _Journey(path, now, dict(queue), size)
-        while len(self._journeys) > MAX_JOURNEYS:
-            self._journeys.popitem(last=False)
+        self._traces[microbatch] = _Trace(path, now, dict(queue), size)
+        while len(self._traces) > MAX_TRACES:
+            self._traces.popitem(last=False)
 
     @property
     def sizes(self) -> MicrobatchSizes:
-        """Of the microbatches that have set out."""
+        """Sizes of launched microbatches."""
         return self._times.sizes
 
     def path_of(self, microbatch: MicrobatchId) -> Path | None:
-        """The path of one that is under way, or of which receipts are still to come."""
-        journey = self._journeys.get(microbatch)
-        return None if journey is None else journey.path
+        """Returns the path of a microbatch that is in flight or lacks receipts."""
+        trace = self._traces.get(microbatch)
+        return None if trace is None else trace.path
 
-    def turned(self, microbatch: MicrobatchId, now: float) -> None:
-        """Its loss is known: the way back begins here."""
-        journey = self._journeys.get(microbatch)
-        if journey is not None:
-            journey.turned = now
+    def loss_known(self, microbatch: MicrobatchId, now: float) -> None:
+        """Starts the backward pass of a trace."""
+        trace = self._traces.get(microbatch)
+        if trace is not None:
+            trace.loss_known = now
 
     def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
-        """`sender` has passed it on; it may be another than the one planned. Repeated receipts count once."""
-        journey = self._journeys.get(receipt.microbatch)
+        """Adds a receipt. The sender may be a substitute; repeated receipts count once, and any order works."""
+        trace = self._traces.get(receipt.microbatch)
         direction, position = mark = receipt.direction, receipt.position
-        if journey is None or mark in journey.words or not -1 <= position <= len(journey.path.hops):
+        if trace is None or mark in trace.passed or not -1 <= position <= len(trace.path.hops):
             return
-        if journey.is_hop(position):
-            journey.path = _as_repaired(journey.path, position, sender)
+        if trace.is_hop(position):
+            trace.path = _as_repaired(trace.path, position, sender)
         elif sender != self._own:
             return
-        journey.words[mark] = _Word(sender, receipt, now)
-        self._note_ends(journey, sender, receipt)
-        for known in (mark, (direction, _after(mark))):
-            self._note_visit(journey, known)
-        self._note_home(receipt.microbatch, journey)
+        trace.passed[mark] = _Passed(sender, receipt, now)
+        self._add_link(trace, sender, receipt)
+        if not trace.is_hop(position):
+            self._add_own_work(trace, sender, receipt)
+        for known in (mark, (direction, _next_position(mark))):
+            self._add_visit(trace, known)
+        self._add_completed(receipt.microbatch, trace)
 
     def completed(self, microbatch: MicrobatchId, now: float) -> None:
-        """It is back. Its last receipts may be still to come."""
-        journey = self._journeys.get(microbatch)
-        if journey is not None:
-            journey.home = now
-            self._note_home(microbatch, journey)
+        """Ends the backward pass. The last receipts may still arrive."""
+        trace = self._traces.get(microbatch)
+        if trace is not None:
+            trace.completed = now
+            self._add_completed(microbatch, trace)
 
     def lost(self, microbatch: MicrobatchId, now: float) -> None:
-        """It will not come back. Who is to blame cannot be seen from here, so it counts against every hop of its path:
-        honest ones make up for it on other paths, and one on which everything is lost does not.
+        """Counts a lost microbatch against every hop of its path.
+
+        We cannot tell which hop is at fault; the honest ones recover on other paths.
         """
-        journey = self._journeys.pop(microbatch, None)
-        if journey is not None:
-            for hop in journey.path.hops:
+        trace = self._traces.pop(microbatch, None)
+        if trace is not None:
+            for hop in trace.path.hops:
                 known = self._times.visit(hop.peer)
                 most = math.inf if known is None else known.mean * (1 + LOST_ADDS / known.gain)
-                self._times.lost(hop.peer, min(max(LOST_S, now - journey.begun), most))
+                self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
-    def _note_ends(self, journey: _Journey, sender: PeerId, receipt: Receipt) -> None:
-        """What a word tells by itself: of sending, and of what we did ourselves at either end."""
-        self._note_way(journey, sender, receipt)
-        if not journey.is_hop(receipt.position):
-            journey.resting_s += receipt.waited_s + receipt.computed_s
-            if receipt.direction is Direction.FORWARD:
-                self._times.computed(sender, Direction.FORWARD, receipt.computed_s / journey.size)
+    def _add_link(self, trace: _Trace, sender: PeerId, receipt: Receipt) -> None:
+        position = _next_position((receipt.direction, receipt.position))
+        if -1 <= position <= len(trace.path.hops):
+            self._times.sent(sender, trace.path.peer_at(position), receipt.sent_s / trace.size)
+            trace.sent_s += receipt.sent_s
 
-    def _note_visit(self, journey: _Journey, mark: _Mark) -> None:
-        """As soon as it is known when a hop passed it on and when the one before it did."""
-        word, since = journey.words.get(mark), journey.since(mark)
-        if word is None or since is None or mark in journey.taken_s or not journey.is_hop(mark[1]):
+    def _add_own_work(self, trace: _Trace, sender: PeerId, receipt: Receipt) -> None:
+        trace.at_peers_s += receipt.waited_s + receipt.computed_s
+        if receipt.direction is Direction.FORWARD:
+            self._times.computed(sender, Direction.FORWARD, receipt.computed_s / trace.size)
+
+    def _add_visit(self, trace: _Trace, mark: _Mark) -> None:
+        """Measures a hop once its receipt and the previous hop's are known."""
+        passed, started = trace.passed.get(mark), trace.started(mark)
+        if passed is None or started is None or mark in trace.elapsed_s or not trace.is_hop(mark[1]):
             return
-        journey.taken_s[mark] = max(0.0, word.at - since)
-        self._note_total(journey, word)
-        self._note_stay(journey, word)
+        trace.elapsed_s[mark] = max(0.0, passed.at - started)
+        self._add_total(trace, passed)
+        self._add_parts(trace, passed)
 
-    def _note_total(self, journey: _Journey, word: _Word) -> None:
-        """All that a visit took out and back, its queue and its sending included."""
-        marks = [(direction, word.receipt.position) for direction in Direction]
-        taken_s = [journey.taken_s[mark] for mark in marks if mark in journey.taken_s]
-        if len(taken_s) == len(marks) and all(journey.words[mark].sender == word.sender for mark in marks):
-            self._times.visited(word.sender, sum(taken_s) / journey.size, journey.queue.get(word.sender, 0))
+    def _add_total(self, trace: _Trace, passed: _Passed) -> None:
+        """Adds forward plus backward visit, with queue and sending, if both were done by one peer."""
+        marks = [(direction, passed.receipt.position) for direction in Direction]
+        elapsed_s = [trace.elapsed_s[mark] for mark in marks if mark in trace.elapsed_s]
+        if len(elapsed_s) == len(marks) and all(trace.passed[mark].sender == passed.sender for mark in marks):
+            self._times.visited(passed.sender, sum(elapsed_s) / trace.size, trace.queue.get(passed.sender, 0))
 
-    def _note_stay(self, journey: _Journey, word: _Word) -> None:
-        receipt, sender = word.receipt, word.sender
-        taken = journey.taken_s[receipt.direction, receipt.position]
-        claimed_s = min(receipt.computed_s, taken)
+    def _add_parts(self, trace: _Trace, passed: _Passed) -> None:
+        """Adds waiting and computing; claimed waiting counts up to the time of a full queue."""
+        receipt, sender = passed.receipt, passed.sender
+        elapsed_s = trace.elapsed_s[receipt.direction, receipt.position]
+        claimed_s = min(receipt.computed_s, elapsed_s)
         waited_s = min(receipt.waited_s, max(0, self._slots_of(sender) - 1) * (1 + ASSUMED_BACKWARD_FACTOR) * claimed_s)
-        computed_s = claimed_s + max(0.0, taken - waited_s - claimed_s - receipt.sent_s)
-        self._times.computed(sender, receipt.direction, computed_s / journey.size)
+        computed_s = claimed_s + max(0.0, elapsed_s - waited_s - claimed_s - receipt.sent_s)
+        self._times.computed(sender, receipt.direction, computed_s / trace.size)
         self._times.waited(sender, waited_s)
-        journey.resting_s += waited_s + computed_s
+        trace.at_peers_s += waited_s + computed_s
 
-    def _note_home(self, microbatch: MicrobatchId, journey: _Journey) -> None:
-        """Once it is home and everything about it has been said."""
-        if journey.home is not None and len(journey.taken_s) >= len(Direction) * len(journey.path.hops):
-            del self._journeys[microbatch]
-            self._times.came_home(journey.home - journey.begun - journey.resting_s, journey.sent_s)
-
-    def _note_way(self, journey: _Journey, here: PeerId, receipt: Receipt) -> None:
-        position = _after((receipt.direction, receipt.position))
-        if -1 <= position <= len(journey.path.hops):
-            self._times.sent(here, journey.path.peer_at(position), receipt.sent_s / journey.size)
-            journey.sent_s += receipt.sent_s
+    def _add_completed(self, microbatch: MicrobatchId, trace: _Trace) -> None:
+        """Ends a completed trace that has all its receipts."""
+        if trace.completed is not None and len(trace.elapsed_s) >= len(Direction) * len(trace.path.hops):
+            del self._traces[microbatch]
+            self._times.completed(trace.completed - trace.begun - trace.at_peers_s, trace.sent_s)
 
 
 def _as_repaired(path: Path, position: int, sender: PeerId) -> Path:
-    """The path, of which `sender` turns out to be the hop at `position`: a stand-in, or the one after it, if that hop
-    was skipped."""
+    """Returns the path with `sender` at `position`: as a substitute, or as the next hop if this one was skipped."""
     following = position + 1
     if path.hops[position].peer != sender and following < len(path.hops) and path.hops[following].peer == sender:
         return path.without(position)

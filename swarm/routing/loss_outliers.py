@@ -1,13 +1,7 @@
-"""Replicas that do harm to what goes through them: their microbatches come back with greater losses than those of the
-module's other replicas.
+"""Finds replicas whose microbatches have greater losses than those of the module's other replicas.
 
-A data node computes every loss itself and knows which replicas a microbatch has visited. Nothing that a replica says is
-used, and making its losses small takes honest work. The loss of a module falls while it is trained, so each microbatch
-is compared with its neighbours in time that went through other replicas of the module, and medians are compared, which
-single odd documents do not move.
-
-A replica that has just come, or fallen behind, is no better than the module was a round ago, and in a young run that is
-far worse than the others are by now. So nobody is left out whose losses the run itself had within the last two rounds.
+A data node computes every loss itself, so replicas cannot claim a small one. Losses fall during training: each
+microbatch is compared with its neighbours in time that visited other replicas, and medians ignore odd documents.
 """
 
 from __future__ import annotations
@@ -23,29 +17,28 @@ from typing import Final
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
 
 WINDOW: Final = 256
-"""Microbatches that are remembered."""
+"""Number of microbatches that are compared."""
 AT_LEAST: Final = 12
-"""Microbatches through a replica, and through the others, before it is judged: what it can spoil each time that it is
-let in again."""
+"""Microbatches through a replica, and through the others, before it is judged: its damage after each return."""
 MARGIN: Final = 0.15
-"""Of the others' loss, and of what it was, that a replica's may be greater."""
+"""Tolerated excess of a replica's loss, as a share of the others' loss and of the run's recent loss."""
 BLOCK: Final = 32
-"""Microbatches of which one figure is kept for longer: the lower quartile of their losses, so that it is an honest
-one's though a third go through a liar."""
+"""Microbatches per long-term figure: the lower quartile of their losses, honest even if a third visit a liar."""
 EARLIEST: Final = 256
-"""Microbatches before anybody is left out: what a run was like is not known at its beginning, or when it is resumed."""
+"""Microbatches before a replica is excluded: at the start and after a restart the run's recent loss is unknown."""
 ROUNDS: Final = 2
+"""Rounds whose losses count as recent: a new or late replica is no better than the module was a round ago."""
 MOST_BLOCKS: Final = 4096
 DEVIATIONS: Final = 5.0
-"""Standard errors of a median that are taken for chance, besides."""
+"""Tolerated excess that chance explains, in standard errors of a median."""
 _MAD_TO_SIGMA: Final = 1.4826
 _MEDIAN_TO_MEAN: Final = 1.2533
-"""Standard error of a median over that of a mean, for normal values."""
+"""Ratio of the standard errors of median and mean, for normal values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A replica to be left out of paths."""
+    """A replica to exclude from paths."""
 
     peer: PeerId
     module: ModuleId
@@ -54,22 +47,25 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class _Excess:
-    """How far the losses through one replica lie above those through the others of its module."""
+    """Excess of a replica's losses over the module's other replicas.
+
+    Args:
+        nats: excess, in nats per token.
+        usual: median loss through the others, in nats per token.
+    """
 
     hop: Hop
     count: int
     nats: float
     usual: float
-    """The others' loss."""
-    odd: bool
-    """Whether that is more than chance and honest differences make."""
+    is_outlier: bool
 
 
 class LossOutliers:
-    """One data node's comparison.
+    """Losses by replica, as seen by one data node.
 
     Args:
-        round_microbatches: that a replica sees from one round to the next.
+        round_microbatches: microbatches that a replica gets between two rounds.
     """
 
     def __init__(self, round_microbatches: int) -> None:
@@ -77,27 +73,27 @@ class LossOutliers:
         self._returned: deque[tuple[tuple[Hop, ...], float]] = deque(maxlen=WINDOW)
         self._block: list[float] = []
         self._levels: deque[float] = deque(maxlen=MOST_BLOCKS)
-        """Of one block after the other."""
+        """Lower quartiles of consecutive blocks."""
         self._highest = inf
-        """Of those of the last rounds; nothing is odd before it is known."""
+        """Highest level of the last rounds; infinite until known, which excludes no replica."""
 
     def returned(self, path: Path, loss: float) -> Outlier | None:
-        """Takes the loss of a microbatch, in nats per token, and the path it really took. Returns the replica to be
-        left out, if there is one."""
+        """Adds a microbatch's loss, in nats per token, and its path after repairs. Returns a replica to exclude."""
         self._returned.append((path.hops, loss))
         self._remember(loss)
-        if loss <= (1 + MARGIN) * self._highest:  # almost all are: this costs little, what follows does not
+        if loss <= (1 + MARGIN) * self._highest:  # almost always: skips the costly part
             return None
-        found = [excess for hop in path.hops if (excess := self._excess(hop, AT_LEAST)) is not None and excess.odd]
+        found = [
+            excess for hop in path.hops if (excess := self._excess(hop, AT_LEAST)) is not None and excess.is_outlier
+        ]
         if not found:
             return None
         worst = max(found, key=lambda excess: excess.nats)
-        # Whoever shares many paths with it looks bad too, and may have been seen more often so far.
-        everybody = {hop for hops, _ in self._returned for hop in hops}
-        others = (self._excess(hop, AT_LEAST // 2) for hop in everybody)
+        # Honest replicas that share many paths with a liar look bad too, and may have more microbatches so far.
+        others = (self._excess(hop, AT_LEAST // 2) for hop in self._hops())
         if any(other is not None and other.nats > worst.nats for other in others):
             return None
-        return self._left_out(worst)
+        return self._exclude(worst)
 
     def _remember(self, loss: float) -> None:
         self._block.append(loss)
@@ -110,13 +106,15 @@ class LossOutliers:
             blocks = -(-span // BLOCK)
             self._highest = max(islice(reversed(self._levels), blocks))
 
-    def _replicas(self) -> int:
-        """Of the module that has most of them."""
-        hops = {hop for hops, _ in self._returned for hop in hops}
-        return max(Counter(hop.module for hop in hops).values(), default=1)
+    def _hops(self) -> set[Hop]:
+        return {hop for hops, _ in self._returned for hop in hops}
 
-    def _left_out(self, excess: _Excess) -> Outlier:
-        # Only what comes without it tells of the others.
+    def _replicas(self) -> int:
+        """Returns the largest number of replicas of one module."""
+        return max(Counter(hop.module for hop in self._hops()).values(), default=1)
+
+    def _exclude(self, excess: _Excess) -> Outlier:
+        # Its microbatches would make the other replicas on their paths look bad.
         kept = [one for one in self._returned if excess.hop not in one[0]]
         self._returned = deque(kept, maxlen=WINDOW)
         last = f"the losses of its last {excess.count} microbatches"
@@ -124,7 +122,7 @@ class LossOutliers:
         return Outlier(excess.hop.peer, excess.hop.module, why)
 
     def _excess(self, hop: Hop, at_least: int) -> _Excess | None:
-        """None when too few microbatches have gone through that replica, or through others of its module."""
+        """Compares a replica with the others of its module; None if either has too few microbatches."""
         through = [
             (loss, hop in hops) for hops, loss in self._returned if any(other.module == hop.module for other in hops)
         ]
@@ -136,16 +134,15 @@ class LossOutliers:
         usual, nats = median(others), median(_excesses(through))
         allowed = DEVIATIONS * _MEDIAN_TO_MEAN * chance / sqrt(count)
         own = median(loss for loss, is_own in through if is_own)
-        odd = nats > MARGIN * usual + allowed and own > (1 + MARGIN) * self._highest + allowed
-        return _Excess(hop, count, nats, usual, odd)
+        is_outlier = nats > MARGIN * usual + allowed and own > (1 + MARGIN) * self._highest + allowed
+        return _Excess(hop, count, nats, usual, is_outlier)
 
 
 def _excesses(losses: Sequence[tuple[float, bool]]) -> Iterator[float]:
-    """How far each marked loss lies above its neighbours: of those not marked the one before and the one after, or,
-    where all are marked, of all.
+    """Yields how far each marked loss is above the mean of its unmarked neighbours (of all, if all are marked).
 
     Args:
-        losses: in the order in which they came; and which are marked.
+        losses: losses in time order, each with its mark.
     """
     all_marked = all(marked for _, marked in losses)
     before: list[float | None] = []

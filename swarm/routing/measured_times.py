@@ -1,11 +1,7 @@
-"""The book of a data node's measured times, from which planner and lanes read: visits to peers, their parts, and the
-ways between peers. What was not measured here is as the peer announces it.
+"""Smoothed times of peers and links as a data node measured them, or as announced where it has no measurement.
 
-A visit is the time that a microbatch spent at the peer, out and back, sending it on included, on this machine's own
-clock; it is divided by the queue of ours that it found there, so that it estimates the service time alone
-(`Planner` asks for it). Its parts rest on what the peer says too (`costs`, for lanes);
-`swarm.routing.latency_attribution` makes the samples of both. All are smoothed; what has not been measured for longest
-is forgotten first.
+A visit is forward plus backward time at a peer, with sending, divided by our microbatches that were there before.
+Its parts (forward, backward, waiting, sending) rest on claims too; `swarm.routing.latency_attribution` adds both.
 """
 
 from __future__ import annotations
@@ -26,16 +22,16 @@ from swarm.workload.microbatch_sizes import MicrobatchSizes
 MAX_PEERS: Final = 20_000
 MAX_LINKS: Final = 200_000
 UNKNOWN_TOKENS_PER_S: Final = 1000.0
-"""Assumed of a peer that has neither been measured nor announced a speed; only its order among equals matters."""
+"""Speed assumed if a peer has neither measurements nor an announced speed, in tokens per second."""
 ASSUMED_BACKWARD_FACTOR: Final = 2.0
 LEAST_LINK_SHARE: Final = 0.5
-"""Sending takes the way there and that of the answer: at least half of it is the way there."""
+"""Smallest share of the sending time that the tensor takes; the answer takes the rest."""
 
 K = TypeVar("K")
 
 
 class _Averages(Generic[K]):
-    """By key, the longest unmeasured first, which are also forgotten first."""
+    """Averages by key, least recently measured first; these are dropped first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -58,20 +54,20 @@ class _Averages(Generic[K]):
 
 
 class MeasuredTimes:
-    """Of one data node.
+    """Measured times of one data node.
 
     Args:
         own: the data node.
-        tokens: of one microbatch, at most.
+        tokens: largest number of tokens of a microbatch.
     """
 
     def __init__(self, own: PeerId, tokens: int) -> None:
         self._own = own
         self.sizes = MicrobatchSizes(tokens)
-        """Of those that have set out: what is announced counts for usual ones."""
+        """Sizes of launched microbatches. Announced speeds refer to the usual size."""
         self._visits: _Averages[PeerId] = _Averages(MAX_PEERS)
-        self._brought_back: _Averages[PeerId] = _Averages(MAX_PEERS)
-        """The visits without those that were lost."""
+        self._completed: _Averages[PeerId] = _Averages(MAX_PEERS)
+        """Visits without lost microbatches."""
         self._forward: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._backward: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._links: _Averages[frozenset[PeerId]] = _Averages(MAX_LINKS)
@@ -81,98 +77,89 @@ class MeasuredTimes:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def visited(self, peer: PeerId, seconds: float, queue: int = 0) -> None:
-        """A microbatch spent so long at the peer, out and back, which had `queue` others of ours before it."""
+        """Adds a visit that found `queue` of our microbatches at the peer."""
         service_s = max(0.0, seconds) / (1 + max(0, queue))
         self._visits.add(peer, service_s)
-        self._brought_back.add(peer, service_s)
+        self._completed.add(peer, service_s)
 
     def lost(self, peer: PeerId, seconds: float) -> None:
-        """A microbatch whose path went through the peer has not come back; it counts as a visit of so long."""
+        """Adds a lost microbatch as a visit."""
         self._visits.add(peer, seconds)
 
     def computed(self, peer: PeerId, direction: Direction, seconds: float) -> None:
         (self._forward if direction is Direction.FORWARD else self._backward).add(peer, seconds)
 
     def waited(self, peer: PeerId, seconds: float) -> None:
-        """Each way counts by itself."""
+        """Adds the waiting time of a forward or backward pass."""
         self._waiting.add(peer, seconds)
 
     def sent(self, here: PeerId, there: PeerId, seconds: float) -> None:
-        """A microbatch's tensor, until the answer that it is there. Both ways are taken for equal."""
+        """Adds the time from sending a tensor to its acknowledgement. Both directions of a link count as equal."""
         self._links.add(frozenset((here, there)), seconds)
 
-    def came_home(self, moving_s: float, sent_s: float) -> None:
-        """How long a microbatch was really on its way between peers, and how long they said that they were sending."""
+    def completed(self, moving_s: float, sent_s: float) -> None:
+        """Adds a microbatch's observed time between peers, and the sum of their claimed sending times."""
         if sent_s > 0:
             self._link_share.add(min(1.0, max(LEAST_LINK_SHARE, moving_s / sent_s)))
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
     def visit(self, peer: PeerId) -> Ewma | None:
-        """Seconds of a visit with an empty queue, as measured; None when it never was."""
+        """Returns the measured seconds of a visit with an empty queue, or None."""
         return self._visits.get(peer)
 
     def visit_s(self, peer: PeerId, announced: Speed) -> Reasoned[float]:
-        """Expected seconds of a usual microbatch's visit with an empty queue."""
+        """Returns the expected seconds of a usual microbatch's visit with an empty queue, and their source."""
         known = self._visits.get(peer)
         if known is not None:
             return Reasoned(known.mean, f"measured {known.samples} times")
         source = "announced" if announced.tokens_per_s > 0 else "unknown"
         return Reasoned(self._announced_s(announced), source)
 
-    def has_brought_back(self, peer: PeerId) -> bool:
-        """Whether a microbatch of ours has ever come back from the peer."""
-        return self._brought_back.get(peer) is not None
+    def has_completed(self, peer: PeerId) -> bool:
+        """Whether the peer has ever completed a visit of ours."""
+        return self._completed.get(peer) is not None
 
     def usual_s(self, peer: PeerId, announced: Speed) -> float:
-        """Seconds of a visit that comes back, with an empty queue: what to wait for before it is taken for lost.
+        """Returns the seconds of a completed visit with an empty queue, from which timeouts follow.
 
-        What was lost says nothing of it, else whoever keeps what it gets would be waited for longer each time. A peer
-        that has brought nothing back is taken to be as slow as the slowest that has, whatever it announces.
+        A peer without completed visits counts as slow as the slowest of the others.
         """
-        known = self._brought_back.get(peer)
+        # Lost microbatches are left out: otherwise each one that a peer keeps would lengthen its timeout.
+        known = self._completed.get(peer)
         if known is not None:
             return known.mean
-        others = self._brought_back.means().values()
+        others = self._completed.means().values()
         return max(others) if others else self._announced_s(announced)
 
     def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
-        """Of these, one that was never visited, else the one whose last visit is the oldest.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Returns a peer that was never visited, or the one whose last visit is the oldest. `peers` is not empty."""
         unmeasured = next((peer for peer in peers if self._visits.get(peer) is None), None)
         return unmeasured or min(peers, key=list(self._visits.keys()).index)
 
     def waiting_s(self) -> Mapping[PeerId, float]:
-        """How long a microbatch waits at each peer before it is computed, on average, one way."""
+        """Returns the mean wait per pass at each peer, in seconds."""
         return self._waiting.means()
 
     def wait_s(self, peer: PeerId) -> float:
-        """Likewise at one peer; 0 where none was measured."""
+        """Returns the mean wait per pass at a peer, in seconds; 0 if unknown."""
         known = self._waiting.get(peer)
         return 0.0 if known is None else known.mean
 
     @property
     def backward_factor(self) -> float:
-        """Of the peers that were measured both ways, by the median."""
+        """Median ratio of backward to forward time over peers with both."""
         out, back = self._forward.means(), self._backward.means()
         both = [back[peer] / seconds for peer, seconds in out.items() if peer in back and seconds > 0]
         return median(both) if both else ASSUMED_BACKWARD_FACTOR
 
-    def costs(self, stages: Sequence[Sequence[Announcement]]) -> Costs:
-        """The swarm as this data node takes it to be: own measurements where there are some, announcements elsewhere.
-
-        Args:
-            stages: the live replicas of each stage after stage 0.
-        """
+    def costs(self, replicas: Sequence[Announcement]) -> Costs:
+        """Returns the costs of live replicas: own measurements, or announcements where these are missing."""
         factor, own = self.backward_factor, self._forward.get(self._own)
-        forward_s = {a.peer: self._forward_s(a, factor) for announced in stages for a in announced}
+        forward_s = {a.peer: self._forward_s(a, factor) for a in replicas}
         forward_s[self._own] = 0.0 if own is None else own.mean
-        slots = {a.peer: max(1, a.slots) for announced in stages for a in announced} | {self._own: 1}
-        peers = ((self._own,), *(tuple(a.peer for a in announced) for announced in stages))
-        return Costs(peers, forward_s, self._ways(tuple(forward_s)), slots, factor)
+        slots = {a.peer: max(1, a.slots) for a in replicas} | {self._own: 1}
+        return Costs(forward_s, self._message_s(tuple(forward_s)), slots, factor)
 
     def _forward_s(self, announced: Announcement, factor: float) -> float:
         out, back = self._forward.get(announced.peer), self._backward.get(announced.peer)
@@ -183,11 +170,11 @@ class MeasuredTimes:
         return self._announced_s(announced.speed) / (1 + factor)
 
     def _announced_s(self, announced: Speed) -> float:
-        """Of computing a usual microbatch out and back."""
+        """Returns the seconds of both passes of a usual microbatch."""
         known = announced if announced.tokens_per_s > 0 else replace(announced, tokens_per_s=UNKNOWN_TOKENS_PER_S)
         return known.seconds(self.sizes.tokens, self.sizes.squares)
 
-    def _ways(self, peers: Sequence[PeerId]) -> Mapping[PeerId, Mapping[PeerId, float]]:
+    def _message_s(self, peers: Sequence[PeerId]) -> Mapping[PeerId, Mapping[PeerId, float]]:
         share = self._link_share.mean if self._link_share.samples else LEAST_LINK_SHARE
         means = self._links.means()
         usual = median(means.values()) if means else 0.0
@@ -195,11 +182,11 @@ class MeasuredTimes:
         for peer in peers:
             known = self._links.get(frozenset((self._own, peer)))
             from_here[peer] = usual if known is None else known.mean
-        return {peer: _Ways(self._links, peer, peers, from_here, share) for peer in peers}
+        return {peer: _MessageSeconds(self._links, peer, peers, from_here, share) for peer in peers}
 
 
-class _Ways(Mapping[PeerId, float]):
-    """Seconds from one peer to each other one. Where nothing was measured: the longer one of the two ways from us."""
+class _MessageSeconds(Mapping[PeerId, float]):
+    """Seconds from one peer to the others; an unmeasured link counts as the slower of our links to its ends."""
 
     def __init__(
         self,

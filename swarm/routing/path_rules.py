@@ -1,16 +1,16 @@
-"""Which orders of stages a path may visit.
+"""Legal orders of stages on a path, by SkipPipe's rules (arXiv 2502.19913 and its code).
 
-SkipPipe's rules (arXiv 2502.19913 and its code): with f the highest stage visited so far, the next stage is at most f +
-`max_forward_jump`; a step back goes exactly to f - 1; steps back are bounded in number and in summed distance. Stage 0
-is the data node itself, stands at both ends and is never skipped.
+With f the highest stage visited so far, the next stage is at most f + `max_forward_jump`. A step back goes to f - 1;
+the number and the summed distance of steps back are bounded. Stage 0, the data node, is at both ends of every path.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from swarm.vocabulary.errors import ManifestError
+from swarm.vocabulary.errors import ConfigError, ManifestError
 from swarm.vocabulary.types import MAX_VISIT_RATIO, ModuleId
 
 FAR = 1024
@@ -19,20 +19,19 @@ FAR = 1024
 
 @dataclass(frozen=True, slots=True)
 class PathRules:
-    """What the manifest says of paths.
+    """Rules of a run's paths, from its manifest.
 
     Args:
-        stages: number of stages, stage 0 included.
-        per_path: how many of the stages after stage 0 a path visits.
-        max_forward_jump: how far past the highest stage visited the next one may lie.
-        max_back_stops: how many steps back a path may take.
-        max_back_distance: how far all its steps back may go together.
-        visit_ratio: how many times as often as another one a stage after stage 0 may be visited; 1 for equal visits
-            (`swarm.routing.prices`).
-        experts: modules of each stage, stage 0 included; empty where each has one.
+        stages: number of stages, with stage 0.
+        per_path: number of stages after stage 0 that a path visits.
+        max_forward_jump: largest step beyond the highest stage visited.
+        max_back_stops: largest number of steps back.
+        max_back_distance: largest sum of steps back.
+        visit_ratio: largest ratio of visits between two stages after stage 0; 1: equal visits.
+        experts: number of modules of each stage, with stage 0; empty: one each.
 
     Raises:
-        ManifestError: a path that long cannot exist.
+        ManifestError: no path can keep the rules.
     """
 
     stages: int
@@ -59,22 +58,21 @@ class PathRules:
         return max(self.experts, default=1) > 1
 
     def modules_at(self, stage: int) -> tuple[ModuleId, ...]:
-        """The modules of a stage, one for each of its experts."""
+        """Returns the modules of a stage, one per expert."""
         return tuple(ModuleId(stage, expert) for expert in range(self.experts[stage] if self.experts else 1))
 
     @property
     def skippable(self) -> int:
-        """Stages after stage 0."""
+        """Number of stages after stage 0."""
         return self.stages - 1
 
     @property
     def fewest(self) -> int:
-        """Stages that a path still visits when one of them has no peer left: one less, in a run that skips stages at
-        all."""
+        """Number of stages that a path visits if one has no peer: one fewer, in a run that skips stages."""
         return self.per_path - 1 if 1 < self.per_path < self.skippable else self.per_path
 
     def fault(self, order: Sequence[int]) -> str | None:
-        """Why a path may not visit these stages in this order; None when it may."""
+        """Returns why a path may not visit these stages in this order, or None."""
         if len(order) != self.per_path or len(set(order)) != len(order):
             return f"not {self.per_path} different stages: {list(order)}"
         if any(not 1 <= stage < self.stages for stage in order):
@@ -88,7 +86,7 @@ class PathRules:
         return None
 
     def fault_as_taken(self, order: Sequence[int]) -> str | None:
-        """Likewise of a path that is under way, of which repair may have cut a stage."""
+        """Returns `fault` of a path in flight, from which a repair may have removed a stage."""
         rules = replace(self, per_path=self.fewest) if len(order) == self.fewest else self
         return rules.fault(order)
 
@@ -101,7 +99,7 @@ class _Step:
 
 
 def _after(rules: PathRules, step: _Step, stage: int) -> _Step | None:
-    """Where a path stands after a visit to `stage`, or None when the rules forbid it."""
+    """Returns the state of a path after a visit to `stage`, or None if the rules forbid the visit."""
     if stage > step.frontier:
         if stage - step.frontier > rules.max_forward_jump:
             return None
@@ -110,3 +108,55 @@ def _after(rules: PathRules, step: _Step, stage: int) -> _Step | None:
     if stage != step.frontier - 1 or stops > rules.max_back_stops or distance > rules.max_back_distance:
         return None
     return _Step(step.frontier, stops, distance)
+
+
+# ---- sets of stages --------------------------------------------------------------------------------------------------
+
+
+def ring_stages(rules: PathRules, turn: int) -> tuple[int, ...]:
+    """Returns the stages that microbatch `turn` visits if the skipped stages rotate like a ring.
+
+    Over any `skippable` consecutive microbatches every stage is visited equally often.
+    """
+    skips = rules.skippable - rules.per_path
+    skipped = {(turn * skips + k) % rules.skippable for k in range(skips)}
+    return tuple(stage for stage in range(1, rules.stages) if stage - 1 not in skipped)
+
+
+def spread_stages(rules: PathRules, shift: int = 0) -> tuple[int, ...]:
+    """Returns `rules.per_path` stages after stage 0, evenly spread over the depth, rotated by `shift` stages.
+
+    Over `skippable` shifts every stage is chosen equally often.
+    """
+    skippable = rules.skippable
+    # Bresenham's line: stage i is visited where the multiple of per_path / skippable passes a whole number.
+    return tuple(i + 1 for i in range(skippable) if (i + shift) * rules.per_path % skippable < rules.per_path)
+
+
+def ring_of_subsets(rules: PathRules) -> tuple[tuple[int, ...], ...]:
+    """Returns the distinct results of `spread_stages` in order of shift. Each stage is in equally many of them."""
+    skippable = rules.skippable
+    distinct = skippable // math.gcd(skippable, rules.per_path) if skippable else 1
+    return tuple(spread_stages(rules, shift) for shift in range(distinct))
+
+
+def chosen_subsets(stages: int, per_path: int | None, *, every: bool) -> tuple[tuple[int, ...], ...]:
+    """Returns the sets of stages on which a model is measured.
+
+    Args:
+        stages: number of stages of the model, with stage 0.
+        per_path: number of stages after stage 0 on a path; None: all.
+        every: whether all of `ring_of_subsets` are measured, or only the first.
+
+    Raises:
+        ConfigError: the model has no path of that length.
+    """
+    if per_path is None:
+        return (tuple(range(1, stages)),)
+    if not min(1, stages - 1) <= per_path <= stages - 1:
+        raise ConfigError(
+            f"{per_path} stages per path were requested; this run has {stages - 1} after stage 0",
+            hint=f"Choose 1 to {stages - 1}.",
+        )
+    rules = PathRules(stages, per_path)
+    return ring_of_subsets(rules) if every else (spread_stages(rules),)

@@ -1,8 +1,7 @@
-"""Stage prices: each data node keeps the visits of all stages even without an agreement.
+"""Stage prices, by which data nodes balance the visits of stages (SkipPipe, arXiv 2502.19913) without an agreement.
 
-A stage costs more the more visits it has had beyond its share, over all data nodes. Each data node announces how often
-its microbatches visited each stage; the others learn that a few seconds later and its own visits count at once. So a
-data node may visit near stages more often as long as others make up for it.
+A stage costs more if it has had more visits than its share, summed over all data nodes, which announce their visits.
+A data node may visit near stages more often if others compensate.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import PeerId, Route
 
 AHEAD: Final = (8.0, 64.0)
-"""The least and the most of these visits."""
+"""Smallest and largest value of `visits_a_route`."""
 BEHIND_S: Final = 60.0
-"""A stage costs a whole route more once it is ahead by the visits that it gets in this time, in seconds."""
+"""Time in which a stage gets the visits that, in excess, raise its price by a whole route, in seconds."""
 MOST_ROUTES: Final = 2.0
-"""Largest price of a stage, either way, in routes."""
+"""Largest absolute price of a stage, in routes."""
 MOST_TRUSTED: Final = 2.0
-"""Largest launch rate that a data node's announcements count with, in median rates of all data nodes."""
+"""Largest announced launch rate that counts, in median rates of all data nodes."""
 RATE_OVER_S: Final = 60.0
 """Time over which launch rates are averaged, in seconds."""
 MAX_ROUTES: Final = 4096
@@ -34,10 +33,9 @@ _HALVINGS: Final = 40
 
 
 def visit_shares(rules: PathRules, capacities: Sequence[float]) -> list[float]:
-    """Shares of the microbatches that should visit each stage after stage 0; they sum to the stages per path.
+    """Returns the share of microbatches that should visit each stage after stage 0; they sum to the stages per path.
 
-    Equal, unless the manifest allows unequal visits. Then the shares that let the most microbatches through per second
-    within `visit_ratio`, and of these the most equal ones.
+    With unequal visits: the most equal of the shares that allow the highest throughput within `visit_ratio`.
 
     Args:
         capacities: visits per second that each stage can serve.
@@ -48,7 +46,7 @@ def visit_shares(rules: PathRules, capacities: Sequence[float]) -> list[float]:
         return [even] * stages
 
     def caps(rate: float) -> list[float]:
-        """The largest shares at so many microbatches per second."""
+        """Returns the largest shares at `rate` microbatches per second."""
         full = [min(1.0, capacity / rate) for capacity in capacities]
         return [min(cap, rules.visit_ratio * min(*full, even)) for cap in full]
 
@@ -59,7 +57,7 @@ def visit_shares(rules: PathRules, capacities: Sequence[float]) -> list[float]:
 
 
 def _largest(holds: Callable[[float], bool], high: float) -> float:
-    """The largest number up to `high` for which a condition holds that holds for all smaller ones."""
+    """Returns the largest number up to `high` for which a monotone condition holds, by bisection."""
     low = 0.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -68,7 +66,7 @@ def _largest(holds: Callable[[float], bool], high: float) -> float:
 
 
 class _Rate:
-    """Launches per second, averaged over RATE_OVER_S; over all the time that is known before that."""
+    """Launches per second, averaged over RATE_OVER_S, or over the time since the first sample if shorter."""
 
     def __init__(self, now: float) -> None:
         self._since = self._last = now
@@ -83,7 +81,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Known:
-    """What another data node has announced."""
+    """Announced visits of another data node."""
 
     incarnation: int
     visits: tuple[int, ...]
@@ -91,41 +89,41 @@ class _Known:
 
 
 class StagePrices:
-    """Visit counts of one data node's view, and the prices that follow from them."""
+    """Visit counts as one data node knows them, and the prices of stages."""
 
     def __init__(self, rules: PathRules) -> None:
         self._rules = rules
         self.launched = [0] * rules.skippable
-        """Visits by stage of our own launched microbatches, as announced to other data nodes."""
+        """Visits by stage of our launched microbatches, as announced to other data nodes."""
         self.shares = visit_shares(rules, ())
         self.excess = [0.0] * rules.skippable
-        """Visits beyond its share that each stage after stage 0 has had."""
+        """Visits of each stage after stage 0 beyond its share."""
+        # With experts each route balances its own visits: routes of other data nodes are unknown.
         self._by_route: OrderedDict[Route, list[float]] = OrderedDict()
-        """In a run with experts each route balances its own visits: other data nodes' routes are not known."""
         self._others: dict[PeerId, _Known] = {}
         self._own = 0
         self._own_rate: _Rate | None = None
 
     @property
     def visits_a_route(self) -> float:
-        """Visits beyond its share that make a stage as expensive as a whole route."""
+        """Excess visits at which a stage costs as much as a whole route."""
         own = 0.0 if self._own_rate is None else self._own_rate.value
         rate = own + sum(known.rate.value for known in self._others.values())
         least, most = AHEAD
         return min(most, max(least, BEHIND_S * rate * self._rules.per_path / max(1, self._rules.skippable)))
 
     def prices(self, route: Route, route_s: float) -> list[float]:
-        """Seconds to add to a visit to each stage after stage 0.
+        """Returns the price of a visit to each stage after stage 0, in seconds.
 
         Args:
-            route: the experts; empty in a run without.
-            route_s: what the cheapest route costs.
+            route: experts of the microbatch; empty in a run without experts.
+            route_s: cost of the cheapest route.
         """
         excess = self._by_route.get(route, [0.0] * len(self.shares)) if route else self.excess
         return [route_s * each / self.visits_a_route for each in excess]
 
     def launch(self, stages: Iterable[int], route: Route, among: Collection[int]) -> None:
-        """Counts a microbatch of ours.
+        """Counts the visits of our microbatch.
 
         Args:
             among: the stages that it could have visited.
@@ -145,34 +143,33 @@ class StagePrices:
         self._add(excess, visits, 1.0, among)
 
     def look(self, data_nodes: Iterable[Announcement], among: Collection[int], now: float) -> None:
-        """Counts what other data nodes have launched since the last look.
+        """Counts the visits that other data nodes announced since the last call.
 
-        What one announces counts at most as MOST_TRUSTED times the median launch rate, so one that announces more than
-        it launches moves the others little.
+        A data node counts with at most MOST_TRUSTED times the median launch rate.
         """
         if self._own_rate is None:
             self._own_rate = _Rate(now)
         self._own_rate.add(self._own, now)
         self._own = 0
         before, self._others = self._others, {}
-        news: list[tuple[_Known, list[int]]] = []
-        for said in data_nodes:
-            if len(said.visits) != self._rules.skippable:
+        updates: list[tuple[_Known, list[int]]] = []
+        for announced in data_nodes:
+            if len(announced.visits) != self._rules.skippable:
                 continue
-            known = before.get(said.peer)
-            if known is None or known.incarnation != said.incarnation:
-                known = _Known(said.incarnation, said.visits, _Rate(now))
-            self._others[said.peer] = known
-            visits = [max(0, new - old) for new, old in zip(said.visits, known.visits, strict=True)]
-            known.visits = said.visits
+            known = before.get(announced.peer)
+            if known is None or known.incarnation != announced.incarnation:
+                known = _Known(announced.incarnation, announced.visits, _Rate(now))
+            self._others[announced.peer] = known
+            visits = [max(0, new - old) for new, old in zip(announced.visits, known.visits, strict=True)]
+            known.visits = announced.visits
             known.rate.add(sum(visits) / max(1, self._rules.per_path), now)
-            news.append((known, visits))
-        most = MOST_TRUSTED * median_low([self._own_rate.value, *(known.rate.value for known, _ in news)])
-        for known, visits in news:
+            updates.append((known, visits))
+        most = MOST_TRUSTED * median_low([self._own_rate.value, *(known.rate.value for known, _ in updates)])
+        for known, visits in updates:
             self._add(self.excess, visits, min(1.0, most / (known.rate.value or 1.0)), among)
 
     def _add(self, excess: list[float], visits: Sequence[int], weight: float, among: Collection[int]) -> None:
-        """A stage that nobody serves keeps its figure: it has nothing to make up for."""
+        """Adds visits to the excess of the stages in `among`; others could not be visited and keep their excess."""
         total = weight * sum(visits[stage - 1] for stage in among)
         if not total:
             return

@@ -1,8 +1,6 @@
-"""The cheapest route when every peer has a price.
+"""Searches the cheapest route by dynamic programming over stages and numbers of stages visited so far.
 
-Dynamic programming over stages: for each stage and each number of stages visited so far only the cheapest way to each
-peer is kept. With k candidates for a stage a step costs k squared; k is bounded (`NEAREST`), so the time to choose
-grows with the peers of a stage only by the one look at each of them, and with the stages only by their square.
+Time is linear in the replicas and quadratic in the stages: at most NEAREST replicas of a stage are combined.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.vocabulary.types import PeerId
 
 NEAREST = 6
-"""Replicas of one stage that are weighed for a route; of more, the ones that are cheapest as a detour."""
+"""Largest number of replicas per stage in a search: those with the cheapest detour from the data node."""
 
 _Front = list[tuple[float, PeerId, PeerRoute]]
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A route and its price, in seconds of the data node's round trip."""
+    """A route and its price, in seconds."""
 
     price: float
     route: PeerRoute
@@ -37,53 +35,58 @@ def cheapest_route(
     length: int,
     max_jump: int,
 ) -> Priced | None:
-    """The cheapest route through `length` stages in ascending order; None where there is none.
+    """Returns the cheapest route through `length` stages in ascending order, or None.
 
     Args:
-        price: seconds for a visit to each peer; links come on top, twice.
-        among: by stage, the replicas that may be on it; none for a stage that is not visited. Entry 0 is not read.
-        max_jump: stages that one step may go on at most.
+        price: seconds of a visit to each peer, without links.
+        among: allowed replicas by stage; empty for a stage that is not visited. Entry 0 is not read.
+        max_jump: largest step between stages.
     """
-    message, home = costs.message_s, costs.message_s[data_node]
+    message, from_data_node = costs.message_s, costs.message_s[data_node]
+    # By stage and number of stages visited so far: the cheapest route to each of the stage's peers.
     fronts: list[list[_Front]] = [[[(0.0, data_node, ())]]]
-    """By stage, by the number of stages visited so far, the cheapest way to each of the stage's peers."""
     best: Priced | None = None
     for stage in range(1, len(among)):
-        near = _nearest(home, price, among[stage])
+        near = _nearest(from_data_node, price, among[stage])
         here: list[_Front] = [[]]
         for visited in range(1, length + 1):
             before = [
-                way
+                entry
                 for front in fronts[max(0, stage - max_jump) : stage]
                 if len(front) >= visited
-                for way in front[visited - 1]
+                for entry in front[visited - 1]
             ]
-            here.append(_reached(message, price, before, near) if before else [])
+            here.append(_extended(message, price, before, near) if before else [])
         for cost, peer, route in here[length]:
-            total = cost + 2 * home[peer]
+            total = cost + 2 * from_data_node[peer]
             if best is None or total < best.price:
                 best = Priced(total, route)
         fronts.append(here)
     return best
 
 
-def _nearest(home: Mapping[PeerId, float], price: Mapping[PeerId, float], peers: Sequence[PeerId]) -> Sequence[PeerId]:
-    return peers if len(peers) <= NEAREST else heapq.nsmallest(NEAREST, peers, key=lambda p: 2 * home[p] + price[p])
+def _nearest(
+    from_data_node: Mapping[PeerId, float], price: Mapping[PeerId, float], peers: Sequence[PeerId]
+) -> Sequence[PeerId]:
+    if len(peers) <= NEAREST:
+        return peers
+    return heapq.nsmallest(NEAREST, peers, key=lambda peer: 2 * from_data_node[peer] + price[peer])
 
 
-def _reached(
+def _extended(
     message: Mapping[PeerId, Mapping[PeerId, float]],
     price: Mapping[PeerId, float],
     before: _Front,
     peers: Sequence[PeerId],
 ) -> _Front:
-    reached: _Front = []
+    """Extends the cheapest of the routes to each peer."""
+    extended: _Front = []
     for peer in peers:
-        way: PeerRoute = ()
-        ways, least = message[peer], math.inf
+        best: PeerRoute = ()
+        links, least = message[peer], math.inf
         for cost, last, route in before:
-            total = cost + 2 * ways[last]
+            total = cost + 2 * links[last]
             if total < least:
-                least, way = total, route
-        reached.append((least + price[peer], peer, (*way, peer)))
-    return reached
+                least, best = total, route
+        extended.append((least + price[peer], peer, (*best, peer)))
+    return extended

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from node.__main__ import main
 from node.runtime import data_role as data_role
+from swarm.routing.path_rules import ring_stages
 from swarm.routing.planner import NoReplica, Planner
-from swarm.routing.stage_balance import ring_stages
 from swarm.vocabulary.types import Path, PeerId, Reasoned, Route
 
 

@@ -16,7 +16,7 @@ from node.model.shapes import demand_of
 from node.observability.events import NodeSummary
 from node.pipeline.admission import path_rules
 from protocol.manifest.manifest import Manifest
-from swarm.routing.stage_balance import ring_stages
+from swarm.routing.path_rules import ring_stages
 from swarm.vocabulary.types import PeerId
 from tests.e2e.small_run import (
     Watch,

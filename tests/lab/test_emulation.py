@@ -114,9 +114,9 @@ def test_a_partition_parts_its_sides_and_nobody_else() -> None:
 async def test_who_waits_for_a_way_goes_on_when_it_is_open() -> None:
     network = emulation(LinkShape(fault=Fault.BLACK_HOLE), LinkShape())
     waiting = asyncio.create_task(network.passable((0, 1)))
-    network.reshape(0, LinkShape(latency_s=1.0, fault=Fault.HALF_OPEN))
+    network.place(0, Site(LinkShape(latency_s=1.0, fault=Fault.HALF_OPEN)))
     await waiting
-    network.reshape(0, LinkShape(fault=Fault.BLACK_HOLE))
+    network.place(0, Site(LinkShape(fault=Fault.BLACK_HOLE)))
     waiting = asyncio.create_task(network.passable((0, 1)))
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -301,7 +301,7 @@ async def test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused() -> None:
     async with stage(serve, IDEAL, IDEAL) as at, at.call() as (reader, writer):
         writer.write(b"there")
         assert await reader.readexactly(4) == b"here"
-        at.emulation.reshape(NODE, LinkShape(fault=Fault.RESET))
+        at.emulation.place(NODE, Site(LinkShape(fault=Fault.RESET)))
         with pytest.raises(ConnectionResetError):
             await reader.read(1)
         assert isinstance(await ended, ConnectionResetError)
@@ -367,7 +367,7 @@ async def test_a_black_hole_delivers_nothing_and_tells_nobody_until_it_is_gone()
     async with stage(echo, IDEAL, IDEAL) as at, at.call() as (reader, writer):
         writer.write(b"before")
         assert await reader.readexactly(6) == b"before"
-        at.emulation.reshape(NODE, LinkShape(fault=Fault.BLACK_HOLE))
+        at.emulation.place(NODE, Site(LinkShape(fault=Fault.BLACK_HOLE)))
         writer.write(b"within")
         async with at.call():  # it is accepted, as by a machine whose cable was cut just now
             with pytest.raises(TimeoutError):
@@ -384,7 +384,7 @@ async def test_what_cannot_be_delivered_is_not_read_without_end() -> None:
         await unread.wait()
 
     async with stage(serve, IDEAL, IDEAL) as at, at.call() as (_, writer):
-        at.emulation.reshape(NODE, LinkShape(latency_s=30.0))
+        at.emulation.place(NODE, Site(LinkShape(latency_s=30.0)))
         written = 0
         with contextlib.suppress(TimeoutError):
             while written < 2**30:

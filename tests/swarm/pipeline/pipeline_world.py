@@ -60,7 +60,7 @@ class Shape:
         return [[PeerId(f"stage{stage}-peer{number}") for number in range(count)] for stage, count in counts]
 
 
-class ChanceGround:
+class ChanceEnvironment:
     """Every machine and every link has its own speed, and takes now more and now less."""
 
     overhead_s = 0.0
@@ -124,7 +124,7 @@ class RoughWorld(World):
         self.compute_failures = self.shape.compute_failures
         self._orphaned: dict[MicrobatchId, float] = {}
         random = Random(seed)
-        super().__init__(ChanceGround(self.shape, random), self.shape.stages, random, FullLedger())
+        super().__init__(ChanceEnvironment(self.shape, random), self.shape.stages, random, FullLedger())
 
     def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> RoughPeer:
         return RoughPeer(self, own, module, incarnation)

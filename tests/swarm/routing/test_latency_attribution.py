@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.routing.latency_attribution import LOST_S, MAX_JOURNEYS, PathTimes
+from swarm.routing.latency_attribution import LOST_S, MAX_TRACES, PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, PeerId
@@ -31,7 +31,7 @@ class Travel:
         """To the loss at 10: A takes 1 second, B 2, C 3."""
         for peer, direction, position, now in ((A, OUT, 0, 1.0), (B, OUT, 1, 3.0), (C, OUT, 2, 6.0)):
             self.passed(peer, direction, position, now)
-        self.times.turned(MICROBATCH, 10.0)
+        self.times.loss_known(MICROBATCH, 10.0)
 
     def back(self, first: PeerId = A) -> None:
         """C takes 6 seconds, B 4, A 2."""
@@ -101,7 +101,7 @@ def test_a_visit_whose_two_ways_were_anothers_each_is_nobodys_measurement() -> N
 def test_who_stood_in_is_measured_instead_of_who_was_planned() -> None:
     travel = Travel()
     travel.passed(A2, OUT, 0, 1.0)
-    travel.times.turned(MICROBATCH, 10.0)
+    travel.times.loss_known(MICROBATCH, 10.0)
     travel.passed(B, BACK, 1, 10.0)
     travel.passed(A2, BACK, 0, 14.0)
     assert travel.seconds(A2) == pytest.approx(5.0)
@@ -112,7 +112,7 @@ def test_a_hop_that_was_skipped_is_not_measured_and_the_one_after_it_is() -> Non
     travel = Travel()
     for peer, direction, position, now in ((A, OUT, 0, 1.0), (C, OUT, 1, 4.0)):
         travel.passed(peer, direction, position, now)
-    travel.times.turned(MICROBATCH, 10.0)
+    travel.times.loss_known(MICROBATCH, 10.0)
     for peer, position, now in ((C, 1, 16.0), (A, 0, 18.0)):
         travel.passed(peer, BACK, position, now)
     assert [travel.seconds(peer) for peer in (A, B, C)] == [pytest.approx(3.0), None, pytest.approx(9.0)]
@@ -170,7 +170,7 @@ def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_wen
     travel.book.visited(B, 1.0)
     travel.out()
     travel.times.lost(MICROBATCH, 10.5)
-    travel.times.turned(MICROBATCH, 11.0)
+    travel.times.loss_known(MICROBATCH, 11.0)
     travel.back()
     assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([10.5, 1.2, 10.5])
     travel.times.launched(MICROBATCH, ABC, {}, 20.0)
@@ -187,8 +187,8 @@ def claimed(direction: Direction, position: int, waited_s: float, computed_s: fl
 
 
 def forward_s(travel: Travel, peer: PeerId) -> float:
-    stages = [[announcement(each, k)] for k, each in enumerate((A, B, C), start=1)]
-    return travel.book.costs(stages).forward_s[peer]
+    replicas = [announcement(each, k) for k, each in enumerate((A, B, C), start=1)]
+    return travel.book.costs(replicas).forward_s[peer]
 
 
 def test_waiting_computing_and_sending_are_told_apart() -> None:
@@ -213,23 +213,23 @@ def test_waiting_is_believed_up_to_a_full_queue() -> None:
     assert forward_s(travel, A) == pytest.approx(1.91)
 
 
-def test_what_came_home_tells_how_much_of_sending_was_the_way() -> None:
+def test_a_completed_microbatch_shows_the_share_of_sending_that_the_link_takes() -> None:
     travel = Travel()
     now = 0.0
     for peer, direction, position in ((DATA, OUT, -1), (A, OUT, 0), (B, OUT, 1), (C, OUT, 2)):
         now += 3.0
         travel.times.passed(peer, claimed(direction, position, 0.0, 1.0, 2.0), now)
-    travel.times.turned(MICROBATCH, now := now + 1.0)
+    travel.times.loss_known(MICROBATCH, now := now + 1.0)
     for peer, position in ((DATA, 3), (C, 2), (B, 1), (A, 0)):
         now += 3.0 if peer != DATA else 2.0
         travel.times.passed(peer, claimed(BACK, position, 0.0, 1.0, 2.0), now)
     travel.times.completed(MICROBATCH, now - 4.0)
-    assert travel.book.costs([[announcement(A, 1)]]).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
+    assert travel.book.costs([announcement(A, 1)]).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
 
 
 def test_journeys_that_never_end_are_forgotten() -> None:
     travel = Travel()
-    for number in range(MAX_JOURNEYS):
+    for number in range(MAX_TRACES):
         travel.times.launched(MicrobatchId(DATA, 1000 + number), ABC, {}, 0.0)
     travel.times.passed(A, claimed(OUT, 0, 0.0, 1.0, 0.0), 1.0)
     assert travel.book.waiting_s() == {}

@@ -14,11 +14,7 @@ from tests.swarm.membership.announcements import announcement
 
 TOKENS = 100
 DATA, A, B, C = PeerId("data"), PeerId("a"), PeerId("b"), PeerId("c")
-STAGES = (
-    [announcement(DATA, 0, slots=16)],
-    [announcement(A, 1, speed=50.0), announcement(B, 1, speed=0.0)],
-    [announcement(C, 2, speed=100.0)],
-)
+REPLICAS = (announcement(A, 1, speed=50.0), announcement(B, 1, speed=0.0), announcement(C, 2, speed=100.0))
 OUT, BACK = Direction.FORWARD, Direction.BACKWARD
 
 
@@ -60,7 +56,7 @@ def test_what_was_lost_makes_a_peer_slow_and_nobody_waits_longer_for_it() -> Non
     assert times.visit_s(A, Speed(50.0)).value == 630.0
     assert times.usual_s(A, Speed(50.0)) == 3.0, "as the slowest that has brought something back"
     assert times.usual_s(C, Speed(50.0)) == 1.0
-    assert [times.has_brought_back(peer) for peer in (A, B, C)] == [False, True, True]
+    assert [times.has_completed(peer) for peer in (A, B, C)] == [False, True, True]
 
 
 def test_nonsense_measurements_do_no_harm() -> None:
@@ -82,13 +78,13 @@ def test_the_longest_unused_time_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
 
 def test_announcements_count_until_there_are_measurements() -> None:
     measured = MeasuredTimes(DATA, TOKENS)
-    costs = measured.costs(STAGES[1:])
-    assert costs.stages == ((DATA,), (A, B), (C,))
+    costs = measured.costs(REPLICAS)
+    assert set(costs.slots) == {DATA, A, B, C}
     assert costs.backward_factor == ASSUMED_BACKWARD_FACTOR
     assert [costs.service_s(peer) for peer in (A, B, C)] == pytest.approx([2.0, 0.1, 1.0])
     measured.computed(A, OUT, 0.25)
     measured.computed(A, BACK, 0.75)
-    costs = measured.costs(STAGES[1:])
+    costs = measured.costs(REPLICAS)
     assert costs.backward_factor == 3.0
     assert costs.service_s(A) == pytest.approx(1.0)
     assert costs.service_s(C) == pytest.approx(1.0)
@@ -98,10 +94,10 @@ def test_averages_follow_and_the_first_samples_count_alike() -> None:
     measured = MeasuredTimes(DATA, TOKENS)
     for seconds in (1.0, 3.0):
         measured.computed(A, OUT, seconds)
-    assert measured.costs(STAGES[1:]).forward_s[A] == 2.0
+    assert measured.costs(REPLICAS).forward_s[A] == 2.0
     for _ in range(200):
         measured.computed(A, OUT, 10.0)
-    assert measured.costs(STAGES[1:]).forward_s[A] == pytest.approx(10.0, rel=1e-3)
+    assert measured.costs(REPLICAS).forward_s[A] == pytest.approx(10.0, rel=1e-3)
 
 
 def test_a_way_that_was_never_measured_is_as_long_as_the_longer_one_from_here() -> None:
@@ -109,7 +105,7 @@ def test_a_way_that_was_never_measured_is_as_long_as_the_longer_one_from_here() 
     measured.sent(DATA, A, 0.2)
     measured.sent(B, DATA, 0.6)
     measured.sent(A, C, 0.8)
-    way = measured.costs(STAGES[1:]).message_s
+    way = measured.costs(REPLICAS).message_s
     assert way[A][DATA] == way[DATA][A] == pytest.approx(0.1), "half of what sending and its answer take"
     assert way[A][B] == way[B][A] == pytest.approx(0.3)
     assert way[A][C] == pytest.approx(0.4)
@@ -120,10 +116,10 @@ def test_a_way_that_was_never_measured_is_as_long_as_the_longer_one_from_here() 
 def test_how_much_of_sending_is_the_way_there_is_learnt_from_what_comes_home() -> None:
     measured = MeasuredTimes(DATA, TOKENS)
     measured.sent(DATA, A, 0.2)
-    measured.came_home(moving_s=0.9, sent_s=1.0)
-    assert measured.costs(STAGES[1:]).message_s[DATA][A] == pytest.approx(0.18)
+    measured.completed(moving_s=0.9, sent_s=1.0)
+    assert measured.costs(REPLICAS).message_s[DATA][A] == pytest.approx(0.18)
     for moving_s in (0.0, 50.0):  # neither can be
         measured = MeasuredTimes(DATA, TOKENS)
         measured.sent(DATA, A, 0.2)
-        measured.came_home(moving_s, sent_s=1.0)
-        assert measured.costs(STAGES[1:]).message_s[DATA][A] == pytest.approx(0.1 if moving_s == 0 else 0.2)
+        measured.completed(moving_s, sent_s=1.0)
+        assert measured.costs(REPLICAS).message_s[DATA][A] == pytest.approx(0.1 if moving_s == 0 else 0.2)

@@ -1,9 +1,7 @@
-"""Unlike problems by seed, for measuring how well planning does where nobody has tuned it: other links, speeds, slots,
-stages and rules in each of them.
+"""Random planning problems by seed, with different links, speeds, slots, stages and rules.
 
-Where links' figures are from: those of clouds are like SkipPipe's measurements between twelve regions of one provider
-(arXiv 2502.19913 and its code), in which latency times bandwidth is about one window of TCP. Home and local ones are
-assumed: lines as they are sold, and distances within a continent.
+Cloud links follow SkipPipe's measurements between twelve regions (arXiv 2502.19913 and its code), where bandwidth
+times latency is about one TCP window. Figures of homes and LANs are assumed.
 """
 
 from __future__ import annotations
@@ -19,42 +17,39 @@ from swarm.vocabulary.types import PeerId
 
 Range = tuple[float, float]
 MessageSeconds = dict[PeerId, dict[PeerId, float]]
-"""From one peer to another."""
 MIB = 2.0**20
 
 PEERS = (18, 42)
-STAGES = (4, 9)
-"""Stage 0 included."""
+STAGES = (4, 9)  # With stage 0
 FEWEST_REPLICAS = 2
 MICROBATCHES = (4, 12)
 SLOTS = (1, 6)
 SKIPPED = (0.25, 0.5)
-"""Share of the stages after stage 0."""
+"""Share of the stages after stage 0 that a path skips."""
 SPREAD = (2.0, 8.0)
-"""The slowest peer computes at most this many times as long as the fastest."""
+"""Largest ratio of forward times."""
 FORWARD_S = (0.2, 2.0)
-"""Of the fastest peer."""
+"""Forward time of the fastest peer, in seconds."""
 BACK_STOPS = (0, 2)
 TASK_OVERHEAD_S = 0.13
-"""SkipPipe's."""
+"""Time that a peer is blocked after a task (SkipPipe), in seconds."""
 HANDLING_S = 0.35
-"""Copies between host and device, and framing, of one message (SkipPipe's profile: 0.13 + 0.2 + 0.02 s)."""
+"""Device copies and framing of one message (SkipPipe's profile: 0.13 + 0.2 + 0.02), in seconds."""
 
 CLOUD_TENSOR_MIB = (8.0, 64.0)
 CLOUD_REGIONS = (4, 12)
 CLOUD_LATENCY_S = (0.003, 0.135)
-"""One way, between the nearest and the farthest regions (measured, as said above)."""
+"""One-way latency between the nearest and the farthest regions (measured), in seconds."""
 CLOUD_WINDOW_BYTES = (0.8 * MIB, 1.4 * MIB)
 """Bandwidth times latency between two regions (measured)."""
 CLOUD_WITHIN_S, CLOUD_WITHIN_BYTES_PER_S = 0.001, 2.0**31
-"""Within a region (measured)."""
+"""Latency and bandwidth within a region (measured)."""
 
-HOME_TENSOR_MIB = (4.0, 32.0)
-"""What is sent from home is compressed."""
+HOME_TENSOR_MIB = (4.0, 32.0)  # Compressed
 HOME_UP_BYTES_PER_S, HOME_DOWN_BYTES_PER_S = (20e6 / 8, 100e6 / 8), (100e6 / 8, 1000e6 / 8)
 """Assumed: 20 to 100 Mbit/s up, 100 to 1,000 down."""
 HOME_ACCESS_S, HOME_DISTANCE_S = (0.003, 0.015), 0.04
-"""Assumed: one way, of each line; and between the farthest towns."""
+"""Assumed one-way latencies of an access line, and between the farthest towns, in seconds."""
 
 LAN_TENSOR_MIB = (8.0, 64.0)
 LAN_LATENCY_S = (0.0001, 0.0005)
@@ -63,11 +58,11 @@ LAN_BYTES_PER_S = (1e9 / 8, 2.5e9 / 8, 10e9 / 8)
 
 
 def problem(seed: int) -> Instance:
-    """A problem in which every stage can be visited equally often; the same seed makes the same one."""
-    rng = random.Random(seed)  # noqa: S311 - a repeatable world, not a secret
+    """Returns a problem in which every stage can be visited equally often within a step."""
+    rng = random.Random(seed)
     while True:
         instance = _drawn(f"problem-{seed}", rng)
-        if _visits_can_be_equal(instance):
+        if instance.microbatches * len(instance.stages[0]) * instance.rules.per_path % instance.rules.skippable == 0:
             return instance
 
 
@@ -80,37 +75,31 @@ def _drawn(name: str, rng: random.Random) -> Instance:
     peers = [peer_of(index) for index in range(rng.randint(max(PEERS[0], FEWEST_REPLICAS * stages + 2), PEERS[1]))]
     kind, links = rng.choice((("clouds", clouds), ("clouds", clouds), ("homes", homes), ("lan", lan)))
     spread, fastest_s = _log_uniform(rng, SPREAD), _log_uniform(rng, FORWARD_S)
+    placed = _placed(peers, stages, per_path, rng)
     costs = Costs(
-        stages=_placed(peers, stages, per_path, rng),
         forward_s={peer: fastest_s * _log_uniform(rng, (1.0, spread)) for peer in peers},
         message_s=links(peers, rng),
         slots={peer: rng.randint(*SLOTS) for peer in peers},
         task_overhead_s=TASK_OVERHEAD_S,
     )
-    return Instance(f"{name}-{kind}", costs, rules, rng.randint(*MICROBATCHES))
+    return Instance(f"{name}-{kind}", placed, costs, rules, rng.randint(*MICROBATCHES))
 
 
 def _lengths(skippable: int) -> Sequence[int]:
-    """How many stages a path may visit, so that the right share is skipped."""
+    """Returns the possible numbers of stages per path, by SKIPPED."""
     least, most = SKIPPED
     return [skippable - skips for skips in range(skippable) if least <= skips / skippable <= most]
 
 
 def _placed(peers: Sequence[PeerId], stages: int, per_path: int, rng: random.Random) -> tuple[tuple[PeerId, ...], ...]:
-    """About one data node for each visit of a path that the others can serve at once, and at random so many replicas of
-    each other stage, but for the fewest."""
+    """Assigns about one data node per `per_path` other peers, and a random number of replicas to each other stage."""
     mixed = rng.sample(list(peers), len(peers))
-    readers = max(FEWEST_REPLICAS, round(len(peers) / (per_path + 1)) + rng.randint(-1, 1))
-    readers = min(readers, len(peers) - FEWEST_REPLICAS * (stages - 1))
-    sizes = [readers] + [FEWEST_REPLICAS] * (stages - 1)
+    data_nodes = max(FEWEST_REPLICAS, round(len(peers) / (per_path + 1)) + rng.randint(-1, 1))
+    data_nodes = min(data_nodes, len(peers) - FEWEST_REPLICAS * (stages - 1))
+    sizes = [data_nodes] + [FEWEST_REPLICAS] * (stages - 1)
     for _ in range(len(peers) - sum(sizes)):
         sizes[rng.randrange(1, stages)] += 1
     return tuple(tuple(mixed[sum(sizes[:stage]) : sum(sizes[: stage + 1])]) for stage in range(stages))
-
-
-def _visits_can_be_equal(instance: Instance) -> bool:
-    """Within one iteration."""
-    return instance.total * instance.rules.per_path % instance.rules.skippable == 0
 
 
 def _log_uniform(rng: random.Random, between: Range) -> float:
@@ -121,7 +110,7 @@ def _log_uniform(rng: random.Random, between: Range) -> float:
 
 
 def clouds(peers: Sequence[PeerId], rng: random.Random) -> MessageSeconds:
-    """Peers in regions that lie at random on a map; what is far is slow as well."""
+    """Returns links of peers in random regions of a map; bandwidth falls with distance."""
     sent_bytes = MIB * _log_uniform(rng, CLOUD_TENSOR_MIB)
     regions = range(rng.randint(*CLOUD_REGIONS))
     at = [(rng.random(), rng.random()) for _ in regions]
@@ -132,12 +121,12 @@ def clouds(peers: Sequence[PeerId], rng: random.Random) -> MessageSeconds:
             latency_s = nearest_s + (farthest_s - nearest_s) * math.dist(at[here], at[there]) / math.sqrt(2)
             seconds = latency_s + sent_bytes * latency_s / rng.uniform(*CLOUD_WINDOW_BYTES)
             between[here, there] = between[there, here] = seconds
-    home = {peer: rng.choice(regions) for peer in peers}
-    return _table(peers, lambda here, there: between[home[here], home[there]])
+    region = {peer: rng.choice(regions) for peer in peers}
+    return _table(peers, lambda here, there: between[region[here], region[there]])
 
 
 def homes(peers: Sequence[PeerId], rng: random.Random) -> MessageSeconds:
-    """Peers behind lines of their own, which are slower up than down; lines are not shared by messages."""
+    """Returns links of peers behind asymmetric access lines, without contention."""
     sent_bytes = MIB * _log_uniform(rng, HOME_TENSOR_MIB)
     up = {peer: _log_uniform(rng, HOME_UP_BYTES_PER_S) for peer in peers}
     down = {peer: _log_uniform(rng, HOME_DOWN_BYTES_PER_S) for peer in peers}
@@ -152,7 +141,7 @@ def homes(peers: Sequence[PeerId], rng: random.Random) -> MessageSeconds:
 
 
 def lan(peers: Sequence[PeerId], rng: random.Random) -> MessageSeconds:
-    """Peers on one network, each with an interface of its own speed."""
+    """Returns links of peers on one network with Ethernet interfaces of different speeds."""
     sent_bytes = MIB * _log_uniform(rng, LAN_TENSOR_MIB)
     latency_s = rng.uniform(*LAN_LATENCY_S)
     rate = {peer: rng.choice(LAN_BYTES_PER_S) for peer in peers}

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from swarm.membership.membership import Membership
-from swarm.routing.departure_line import LOOK_AHEAD, Departure, DepartureLine
+from swarm.routing.launch_queue import LOOK_AHEAD, Launch, LaunchQueue
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import GATHER_S, Planner
@@ -42,26 +42,26 @@ class Line:
                 if str(module) not in lacking:
                     self.comes(module, now=0.0)
         self.planner = Planner(rules, self.members, MeasuredTimes(OWN, 1000))
-        self.line = DepartureLine[Text](
+        self.line = LaunchQueue[Text](
             self.planner, lambda: self.texts.popleft() if self.texts else None, self.drawn.append, 0
         )
 
     def comes(self, module: ModuleId, now: float, sequence: int = 1) -> None:
         self.members.observe(announcement(str(module), module, sequence=sequence), now=now, wall=0.0)
 
-    def next(self, now: float = 0.0) -> Departure[Text] | None:
+    def next(self, now: float = 0.0) -> Launch[Text] | None:
         return self.line.next(0, NOBODY, now)
 
-    def all(self, now: float = 0.0) -> list[Departure[Text]]:
+    def all(self, now: float = 0.0) -> list[Launch[Text]]:
         found = []
-        while (departure := self.next(now)) is not None:
-            found.append(departure)
+        while (launch := self.next(now)) is not None:
+            found.append(launch)
         return found
 
 
-def modules_of(departure: Departure[Text] | None) -> list[str]:
-    assert departure is not None
-    return [str(hop.module) for hop in departure.path.hops]
+def modules_of(launch: Launch[Text] | None) -> list[str]:
+    assert launch is not None
+    return [str(hop.module) for hop in launch.path.hops]
 
 
 def test_each_goes_by_its_own_route() -> None:
@@ -99,7 +99,7 @@ def test_as_many_as_may_wait_go_where_somebody_is_at_once() -> None:
 
 def test_those_that_set_out_again_come_first() -> None:
     line = Line(LEFT, RIGHT)
-    line.line.sets_out_again(Text(RIGHT, 7))
+    line.line.retry(Text(RIGHT, 7))
     assert [each.text.number for each in line.all()] == [7, 0, 1]
 
 
