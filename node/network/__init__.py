@@ -1,1 +1,1 @@
-"""One node in its run: session, membership, dispatcher and client."""
+"""Network of one node: session in a run, membership, message dispatch, and queries by clients."""

@@ -1,4 +1,4 @@
-"""Queries of a running swarm without taking part in it: `status` and `eval`."""
+"""Queries of a running swarm by a client that hosts no module: `status` and `eval`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVALUATION_TIMEOUT_S = 600.0
 
 
 async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
-    """Queries the peers' statuses. Raises Unreachable if no peer answers within `patience_s` seconds."""
+    """Asks a run's peers for their status. Raises Unreachable if no peer answers within `patience_s` seconds."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
         seen = await session.look_around(signed.manifest)
@@ -34,7 +34,7 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
 async def query_evaluation(
     link: JoinLink, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
 ) -> dict[str, Any]:
-    """Has a data node measure the held-out loss (see `loss_report`). Raises ConfigError, Unreachable."""
+    """Asks a data node to measure the held-out loss (see `loss_report`). Raises ConfigError, Unreachable."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
         subsets = paths.of(signed.manifest)
@@ -56,7 +56,7 @@ async def query_evaluation(
 
 
 async def _peer_status(session: NetworkSession, said: Announcement) -> PeerStatus:
-    """Combines a peer's announcement with its answer, if it gives one."""
+    """Asks a peer for its status, and combines the answer, if any, with the peer's announcement."""
     answered, question = None, Question(QuestionAbout.STATUS)
     with suppress(PeerError):
         answered = parse_status(await session.transport.ask(said.peer, question, STATUS_TIMEOUT_S))

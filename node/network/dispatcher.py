@@ -1,4 +1,4 @@
-"""Dispatch of messages from links to the registered parts of the node."""
+"""Dispatch of messages from links to the handlers that parts of the node registered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 class TensorReceiver(Protocol):
-    """Receiver of tensors for some message types, as `protocol.interfaces.transport.LinkHandler`."""
+    """Receiver of tensors of some message types, with methods as in `protocol.interfaces.transport.LinkHandler`."""
 
     def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal: ...
 
@@ -34,7 +34,7 @@ class TensorReceiver(Protocol):
 
 
 class Dispatcher:
-    """`LinkHandler` that passes each message to the part registered for its type, and refuses or drops the others."""
+    """`LinkHandler` that passes each message to the handler registered for its type; refuses or drops the others."""
 
     def __init__(self, own: LocalPeer, membership: Membership) -> None:
         self._own = own
@@ -57,7 +57,7 @@ class Dispatcher:
         link_up: Callable[[PeerId], None] | None = None,
         link_down: Callable[[PeerId, PeerError], None] | None = None,
     ) -> Iterator[None]:
-        """Registers a part of the node within the block. Each type has one receiver at a time."""
+        """Registers handlers of messages and link changes within the block. A message type has one handler."""
         tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
             (self._tensors, _by_type(tensors)),
             (self._messages, _by_type(messages)),
@@ -136,7 +136,7 @@ class Dispatcher:
             tell(peer, error)
 
     def _is_replica(self, peer: PeerId) -> bool:
-        """Whether the peer announces our module."""
+        """Whether the peer announces that it hosts our module."""
         return self._own.module is not None and self._membership.hosts(peer, self._own.module)
 
 

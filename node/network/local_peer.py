@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LocalPeer:
-    """Mutable state of this node; read whenever an announcement is due."""
+    """State that this node announces to peers: module, load, addresses, reachability. Read for each announcement."""
 
     run: RunId
     peer: PeerId
@@ -48,13 +48,13 @@ class LocalPeer:
         self._began = self.clock.monotonic()
 
     def take(self, module: ModuleId) -> None:
-        """Takes a module and clears the figures of the previous one."""
+        """Sets the hosted module and the state JOINING, and clears the figures of the previous module."""
         self.state, self.module = PeerState.JOINING, module
         self.slots, self.used_slots, self.visits = 0, lambda: 0, tuple
         self.speed, self.steps, self.anchor = NO_SPEED, 0, None
 
     def announcement(self) -> Announcement:
-        """Makes a new announcement of the current state."""
+        """Makes a new announcement of this node's current state."""
         # The sequence counts process time, so it rises even if the wall clock is set back. The wall clock dates only
         # the expiry.
         lived_ms = int((self.clock.monotonic() - self._began) * 1000)
@@ -85,7 +85,7 @@ class LocalPeer:
 
 
 class OwnRecord:
-    """Signed record of this node's current state."""
+    """Signer of this node's records, which are announcements of its current state."""
 
     def __init__(self, own: LocalPeer, identity: Identity) -> None:
         self._own = own
@@ -94,11 +94,11 @@ class OwnRecord:
         self.is_encodable = True
 
     def fresh(self) -> bytes:
-        """Signs a new record; returns the last one while the state cannot be encoded."""
+        """Signs a record of the current state; returns the last record while the state cannot be encoded."""
         return self.of(self._own.announcement())
 
     def of(self, announcement: Announcement) -> bytes:
-        """Signs a record of this announcement of ours, as `fresh`."""
+        """Signs a record of this node's `announcement`; returns the last record if it cannot be encoded."""
         try:
             self._last = encode_record(announcement, self._identity)
         except ProtocolViolation as error:

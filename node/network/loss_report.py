@@ -22,13 +22,13 @@ _ROUTE: Final = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}(,[0-9]{1,4}\.[0-9]{1,4}){0,1
 
 @dataclass(frozen=True, slots=True)
 class AskedPaths:
-    """The paths of an evaluation: which stages of the model run."""
+    """Choice of the paths to evaluate: the number of stages per path, and one or all sets of stages."""
 
     stages_per_path: int | None = None  # None: all
     every_subset: bool = False  # All evenly spread choices, not only the first
 
     def of(self, manifest: Manifest) -> tuple[tuple[int, ...], ...]:
-        """Returns the stages after stage 0 of each path. Raises ConfigError if the run has fewer stages."""
+        """Returns the stages after stage 0 for each path. Raises ConfigError if the run has fewer stages."""
         return chosen_subsets(manifest.stages.count, self.stages_per_path, every=self.every_subset)
 
 
@@ -44,7 +44,7 @@ class RouteLoss:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLoss(RouteLoss):
-    """Held-out loss on one path."""
+    """Held-out loss on paths through one set of stages, in total and by route."""
 
     sizes: SizeSummary | None = None  # Number of microbatches, if known
     routes: Mapping[str, RouteLoss] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class HeldOutLoss(RouteLoss):
 
 
 def summed_loss(losses: Sequence[tuple[float, int]]) -> RouteLoss:
-    """Averages losses over all tokens; each is a mean over its number of tokens."""
+    """Averages losses, weighted by tokens; `losses` are pairs of mean loss and number of tokens."""
     tokens = sum(count for _, count in losses)
     return RouteLoss(math.fsum(loss * count for loss, count in losses) / tokens, tokens, len(losses))
 
@@ -60,7 +60,7 @@ def summed_loss(losses: Sequence[tuple[float, int]]) -> RouteLoss:
 def held_out_loss(
     routes: Sequence[Route], losses: Sequence[tuple[float, int]], sizes: SizeSummary | None = None
 ) -> HeldOutLoss:
-    """Averages microbatch losses over tokens, in total and by route."""
+    """Averages the losses of microbatches, weighted by tokens, in total and by route."""
     of_routes: dict[str, list[tuple[float, int]]] = {}
     for route, loss in zip(routes, losses, strict=True):
         if route:
@@ -88,7 +88,7 @@ def answer_of(measured: HeldOutLoss) -> dict[str, Any]:
 
 
 def _mean_of_routes(measured: Sequence[HeldOutLoss]) -> dict[str, Any]:
-    """Averages each route's loss over the paths."""
+    """Averages each route's loss over the measured sets of stages."""
     return {
         name: to_json(replace(first, loss=math.fsum(each.routes[name].loss for each in measured) / len(measured)))
         for name, first in measured[0].routes.items()
@@ -97,7 +97,7 @@ def _mean_of_routes(measured: Sequence[HeldOutLoss]) -> dict[str, Any]:
 
 
 def loss_in(answer: Mapping[str, Any]) -> HeldOutLoss:
-    """Parses a data node's answer. Raises ProtocolViolation if it is malformed."""
+    """Parses a data node's answer with the held-out loss. Raises ProtocolViolation if it is malformed."""
     loss, tokens, microbatches = (answer.get(key) for key in ("loss", "tokens", "microbatches"))
     if not (isinstance(loss, float) and type(tokens) is int and type(microbatches) is int):
         raise ProtocolViolation("the answer is not an evaluation")

@@ -1,4 +1,4 @@
-"""Exchange of the run's files between peers: router and tokenizer."""
+"""Exchange of the run's files between peers: expert router and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE_S: Final = 300.0  # A file of 20 MB at 70 kB/s
 
 
 async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: float) -> Router | None:
-    """Asks visible peers for the router; None if the run has none. Raises Unreachable after `patience_s`."""
+    """Downloads the expert router from a peer; None if the run has none. Raises Unreachable after `patience_s`."""
     if manifest.routing is None:
         return None
 
@@ -36,7 +36,7 @@ async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: 
 
 
 async def fetch_tokenizer(session: NetworkSession, sha256: str, patience_s: float) -> bytes:
-    """Asks visible peers for the tokenizer's file, each liar once. Raises Unreachable after `patience_s`."""
+    """Downloads the tokenizer's file from a peer, except peers that sent a wrong file. Raises Unreachable."""
     liars = set[PeerId]()
 
     async def ask(peer: PeerId) -> bytes:
@@ -56,12 +56,12 @@ async def fetch_tokenizer(session: NetworkSession, sha256: str, patience_s: floa
 
 
 def router_given(session: NetworkSession, router: Router | None) -> AbstractContextManager[None]:
-    """Answers questions about the router within the block."""
+    """Serves the expert router to peers within the block."""
     return _given(session, QuestionAbout.ROUTER, None if router is None else router.to_bytes())
 
 
 def tokenizer_given(session: NetworkSession, content: bytes | None) -> AbstractContextManager[None]:
-    """Answers questions about the tokenizer within the block. `content` already matches the manifest's hash."""
+    """Serves the tokenizer's file to peers within the block. `content` already matches the manifest's hash."""
     return _given(session, QuestionAbout.TOKENIZER, content)
 
 
@@ -79,7 +79,7 @@ def _given(session: NetworkSession, about: QuestionAbout, content: bytes | None)
 
 
 async def _pieces(session: NetworkSession, peer: PeerId) -> bytes:
-    """Downloads pieces up to the first short one; at most MAX_TOKENIZER_PIECES."""
+    """Downloads a peer's tokenizer file in pieces, until a short piece; at most MAX_TOKENIZER_PIECES."""
     found = bytearray()
     for first in range(0, MAX_TOKENIZER_PIECES, PIECES_AT_ONCE):
         async with task_scope() as tasks:

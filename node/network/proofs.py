@@ -1,4 +1,4 @@
-"""Proofs of work: replicas confirmed by shared rounds and by the data nodes that this node works for."""
+"""Proof that other replicas work: shared averaging rounds, and confirmation by data nodes that send us work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASK_AGAIN_S: Final = 5.0
 
 
 class ConfirmedReplicas:
-    """The replicas whose visits a data node completed last."""
+    """Replicas that took part in a data node's latest completed microbatches."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[PeerId, None] = OrderedDict()
@@ -39,7 +39,7 @@ class ConfirmedReplicas:
 
 
 class Proofs:
-    """The proofs that a node has in one module."""
+    """Replicas of a node's module that proved to work: they shared a round with it, or data nodes confirm them."""
 
     def __init__(self, session: NetworkSession) -> None:
         self._in_round = frozenset[PeerId]()
@@ -50,19 +50,19 @@ class Proofs:
 
     @property
     def proven(self) -> frozenset[PeerId]:
-        """Replicas proven to work by the last `refresh` and the last round."""
+        """Replicas with proven work as of the last `refresh` and the last averaging round."""
         return self._measured | self._in_round
 
     def shared_round(self, contributors: frozenset[PeerId]) -> None:
-        """Notes the other contributors of the round that made our anchor; empty if it came another way."""
+        """Records the other contributors to the round that made our anchor; empty if the anchor came from no round."""
         self._in_round = contributors
 
     def worked_on(self, microbatch: MicrobatchId) -> None:
-        """Notes that our gradient of this microbatch counts."""
+        """Records that the data node confirmed our gradient of this microbatch."""
         self._work.append(microbatch.data_node)
 
     async def refresh(self) -> None:
-        """Asks data nodes whose visits they completed, unless that was done a moment ago."""
+        """Asks data nodes which replicas they confirm, at most once in ASK_AGAIN_S seconds."""
         now = self._session.own.clock.monotonic()
         if now - self._asked_at < ASK_AGAIN_S:
             return

@@ -20,7 +20,7 @@ class ReachStep(enum.Enum):
 
 
 class ReachMode(enum.Enum):
-    """Measures that a node may take to be reachable. It tests its reachability in both modes."""
+    """Whether a node may ask its router to open a port. The node tests its reachability in both modes."""
 
     AUTO = "auto"  # Asks the router to open a port if peers cannot connect
     DIRECT = "direct"  # Never asks a router
@@ -28,7 +28,7 @@ class ReachMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Reachability of a node: the step and its reason."""
+    """Reachability of a node: the way in which peers reach it, with reason and advice."""
 
     step: ReachStep
     reason: str
@@ -39,7 +39,7 @@ class Standing:
 
 
 def held_by(standing: Standing, via: Sequence[PeerId]) -> Standing:
-    """Raises the standing to `reverse` if peers can pass calls on to the node."""
+    """Changes the standing to `reverse` if peers in `via` can pass calls on to the node."""
     if not via:
         return standing
     called = f"called through {', '.join(map(short, via))}, then opens the link itself"

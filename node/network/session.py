@@ -51,27 +51,27 @@ MAX_ASKED = 64
 
 
 class KnownPeers:
-    """Contacts from the membership view: a `protocol.interfaces.transport.AddressBook`."""
+    """Addresses of the peers in the membership view: a `protocol.interfaces.transport.AddressBook`."""
 
     def __init__(self) -> None:
         self._contacts: dict[PeerId, Contact] = {}
 
     def replace_all(self, announcements: Iterable[Announcement]) -> None:
-        """Replaces all contacts: only these peers can be dialled from now on."""
+        """Replaces all addresses: only these peers can be dialled from now on."""
         self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate, a.via, a.relay) for a in announcements}
 
     def contact(self, peer: PeerId) -> Contact | None:
         return self._contacts.get(peer)
 
     def relay_of(self, peer: PeerId) -> str:
-        """Returns the multiaddr at which the peer relays tunnels; empty if it does not or is unknown."""
+        """Returns the multiaddr at which the peer relays tunnels; empty if the peer is unknown or not a relay."""
         contact = self._contacts.get(peer)
         return "" if contact is None else contact.relay
 
 
 @dataclass(slots=True, eq=False)
 class MembershipSync:
-    """Keeps this node's membership view, and its peers' view of this node, up to date."""
+    """Membership of a run: looks up other peers, and publishes this node's record to them."""
 
     own: LocalPeer
     record: OwnRecord
@@ -89,21 +89,21 @@ class MembershipSync:
     _tasks: TaskTracker = field(default_factory=TaskTracker)
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
-        """Sets the modules whose replicas are looked up; by default the first two."""
+        """Sets the modules whose replicas are looked up in the directory; by default the first two."""
         self._modules = tuple(modules)
         self.looked.clear()
         self._look_now.set()
 
     def announce(self) -> None:
-        """Publishes a change of this node soon."""
+        """Requests that this node's record is published soon, because its state changed."""
         self._publish_now.set()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers for announcements and link changes within the block."""
+        """Receives other peers' records and link changes from the dispatcher within the block."""
         return dispatcher.registered(announced=self.announced, link_up=self.link_up, link_down=self.link_down)
 
     async def run(self) -> None:
-        """Looks up and publishes periodically until cancelled."""
+        """Looks up peers and publishes this node's record periodically, until cancelled."""
         async with self._tasks.running(), task_scope() as loops:
             loops.create_task(self._look_up_for_ever())
             loops.create_task(self._publish_for_ever())
@@ -112,7 +112,7 @@ class MembershipSync:
     # ---- input from links ----------------------------------------------------------------------------------------
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        """Takes a linked peer's own record, or a record which proves that another process uses our key."""
+        """Stores a linked peer's own record. Ends the node if a record proves that another process uses our key."""
         # A record on its owner's link is fresh, so its expiry is judged by the sender's clock, not by ours.
         try:
             announcement = decode_announced(record, run=self.membership.run, now=None)
@@ -133,7 +133,7 @@ class MembershipSync:
         self.changed.set()
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """Notes that a link has ended or failed. A visitor vanishes with its link."""
+        """Marks the peer of a failed link as suspect and probes it; forgets a visitor (a peer without a module)."""
         known = self.membership.get(peer)
         if known is not None and known.state is PeerState.VISITING:
             self.membership.forget(peer)
@@ -150,7 +150,7 @@ class MembershipSync:
         self.changed.set()
 
     async def _probe(self, peer: PeerId) -> Status | None:
-        """Asks for the peer's status at once, so that no microbatch is spent on a dead peer."""
+        """Asks the peer for its status; marks the peer as dead if it does not answer, so that no work is sent there."""
         try:
             return parse_status(await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
         except (Unreachable, Stalled) as error:
@@ -162,12 +162,12 @@ class MembershipSync:
         return None
 
     async def serves(self, peer: PeerId, module: ModuleId) -> bool:
-        """Whether the peer answers that it serves the module; False if it refuses."""
+        """Asks the peer whether it serves the module; False if it refuses or does not answer."""
         said = await self._probe(peer)
         return said is not None and (said.module, said.state) == (str(module), PeerState.SERVING.name.lower())
 
     async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """Returns the announcements of hosting peers, without those that no longer answer."""
+        """Returns the announcements of peers that host a module, without peers that did not answer a probe."""
         # A record outlives its peer by up to a minute. Probe only modules with few replicas, where one peer matters.
         known = [a for a in self.membership.peers() if a.module is not None]
         replicas, wanted = Counter(a.module for a in known), frozenset(modules)
@@ -215,7 +215,7 @@ class MembershipSync:
             await set_or_after(self._publish_now, wait)
 
     async def _push_for_ever(self) -> None:
-        """Pushes load and progress to linked peers, faster than the directory could."""
+        """Sends this node's load and progress to linked peers until cancelled, more often than to the directory."""
         offset_s = self._clock_offset_s()
         while True:
             await asyncio.sleep(PUSH_S)
@@ -263,13 +263,13 @@ ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", 
 
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[Answer]):
-    """A good answer, as opposed to the reason for a failure."""
+    """A peer's valid answer. A failure is a string with the reason instead."""
 
     answer: Answer
 
 
 async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Answered[Answer] | str:
-    """Asks all peers at once. Returns the first good answer, or the last failure."""
+    """Asks all peers at once. Returns the first valid answer, or the reason of the last failure."""
 
     async def attempt(peer: PeerId) -> Answered[Answer] | str:
         try:
@@ -294,7 +294,7 @@ async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Addresses where this machine listens and that it advertises. Port 0 is any free port."""
+    """Addresses on which this node listens, and its advertised host. Port 0 is any free port."""
 
     listen: str
     advertise: str | None = None
@@ -302,11 +302,11 @@ class Whereabouts:
     dht_port: int = 0
 
     def local(self, port: int) -> str:
-        """Returns `host:port` of a port of ours, for programs on this machine."""
+        """Returns the `host:port` at which programs on this machine reach one of this node's ports."""
         return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
 
     def advertised_host(self, initial_peers: tuple[str, ...]) -> str:
-        """Returns the host to advertise: the wished one, the bound one, or our address towards an initial peer."""
+        """Returns the host to advertise: the option's, the bound one, or our address towards an initial peer."""
         if self.advertise:
             return self.advertise
         return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
@@ -314,7 +314,7 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSession:
-    """Session in one run: everything except the hosted module. Made by `present`."""
+    """Connection of a node to one run: identity, membership, links and directory. Made by `present`."""
 
     run: RunId
     identity: Identity
@@ -338,11 +338,11 @@ class NetworkSession:
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
     def others(self) -> list[Announcement]:
-        """Returns the visible peers of the run, without other visitors."""
+        """Returns the announcements of known peers, without visitors (peers that host no module)."""
         return [seen for seen in self.membership.peers() if seen.state is not PeerState.VISITING]
 
     async def look_around(self, manifest: Manifest) -> list[Announcement]:
-        """Looks up every module once, which takes `LOOK_AROUND_S`. Returns `others`."""
+        """Looks up the peers of every module for `LOOK_AROUND_S` seconds. Returns `others`."""
         self.membership_sync.watch(manifest.modules())
         await asyncio.sleep(LOOK_AROUND_S)
         return self.others()
@@ -358,7 +358,7 @@ class NetworkSession:
             log.info("the directory drops this node only when its record expires: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
-        """Asks visible peers for the manifest, those in the link first. Raises Unreachable after `patience_s`."""
+        """Downloads the manifest from a peer, first from those in the link. Raises Unreachable after `patience_s`."""
 
         async def ask(peer: PeerId) -> SignedManifest:
             text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
@@ -375,7 +375,7 @@ class NetworkSession:
         what: str,
         at_once: int = 1,
     ) -> Answer:
-        """Returns the first good answer; `what` completes "no peer ...". Raises Unreachable after `patience_s`."""
+        """Asks `wanted` peers until one answers well. Raises Unreachable ("no peer `what`") after `patience_s`."""
         last = "the directory has none"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
@@ -401,7 +401,7 @@ class NetworkSession:
 async def present(
     identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
 ) -> AsyncIterator[NetworkSession]:
-    """Enters a run's network as a visitor and leaves it after the block. Raises ConfigError if a port is taken."""
+    """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken."""
     credentials = make_credentials(identity, run)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
@@ -432,7 +432,7 @@ async def present(
 
 
 def address_towards(host: str) -> str | None:
-    """Returns this machine's address on the route to a host; None without a route. Sends no packet; names need DNS."""
+    """Returns this machine's address on the route to a host; None without a route. Sends no packet, except to DNS."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:
@@ -456,7 +456,7 @@ def address_to_reach(multiaddrs: tuple[str, ...]) -> str:
 
 
 class _Silent:
-    """Event sink that drops everything: a visitor reports only its result."""
+    """Event sink that drops every event, for commands that report only their result."""
 
     def emit(self, event: Event) -> None:
         return
@@ -464,7 +464,7 @@ class _Silent:
 
 @asynccontextmanager
 async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
-    """Enters a run as a visitor, with a new key and a DHT client that does not listen."""
+    """Connects to a run as a client within the block: new key, no module, and a DHT client that does not listen."""
     # Listen only on the interface towards the first peer; peers behind NAT must be able to call back.
     if listen is None:
         listen = await asyncio.to_thread(address_to_reach, link.peers)  # may need DNS

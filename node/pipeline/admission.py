@@ -1,4 +1,4 @@
-"""Validation of tensor headers against the manifest, before memory is allocated."""
+"""Checks of a received tensor's header against the manifest, before memory is allocated for the tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 
 
 def path_rules(manifest: Manifest) -> PathRules:
-    """Returns the run's rules for paths."""
+    """Returns the run's rules for paths: number of stages, stages per path, visit ratio and experts."""
     stages = manifest.stages
     return PathRules(
         stages.count,
@@ -29,20 +29,20 @@ RouteFault = Callable[[MicrobatchTensor], str | None]
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:
-    """Specifies hidden states and their gradients: the largest ones, if microbatches are whole documents."""
+    """Returns shape and type of hidden states and their gradients; with packed documents, the largest shape."""
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
 
 
 def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
-    """Returns the codecs that the run allows, least compressed first. Senders choose, and receivers accept them."""
+    """Returns the codecs allowed for activations and gradients, least compressed first. The sender chooses one."""
     half = hidden_tensor(manifest).dtype is DType.BFLOAT16
     limits = {Traffic.ACTIVATIONS: manifest.codecs.activations, Traffic.GRADIENTS: manifest.codecs.gradients}
     return {traffic: codec_levels(Codec[limit.upper()], half_precision=half) for traffic, limit in limits.items()}
 
 
 class Admission:
-    """Admission rules of one run for a peer that hosts `module`."""
+    """Checks of the microbatch tensors that other peers send to a peer that hosts `module`."""
 
     def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
         self._own = own
@@ -56,7 +56,7 @@ class Admission:
         self._rules = path_rules(manifest)
 
     def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
-        """Checks a header. Raises ProtocolViolation if an honest peer could not have sent it."""
+        """Raises ProtocolViolation if an honest peer could not have sent this header: shape, codec, path or sender."""
         if not self._is_of_this_run(tensor, message.path.documents):
             raise ProtocolViolation(self._of_another_run(tensor, message.path.documents))
         rows, tokens, _ = tensor.shape
@@ -91,7 +91,7 @@ class Admission:
             raise ProtocolViolation(f"{message.microbatch}: {fault}")
 
     def _is_of_this_run(self, tensor: TensorSpec, documents: tuple[int, ...]) -> bool:
-        """Tells whether an honest peer may send a tensor of this shape for these documents."""
+        """Tells whether type and shape of a tensor fit the run and the lengths of the packed documents."""
         if tensor.dtype is not self._tensor.dtype:
             return False
         if not self._packs_documents:
@@ -111,7 +111,7 @@ class Admission:
         return f"{announced}{of}; this run has {own} without documents"
 
     def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
-        """Checks the order of stages on a path. Evaluations may visit any stages in ascending order."""
+        """Raises ProtocolViolation unless a path may visit these stages; evaluations: any in ascending order."""
         if evaluated:
             in_order = all(one < other for one, other in pairwise(stages))
             fault = None if in_order else f"not different stages in ascending order: {stages}"
@@ -121,7 +121,7 @@ class Admission:
             raise ProtocolViolation(f"this run does not allow the path: {fault}")
 
     def hosts(self, message: MicrobatchTensor) -> bool:
-        """Tells whether the named hop is our module. An honest sender may be wrong after a peer moved."""
+        """Tells whether the message is for our module. If this peer moved, an honest sender may not know yet."""
         hops, position = message.path.hops, message.position
         return not 0 <= position < len(hops) or hops[position].module == self._module
 

@@ -1,4 +1,4 @@
-"""Passes of a part other than OneDevice: with deferred weight gradients, block by block, or on several devices.
+"""Forward and backward passes with deferred weight gradients, block by block, or on several devices.
 
 Other peers only wait for the input's gradient. `SplitDevice` computes it first, and `DeferredWeights` computes the
 weight gradients of linear layers in idle time (zero-bubble schedules, Qi et al. 2024, arXiv:2401.10241). `BlockByBlock`
@@ -63,7 +63,7 @@ class SplitVisit(PassState):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product:
-    """A weight gradient [outputs, inputs] to be computed as a matrix product."""
+    """Weight gradient [outputs, inputs] of a linear layer, to be computed as a product of two kept matrices."""
 
     weight: int
     values: Tensor
@@ -72,7 +72,7 @@ class _Product:
     """Gradients of the outputs, [tokens, outputs]."""
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
-        """Yields chunks of the product: tokens, and rows of the weight."""
+        """Yields chunks of the matrix product, each as a slice of the tokens and a slice of the weight's rows."""
         (tokens, inputs), outputs = self.values.shape, self.gradients.shape[1]
         most = _CHUNK_OPERATIONS.get(self.values.device.type, _ELSEWHERE) / (2 * inputs)
         length = min(tokens, max(_LEAST_TOKENS, int(most / _LEAST_ROWS)))
@@ -84,7 +84,7 @@ class _Product:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitGradients:
-    """Results of the first half of a backward pass, and the inputs of the second half."""
+    """Results of a backward pass without weight gradients of linear layers, and the inputs to compute these later."""
 
     source: Tensor
     others: tuple[tuple[int, Tensor], ...]
@@ -98,7 +98,7 @@ class SplitGradients:
         return sum(storages.values())
 
     def is_bounded(self) -> Tensor:
-        """Tells whether all gradients will be finite, as a bool on the device."""
+        """Tells, without computing the products, whether all gradients are surely finite: a bool on the device."""
         # By Cauchy-Schwarz, an element of a product is at most the product of the norms. Gradients count as not finite
         # if that bound overflows float32.
         bound = _length([self.source, *(gradient for _, gradient in self.others)])
@@ -109,7 +109,7 @@ class SplitGradients:
 
     @torch.no_grad()
     def pieces(self) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yields summands of the parameter gradients: parameter index, rows, gradient."""
+        """Yields parameter gradients in pieces to be added up: parameter index, rows, gradient of these rows."""
         for place, gradient in self.others:
             yield place, slice(None), gradient
         for product in self.products:
@@ -117,7 +117,7 @@ class SplitGradients:
                 yield product.weight, rows, product.gradients[tokens, rows].T @ product.values[tokens]
 
     def moved(self, places: int) -> SplitGradients:
-        """Adds an offset to the parameter indices, for a part within a larger one."""
+        """Returns a copy with an offset added to the parameter indices, as for one block of a stack."""
         return SplitGradients(
             self.source,
             tuple((place + places, gradient) for place, gradient in self.others),
@@ -130,7 +130,7 @@ def _length(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class SplitDevice(OneDevice):
-    """Passes on one device whose backward pass can leave out the weights of linear layers."""
+    """Passes on one device whose backward pass can leave weight gradients of linear layers for later."""
 
     def __init__(self, part: nn.Module, hidden_type: torch.dtype = torch.float32) -> None:
         super().__init__(part)
@@ -181,7 +181,7 @@ class SplitDevice(OneDevice):
         return (*self._read, *(copy.fresh() for copy in self._copies))
 
     def first_half(self, visit: PassState, gradient: Tensor) -> SplitGradients:
-        """Computes the first half and frees the graph. Results do not share memory with `gradient` or the input."""
+        """Computes gradients except weights of linear layers. Frees the graph; shares no memory with the inputs."""
         assert isinstance(visit, SplitVisit)
         foreign = {tensor.untyped_storage().data_ptr() for tensor in (gradient, visit.source)}
 
@@ -207,7 +207,7 @@ class SplitDevice(OneDevice):
 
 @dataclass(slots=True, eq=False)
 class _PutOff:
-    """Second half of one microbatch's backward pass."""
+    """Deferred weight gradients of one microbatch: gradients and matrix products that are not added yet."""
 
     microbatch: MicrobatchId
     tokens: int
@@ -225,7 +225,7 @@ class _PutOff:
 
 
 class DeferredWeights:
-    """Deferred weight gradients of a replica. `passes` is None if weights are not deferred."""
+    """Queue of a replica's deferred weight gradients, computed in idle time. `passes` is None if none are deferred."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class DeferredWeights:
         ended: Callable[[float | None], None],
         labels: int = 0,
     ) -> Addition:
-        """Promises the accumulator a bounded gradient. `ended` gets the compute seconds, or None if cancelled."""
+        """Defers the weight gradients of a bounded `half`. `ended` gets their compute seconds, or None if cancelled."""
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
         self._sums.promise(microbatch, tokens, labels)
@@ -279,12 +279,12 @@ class DeferredWeights:
         return Addition.ADDED
 
     def finish(self) -> None:
-        """Computes all deferred gradients. Raises ResourceExhausted without memory, and keeps the rest for a retry."""
+        """Computes all deferred gradients. If memory runs out, raises ResourceExhausted and keeps the others."""
         for waiting in list(self._waiting.values()):
             self._finish(waiting)
 
     def cancel(self, microbatch: MicrobatchId) -> bool:
-        """Cancels a deferred gradient. If parts were already added, adds the rest and returns False."""
+        """Cancels a microbatch's deferred gradient, or completes a partly added one. Returns whether it cancelled."""
         waiting = self._waiting.get(microbatch)
         if waiting is None:
             return False
@@ -304,7 +304,7 @@ class DeferredWeights:
         deque(self._chunks(waiting), maxlen=0)
 
     def _chunks(self, waiting: _PutOff) -> Iterator[None]:
-        """Continues the work of one microbatch, and frees memory as gradients are added."""
+        """Computes and adds one microbatch's deferred gradients, one piece per iteration, and frees each piece."""
         while waiting.others:
             place, gradient = waiting.others[0]
             self._add(waiting, place, slice(None), gradient)
@@ -337,7 +337,7 @@ class DeferredWeights:
 
 
 class _Alone(nn.Module):
-    """One block of a stack, with the stack's rotary tables."""
+    """One transformer block of a stack, callable alone because it refers to the stack's rotary tables."""
 
     def __init__(self, block: nn.Module, rotary: Rotary) -> None:
         super().__init__()
@@ -352,20 +352,20 @@ class _Alone(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockVisit(PassState):
-    """Visit of a stack: the input of each block, and its graph or None."""
+    """Forward pass of a block stack: the input of each block, and the graph of each block or None."""
 
     documents: tuple[int, ...]
     inputs: tuple[Tensor, ...]
     graphs: tuple[SplitVisit | None, ...]
 
     def kept(self) -> BlockVisit:
-        """Drops the result, which backward does not need."""
+        """Returns a copy without the stack's output, which the backward pass does not need."""
         return replace(self, result=self.result.new_empty(0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedGradients:
-    """The gradient of a visit's input, after the parameter gradients were added to the sums."""
+    """Result of `BlockByBlock.backward_into`: the input's gradient. Parameter gradients are already in the sums."""
 
     source: Tensor
     are_finite: Tensor
@@ -375,7 +375,7 @@ class AddedGradients:
 
 
 class BlockByBlock:
-    """Passes of a stack with one block's graph at a time. Its hooks stay on the stack, so create it once per stack."""
+    """Passes of a block stack that keep one block's graph at a time. Create one per stack, because its hooks stay."""
 
     def __init__(self, stack: BlockStack, hidden_type: torch.dtype) -> None:
         blocks = [_Alone(block, stack.rotary) for block in stack.model["layers"].children()]
@@ -386,7 +386,7 @@ class BlockByBlock:
     def forward(
         self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext, graphs: int | None = None
     ) -> BlockVisit:
-        """Computes the stack and keeps the graphs of its last `graphs` blocks (None: all)."""
+        """Runs all blocks forward and keeps the graphs of the last `graphs` blocks (None: all)."""
         without = 0 if graphs is None else self.blocks - graphs
         hidden, inputs, kept = source.detach(), [], list[SplitVisit | None]()
         for index, block in enumerate(self._blocks):
@@ -417,9 +417,9 @@ class BlockByBlock:
         return SplitGradients(gradient, others, tuple(product for half in halves for product in half.products))
 
     def backward_into(self, sums: Accumulator, visit: PassState, gradient: Tensor, weight: int) -> AddedGradients:
-        """Adds parameter gradients times `weight` to the sums, without registering the microbatch.
+        """Adds `weight` times the parameter gradients to `sums`, without registering the microbatch there.
 
-        Stops at the first block whose gradients may not be finite. If memory runs out, undoes the additions.
+        Adds zeros from the first block whose gradients may not be finite. If memory runs out, undoes the additions.
         """
         assert isinstance(visit, BlockVisit)
         added = [0]
@@ -439,7 +439,7 @@ class BlockByBlock:
     def _add(
         self, sums: Accumulator, visit: BlockVisit, gradient: Tensor, weight: int, added: list[int], most: int = 2**62
     ) -> tuple[Tensor, Tensor]:
-        """Adds up to `most` pieces of gradients and counts them in `added`."""
+        """Adds at most `most` pieces of the parameter gradients to `sums` and counts these pieces in `added[0]`."""
         are_finite = torch.ones((), dtype=torch.bool, device=gradient.device)
         for index in reversed(range(self.blocks)):
             half = self._blocks[index].first_half(self._graph(visit, index), gradient)
@@ -491,7 +491,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dealt:
-    """Shares of a microbatch by device. None for a device without work."""
+    """Division of a microbatch among devices: the rows or tokens of each device; None for an idle device."""
 
     axis: int
     """Axis of the indices: 0 for rows, 1 for tokens."""
@@ -504,7 +504,7 @@ class _Dealt:
         return whole.index_select(self.axis, share.places.to(whole.device)).to(device)
 
     def together(self, whole: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
-        """Writes the parts to their positions in `whole`."""
+        """Writes each device's result to its rows or tokens in `whole`, and returns `whole`."""
         for share, part in zip(self.shares, parts, strict=True):
             if share is not None and part is not None:
                 whole.index_copy_(self.axis, share.places.to(whole.device), part.to(whole.device))
@@ -518,7 +518,7 @@ class DealtVisit(PassState):
 
 
 class Copies:
-    """Copies of a part on several devices. A device that shares the first one's memory has no copy."""
+    """Copies of a model part on several devices. Devices that share the first one's memory use the original."""
 
     def __init__(self, part: nn.Module, threads: DeviceThreads, copies: Sequence[nn.Module] | None = None) -> None:
         self._parts = [part, *(copies or (_on(device, part) for device in threads.devices[1:]))]
@@ -531,11 +531,11 @@ class Copies:
         return iter(self._parts)
 
     def changed(self) -> None:
-        """Records that the parameters changed. The copies are updated on next use."""
+        """Records that the original's parameters changed. The copies are updated on next use."""
         self._stale = True
 
     def fresh(self) -> Sequence[nn.Module]:
-        """Returns all copies with current parameters."""
+        """Returns the original and its copies, after updating the copies if the parameters changed."""
         if self._stale:
             self._stale = False
             first, *others = self._parts
@@ -548,7 +548,7 @@ class Copies:
 
 
 class SeveralDevices:
-    """Passes of one part on several devices. `choose` assigns documents to devices."""
+    """Passes of a model part on several devices at once. `choose` assigns rows or documents to devices."""
 
     def __init__(
         self,
@@ -620,7 +620,7 @@ class SeveralDevices:
         return self._threads.at_once([partial(on, rank, part) for rank, part in enumerate(self._parts.fresh())])
 
     def _dealt(self, source: Tensor, documents: tuple[int, ...]) -> _Dealt:
-        """Computes the shares from the documents alone, so that a retraction subtracts the same values."""
+        """Divides a microbatch among devices by document lengths alone, so that a retraction repeats the division."""
         count = len(self._parts)
         exchange = Exchange(count)
         if not documents:
@@ -648,7 +648,7 @@ class SeveralDevices:
 
 
 class SeveralHeads:
-    """Passes of the head on several devices with equal shares of the tokens."""
+    """Passes of the model's head on several devices, each with an equal share of the tokens."""
 
     def __init__(self, heads: Copies, threads: DeviceThreads) -> None:
         self._heads = heads
@@ -689,7 +689,7 @@ class SeveralHeads:
     def _at_once(
         self, hidden: Tensor, labels: Tensor, job: Callable[[nn.Module, Tensor, Tensor], Result]
     ) -> list[Result]:
-        """Runs `job` on each device's tokens. With fewer tokens than devices, there are fewer jobs."""
+        """Runs `job` on all devices at once, each with its share of the tokens. Skips devices without tokens."""
         own = torch.tensor_split(hidden.flatten(0, 1).unsqueeze(0), len(self._heads), dim=1)
         wanted = torch.tensor_split(labels.flatten().unsqueeze(0), len(self._heads), dim=1)
 
@@ -708,14 +708,14 @@ class SeveralHeads:
 
 
 def body_passes(part: nn.Module, threads: DeviceThreads | None, quadratic_share: float) -> Passes:
-    """Makes the passes of the embedding or a block stack on the first device."""
+    """Makes the passes of an embedding or block stack. `part` is on the first device, copies are on the others."""
     if threads is None or len(threads.devices) == 1:
         return OneDevice(part)
     return SeveralDevices(Copies(part, threads), threads, quadratic_share)
 
 
 def head_passes(head: HeadPart, threads: DeviceThreads | None) -> HeadPasses:
-    """Makes the passes of the head on the first device."""
+    """Makes the passes of the model's head. `head` is on the first device, copies are on the others."""
     if threads is None or len(threads.devices) == 1:
         return OneHead(head)
     return SeveralHeads(Copies(head, threads), threads)
@@ -730,14 +730,14 @@ def _device_of(part: nn.Module) -> torch.device:
 
 
 def _joined(dealt: _Dealt, like: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
-    """Merges the parts in the microbatch's order, [rows, tokens, hidden] on the device of `like`."""
+    """Merges the devices' results in the microbatch's order: [rows, tokens, hidden] on the device of `like`."""
     of_one = next(part for part in parts if part is not None)
     room = torch.empty(*like.shape[:2], *of_one.shape[2:], dtype=of_one.dtype, device=like.device)
     return dealt.together(room, parts)
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor:
-    """Sums on the first tensor's device, always in the same order."""
+    """Sums the devices' gradients on the first one's device, always in the same order."""
     total = gradients[0]
     for more in gradients[1:]:
         total = total + more.to(total.device)

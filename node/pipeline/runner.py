@@ -1,6 +1,6 @@
-"""Runner of custody: receives tensors, computes them, and sends the results.
+"""Runs a node's microbatches: receives tensors, computes them, and sends the results.
 
-A visit runs through MicrobatchRunner's admit, received, _compute, _send (until the next peer accepts) and _forget.
+A microbatch passes `MicrobatchRunner`'s admit, received, _compute, _send (until the next peer accepts it) and _forget.
 `swarm.pipeline.custody` decides each next step, and `_carry_out` starts it.
 """
 
@@ -89,7 +89,7 @@ DESCRIBED_LINKS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A computation. `ticket` identifies its entry: a second copy of the microbatch has a different one."""
+    """Computation for one microbatch. `ticket` tells copies of a microbatch apart: each has its own custody entry."""
 
     ticket: int
     key: Key
@@ -110,7 +110,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Result of a job. `step_due` requests an inner step before any other work."""
+    """Result of a `Job`: a tensor to send, a loss, or both. `step_due` requests an inner step before other work."""
 
     tensor: Encoded | None = None
     loss: float | None = None
@@ -119,27 +119,27 @@ class Output:
 
 
 class Worker(Protocol):
-    """Computations of one replica. All methods but `tensor` run on the compute thread."""
+    """Passes and inner steps of one replica. All methods but `tensor` run on the compute thread."""
 
     @property
     def tensor(self) -> TensorSpec:
-        """Specification of hidden states and their gradients."""
+        """Shape and type of the tensors on the wire: hidden states and their gradients."""
 
     def compute(self, job: Job) -> Output:
-        """Runs a job. Its tensors and the output's must stay unchanged until `forget`."""
+        """Runs a job. The caller keeps the tensors of job and output unchanged until `forget`."""
 
     def retract(self, job: Job) -> bool:
-        """Subtracts a microbatch's gradient, even after a step. Returns whether it had been added."""
+        """Subtracts a microbatch's gradient, even after a step. Returns whether the gradient had been added."""
 
     def forget(self, ticket: int) -> None:
-        """Frees an entry's state. Afterwards the memory of its tensors may be overwritten."""
+        """Frees the state of one custody entry. Afterwards the caller may overwrite the memory of its tensors."""
 
     def step(self) -> StepFigures | None:
-        """Takes the inner step if it is still due, else returns None."""
+        """Takes an inner step and returns its figures; None if no step is due."""
 
 
 class WorkerThread:
-    """Asynchronous access to a worker. Raises the errors of the worker and of `ComputeThread.run`."""
+    """Asynchronous access to a `Worker` on its compute thread. Raises errors of both."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class WorkerThread:
         self._after_step = after_step
 
     async def compute(self, job: Job) -> tuple[Output, float]:
-        """Runs a job. Returns its output and its seconds on the thread."""
+        """Runs a job on the compute thread. Returns the output and the seconds that the job took there."""
 
         def timed() -> tuple[Output, float]:
             begun = self._clock.monotonic()
@@ -184,11 +184,11 @@ class WorkerThread:
 
 
 class LinkCodecs:
-    """Codecs in use on this node's links.
+    """Choice of a codec for each of this node's links, by the link's throughput and measured encoding errors.
 
     Args:
-        visit_s: compute time of a microbatch at the slower end of a peer's link, in seconds; 0 if unknown.
-        goodput: throughput of a peer's link in bytes per second; 0 if unknown.
+        visit_s: compute time of a microbatch at the slower end of the link to a peer, in seconds; 0 if unknown.
+        goodput: throughput of the link to a peer in bytes per second; 0 if unknown.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class LinkCodecs:
         return choices[traffic].value
 
     def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
-        """Records the relative error of an encoding. Too large an error disables the codec."""
+        """Records the relative error of one encoding. An error above the codec's limit disables the codec."""
         if error > MOST_ERROR.get(codec, float("inf")):
             self._too_coarse.add((traffic, codec))
 
@@ -226,7 +226,7 @@ class LinkCodecs:
         self._chosen.pop(peer, None)
 
     def describe(self) -> CodecStatus:
-        """Returns the allowed codecs, and each link's codecs with reasons."""
+        """Returns the codecs for the node's status: allowed, disabled, and chosen for each link with reasons."""
         return CodecStatus(
             {traffic.value: tuple(codec.name.lower() for codec in levels) for traffic, levels in self._levels.items()},
             tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),
@@ -242,47 +242,47 @@ class LinkCodecs:
 
 
 class PathEnds:
-    """Callbacks for a data node's own microbatches. This base class is for peers without any."""
+    """Callbacks of the runner about a data node's own microbatches. This base class, for other nodes, does nothing."""
 
     def expects(self, message: Forward) -> bool:
-        """Tells whether this microbatch of ours is in flight."""
+        """Tells whether the microbatch of an arriving Forward is one of ours that is in flight."""
         return False
 
     def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
-        """Receives a microbatch's loss, in nats per token."""
+        """Called when the loss of one of our microbatches is computed, in nats per token."""
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
-        """Called when a microbatch completes. The gradients on `path` count."""
+        """Called when a microbatch completes, so that the gradients of all hops on `path` are confirmed."""
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
-        """Called when a microbatch is lost."""
+        """Called when a microbatch cannot be completed, with the reason in `detail`."""
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        """Tells whether the peer hosts a module on the microbatch's path. Any replica counts, as repairs may switch."""
+        """Tells whether the peer may hold the microbatch: hosts a module of its path, since repairs change replicas."""
         return False
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        """Like `may_hold`, and includes completed microbatches while receipts may still arrive."""
+        """Like `may_hold`, also for microbatches completed shortly before, whose receipts may still arrive."""
         return False
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
-        """Receives a PASSED_ON receipt for a microbatch of ours, possibly after its completion."""
+        """Called when a hop reports that it passed one of our microbatches on; possibly after its completion."""
 
 
 class RunnerHost(Protocol):
-    """Callbacks for the microbatches at this node's replica."""
+    """Callbacks of the runner about gradients and inner steps of this node's replica, and about failed sends."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
-        """Called when an added gradient is confirmed."""
+        """Called when the data node confirms a microbatch whose gradient this replica added."""
 
     def retracted(self, microbatch: MicrobatchId) -> None:
-        """Called after an unconfirmed gradient was subtracted again."""
+        """Called after the gradient of an unconfirmed microbatch was subtracted again."""
 
     def stepped(self, figures: StepFigures) -> None:
-        """Called after an inner step."""
+        """Called after an inner step of this node's replica."""
 
     def not_reached(self, peer: PeerId, error: PeerError) -> None:
-        """Called when a message or tensor could not be sent."""
+        """Called when a message or tensor could not be sent to `peer`."""
 
 
 # ---- tensors of an entry ---------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ Slot = tuple[Key, type[MicrobatchTensor]]
 
 @dataclass(slots=True, eq=False)
 class Tensors:
-    """Tensors of one entry. Their buffers are released once the entry is forgotten and no task uses them."""
+    """Tensors of one custody entry. Buffers are released once the entry is forgotten and no task uses the tensors."""
 
     ticket: int
     input: Encoded | None = None
@@ -321,7 +321,7 @@ def slot_of(message: MicrobatchTensor) -> Slot:
 
 
 class MicrobatchRunner(MachineRunner[Event, Action]):
-    """Runner of one node's microbatches between its links and its compute thread."""
+    """Event loop of one node's microbatches: carries their tensors between its links and its compute thread."""
 
     def __init__(
         self,
@@ -355,7 +355,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._forecast = ArrivalForecast()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Registers the handlers for microbatches within the block."""
+        """Receives the dispatcher's microbatch tensors, microbatch messages and link changes within the block."""
         return dispatcher.registered(
             tensors={MicrobatchTensor: self},
             messages={MicrobatchControl: self.receive},
@@ -365,7 +365,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     @contextmanager
     def ending_at(self, ends: PathEnds) -> Iterator[None]:
-        """Makes `ends` the data node on this node, within the block."""
+        """Makes `ends` the receiver of callbacks about this node's own microbatches, within the block."""
         self._ends = ends
         try:
             yield
@@ -373,7 +373,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self._ends = PathEnds()
 
     def take_new_work(self, yes: bool) -> None:
-        """Sets whether new microbatches are accepted, to stop before the node leaves its module."""
+        """Sets whether microbatches that are not held yet are accepted; False before the node leaves its module."""
         self._takes_new_work = yes
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
@@ -391,7 +391,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     # ---- arriving tensors --------------------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
-        """Answers a tensor's header with a receive buffer or a refusal."""
+        """Checks a tensor's header. Returns a buffer to receive the tensor, or a refusal."""
         self._admission.check(sender, message, tensor)
         if self._pool.in_use >= self._pool.limit:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
@@ -451,7 +451,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self.handle(ControlArrived(sender, message))
 
     def _passed_on(self, sender: PeerId, receipt: Receipt) -> None:
-        """Records progress of one of our microbatches on its path."""
+        """Records the receipt of a hop that passed one of our microbatches on."""
         if self._is_of_ours(sender, receipt, self._ends.may_have_held):
             self.custody.touch(Key(receipt.microbatch, -1), self.clock.monotonic())
             self._ends.passed(sender, receipt)
@@ -459,13 +459,13 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     def _is_of_ours(
         self, sender: PeerId, message: Receipt | Stranded, may_know: Callable[[PeerId, MicrobatchId], bool]
     ) -> bool:
-        """Tells whether a message is about our microbatch and its sender is on the path."""
+        """Tells whether a message is about a microbatch of this data node, and from a peer of its path."""
         if message.microbatch.data_node != self.custody.own:
             return False
         return sender == self.custody.own or may_know(sender, message.microbatch)
 
     def _knows_route(self, sender: PeerId, message: Stranded) -> bool:
-        """Tells whether the sender knows the route's signature, which proves that it received the microbatch."""
+        """Tells whether the message has the route's signature, which only receivers of the microbatch know."""
         start = self.custody.get(Key(message.microbatch, -1))
         # Evaluated microbatches have no entry to compare with.
         if sender == self.custody.own or start is None or start.path.route is None:

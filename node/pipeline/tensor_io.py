@@ -22,12 +22,12 @@ _NO_TENSOR: Final = "the tensor is malformed, or it or a gradient computed from 
 
 
 def receive_buffers(device: torch.device) -> Callable[[int], memoryview]:
-    """Makes the allocator of receive buffers for a device."""
+    """Returns a function that allocates a receive buffer of a given size, suited to copies to the device."""
     return partial(buffer_for, device=device)
 
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
-    """Decodes a tensor. Shares memory on the CPU without a codec. Raises ProtocolViolation if not finite."""
+    """Decodes a tensor; an uncompressed one shares memory on the CPU. Raises ProtocolViolation if not finite."""
     tensor = _decoded(encoded, device, or_violates)
     if not are_finite(tensor):
         raise ProtocolViolation(_NOT_FINITE)
@@ -49,7 +49,7 @@ def are_finite(tensor: Tensor) -> Tensor:
 
 
 def relative_error(tensor: Tensor, encoded: Encoded) -> float:
-    """Returns the relative error of an encoding in the Euclidean norm; 0 for zeros."""
+    """Returns the relative error of an encoding in the Euclidean norm; 0 for a tensor of zeros."""
     exact, decoded = tensor.float(), tensor_of(encoded, tensor.device).float()
     lengths = torch.stack([torch.linalg.vector_norm(decoded - exact), torch.linalg.vector_norm(exact)])
     off, length = lengths.tolist()
@@ -57,7 +57,7 @@ def relative_error(tensor: Tensor, encoded: Encoded) -> float:
 
 
 class Wire:
-    """Decoder of a worker's inputs and encoder of its outputs. Runs on the compute thread."""
+    """Decoder of a worker's received tensors and encoder of its results. Runs on the compute thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,13 +70,13 @@ class Wire:
         self._expected.clear()
 
     def let_go(self) -> None:
-        """Waits until the device has read all received data, so that the buffers may be reused."""
+        """Waits until the device has copied all received tensors, so that their receive buffers may be reused."""
         copied, self._copied = self._copied, None
         if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
             copied.synchronize()
 
     def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
-        """Decodes a received tensor like `tensor_of`. On a GPU, `output` checks it unless `before_use` is set."""
+        """Decodes a received tensor and checks that it is finite; on a GPU only in `output`, unless `before_use`."""
         assert tensor is not None, "custody requests no work before its tensors arrive"
         begun = time.perf_counter()
         received = _decoded(tensor, self.device, self.expect)
@@ -90,14 +90,14 @@ class Wire:
         return received
 
     def expect(self, holds: Tensor, fault: str) -> None:
-        """Makes the job fail unless the device bool is true: at once on the CPU, else in `output`."""
+        """Makes the job fail with `fault` unless the device bool `holds` is true: now on the CPU, else in `output`."""
         if self.device.type == "cpu":
             self._check(bool(holds), fault)
         else:
             self._expected.append(holds)
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
-        """Encodes a job's output, without a copy on the CPU without a codec. Raises ProtocolViolation on bad input."""
+        """Encodes a job's result. Raises ProtocolViolation if a condition passed to `expect` does not hold."""
         begun = time.perf_counter()
         tensor = tensor.detach().contiguous()
         # Does not synchronise here: the encoding is copied later and waited for anyway.

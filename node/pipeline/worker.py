@@ -1,4 +1,4 @@
-"""Workers of a replica, which run on the compute thread: block stages, and both ends of a path at a data node."""
+"""Passes of one replica on the compute thread: `HopWorker` for block stages, `DataWorker` for stage 0."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Weights = tuple[Tensor, ...]
 
 
 class WeightVersion:
-    """One version of a part's weights, from one change to the next."""
+    """Weights of a model part between two changes, to which the graphs of microbatches in flight refer."""
 
     def __init__(self, weights: Weights) -> None:
         self.visits = 0
@@ -87,7 +87,7 @@ class _Saved:
 
 
 class WeightStash:
-    """Versions of one part's weights that visits in flight need: at most `most`, within `room` bytes."""
+    """Older weights that microbatches in flight used in their forward pass: at most `most` copies, in `room` bytes."""
 
     def __init__(self, weights: Callable[[], Weights], most: int, room: int) -> None:
         self._up_to_date, self._weights = weights, weights()
@@ -103,7 +103,7 @@ class WeightStash:
         self.current = WeightVersion(self._weights)
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Makes graphs built within the block refer to the current version, even after it is copied."""
+        """Makes graphs built within the block refer to the current weights, even after a step moved them to a copy."""
         version = self.current
 
         def pack(tensor: Tensor) -> _Seen | _Saved:
@@ -124,7 +124,7 @@ class WeightStash:
 
     @contextmanager
     def in_place(self, version: WeightVersion) -> Iterator[None]:
-        """Computes with an available version within the block."""
+        """Puts the weights of `version`, which must be available, into the model part within the block."""
         copy = self._copies.get(version)
         if copy is None:
             yield
@@ -141,7 +141,7 @@ class WeightStash:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copies the current version before an inner step, if visits in flight need it."""
+        """Copies the current weights before an inner step, if microbatches in flight still need them."""
         version, copy = self.current, self._free_copy() if self.current.visits else None
         self._go_on_from(copy)
         if copy is not None:
@@ -157,7 +157,7 @@ class WeightStash:
         self.current = WeightVersion(self._weights)
 
     def done(self, version: WeightVersion) -> None:
-        """Releases a visit's version."""
+        """Records that one microbatch less needs `version`; frees the version's copy after the last microbatch."""
         version.visits -= 1
         if version.visits == 0 and version in self._copies:
             version.refer_to(None)
@@ -187,7 +187,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class GraphBudget:
-    """Memory budget for one replica's graphs, counted in tokens and measured at the first visit."""
+    """Memory budget for one replica's autograd graphs, in tokens. The first forward pass measures bytes per token."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
@@ -197,7 +197,7 @@ class GraphBudget:
     def forward(
         self, passes: Passes, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext
     ) -> tuple[Tensor, PassState | None, float]:
-        """Computes the part. Returns the result, the visit if kept, and its share of the budget until `release`."""
+        """Runs a forward pass. Returns the output, the graph if kept, and the tokens to `release` afterwards."""
         tokens = of_tokens(source)
         if isinstance(passes, BlockByBlock):
             return self._blocks(passes, source, documents, around)
@@ -242,7 +242,7 @@ def of_tokens(hidden: Tensor) -> int:
 def _measured(
     passes: Passes, source: Tensor, documents: tuple[int, ...], forward: Callable[..., PassState] | None = None
 ) -> int:
-    """Returns the bytes that a visit's graph keeps alive, without the parameters."""
+    """Runs a forward pass and returns the bytes that its graph keeps alive, without the parameters."""
     own = passes.storages()
     seen: dict[int, int] = {}
 
@@ -263,7 +263,7 @@ def _measured(
 
 
 class ReplicaWorker(ABC):
-    """Base of both workers, which implement `node.pipeline.runner.Worker`. `tensor` specifies hidden states."""
+    """Base of `HopWorker` and `DataWorker` (`node.pipeline.runner.Worker`). `tensor` specifies hidden states."""
 
     def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
         self.tensor = tensor
@@ -289,12 +289,12 @@ class ReplicaWorker(ABC):
 
     @abstractmethod
     def _drop(self, ticket: int) -> None:
-        """Frees the graph of an entry."""
+        """Frees the graph of the microbatch with this ticket."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """Input of a visit, and its graph if it fit in memory."""
+    """State of a microbatch between its forward and backward pass: the input, and the graph if it fit in memory."""
 
     source: Tensor
     visit: PassState | None
@@ -304,11 +304,11 @@ class _Kept:
 
 
 class HopWorker(ReplicaWorker):
-    """Worker for one replica of a block module.
+    """Worker of one replica of a block module: passes, gradient sums and inner steps.
 
     Args:
-        graph_budget_bytes: memory for graphs; a quarter is for `stashed` older weight versions.
-        quadratic_share: the manifest's cost of attention; 0 if microbatches are rows of one stream.
+        graph_budget_bytes: memory for graphs; a quarter is for up to `stashed` copies of older weights.
+        quadratic_share: cost of attention by the manifest; 0 if microbatches are rows of one stream.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class HopWorker(ReplicaWorker):
 
     @property
     def speed(self) -> Speed:
-        """Speed of forward and backward together, unknown before the first microbatch."""
+        """Speed of a forward and backward pass together, unknown before the first microbatch."""
         return self._cost.speed()
 
     @property
@@ -346,7 +346,7 @@ class HopWorker(ReplicaWorker):
         return self._accumulator
 
     def parameters_changed(self) -> None:
-        """Records a change of the parameters other than an inner step."""
+        """Records that something other than an inner step changed the parameters, such as an averaging round."""
         self._stash.changed()
         self.passes.parameters_changed()
 
@@ -467,7 +467,7 @@ class HopWorker(ReplicaWorker):
         return output
 
     def retract(self, job: Job) -> bool:
-        """Subtracts a gradient, recomputed with current parameters. Cancels it instead if it is still deferred."""
+        """Subtracts a microbatch's gradient, recomputed with current parameters, or cancels it if still deferred."""
         self.wire.start()
         with device_errors():
             source = self.wire.received(job.input)
@@ -492,7 +492,7 @@ class HopWorker(ReplicaWorker):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageZero:
-    """Both parts of stage 0, which count visits separately but step together."""
+    """Embedding and head of stage 0: each sums its gradients separately, but one optimizer steps both."""
 
     embedding: EmbeddingPart
     head: HeadPart
@@ -506,7 +506,7 @@ class StageZero:
 
 
 class DataWorker(ReplicaWorker):
-    """Worker for a data node's replica of stage 0: the embedding, and the head with its loss."""
+    """Worker of a data node's replica of stage 0: passes of the embedding, and of the head with its loss."""
 
     def __init__(
         self, stage: StageZero, tensor: TensorSpec, device: torch.device, embedding: Passes, head: HeadPasses
@@ -524,7 +524,7 @@ class DataWorker(ReplicaWorker):
         self._visits: dict[int, tuple[PassState, int]] = {}
 
     def parameters_changed(self) -> None:
-        """Records a change of the parameters other than an inner step."""
+        """Records that something changed the parameters, such as an averaging round."""
         self.parameter_version += 1
         self._embedding.parameters_changed()
         self._head.parameters_changed()
@@ -537,7 +537,7 @@ class DataWorker(ReplicaWorker):
         return self.stage.optimizer.step()
 
     def retract(self, job: Job) -> bool:
-        """Raises StateError: gradients of a data node only count on completion, and there is no second copy."""
+        """Raises StateError: a data node adds gradients only of completed microbatches, so it never subtracts any."""
         raise StateError("a data node's gradients cannot be subtracted")
 
     def _drop(self, ticket: int) -> None:
@@ -614,7 +614,7 @@ def host_hop(
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> HopWorker:
-    """Makes a replica of a module after stage 0, with initial weights. Raises ResourceExhausted if it does not fit."""
+    """Makes the worker of a module after stage 0, with initial weights. Raises ResourceExhausted if too large."""
     require_memory(manifest, (module,), device, allowance.slots, allowance.moments)
     with device_errors():
         part = build_block_stack(manifest, module).to(device)
@@ -655,7 +655,7 @@ def host_stage_zero(
     threads: DeviceThreads | None = None,
     submit: Submit = AtDeadline,
 ) -> DataWorker:
-    """Makes a data node's replica of stage 0. Raises the errors of `host_hop`."""
+    """Makes the worker of a data node's stage 0, with initial weights. Raises ResourceExhausted if too large."""
     require_memory(manifest, (ModuleId(0),), device, allowance.slots, allowance.moments)
     with device_errors():
         embedding = build_embedding(manifest).to(device)
@@ -668,7 +668,7 @@ def host_stage_zero(
 
 
 def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> Speed:
-    """Measures forward and backward on this device and returns the best of PROBES tries; the first warms up."""
+    """Times a forward and backward pass on this device PROBES times and returns the best speed; the first warms up."""
     source = torch.zeros(manifest.hidden_shape, dtype=HIDDEN_TYPES[manifest.model.dtype], device=device)
     tokens, longest = manifest.microbatch_tokens, manifest.model.sequence
     documents = (longest,) * manifest.training.rows if manifest.packs_documents else ()

@@ -1,1 +1,1 @@
-"""A data node's side of paths: launching, evaluation and the window."""
+"""Work of a data node: launches of microbatches, held-out evaluation, and the limit of microbatches in flight."""

@@ -1,4 +1,4 @@
-"""Held-out loss through the running swarm: microbatches that go forward only."""
+"""Measurement of the held-out loss in the running swarm, by microbatches with a forward pass only."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ MAX_MICROBATCHES = 256
 
 
 class Launches:
-    """Launches microbatches of this data node. The worker keeps their texts until they end.
+    """Launcher of this data node's microbatches. The worker keeps the tokens of each until it ends.
 
-    `tells_labels`: hops learn the number of labels of a training microbatch.
+    `tells_labels`: whether hops receive the number of labels of a training microbatch.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class Launches:
         self._runner.handle(Started(microbatch, path, purpose, lifetime_s))
 
     def text_of(self, microbatch: MicrobatchId) -> Microbatch | None:
-        """Returns the text of a microbatch in flight."""
+        """Returns the tokens of a microbatch; None if it is not in flight."""
         return self._worker.texts.get(microbatch)
 
     def end(self, microbatch: MicrobatchId) -> Microbatch | None:
-        """Removes and returns the microbatch's text; None if it ended before."""
+        """Removes and returns the tokens of a microbatch; None if the microbatch ended before."""
         return self._worker.texts.pop(microbatch, None)
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> Microbatch | None:
-        """Abandons a microbatch that may be in flight; returns its text as `end`."""
+        """Abandons a microbatch and returns its tokens; None if the microbatch ended before."""
         text = self.end(microbatch)
         self._runner.abandon(microbatch, detail)
         return text
 
 
 class UndeliverableError(Exception):
-    """An evaluated microbatch got stuck; another attempt may find another path."""
+    """An evaluated microbatch could not be delivered; a retry may find another path."""
 
 
 class Evaluator:
-    """Sends held-out microbatches through the swarm, a few at a time."""
+    """Sender of held-out microbatches through the swarm, at most WINDOW at a time, and receiver of their losses."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Evaluator:
             arrival.set_exception(UndeliverableError(detail))
 
     async def evaluate(self, texts: Sequence[Microbatch], stages: Sequence[int]) -> list[float]:
-        """Returns each text's loss in nats per token on paths through `stages`. Trains nothing. Raises Unreachable."""
+        """Returns each microbatch's loss on a path through `stages`, in nats per token. Raises Unreachable."""
         room = asyncio.Semaphore(WINDOW)
 
         async def measured(text: Microbatch) -> float:
@@ -160,7 +160,7 @@ class Evaluator:
 
 
 class HeldOut:
-    """Held-out text of one run at one data node. Evaluations run one at a time."""
+    """Answers of a data node to requests for the held-out loss. Evaluations run one at a time."""
 
     def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator) -> None:
         self._manifest = manifest
@@ -169,7 +169,7 @@ class HeldOut:
         self._turn = asyncio.Lock()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Answers as JSON: loss in nats per token, tokens, microbatches, stages, and figures per route with experts.
+        """Returns JSON: loss in nats per token, tokens, microbatches, stages, and with experts the loss by route.
 
         Raises Rejected if the question asks for too much or there is no held-out text, Unreachable if no path works.
         """
@@ -193,5 +193,5 @@ class HeldOut:
         return json.dumps(report).encode()
 
     def _texts(self, count: int) -> list[Microbatch]:
-        """Packs the held-out microbatches. Reads files."""
+        """Packs `count` held-out microbatches. Reads files, so call it in a thread."""
         return list(held_out_microbatches(self._manifest, count, self._documents))

@@ -1,4 +1,4 @@
-"""The launcher: reads text, launches microbatches, and counts their outcomes."""
+"""A data node: takes packed microbatches, launches them along paths, and counts their outcomes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Texts(Protocol):
     """A source of packed microbatches."""
 
     def ready(self) -> Microbatch | None:
-        """Returns the next microbatch, or None if it is not packed yet. The data node is woken once it is."""
+        """Returns the next microbatch, or None if none is packed yet; the source wakes the data node once one is."""
         ...
 
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Training progress as this data node sees it."""
+    """Loss, tokens and completed visits of one data node's microbatches, and the modules that no peer serves."""
 
     loss_first: float | None = None
     loss_last: float | None = None
@@ -58,7 +58,7 @@ class TrainingProgress:
 
     @property
     def stage_visits(self) -> dict[int, int]:
-        """Completed visits of each stage after stage 0."""
+        """Number of completed microbatches that visited each stage after stage 0."""
         stages: dict[int, int] = {}
         for module, count in self.visits.items():
             stages[module.stage] = stages.get(module.stage, 0) + count
@@ -67,7 +67,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A data node's position in its training: saved in checkpoints and resumed."""
+    """A data node's state for checkpoints: microbatches in flight, progress, and reading position in the text."""
 
     in_flight: InFlightTable
     progress: TrainingProgress
@@ -75,7 +75,7 @@ class Training:
 
 
 class DataNode(PathEnds):
-    """A peer that hosts stage 0, where paths start and end. `texts` are packed ahead."""
+    """A peer that hosts stage 0: launches microbatches, whose paths start and end here. `texts` are packed ahead."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class DataNode(PathEnds):
         self._landed = asyncio.Event()
 
     async def all_landed(self) -> None:
-        """Returns once no microbatch is in flight."""
+        """Waits until no microbatch is in flight."""
         while self.in_flight.entries:
             self._landed.clear()
             await self._landed.wait()
@@ -119,7 +119,7 @@ class DataNode(PathEnds):
     # ---- launching -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Signals a change that may allow another launch."""
+        """Wakes `run`, because a change may allow another launch."""
         self._wake.set()
 
     def stop_launching(self) -> None:
@@ -127,7 +127,7 @@ class DataNode(PathEnds):
         self._is_stopping = True
 
     async def run(self) -> None:
-        """Launches until cancelled."""
+        """Launches microbatches until cancelled."""
         if self.in_flight.finished:  # resumed after its last step
             self._on_finished()
         while True:
@@ -137,7 +137,7 @@ class DataNode(PathEnds):
             await set_or_after(self._wake, LOOK_AGAIN_S)
 
     def _launch(self) -> bool:
-        """Launches the next microbatch; False if it has no path or no text now."""
+        """Launches the next microbatch; False if none is packed, or if it has no path now."""
         now = self._clock.monotonic()
         queue = in_flight_by_peer([entry.path for entry in self.in_flight.entries])
         launch = self._queue.next(self.in_flight.next_number, queue, now)
@@ -153,7 +153,7 @@ class DataNode(PathEnds):
         return True
 
     def _tell_who_is_missing(self) -> None:
-        """Reports each unserved module once, and once when it is served again."""
+        """Reports each module without a serving peer once, and once more when a peer serves it again."""
         before, moment = self._missing, self._clock.monotonic()
         unserved = self._planner.unserved(moment)
         self.progress.waiting_for = unserved
@@ -189,7 +189,7 @@ class DataNode(PathEnds):
                 self._leave_out(outlier)
 
     def _outliers_of(self, microbatch: MicrobatchId) -> LossOutliers:
-        """Returns the outlier detector of the microbatch's route: other documents have other losses."""
+        """Returns the loss outlier detector of the microbatch's route. Routes differ in loss, as their documents do."""
         text = self._launches.text_of(microbatch)
         # Beyond the bound all routes share one detector.
         route = () if text is None or len(self._outliers) > MAX_ROUTES else text.route

@@ -1,4 +1,4 @@
-"""A data node's window inside the node: its inputs and local bounds."""
+"""Window of a data node: the limit of its microbatches in flight, adapted to round trips and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 
 
 class WindowFinder:
-    """Adapts the number of microbatches that a data node keeps in flight to measured round trips.
+    """Limit of a data node's microbatches in flight, adapted to measured round trips.
 
     `asked`: the value of `--window`, None to adapt. `memory`: microbatches for which memory was reserved at the start
     (`node.model.memory_need`).
@@ -46,12 +46,12 @@ class WindowFinder:
         return self._window.value
 
     def describe(self) -> WindowStatus:
-        """Describes the window for the node's status."""
+        """Describes the limit of microbatches in flight for the node's status."""
         value = self.value
         return WindowStatus(value.value, len(self._in_flight.entries), value.reason)
 
     def completed(self, entry: InFlight, now: float) -> None:
-        """Notes that a microbatch has returned. Call it before `InFlightTable.complete`."""
+        """Adapts the limit after the microbatch of `entry` completed. Call it before `InFlightTable.complete`."""
         if self._window is not None:
             self._window.bound(least_of(self._bounds()))
             self._window.completed(entry.started, now, len(self._in_flight.entries))
