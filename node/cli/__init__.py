@@ -1,1 +1,1 @@
-"""The command line. Modules here import nothing heavy when they are loaded, so that the first line appears at once."""
+"""The command line. Its modules import nothing heavy when loaded, so that a command's first line appears at once."""

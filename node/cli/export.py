@@ -54,7 +54,7 @@ async def _export(
     replace: bool,
     as_json: bool,
 ) -> Export:
-    """Writes the export. `chosen` is the path and whether to write every module instead."""
+    """Writes the model of `source` to `folder`. `chosen`: the path, and whether to write every module instead."""
     from node.data.local_paths import LocalPathOptions
     from node.export.open_model import open_model
     from node.export.source import parse_path

@@ -121,7 +121,7 @@ def _tell_of(asked: _Asked, decoder: Decoder, route: Route | None, prompt_tokens
 
 
 class _Output:
-    """Generated text on standard output as it comes, or as one JSON object at the end."""
+    """Printer of the generated text: on standard output while it is generated, or as one JSON object at the end."""
 
     def __init__(self, tokenizer: Tokenizer, *, silent: bool) -> None:
         self._stream, self._end, self._silent = tokenizer.text_stream(), tokenizer.end_of_document, silent

@@ -43,7 +43,7 @@ async def ask_consent(
     fits: Reasoned[tuple[int, ...]],
     own: bool,
 ) -> bool:
-    """Asks for consent at a terminal, unless --yes is set or this machine signed the run."""
+    """Asks the machine's owner for consent to join, unless --yes is set or this machine signed the run."""
     stream = sys.stderr if options.as_json else sys.stdout  # with --json, standard output is for programs
     with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
         for line in description(signed, options, text, fits, own=own):

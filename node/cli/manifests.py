@@ -81,7 +81,7 @@ class ManifestChanges:
     ] = None
 
     def keys(self) -> dict[str, Any]:
-        """Returns the values to set, by dotted manifest key."""
+        """Returns the changed values by dotted manifest key."""
         hints = typing.get_type_hints(type(self), include_extras=True)
         found = {hint.__metadata__[0]: getattr(self, name) for name, hint in hints.items()}
         if self.blocks is not None:
@@ -102,7 +102,7 @@ def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
 
 
 def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
-    """Applies the changes and pins the text's files by hash. Raises as `chosen_manifest`."""
+    """Returns `base` with the command line's changes and hashes of the text's files. Raises as `chosen_manifest`."""
     from protocol.manifest.manifest import manifest_from_table
 
     manifest = manifest_from_table(_changed(base.model_dump(), changes))
@@ -121,7 +121,7 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
 
 
 def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks: bool) -> Manifest:
-    """Returns `base` with the model, tokenizer and weights of a folder. Raises ConfigError, ManifestError."""
+    """Returns `base` with the model, tokenizer and weights of `path`. Raises ConfigError, ManifestError."""
     from node.data.tokenizers import tokenizer_keys
     from node.dial.dial import spread
     from node.start.cut_model import TOKENIZER, CutModel, ModelFolder, blocks_of, model_table
@@ -144,7 +144,7 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
 
 
 def router_of(path: Path | None, manifest: Manifest) -> Router | None:
-    """Loads the router next to the manifest's file, or None. Raises ConfigError, StateError."""
+    """Loads the expert router saved next to the manifest's file, if any. Raises ConfigError, StateError."""
     from node.experts.router import load_router
 
     return None if path is None else load_router(path, manifest)

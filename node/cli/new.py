@@ -56,7 +56,7 @@ class DialOptions:
 
 
 def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> DialedRun:
-    """Chooses a run by its size. Raises ConfigError, ManifestError."""
+    """Chooses all settings of a run by the model's size. Raises ConfigError, ManifestError."""
     from node.dial.dial import BYTES, DialedRun, Wish, turn
 
     if changes.total_tokens is not None and changes.total_tokens < 1:
@@ -80,7 +80,7 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
 
 
 def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> Iterator[str]:
-    """Yields lines with each choice, its reason, and the forecast for the manifest."""
+    """Yields lines for the terminal: each choice with its reason, and the forecast for the manifest."""
     from node.dial.dial import COMMON_CARD, LARGE_CARD, LINKS_MBIT_S, forecast
     from swarm.membership.memory_fit import size_text
 

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:
-    """Adds one option per annotated field of the dataclasses; the command receives their values in `**settings`."""
+    """Decorates a command: adds an option per annotated field of `tables`. Their values are in `**settings`."""
 
     def added(command: Any) -> Any:
         own = inspect.signature(command, eval_str=True)

@@ -1,1 +1,1 @@
-"""Threads, tasks and the runner of state machines; independent of training."""
+"""Threads, tasks and the event loop of state machines; independent of training."""

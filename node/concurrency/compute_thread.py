@@ -65,7 +65,7 @@ class ComputeThread:
         return await asyncio.wrap_future(self.post(priority, job))
 
     def post(self, priority: Priority, job: Callable[[], Result]) -> Future[Result]:
-        """Queues a job from any other thread. Raises as `run`."""
+        """Queues a job from any other thread. Raises ResourceExhausted, or StateError after the end."""
         future: Future[Result] = Future()
 
         def work() -> Result:
@@ -81,15 +81,15 @@ class ComputeThread:
         return future
 
     def submit(self, chunks: Iterator[None], name: str) -> IdleWork:
-        """Queues chunks of work for idle time. Call it on the thread only. Raises ResourceExhausted."""
+        """Queues chunks of work for idle time. Call it only on the compute thread. Raises ResourceExhausted."""
         return self._queue.submit(chunks, name)
 
     def expect(self, jobs: tuple[float, ...]) -> None:
-        """Sets when jobs are expected, by `time.monotonic`. Idle work that would last longer does not start."""
+        """Sets when jobs should arrive (`time.monotonic`). Idle work that would last beyond one does not start."""
         self._queue.expected = jobs
 
     def give_up_idle_work(self) -> None:
-        """Cancels the submitted idle work. Call it in a job on the thread."""
+        """Cancels all submitted idle work. Call it in a job on the compute thread."""
         self._queue.give_up_idle_work()
 
     def _check_running(self) -> None:

@@ -44,13 +44,13 @@ class DeviceThreads:
             thread.join(timeout=60.0)
 
     def set_up(self) -> None:
-        """Flushes denormals to zero and limits the CPU threads of the calling compute thread."""
+        """Makes the calling thread flush denormals to zero, and use only its share of the cores."""
         flush_denormals()
         if self.devices[0].type == "cpu":
             torch.set_num_threads(self._cores)
 
     def settle(self) -> None:
-        """Waits until the first device has finished this thread's work."""
+        """Waits until the first device has finished the work that the calling thread queued there."""
         kind = self.devices[0].type
         if kind == "cuda":
             torch.cuda.current_stream(self.devices[0]).synchronize()
@@ -58,7 +58,7 @@ class DeviceThreads:
             torch.mps.synchronize()
 
     def at_once(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one job per device, the first in this thread. Raises the failure that caused the others."""
+        """Runs one job per device, the first in the calling thread. Raises the failure that caused the others."""
         futures: list[Future[Result]] = [Future() for _ in jobs]
         for queue, job, future in zip(self._queues, jobs[1:], futures[1:], strict=True):
             queue.put(partial(settle, future, job))

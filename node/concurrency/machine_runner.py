@@ -31,7 +31,7 @@ class Machine(Protocol[EventOf, ActionOf]):
 
 
 class MachineRunner(ABC, Generic[Event, Action]):
-    """Runs one machine until `run` is cancelled or `stop` is called. Drops events before and after."""
+    """Runs one state machine until `run` is cancelled or `stop` is called. Drops events before and after."""
 
     def __init__(
         self, machine: Machine[Event, Action], tick: Event, transport: Transport, clock: Clock, most_waiting: int
@@ -65,7 +65,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
         self._wake.set()
 
     def handle(self, event: Event) -> None:
-        """Passes the event to the machine and carries out its actions. Events caused by these follow after it."""
+        """Passes an event to the state machine and carries out the resulting actions. Queues events during this."""
         if not self._tasks.are_running:
             return
         self._events.append(event)
@@ -81,11 +81,11 @@ class MachineRunner(ABC, Generic[Event, Action]):
             self._is_handling = False
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """Starts a task that ends with `run`; None if that is over."""
+        """Starts `work` as a task that ends when `run` does; returns None if `run` is not active."""
         return self._tasks.begin(work)
 
     def send(self, to: PeerId, message: ControlMessage) -> bool:
-        """Sends a control message in its own task. False if too many messages to the peer are unsent."""
+        """Sends a control message in a task. Returns False if too many messages to the peer are still unsent."""
         if not self._tasks.are_running:
             # After the end nothing is sent, but the peer is not to blame.
             return True
@@ -113,10 +113,10 @@ class MachineRunner(ABC, Generic[Event, Action]):
     def _carry_out(self, action: Action) -> None: ...
 
     def _look_around(self) -> None:
-        """Updates the machine's inputs before each tick."""
+        """Updates what the state machine reads from the node; called before each tick."""
 
     def _pause_s(self) -> float:
         return TICK_S
 
     def _not_sent(self, to: PeerId, error: PeerError) -> None:
-        """Called if a control message cannot be sent."""
+        """Called if a control message to the peer `to` could not be sent."""

@@ -28,7 +28,7 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def set_or_after(event: asyncio.Event, seconds: float) -> None:
-    """Waits until the event is set, and clears it, or until the time is over."""
+    """Waits until the event is set, and clears it, or until `seconds` have passed."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -54,14 +54,14 @@ async def unless(stop: asyncio.Event, wanted: Awaitable[Result]) -> Result | Non
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Flattens nested exception groups, first error first."""
+    """Returns all errors in nested exception groups as a list, first error first."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in leaves(inner)]
     return [error]
 
 
 class TaskTracker:
-    """Tasks that live inside `running`. Work begun outside is dropped."""
+    """Background tasks, which run only while `running` is active. Coroutines passed at other times are dropped."""
 
     def __init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
@@ -79,7 +79,7 @@ class TaskTracker:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the tasks within the block. The block raises the error of a failed task."""
+        """Accepts tasks within the block, and waits for them at its end. Raises the error of a failed task."""
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
@@ -88,7 +88,7 @@ class TaskTracker:
                 self._tasks = None
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any] | None:
-        """Starts a task; None outside `running`."""
+        """Starts `work` as a task; drops `work` and returns None outside `running`."""
         if self._tasks is None:
             work.close()  # a coroutine that is never awaited would warn
             return None
@@ -103,7 +103,7 @@ class TaskTracker:
             task.cancel()
 
     def owe(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task that `nothing_owed` waits for. It counts at once, even if it starts later."""
+        """Starts `work` as a task that `nothing_owed` waits for, even before the task first runs."""
         task = self.begin(work)
         if task is not None:
             self._owed += 1
@@ -114,7 +114,7 @@ class TaskTracker:
         self._paid.set()
 
     async def nothing_owed(self, patience_s: float) -> None:
-        """Waits until all owed tasks are done, at most `patience_s` seconds."""
+        """Waits until all tasks started by `owe` are done, at most `patience_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while self._owed:
@@ -123,7 +123,7 @@ class TaskTracker:
 
 
 def settle(future: Future[Result], job: Callable[[], Result]) -> None:
-    """Runs the job for its future unless that was cancelled."""
+    """Runs `job` and puts its result or error into `future`, unless the future was cancelled."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(job())
@@ -132,7 +132,7 @@ def settle(future: Future[Result], job: Callable[[], Result]) -> None:
 
 
 async def aside(work: Callable[[], Result], limit_s: float | None) -> Result:
-    """Runs `work` in a daemon thread, which blocks neither the loop nor the exit. Raises TimeoutError."""
+    """Runs `work` in a daemon thread, which blocks neither loop nor exit. Raises TimeoutError after `limit_s`."""
     future: Future[Result] = Future()
     threading.Thread(target=settle, args=(future, work), name="aside", daemon=True).start()
     async with asyncio.timeout(limit_s):

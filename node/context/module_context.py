@@ -1,4 +1,4 @@
-"""The context of a node's work in one module."""
+"""Objects shared by the parts of a node that work in one module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 
 @dataclass(frozen=True, slots=True)
 class ModuleContext:
-    """Identity, run, module, device and interfaces that the parts of a hosted module share."""
+    """Objects that the parts of a hosted module share: identity, run, module, device and interfaces."""
 
     options: NodeOptions
     session: NetworkSession

@@ -59,7 +59,7 @@ def variable(name: str) -> str:
 
 
 def setting(name: str, help_text: str, off: str | None = None, **more: Any) -> Any:
-    """Declares the option `--name` and its variable; a switch with its opposite if `off` is given."""
+    """Declares the option `--name` with its environment variable; with `off`, a switch `--name/--off`."""
     flag = f"--{name}" if off is None else f"--{name}/--{off}"
     return typer.Option(..., flag, **{"envvar": variable(name), "show_envvar": False, "help": help_text, **more})
 
@@ -81,7 +81,7 @@ def default_identity_path() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """One node's settings. Without a link it is the run's first node; without a manifest it asks peers for one."""
+    """One node's options. Without a link it is the run's first node; without a manifest it asks peers for one."""
 
     link: JoinLink | None
     manifest_path: Path | None
@@ -237,7 +237,7 @@ class NodeOptions:
                     raise ConfigError(f"{name} {check.complaint.format(value)}")
 
     def arguments(self) -> list[str]:
-        """Returns the arguments after `skipstone join` that give these settings."""
+        """Returns the command-line arguments after `skipstone join` that give these options."""
         words = [str(self.link or self.manifest_path)]
         for row in dataclasses.fields(self):
             value = getattr(self, row.name)

@@ -1,1 +1,1 @@
-"""The dial: every choice of a run from its size, each with a reason, and a forecast. Pure."""
+"""Choice of all settings of a run from the model's size, each with a reason, and a forecast. Does no I/O."""

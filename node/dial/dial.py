@@ -1,8 +1,9 @@
-"""A whole run from one size: shape, recipe, stages, a reason for each choice, and a forecast.
+"""Chooses a run's model, training and stages from the number of parameters, each with a reason; forecasts the run.
 
-The single dial follows karpathy/nanochat. Step size and learning rate are the fits of DeepSeek LLM (arXiv:2401.02954,
-section 3.1) to the compute C = 6 x parameters x tokens: 0.2920 x C^0.3271 and 0.3118 x C^-0.1250. The default is 20
-tokens per parameter (Hoffmann et al., arXiv:2203.15556). The forecast is estimated from the manifest and assumed cards.
+The single dial (model size) follows karpathy/nanochat. Step size and learning rate are the fits of DeepSeek LLM
+(arXiv:2401.02954, section 3.1) to the compute C = 6 x parameters x tokens: 0.2920 x C^0.3271 and 0.3118 x C^-0.1250.
+The default is 20 tokens per parameter (Hoffmann et al., arXiv:2203.15556). The forecast is estimated from the manifest
+and assumed cards.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ COMMON_CARD: Final = 12 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Peers of a run: bytes of each GPU, and their number if known."""
+    """Assumed peers of a run: memory of each GPU in bytes, and number of peers; None if unknown."""
 
     card: int | None = None
     number: int | None = None
 
 
 def spread(blocks: int, stages: int) -> tuple[int, ...]:
-    """Spreads the blocks evenly over at most `stages` stages; stage 0 gets none."""
+    """Returns the number of blocks of each stage: equal shares for at most `stages` stages, and 0 for stage 0."""
     others = max(1, min(stages - 1, blocks))
     return (0, *(blocks * (number + 1) // others - blocks * number // others for number in range(others)))
 
 
 def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
-    """Cuts a model with all blocks in stage 1. Raises ConfigError if cards or peers are too few or too small."""
+    """Chooses the number of blocks per stage. Raises ConfigError if peers are too few or their memory is too small."""
     blocks = uncut.stages.blocks[1]
     if peers.number is not None and peers.number < 2:
         raise ConfigError(
@@ -131,12 +132,12 @@ class Shape:
 
     @property
     def ends(self) -> int:
-        """Parameters of stage 0: embedding, head and last norm."""
+        """Number of parameters of stage 0: embedding, head and last norm."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def block(self) -> int:
-        """Parameters of one block."""
+        """Number of parameters of one block."""
         kv_size = self.hidden // self.heads * self.kv_heads
         return self.hidden * (2 * self.hidden + 2 * kv_size + 3 * self.feed_forward) + 2 * self.hidden
 
@@ -147,7 +148,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ShapeChoices:
-    """Choices of a model's shape, in the order in which they are printed."""
+    """Chosen shape of a model with a reason for each size, in the order in which these are printed."""
 
     shape: Shape
     parameters: Reasoned[int]
@@ -159,7 +160,7 @@ class ShapeChoices:
 
 
 def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
-    """Chooses the shape for a number of parameters and a vocabulary. Raises ConfigError."""
+    """Chooses width, depth and heads for a number of parameters and a vocabulary. Raises ConfigError."""
     if not SMALLEST <= parameters <= LARGEST:
         raise ConfigError(
             f"--size of {parameters:,} parameters is outside {SMALLEST:,} to {LARGEST:,}",
@@ -180,7 +181,7 @@ def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
 
 
 def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
-    """Yields, for each width, the shape with the depth closest to the wanted size."""
+    """Yields one shape per width, with the depth that comes closest to the wanted number of parameters."""
     for hidden in (*range(128, WIDE, 128), *range(WIDE, WIDEST + 1, 256)):
         heads = hidden // (64 if hidden < WIDE else 128)
         kv_heads = heads // 4 if heads % 4 == 0 else heads // 2
@@ -239,7 +240,7 @@ PSEUDO_GRADIENTS: Final = Codec.INT4
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Choices of a run's training, in the order in which they are printed."""
+    """Chosen training settings of a run, in the order in which they are printed."""
 
     sequence: Reasoned[int]
     rows: Reasoned[int]
@@ -253,7 +254,7 @@ class Recipe:
 
 
 def choose_rows(parameters: int) -> tuple[Reasoned[int], Reasoned[int]]:
-    """Chooses the tokens per row and the rows per microbatch."""
+    """Chooses the tokens per row and the rows per microbatch for a model with this many parameters."""
     sequence = next((tokens for below, tokens in SEQUENCES if parameters < below), LONGEST)
     rows = MICROBATCH_TOKENS // sequence
     return (
@@ -265,7 +266,7 @@ def choose_rows(parameters: int) -> tuple[Reasoned[int], Reasoned[int]]:
 def choose_recipe(
     parameters: int, largest_stage: int, hidden: int, stages: int, replicas: int, total_tokens: int | None
 ) -> Recipe:
-    """Chooses the training of a model with this many parameters and `replicas` per stage."""
+    """Chooses the training settings of a model with this many parameters and `replicas` per stage."""
     sequence, rows = choose_rows(parameters)
     microbatch = sequence.value * rows.value
     wanted = f"{TOKENS_A_PARAMETER} per parameter; more compute is better spent on a larger model (Chinchilla)"
@@ -297,7 +298,7 @@ def choose_recipe(
 
 
 def _inner_steps(largest_stage: int, hidden: int, step: int) -> Reasoned[int]:
-    """Chooses the fewest inner steps for which a round adds at most `ROUND_SHARE` to a replica's traffic."""
+    """Chooses the fewest inner steps per averaging round for which rounds add at most `ROUND_SHARE` of traffic."""
     a_round = _round_bytes(largest_stage)
     a_step = 2 * TensorSpec((step, hidden), DType.BFLOAT16, ACTIVATIONS).byte_length
     shares = {steps: a_round / (steps * a_step) for steps in INNER_STEPS}
@@ -307,14 +308,14 @@ def _inner_steps(largest_stage: int, hidden: int, step: int) -> Reasoned[int]:
 
 
 def _round_seconds(largest_stage: int) -> Reasoned[int]:
-    """Chooses the seconds after which a round is due even with fewer steps."""
+    """Chooses the longest time between averaging rounds, in seconds, even if fewer inner steps were taken."""
     carried = SLOW_LINK_BYTES_PER_S * ROUND_SHARE
     seconds = max(SHORTEST_ROUND_S, -(-round(_round_bytes(largest_stage) / carried) // 100) * 100)
     return Reasoned(seconds, f"at the latest; on a 20 Mbit/s link a round takes at most {ROUND_SHARE:.0%} of that time")
 
 
 def _round_bytes(largest_stage: int) -> int:
-    """Returns the most bytes that a replica sends in a round: its contribution and the means it reduced."""
+    """Returns the most bytes that a replica sends in a round: its pseudo-gradient, and the means that it computed."""
     return 2 * TensorSpec((largest_stage,), DType.FLOAT32, PSEUDO_GRADIENTS).byte_length
 
 
@@ -323,7 +324,7 @@ BYTES: Reasoned[int] = Reasoned(257, "all bytes and an end mark, without --token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The options of a run that a person sets."""
+    """Options from which a run is chosen: parameters, peers, vocabulary, training tokens and inner optimizer."""
 
     parameters: int
     peers: Peers = field(default_factory=Peers)
@@ -334,14 +335,14 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class DialedRun:
-    """A manifest for a wish, and its choices as name, value and reason."""
+    """A chosen run: its manifest, and each choice with name, value and reason."""
 
     manifest: Manifest
     choices: tuple[tuple[str, Reasoned[Any]], ...]
 
 
 def turn(wish: Wish, name: str) -> DialedRun:
-    """Makes all choices for a wish. Raises ConfigError if no run is possible."""
+    """Chooses all settings of a run. Raises ConfigError if no run is possible."""
     vocabulary = -(-wish.tokens.value // GRID) * GRID
     shape = choose_shape(wish.parameters, vocabulary)
     sizes = shape.shape
@@ -357,7 +358,7 @@ def turn(wish: Wish, name: str) -> DialedRun:
 
 
 def _manifest(name: str, sizes: Shape, wish: Wish, rows: dict[str, Any], training: dict[str, Any]) -> Manifest:
-    """Builds a manifest with all blocks in stage 1."""
+    """Builds a manifest with all blocks in stage 1, from which `choose_blocks` cuts the stages."""
     return manifest_from_table(
         {
             "protocol": 2,
@@ -449,7 +450,7 @@ OPERATIONS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Expected figures of a run with one peer per stage."""
+    """Expected memory, traffic and speed of a run with one peer per stage."""
 
     data_node: Need
     stage: Need
@@ -462,12 +463,12 @@ class Forecast:
     total_tokens: int
 
     def seconds(self, mbit_s: int) -> float:
-        """Returns the seconds of the whole run over such links."""
+        """Returns the duration of the whole run in seconds, if each peer can send `mbit_s` Mbit/s."""
         return self.total_tokens / self.tokens_per_s[mbit_s]
 
 
 def forecast(manifest: Manifest, card: int) -> Forecast:
-    """Forecasts a run on peers with `card` bytes of GPU memory each."""
+    """Forecasts memory, traffic and speed of a run on peers with `card` bytes of GPU memory each."""
     blocks = manifest.stages.blocks
     largest = max(range(1, len(blocks)), key=lambda stage: blocks[stage])
     data_node, stage = (need_of(manifest, (ModuleId(each),), DEFAULT_SLOTS) for each in (0, largest))

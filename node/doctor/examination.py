@@ -1,4 +1,4 @@
-"""The examination: all checks in turn, local ones first."""
+"""All checks of `skipstone doctor`: local ones first, then checks with the help of peers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """Result of one check: severity, text, and advice."""
 
     check: str
     level: Level
@@ -117,7 +117,7 @@ class WantedVersions:
 
 
 def look_at_versions() -> Sequence[Finding]:
-    """Checks the versions in this process."""
+    """Checks the versions of Python and libraries in this process."""
     return versions(wanted_here(), platform.python_version(), _installed)
 
 
@@ -144,7 +144,7 @@ def wanted_here() -> WantedVersions:
 
 
 def satisfies(version: str, specifier: str) -> bool:
-    """Whether a version fits, by release numbers and the operators that pyproject.toml uses (PEP 440)."""
+    """Whether a version is in a range, by release numbers and the operators that pyproject.toml uses (PEP 440)."""
     here = _numbers(version)
     for clause in filter(None, (part.strip() for part in specifier.split(","))):
         match = _CLAUSE.fullmatch(clause)
@@ -161,7 +161,7 @@ def satisfies(version: str, specifier: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Parses `2.13.0` out of `2.13.0+cpu` or `2.13.0rc1`."""
+    """Parses the release numbers: `2.13.0` of `2.13.0+cpu` or `2.13.0rc1`."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(number) for number in match[0].split(".")) if match else ()
 
@@ -294,7 +294,7 @@ def _free_memory(wish: str, limit: Reasoned[int] | None) -> FreeMemory:
 
 
 def look_at_disk(folders: Iterable[tuple[str, Path]]) -> Sequence[Finding]:
-    """Checks that each folder is writable, and the free space at its place."""
+    """Checks that each folder is writable, and how much space is free on its disk."""
     return [_disk(name, folder) for name, folder in folders]
 
 
@@ -375,7 +375,7 @@ Tell = Callable[[Sequence[Finding]], None]
 async def look_in_the_run(
     link: JoinLink, endpoint: Endpoint, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
 ) -> None:
-    """Visits the run and reports `run`, `fits`, `clock` and `reach`. Contacts only its peers and our router."""
+    """Connects to the run and reports `run`, `fits`, `clock` and `reach`. Contacts only its peers and our router."""
 
     async def enter() -> Sequence[Finding]:
         async with visit(link, endpoint.listen, endpoint.port) as session:
@@ -440,7 +440,7 @@ async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> flo
 
 
 def clock_finding(offsets: Sequence[float]) -> Finding:
-    """Judges our clock by the median of the peers, so that one wrong peer does not matter."""
+    """Judges our clock by its median offset to the peers' clocks, so that one wrong peer does not matter."""
     if not offsets:
         return Finding("clock", Level.SKIP, "no peer reported its time")
     ahead = -statistics.median(offsets)
@@ -468,7 +468,7 @@ async def _climb(session: NetworkSession, endpoint: Endpoint) -> Sequence[Findin
 
 
 def reach_finding(standing: Standing) -> Finding:
-    """Judges reachability. A node behind NAT is still useful to peers that it can dial, so that is only a warning."""
+    """Judges reachability. Only warns if unreachable, since a node behind NAT is still useful to peers it can dial."""
     is_unknown = standing.step is ReachStep.UNKNOWN
     level = Level.WARN if is_unknown or standing.step is ReachStep.REVERSE else Level.OK
     if standing.step is ReachStep.UNREACHABLE:
@@ -483,7 +483,7 @@ DEVICE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """This machine, described by the options of its future node."""
+    """Description of this machine by the options of its future node."""
 
     device: str
     endpoint: Endpoint

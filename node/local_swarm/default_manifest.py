@@ -1,4 +1,4 @@
-"""The default run: small enough for two CPU cores, large enough to see it learn."""
+"""Manifest of the default run: small enough for two CPU cores, large enough to see it learn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from protocol.manifest.manifest import Manifest, manifest_from_table
 
 
 def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
-    """A byte-level model of Python's standard library in five stages. The loss falls from 5.6 to 2.5 in 100 steps."""
+    """Returns the default run: a byte-level model of Python's standard library in five stages.
+
+    Its loss falls from 5.6 to 2.5 nats in 100 steps.
+    """
     return manifest_from_table(
         {
             "protocol": 2,

@@ -49,7 +49,7 @@ class _Server:
         self._selector.register(self._wakes, selectors.EVENT_READ)
 
     def serve(self) -> list[str] | None:
-        """Serves requests. Returns a forked node's arguments, or None in the server once the client is gone."""
+        """Forks nodes on request. Returns the arguments in a forked node, None in the server at the end."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._requests:
@@ -66,7 +66,7 @@ class _Server:
                     self._let_go(key.data)
 
     def _fork(self, descriptors: list[int]) -> bool:
-        """Forks a node. Returns True in the node, False in the server."""
+        """Forks a node with these standard streams. Returns True in the node, False in the server."""
         streams, life = descriptors[:3], socket.socket(fileno=descriptors[3])
         pid = os.fork()
         if pid == 0:
@@ -85,7 +85,7 @@ class _Server:
         return False
 
     def _become_a_node(self, streams: list[int]) -> None:
-        """Leaves the server's process group, signal handlers and descriptors."""
+        """Detaches a forked node from the server: process group, signal handlers and descriptors."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
@@ -156,7 +156,7 @@ def may_fork(command: Sequence[str]) -> bool:
 
 
 class ForkServer:
-    """A running fork server. `close` must be called; nodes outlive it."""
+    """Client of a running fork server. `close` must be called; nodes outlive the server."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Starts the server. All its nodes inherit `environment`. Raises ResourceExhausted."""

@@ -28,7 +28,7 @@ MAX_SHOWN_STDERR_LINES = 5
 
 
 class LocalSwarm:
-    """A local swarm whose nodes run within `async with`. `events()` is for one reader and drops the oldest."""
+    """A local swarm whose nodes run within `async with`. `events()` is for one reader; unread events are limited."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class LocalSwarm:
             self._children[index].terminate()
 
     def request_stop(self) -> None:
-        """Asks every node to stop and kills the rest after the limit. Returns at once."""
+        """Asks every node to stop, and kills nodes that still run after the limit. Returns at once."""
         self._stopping.set()
 
     def kill_all(self) -> None:
@@ -223,7 +223,7 @@ class LocalSwarm:
         self.kill_all()
 
     async def _ask_to_stop(self, indices: set[int], deadline: float) -> None:
-        """Asks these nodes to stop and waits until the deadline, in the event loop's time."""
+        """Asks these nodes to stop and waits for them until the deadline, in the event loop's time."""
         for index in indices & self._children.keys():
             self._children[index].ask_to_stop()
         tasks = [self._nodes[index] for index in indices if index in self._nodes]

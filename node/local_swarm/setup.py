@@ -85,7 +85,7 @@ class LocalSwarmOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPeer:
-    """A planned or running node."""
+    """A node of a local swarm, planned or running."""
 
     index: int
     module: ModuleId
@@ -106,7 +106,7 @@ class PlannedPeer:
 
 
 def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | None = None) -> list[ModuleId]:
-    """Returns each peer's module: one each in order, then where a peer has most blocks. Raises ConfigError."""
+    """Assigns modules to peers: one peer each, then more where a peer has most blocks. Raises ConfigError."""
     experts = experts or (1,) * len(blocks)
     modules = [ModuleId(stage, expert) for stage, count in enumerate(experts) for expert in range(count)]
     if peers < len(modules):
@@ -123,7 +123,7 @@ def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | N
 
 
 def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequence[int]) -> list[int | None]:
-    """Returns the memory limit of each module's peer, the largest for the largest need. Raises ConfigError."""
+    """Assigns memory limits to the peers of `modules`, the largest to the largest need. Raises ConfigError."""
     if len(limits) <= 1:
         return [limits[0] if limits else None] * len(modules)
     if len(limits) != len(modules):
@@ -245,7 +245,7 @@ def node_command() -> tuple[str, ...]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Returns free ports, in a row if possible, known before the nodes run."""
+    """Returns free ports, consecutive if possible, so that all ports are known before the nodes start."""
     # Another program can still take one; then a node reports that it cannot bind.
     first = PORTS[secrets.randbelow(len(PORTS))]
     found: list[int] = []

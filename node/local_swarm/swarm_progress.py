@@ -1,4 +1,4 @@
-"""Progress of a swarm, folded from its nodes' events."""
+"""Progress of a swarm, computed from its nodes' events."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SwarmProgress:
-    """Progress of a swarm for its views. Peers are keyed by the index of their start."""
+    """Progress of a swarm for its views. Peers are keyed by the order in which they were started."""
 
     stages: int
     target: int | None = None
@@ -115,7 +115,7 @@ class Progressed:
 
 
 def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> SwarmProgress:
-    """Folds the start of a process for `stage`. A restarted one keeps its counts."""
+    """Updates the progress by the start of a node in `stage`. A restarted node keeps its counts."""
     starting, before = PeerProgress(stage, peer), state.peers.get(index)
     if before is not None:
         steps, tokens = before.reported_steps, before.reported_tokens
@@ -124,13 +124,13 @@ def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> Swa
 
 
 def peer_exited(state: SwarmProgress, index: int, exit_code: int) -> Progressed:
-    """Folds the end of a process, and the steps that only waited for it."""
+    """Updates the progress by the end of a node, and completes steps that waited only for that node."""
     ended = replace(state.peers[index], exit_code=exit_code, state="failed" if exit_code else "finished")
     return _settle(_with_peer(state, index, ended), state.recent[-1].at if state.recent else 0.0)
 
 
 def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progressed:
-    """Folds an event of peer `index` at `now` (monotonic seconds)."""
+    """Updates the progress by an event of peer `index` at `now` (monotonic seconds)."""
     peer = state.peers[index]
     match event:
         case events.Step():
@@ -172,12 +172,12 @@ def _stage_of(module: str | None, otherwise: int) -> int:
 
 
 def noted(state: SwarmProgress, note: events.Note) -> Progressed:
-    """Folds a note for the person who watches."""
+    """Adds a message for the person who watches."""
     return Progressed(replace(state, notes=(*state.notes, note)[-MAX_NOTES:]), (note,))
 
 
 def summarize(state: SwarmProgress) -> events.Summary:
-    """Sums up a run. A killed node counts by its events."""
+    """Sums up a run. A killed node counts with the events that it sent."""
     last = state.recent[-1] if state.recent else None
     rate = state.tokens_per_s
     if last is not None and state.first is not None and last.at > state.first.at:
@@ -217,7 +217,7 @@ def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: fl
 
 
 def _came_after(state: SwarmProgress, index: int, step: int) -> int:
-    """Returns the offset of a data node's own step count to the swarm's."""
+    """Returns the number to add to a data node's own step count, to get the swarm's step."""
     before = state.peers[index].came_after
     others = (peer for other, peer in state.peers.items() if other != index and peer.is_live_data_node)
     # The node itself or another data node is at the swarm's step, so the counts agree.
@@ -227,7 +227,7 @@ def _came_after(state: SwarmProgress, index: int, step: int) -> int:
 
 
 def _settle(state: SwarmProgress, now: float) -> Progressed:
-    """Closes every step that no data node within `MAX_LAG` still has to report."""
+    """Completes each step that all data nodes have reported, except those more than `MAX_LAG` steps behind."""
     steps: list[Event] = []
     # After a gap the first pending step may not be the next one.
     while (step := min(state.pending, default=None)) is not None and _is_done(state, step):

@@ -26,7 +26,7 @@ _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Even
 
 
 class LineSink:
-    """Event sink that writes a line per event. If the reader closes, it falls silent and calls `on_closed` once."""
+    """Event sink that writes a line per event. If the output closes, it drops events and calls `on_closed` once."""
 
     def __init__(
         self, stream: TextIO, on_closed: Callable[[], None], line_of: Callable[[Event], str | None] | None = None
@@ -62,7 +62,7 @@ def ms_of(line: bytes) -> int:
 
 
 def event_from_json(line: str | bytes) -> Event | None:
-    """Parses one line; None for an unknown kind of event. Raises ProtocolViolation."""
+    """Parses an event from a JSON line; None for an unknown kind. Raises ProtocolViolation if it is malformed."""
     if len(line) > MAX_LINE_BYTES:
         raise ProtocolViolation(f"event: a line of more than {MAX_LINE_BYTES} bytes")
     try:
@@ -162,7 +162,7 @@ def open_event_log(folder: Path, peer: str, wall: Callable[[], float] = time.tim
 
 
 class Tee:
-    """Forwards every event to the log, if any, and all but `LogEvent`s to the stream."""
+    """Event sink that forwards every event to the log, if any, and all but `LogEvent`s to the stream."""
 
     def __init__(self, stream: EventSink, event_log: EventSink | None) -> None:
         self._stream, self._log = stream, event_log

@@ -22,7 +22,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCounts:
-    """Outcomes of the microbatches of one data node, or of all."""
+    """Numbers of microbatches by outcome, for one data node or summed over all."""
 
     started: int = 0
     completed: int = 0
@@ -47,7 +47,7 @@ class BusySeconds:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Step `step` (from 1) is done at a data node, in a local swarm or in a solo run."""
+    """Training step `step` (from 1) is done at a data node, in a local swarm or in a solo run."""
 
     NAME: ClassVar[str] = "step"
     step: int
@@ -96,7 +96,7 @@ class _OfModule:
 
 @dataclass(frozen=True, slots=True)
 class Move(_OfModule):
-    """The node moves to a module that needs it more. It then reports draining, joining and serving."""
+    """The node moves to another module, which needs it more. It then reports draining, joining and serving."""
 
     NAME: ClassVar[str] = "move"
     target: str
@@ -126,7 +126,7 @@ class Load(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No peer serves `module`. Work waits for one, or skips the stage if the run allows that."""
+    """No peer serves `module`. Microbatches wait for one, or skip the stage if the run allows that."""
 
     NAME: ClassVar[str] = "waiting"
     module: str
@@ -162,7 +162,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Visit(_OfModule):
-    """A replica's gradient of a microbatch counts, because its data node completed it."""
+    """A replica's gradient of a microbatch is confirmed, because the data node completed the microbatch."""
 
     NAME: ClassVar[str] = "visit"
     microbatch: str
@@ -170,7 +170,7 @@ class Visit(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class Retracted(_OfModule):
-    """A replica removed a gradient that it had added."""
+    """A replica subtracted the gradient of a microbatch, which it had added before."""
 
     NAME: ClassVar[str] = "retracted"
     microbatch: str
@@ -193,7 +193,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class RoundProgress(_OfModule):
-    """A replica exchanges pseudo-gradients; sent at the start of an attempt and at each further 10 %."""
+    """A replica exchanges pseudo-gradients; sent at the start of an attempt at a round and at each further 10 %."""
 
     NAME: ClassVar[str] = "round_progress"
     round: int
@@ -226,7 +226,7 @@ class RoundCommitted(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAccused(_OfModule):
-    """This replica caught another one cheating, and excludes it from rounds."""
+    """This replica found that another one sent wrong values in a round, and excludes it from further rounds."""
 
     NAME: ClassVar[str] = "accused"
     accused: str
@@ -282,7 +282,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A data node resumed from a checkpoint, with these counts."""
+    """A data node resumed from a checkpoint, with these numbers of microbatches."""
 
     NAME: ClassVar[str] = "continued"
     peer: str
@@ -318,7 +318,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """Totals of a module when its node leaves it or stops. Only data nodes have losses."""
+    """Totals of a node's work in its module, when it leaves the module or stops. Only data nodes have losses."""
 
     NAME: ClassVar[str] = "node_summary"
     peer: str

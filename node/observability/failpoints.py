@@ -48,7 +48,7 @@ class _Fuse:
 
 
 def crash_point(name: str) -> None:
-    """Kills the process here if the environment variable asks for it."""
+    """Kills the process if SKIPSTONE_CRASH_AT names this failpoint and it was reached often enough."""
     if _fuse is not None and name == _fuse.point:
         _fuse.left -= 1
         if _fuse.left == 0:
@@ -57,14 +57,14 @@ def crash_point(name: str) -> None:
 
 
 def crash_at(point: str, nth: int) -> str:
-    """Returns the environment variable's value for a failpoint. Raises ConfigError for an unknown point."""
+    """Returns the value of SKIPSTONE_CRASH_AT for a failpoint. Raises ConfigError for an unknown point."""
     if point not in POINTS:
         raise ConfigError(f"{point!r} is not a crash point", hint=f"Choose one of {', '.join(POINTS)}.")
     return f"{point}:{nth}"
 
 
 def _fuse_of(environment: Mapping[str, str]) -> _Fuse | None:
-    """Parses the variable. Raises ConfigError."""
+    """Parses SKIPSTONE_CRASH_AT into failpoint and count; None if it is not set. Raises ConfigError."""
     # An unknown point must fail: a crash that never happens would look like success.
     value = environment.get(VARIABLE)
     if not value:

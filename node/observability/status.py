@@ -1,4 +1,4 @@
-"""Status that a node answers with, and the status of a swarm. Keys are never renamed or removed."""
+"""Status of a node, which it sends to peers that ask, and of a swarm. JSON keys are never renamed or removed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class CodecStatus:
 
 @dataclass(frozen=True, slots=True)
 class StagePrice:
-    """One stage in the view of a data node's planner."""
+    """A data node's use of one stage: launched microbatches, wanted share, and the planner's price."""
 
     launched: int = 0
     share: float = 0.0
@@ -112,9 +112,7 @@ class PathStatus:
 
 @dataclass(frozen=True, slots=True)
 class RouteStatus:
-    """Microbatches of one route at a data node since its start. Routes beyond the limit share one row with empty
-    `experts`.
-    """
+    """A data node's microbatches on one route since its start. Routes beyond the limit share an empty `experts`."""
 
     experts: tuple[int, ...]
     share: float = 0.0
@@ -154,7 +152,7 @@ class WeightsStatus:
 
 @dataclass(frozen=True, slots=True)
 class MomentsStatus:
-    """Form of the moments that a replica's inner optimizer keeps."""
+    """Number format and memory of the moments in a replica's inner optimizer."""
 
     form: str = ""
     reason: str = ""
@@ -163,7 +161,7 @@ class MomentsStatus:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Work totals of a role, for summaries and status."""
+    """Totals of a node's work in its module, such as steps, tokens and losses, for summaries and status."""
 
     steps: int = 0
     accumulated: int = 0
@@ -192,7 +190,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Account):
-    """A node's answer about itself."""
+    """A node's status, with which it answers a STATUS question."""
 
     peer: str = ""
     module: str = ""
@@ -217,7 +215,7 @@ class Status(Account):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatus:
-    """One peer of a run: its announcement, and its answer if it gave one."""
+    """One peer of a run: its announcement, and its status if it answered."""
 
     peer: str
     module: str | None
@@ -269,7 +267,7 @@ class SwarmStatus:
     def of(
         cls, run: str, name: str, stages: int, peers: tuple[PeerStatus, ...], modules: tuple[str, ...] | None = None
     ) -> SwarmStatus:
-        """Sums up the peers' answers. `modules` lists all modules of a run with experts."""
+        """Combines the statuses of all peers. `modules` lists all modules of a run with experts."""
         data = [peer.answered for peer in peers if peer.answered is not None and peer.hosts(0)]
         losses = [each.loss_last for each in data if each.loss_last is not None]
         return cls(

@@ -1,4 +1,4 @@
-"""Rate over a sliding window, in units per second."""
+"""Rate of events such as computed tokens, in units per second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_SAMPLES = 4096
 
 
 class Rate:
-    """Sum of the amounts in the last `WINDOW_S` seconds, divided by the elapsed time."""
+    """Rate of added amounts, such as tokens: over the last `WINDOW_S` seconds, and on average since the start."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

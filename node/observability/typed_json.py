@@ -35,8 +35,8 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False) -> Read:
-    """Reads a dataclass and ignores unknown keys; `lenient` gives malformed fields their defaults. Raises
-    ProtocolViolation.
+    """Converts a JSON object to a dataclass, ignoring unknown keys; `lenient` gives malformed fields their defaults.
+    Raises ProtocolViolation.
     """
     from pydantic import ValidationError
 
@@ -70,7 +70,10 @@ def _bounded(digits: str) -> int | str:
 
 
 def _mend(table: Any, error: Any, where: str, *, lenient: bool) -> None:
-    """Removes malformed items if `lenient`; else turns null into NaN in number fields, or raises."""
+    """Repairs a JSON `table` that failed validation with `error`, else raises ProtocolViolation.
+
+    Removes malformed items if `lenient`; otherwise only turns null into NaN in number fields.
+    """
     malformed = set()
     for each in error.errors(include_url=False, include_context=False):
         place = each["loc"]

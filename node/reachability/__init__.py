@@ -1,1 +1,1 @@
-"""Reachability of this node: tested by peers, and improved by the router if possible."""
+"""Reachability of this node: tested by peers, and improved by port mappings, reverse calls and relays."""

@@ -1,4 +1,4 @@
-"""Reachability of a running node: tests (half of the asked peers must connect) and their monitor."""
+"""Repeated tests whether peers can connect to a running node, which needs half of the asked peers to succeed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from swarm.vocabulary.types import PeerId
 
 
 def judge(attempts: Sequence[Attempt], port: int, advertised_host: str | None) -> Standing:
-    """Judges the peers' attempts to dial `port`. An explicit `advertised_host` stays even if peers see another."""
+    """Derives the node's reachability from peers' attempts to dial `port`. Never replaces an `advertised_host`."""
     # A peer in our own network proves little: prefer those that see a public address.
     tried = [t for t in attempts if t.result.outcome is not DialBackOutcome.NOT_TRIED]
     if not tried:
@@ -53,7 +53,7 @@ def judge(attempts: Sequence[Attempt], port: int, advertised_host: str | None) -
 
 
 async def climb(port: int, advertised_host: str | None, ask: Ask, router: Router | None) -> Standing:
-    """Tests the direct port, then a mapped one if `router` is given. Keeps a mapping only if it helped."""
+    """Lets peers dial `port`, then a port mapped by `router`, if given. Keeps the mapping only if it helped."""
     # Test the mapping that we hold before requesting another one.
     if router is not None and router.mapping is not None:
         standing = await _tested(router.mapping, advertised_host, ask)
@@ -132,7 +132,7 @@ FarEnds = Callable[[PeerId], FarEnd | None]
 
 @dataclass(slots=True)
 class RelayPart:
-    """The node's part in relayed tunnels. `relay_of` gives a peer's relay multiaddr; `announce` publishes a change."""
+    """Relayed tunnels: an unreachable node uses peers' relays (`relay_of`), a reachable one may offer its own relay."""
 
     own: LocalPeer
     dht: DhtDirectory
@@ -171,7 +171,7 @@ class RelayPart:
 
 
 async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-    """Follows the node's reachability every few seconds until cancelled."""
+    """Adapts the node's DHT and tunnels to its reachability every few seconds until cancelled."""
     announce, relay_of = session.membership_sync.announce, session.book.relay_of
     part = RelayPart(session.own, session.directory, session.tunnels, relay_of, announce, session.local_address)
     while True:
@@ -180,7 +180,7 @@ async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitab
 
 
 def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
-    """Wraps `far_end`: hides a peer's host while this node cannot be dialled."""
+    """Wraps `far_end`, which looks up a link's remote end: hides its host while this node cannot be dialled."""
     # The caller may come through a tunnel: dialling its local end would probe our own ports.
 
     def found(peer: PeerId) -> FarEnd | None:
@@ -203,7 +203,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 def ways_to_map() -> tuple[PortMapper, ...]:
-    """Returns the mapping protocols. NAT-PMP is tried first: it needs no library and asks only the gateway."""
+    """Returns the protocols for port mappings, first NAT-PMP: it needs no library and asks only the gateway."""
     return (NatPmp(), Upnp())
 
 
@@ -218,7 +218,7 @@ class Adoption:
     climbed: Standing = NOT_LOOKED  # Last result
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
-        """Adopts a result. An unreachable node announces the peers in `via` instead of addresses."""
+        """Sets the node's reachability and addresses. An unreachable node announces the peers in `via` instead."""
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
@@ -240,7 +240,7 @@ class Adoption:
 async def reachable(
     mode: ReachMode, advertised_host: str | None, session: NetworkSession, events: EventSink
 ) -> AsyncIterator[None]:
-    """Keeps the node's reachability up to date within the block, and serves tests and calls of peers."""
+    """Tests the node's reachability repeatedly within the block, and answers reachability questions of peers."""
     transport, own, membership_sync = session.transport, session.own, session.membership_sync
     router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, transport)
@@ -270,7 +270,7 @@ async def reachable(
 async def watch(
     climbing: Climb, hold: Hold, adoption: Adoption, router: Router | None, sleep: Sleep = asyncio.sleep
 ) -> None:
-    """Tests again at intervals, or when the router drops its mapping, until cancelled."""
+    """Tests reachability at intervals, and when the router drops its port mapping, until cancelled."""
     pause_s = FIRST_PAUSE_S
     while True:
         found = await _climb_surely(climbing, adoption.climbed, sleep)
@@ -314,7 +314,7 @@ async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
 
 @contextmanager
 def _of_use_to_others(session: NetworkSession) -> Iterator[None]:
-    """Within the block, dials peers back, passes calls on, and follows calls to this node."""
+    """Answers peers within the block: dials them back as a test, passes calls on, and connects when called."""
     transport, membership_sync, clock = session.transport, session.membership_sync, session.own.clock
     switchboard = Switchboard(session.run, session.own.peer, transport, membership_sync.announced, clock)
     answers = {

@@ -57,7 +57,7 @@ class PortMapper(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Router:
-    """The mapping of one port, requested by the given protocols in turn. For one task at a time; call `close`."""
+    """Port mapping of this machine's router, by the first protocol that works. Not for concurrent use; call `close`."""
 
     mappers: Sequence[PortMapper]
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -98,7 +98,7 @@ class Router:
         return NotMapped("nothing is mapped")
 
     async def close(self) -> None:
-        """Removes the mapping, if any. If that fails, its lease ends it."""
+        """Removes the mapping, if any. If that fails, the mapping ends with its lease."""
         held, mapper, self.mapping = self.mapping, self._used, None
         if held is None or mapper is None:
             return
@@ -208,7 +208,7 @@ def _map_request(port: int, external_port: int, lease_s: int) -> bytes:
 
 
 def _exchange(gateway: str, port: int, request: bytes) -> bytes | None:
-    """Sends the request and repeats it after each wait. The connected socket hears only the gateway."""
+    """Sends the request to the gateway, again after each timeout. Returns the gateway's answer, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((gateway, port))
         for wait_s in WAITS_S:

@@ -42,7 +42,7 @@ Got = TypeVar("Got")
 
 @dataclass(slots=True, eq=False)
 class Witness:
-    """Answers DIAL_BACK questions by dialling the asker's own address, as TLS has proved it."""
+    """Tester of other peers' reachability: answers DIAL_BACK questions by dialling the address of the asker's link."""
 
     # The asker cannot choose the host, so it cannot aim us at a third party.
 
@@ -53,7 +53,7 @@ class Witness:
     _testing: set[PeerId] = field(default_factory=set)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Dials the asker back. Raises Busy beyond the limits of the asker, its address, or all askers."""
+        """Dials the asker's port and returns the result. Raises Busy at the limits of asker, address or all askers."""
         end = self.far_end(asker)
         if end is None:
             return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
@@ -97,7 +97,7 @@ def witnesses_of(
 async def in_waves(
     peers: Sequence[PeerId], wanted: int, attempt: Callable[[PeerId], Awaitable[Got | None]]
 ) -> list[Got]:
-    """Attempts peers in waves, each as large as the number still wanted. Returns the successes."""
+    """Runs `attempt` on peers in waves until `wanted` attempts succeed. Returns their results."""
     found: list[Got] = []
     while peers and (missing := wanted - len(found)):
         now, peers = peers[:missing], peers[missing:]
@@ -106,7 +106,7 @@ async def in_waves(
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
-    """Orders the peers: new networks first, peers without addresses last."""
+    """Orders peers: one of each network first, then the others, and peers without addresses last."""
     # A peer without addresses must be called, which fails before this node knows its own address.
     first: list[Announcement] = []
     later: list[Announcement] = []

@@ -1,4 +1,4 @@
-"""Reverse calls: passing a call on, and opening the link when called."""
+"""Calls to a peer that cannot be dialled: a third peer passes the call on, and the called peer opens the link."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ MAX_FOLLOWED_AT_ONCE: Final = 16
 
 @dataclass(slots=True, eq=False)
 class Switchboard:
-    """Passes calls between peers on (CALL) and opens a link when called (CALLED). `learn` stores the record of a
-    caller.
+    """Passes calls on between linked peers (CALL), and connects when called (CALLED).
+
+    `learn` stores the record of a caller.
     """
 
     # A caller can name only itself: its signed record gives the address. Both sides limit the rate.
@@ -114,7 +115,7 @@ class Switchboard:
             self._open -= Counter((called,))  # also drops zero counts
 
     async def follow(self, _sender: PeerId, question: Question) -> bytes:
-        """Opens a link to the owner of the record unless there is one. Raises Busy, Rejected, or the dial's error."""
+        """Opens a link to the caller, whose record is in `question`. Raises Busy, Rejected, or the dial's error."""
         caller = self._read(question.record).peer
         if self.links.is_linked(caller):
             return b""

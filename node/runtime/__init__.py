@@ -1,1 +1,1 @@
-"""One node from start to end: roles, serving, moving and leaving."""
+"""One node from start to end: chooses a module, serves it, moves and leaves."""

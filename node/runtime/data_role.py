@@ -1,4 +1,4 @@
-"""The role of a data node: builds its parts and takes them down."""
+"""The role of a data node: builds its objects, serves stage 0, and closes them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LAST_WORDS_S = 3.0
 
 
 class DataRole:
-    """A data node: stage 0, and the paths that start there."""
+    """Role of a node that hosts stage 0 and launches microbatches."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class DataRole:
         self._has_experts = has_experts
 
     async def prepare(self) -> None:
-        """Fetches the module's state. Announces no speed, because peers never choose among data nodes."""
+        """Fetches the state of stage 0. Announces no speed, because peers never choose among data nodes."""
         await self.rounds.prepare()
 
     async def run(self) -> None:
@@ -142,7 +142,7 @@ class DataRole:
 
 @asynccontextmanager
 async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
-    """Builds the role of a data node, with its text open and the first microbatches being packed."""
+    """Builds a data node within the block, with its text open and the first microbatches being packed."""
     manifest, own, clock = context.manifest, context.session.own, SystemClock()
     allowance, per_step = context.options.allowance, manifest.microbatches_per_step
     worker = await context.compute.run(

@@ -42,7 +42,7 @@ def endpoint_path(identity_path: Path) -> Path:
 
 @asynccontextmanager
 async def sole_use(identity_path: Path) -> AsyncIterator[None]:
-    """Locks the identity within the block. Raises IdentityError if another node of this machine uses it."""
+    """Locks the key file within the block. Raises IdentityError if another node of this machine uses it."""
     try:
         # O_NOFOLLOW: a planted symlink must not lead to another file.
         descriptor = os.open(identity_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -97,7 +97,7 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
 
 
 async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
-    """Asks the node of this identity to leave and waits. Raises ConfigError without a node, Stalled after the time."""
+    """Asks the node with this key to leave, and waits. Raises ConfigError without a node, Stalled on timeout."""
     endpoint = _read(endpoint_path(identity_path))
     try:
         async with asyncio.timeout(CONNECT_S):

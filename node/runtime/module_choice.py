@@ -1,4 +1,4 @@
-"""The choice of a node's module, and of the one to move to, among those that fit its memory."""
+"""Choice of a node's module, and of the module to move to, among modules that fit its memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOK_AROUND_S = 2.0
 
 
 class FittingModules:
-    """The modules that fit this machine, now or after it frees the hosted one."""
+    """The modules that fit this machine's memory, now or after the hosted module is freed."""
 
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
@@ -43,7 +43,7 @@ class FittingModules:
         self._seen = self.free_memory()
 
     def free_memory(self, held: ModuleId | None = None) -> FreeMemory:
-        """Measures the free memory, plus the memory of `held`."""
+        """Measures the free memory, plus the memory that module `held` would free."""
         free = free_memory_on(self._device)
         if held is not None:
             free = free.and_back(self.needs[held])
@@ -60,7 +60,7 @@ class FittingModules:
         return modules_that_fit(untried, self._seen, self.needs)
 
     def announced(self) -> tuple[int, int]:
-        """Returns the memory to announce, of machine and device; zeros if every module fits."""
+        """Returns the free memory of machine and device to announce; zeros if every module fits."""
         modules = self._manifest.modules()
         fitting, free = self.of(modules), self.free_memory()
         if len(fitting) == len(modules):
@@ -75,7 +75,7 @@ class FittingModules:
         return what_fits(self._manifest, self.free_memory(), self._options.slots_held, self._options.moments)
 
     def _ran_out(self, module: ModuleId) -> None:
-        """Notes that the module ran out of memory: neither it nor a larger one fits."""
+        """Records that a module ran out of memory, so that neither this module nor a larger one fits."""
         # Free the failed module before the memory is measured again.
         gc.collect()
         if self._device.type == "cuda":
@@ -170,7 +170,7 @@ NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
 
 
 def workload_of(manifest: Manifest) -> Workload:
-    """Describes the run's modules by their cost in blocks. Embedding and head count as at least one."""
+    """Returns the run's modules with their costs, in blocks. Stage 0, with embedding and head, costs one."""
     cost = tuple(float(max(1, blocks)) for blocks in manifest.stages.blocks)
     return Workload(manifest.modules(), cost, manifest.stages.visited_per_path)
 
@@ -182,7 +182,7 @@ async def stay_for_ever() -> Reasoned[ModuleId]:
 
 
 class Mover:
-    """Decides when one node moves from its module."""
+    """Decides when a node moves to another module, and to which."""
 
     def __init__(self, session: NetworkSession, manifest: Manifest, proofs: Proofs, fitting: FittingModules) -> None:
         self._session = session
@@ -209,7 +209,7 @@ class Mover:
                 return Reasoned(goal.value, goal.reason)
 
     def _some_module_is_empty(self, now: float) -> bool:
-        """Whether a module seems unserved. Only a hint, because joining peers are ignored."""
+        """Whether a module seems to have no peer. Only a hint, because joining peers are ignored."""
         served = self._session.membership.served(now) | {self._session.own.module}
         return not all(module in served for module in self._manifest.modules() if module.stage > 0)
 

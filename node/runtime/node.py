@@ -139,7 +139,7 @@ async def _joined(
     consent: Consent | None,
     stop: asyncio.Event,
 ) -> Reasoned[LocalPaths | None]:
-    """Asks for consent; returns where the text is. Raises ConfigError for a one-stage run, Rejected without consent."""
+    """Asks for consent; returns the text's path. Raises ConfigError for a one-stage run, Rejected without consent."""
     if signed.manifest.stages.count < 2:
         raise ConfigError(
             "this run has only one stage, so it cannot be shared",
@@ -155,7 +155,7 @@ async def _joined(
 async def _serve(
     context: ModuleContext, signed: SignedManifest, fitting: FittingModules, moving: Moving, stop: asyncio.Event
 ) -> None:
-    """Serves one module after another; after OutOfMemory a smaller one, if possible."""
+    """Serves one module after another; after OutOfMemory, serves a smaller module if possible."""
     session, folder = context.session, None
     if context.options.checkpoint_dir is not None:
         router = b"" if context.router is None else context.router.to_bytes()
@@ -181,7 +181,7 @@ async def _serve(
 
 
 async def _router(options: NodeOptions, session: NetworkSession, manifest: Manifest) -> Router | None:
-    """Finds the router next to manifest or checkpoint, else asks peers. Raises ConfigError, StateError, Unreachable."""
+    """Loads the expert router, from a file or from peers. Raises ConfigError, StateError, Unreachable."""
     if options.manifest_path is not None:
         return load_router(options.manifest_path, manifest)
     if options.checkpoint_dir is not None:
@@ -198,7 +198,7 @@ def readiness_to_move(fitting: FittingModules, context: ModuleContext) -> NextMo
 
 @contextmanager
 def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
-    """Sends events to the stream, and all of them to the log if there is one."""
+    """Yields an event sink that writes to `stream` and, with --log-dir, to a log file."""
     if options.log_dir is None:
         yield Tee(stream, None)
         return

@@ -1,4 +1,4 @@
-"""Conversion between a working replica and its saved state."""
+"""Conversion between a working replica and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> Replica
 
 
 def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | None, post: Post) -> ReplicaState:
-    """Captures a data node's replica, and the reading position that belongs to exactly these parameters."""
+    """Captures a data node's replica, and the position in the text up to which its parameters are trained."""
     stage, in_flight, progress = worker.stage, training.in_flight, training.progress
     counts = in_flight.counts
     unapplied = stage.embedding_sum
@@ -61,7 +61,7 @@ def restore_stage_zero(worker: DataWorker, state: ReplicaState, per_step: int) -
 
 
 def counts_of(data: DataState | None) -> Counts:
-    """Returns the counts at a resume. Microbatches that were in flight are read again."""
+    """Returns the microbatch counts of a resumed data node. Microbatches that were in flight are read again."""
     if data is None:
         return Counts()
     return Counts(data.completed + data.abandoned, data.completed, data.abandoned, data.duplicated)
@@ -79,7 +79,7 @@ def progress_of(resumed: ResumedState) -> TrainingProgress:
 
 
 def first_number(data: DataState | None, drawn: int) -> int:
-    """Returns the first microbatch number: `drawn`, unless the last start used numbers near it."""
+    """Returns the first microbatch number: the random `drawn`, unless the last start used numbers near it."""
     if data is None or abs(drawn - data.next_number) > RESERVED_NUMBERS:
         return drawn
     return (drawn + 2 * RESERVED_NUMBERS + 1) % (NUMBERS // 2)
@@ -89,7 +89,7 @@ def first_number(data: DataState | None, drawn: int) -> int:
 
 
 def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[ResumedState, tuple[Note, ...]]:
-    """Finds the peer's newest state, of `module` or any, and notes for the person. Raises StateError."""
+    """Loads the peer's newest checkpoint, of `module` or any, with messages for the person. Raises StateError."""
     try:
         found = load_newest(folder, peer, module)
     except CorruptSnapshot as error:

@@ -1,4 +1,4 @@
-"""Common parts of a node's two roles."""
+"""Code shared by a node's two roles: data node and stage peer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 
 
 class NodeRole(Protocol):
-    """The interface between a role and the process."""
+    """Interface of a node's work in its module, as a data node or as a stage peer."""
 
     runner: MicrobatchRunner
     rounds: ModuleRounds
@@ -38,7 +38,7 @@ class NodeRole(Protocol):
         ...
 
     def capture(self, post: Post) -> ReplicaState:
-        """Copies the replica's state. Runs on the compute thread; `post` queues further copying jobs there."""
+        """Copies the replica's state for a checkpoint. Runs on the compute thread; `post` queues more jobs there."""
         ...
 
     def load(self) -> Load: ...
@@ -47,7 +47,7 @@ class NodeRole(Protocol):
 
 
 class ReplicaHost:
-    """Reports a replica's microbatches to rounds, events and proofs (`node.pipeline.runner.RunnerHost`)."""
+    """Reports a replica's gradients and steps to rounds, events and proofs (`node.pipeline.runner.RunnerHost`)."""
 
     def __init__(self, context: ModuleContext, rounds: ModuleRounds) -> None:
         self._context = context
@@ -72,7 +72,7 @@ class ReplicaHost:
 
 
 class PlannedReplicas:
-    """Replicas that could take over a microbatch (`swarm.pipeline.custody.Replicas`)."""
+    """Lookup of replicas that could take over a microbatch (`swarm.pipeline.custody.Replicas`)."""
 
     def __init__(
         self, planner: Planner, membership: Membership, clock: Clock, is_linked: Callable[[PeerId], bool]
@@ -108,7 +108,7 @@ class PlannedReplicas:
 def microbatch_runner_for(
     context: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
 ) -> MicrobatchRunner:
-    """Builds the microbatch runner of the node's replica. The planner chooses substitutes for lost hops."""
+    """Builds the microbatch runner of the node's replica. `planner` chooses substitutes for lost hops."""
     session, clock = context.session, SystemClock()
     own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
@@ -126,7 +126,7 @@ def moments_status(optimizer: InnerOptimizer) -> MomentsStatus:
 
 
 def tell_moments(context: ModuleContext, optimizer: InnerOptimizer) -> None:
-    """Tells the person the effect of `--moments`, also on saved moments."""
+    """Reports to the person the effect of `--moments`, also on moments from a checkpoint."""
     if context.options.moments is MomentType.FLOAT32:
         return
     resumed = context.resumed.state is not None and optimizer.moments.value is not MomentType.FLOAT32
@@ -135,7 +135,7 @@ def tell_moments(context: ModuleContext, optimizer: InnerOptimizer) -> None:
 
 
 def link_codecs(context: ModuleContext, worker: Worker) -> LinkCodecs:
-    """Builds the codecs of the node's links. The slower end of a link determines the time of a visit."""
+    """Builds the choice of codecs for the node's links. The slower end of a link determines a visit's compute time."""
     own, membership, transport = context.session.own, context.session.membership, context.session.transport
     tokens = context.manifest.microbatch_tokens
 

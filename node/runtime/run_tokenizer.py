@@ -1,4 +1,4 @@
-"""The run's tokenizer file: named by the person, kept from an earlier run, or fetched from peers."""
+"""The run's tokenizer file: named by an option, kept from an earlier run, or downloaded from peers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _content(place: Path, sha256: str) -> bytes | None:
 
 
 def _keep(file: Path, content: bytes) -> None:
-    """Writes the file atomically, because nodes that share the folder may write it at the same time."""
+    """Writes the tokenizer's file atomically, because nodes that share the folder may write it at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     try:

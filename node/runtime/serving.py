@@ -1,4 +1,4 @@
-"""A node's service in one module: prepares, serves, and lets go cleanly to stop or to move."""
+"""A node's service in one module: prepares, serves, and completes its work in order to stop or to move."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Moving = Callable[[ModuleContext], NextModule]
 async def serve_module(
     context: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
 ) -> ModuleId | None:
-    """Serves a module from JOINING to drained. Returns the next module, or None if `stop` was set."""
+    """Joins, serves and leaves a module. Returns the module to serve next, or None if `stop` was set."""
     session, own, events = context.session, context.session.own, context.events
     own.take(context.module)
     tell_state(session, events)
@@ -83,7 +83,7 @@ def tell_state(session: NetworkSession, events: EventSink) -> None:
 
 
 async def hand_over(finish: Callable[[], Awaitable[None]], limit_s: float) -> None:
-    """Finishes a round that other replicas wait for, up to the limit."""
+    """Awaits `finish`, the end of a round that other replicas wait for, for at most `limit_s` seconds."""
     try:
         async with asyncio.timeout(limit_s):
             await finish()
@@ -99,7 +99,7 @@ async def _prepared(role: NodeRole) -> bool:
 async def _serve(
     role: NodeRole, context: ModuleContext, next_module: NextModule, stop: asyncio.Event
 ) -> ModuleId | None:
-    """Serves until a stop or a move, then drains. Cancels a move that would leave the module empty."""
+    """Serves until a stop or a move, then drains. Cancels a move that would leave the module without a peer."""
     own, events = context.session.own, context.events
     while True:
         _become(PeerState.SERVING, context)
@@ -126,7 +126,7 @@ async def _serve(
 
 
 async def others_serve(context: ModuleContext) -> bool:
-    """Whether a replica with proven work answers that it serves the module."""
+    """Whether another replica, with proven work, answers that it serves the module."""
     # Without the proof, a liar could announce itself and so empty the module.
     await context.proofs.refresh()
     session, proven = context.session, context.proofs.proven
@@ -179,7 +179,7 @@ def _saver(
 
 
 def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
-    """Sums up a node that leaves its module."""
+    """Sums up the work of a node that leaves its module."""
     account = role.account()
     busy = BusySeconds(compute.busy_s, account.codec_s, role.runner.wire_s, compute.idle_s, compute.idle_work_s)
     return NodeSummary(

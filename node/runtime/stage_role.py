@@ -1,4 +1,4 @@
-"""The role of a stage peer: builds its parts and takes them down."""
+"""The role of a stage peer: builds its objects, serves a module after stage 0, and closes them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class StageRole:
 
 @asynccontextmanager
 async def stage_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[StageRole]:
-    """Builds the role of a stage peer, not prepared yet; `first` as in `module_rounds`."""
+    """Builds a stage peer within the block, without `prepare`. `first`: initial anchor; None keeps the weights."""
     manifest, device = context.manifest, context.device
     budget = _graph_budget(context)
     allowance, submit = context.options.allowance, context.compute.submit
@@ -134,7 +134,7 @@ def _graph_budget(context: ModuleContext) -> int:
 
 
 def _default_graph_budget(device: torch.device) -> int:
-    """Returns 2/5 of a GPU's free memory, else 1/8 of main memory, at most 2 GiB."""
+    """Returns the default memory for graphs: 2/5 of a GPU's free memory, else 1/8 of main memory, at most 2 GiB."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free * 2 // 5

@@ -109,7 +109,7 @@ class Measurable(Protocol):
 
 
 def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
-    """Measures loss, tokens and microbatches, also by route. Raises ConfigError without microbatches."""
+    """Measures a model's loss, tokens and microbatches, in total and by route. Raises ConfigError if there are none."""
     texts = list(microbatches)
     losses = [(model.loss(microbatch), microbatch.scored) for microbatch in texts]
     if not losses:
@@ -153,7 +153,7 @@ class WholeModel:
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None
     ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
-        """Computes the loss on a path through `stages` (None for all) and the gradients of each part."""
+        """Computes the loss on a path through `stages` (None for all), and the gradients by part of the model."""
         stacks = self._path(microbatch, stages)
         documents = microbatch.documents
         visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device), documents)]
@@ -200,13 +200,13 @@ ChooseStages = Callable[[int], Sequence[int]]
 
 
 def planned_stages(manifest: Manifest) -> ChooseStages:
-    """Chooses stages as the planner of a data node does."""
+    """Returns a function that chooses each microbatch's stages as the planner of a data node does."""
     rules = path_rules(manifest)
     return lambda number: ring_stages(rules, number)
 
 
 class SoloTrainer:
-    """Takes inner steps of all modules as they fall due, and outer steps like a lone replica."""
+    """Trainer in one process: takes each module's inner steps when due, and outer steps like its only replica."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class SoloTrainer:
             remove_older(folder, solo_peer(each.module))
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
-        """Restores the last complete save, if any, and returns damage found. Raises CorruptSnapshot, StateError."""
+        """Restores the last complete save, if any; returns damaged files. Raises CorruptSnapshot, StateError."""
         check_run(folder)
         problems: list[Problem] = []
         saved = [_by_position(whole_snapshots(folder, solo_peer(each.module), problems)) for each in self._hosted]
@@ -269,7 +269,7 @@ class SoloTrainer:
         return tuple(problems)
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
-        """Trains until stage 0 steps and returns its mean loss, or None if asked to stop. Raises StateError."""
+        """Trains until an inner step of stage 0; returns the mean loss, None if asked to stop. Raises StateError."""
         losses: list[tuple[float, int]] = []
         before, stage_zero = self.steps, self._hosted[0]
         while self.steps == before:
@@ -325,7 +325,7 @@ class CheckpointPlan:
 
 
 class SoloReplica:
-    """Anchor of a lone module. A due outer step is taken just before the next inner step."""
+    """A module's only replica and its anchor. Takes a due outer step just before the next inner step."""
 
     def __init__(self, local: LocalReplica, rule: OuterRule, every: int) -> None:
         self.store = AnchorStore(anchor_of(local))
@@ -348,7 +348,7 @@ class SoloReplica:
         return Agreed(self.store.saved(), self._steps, self._tokens)
 
     def restore(self, state: ReplicaState) -> None:
-        """Resumes the anchor from a checkpoint; the parameters are restored already. Raises CorruptSnapshot."""
+        """Restores the anchor from a checkpoint, after the parameters were restored. Raises CorruptSnapshot."""
         if state.anchor is not None:
             self.store = AnchorStore(restored_anchor(self._local.layout, state.anchor))
             self._steps, self._tokens = state.counters.steps_since_anchor, state.counters.tokens_since_anchor

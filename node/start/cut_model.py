@@ -89,7 +89,7 @@ def model_table(config: Config, sequence: int | None = None) -> dict[str, Any]:
 
 
 def _require_computed(family: str, config: Config) -> None:
-    """Raises ConfigError for options that would change the model's output here."""
+    """Raises ConfigError if the folder's model has options that this project does not compute."""
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"activation {str(config['hidden_act'])[:40]!r} is not supported, only silu")
     if config.get("quantization_config") is not None:
@@ -308,7 +308,7 @@ class FirstAnchor:
     _folder: ModelFolder
 
     def chunk(self, number: int) -> memoryview:
-        """Reads the bytes of a chunk from disk. Raises IndexError, ConfigError."""
+        """Reads chunk `number` of parameters, then outer momentum. Raises IndexError, ConfigError."""
         if not 0 <= number < 2 * self.layout.chunks:
             raise IndexError(f"chunk {number} of {2 * self.layout.chunks}")
         part = self.layout.range_of(number % self.layout.chunks, number % self.layout.chunks + 1)
@@ -320,7 +320,7 @@ class FirstAnchor:
 
 
 class CutModel:
-    """A model folder cut as a manifest says, for any thread. Raises ConfigError for other parameters."""
+    """A model folder cut into the modules of a manifest. Thread-safe. Raises ConfigError if parameters differ."""
 
     def __init__(self, manifest: Manifest, folder: ModelFolder) -> None:
         self._manifest = manifest
@@ -347,11 +347,11 @@ class CutModel:
             return self._anchors[stage]
 
     def has(self, module: ModuleId, digest: bytes) -> bool:
-        """Whether the manifest names this digest as the module's first anchor."""
+        """Whether `digest` is the digest of the module's first anchor in the manifest."""
         return self._manifest.has(module) and first_version(self._manifest, module).digest == digest
 
     def hashed(self, module: ModuleId, digest: bytes) -> FirstAnchor | None:
-        """Returns the first anchor with this digest if its hashes are known already. Never waits."""
+        """Returns the first anchor with this digest if it was hashed before, else None. Never waits."""
         found = self._anchors.get(module.stage)
         return found if found is not None and found.version.digest == digest else None
 
@@ -391,7 +391,7 @@ def open_start(manifest: Manifest, path: Path | None) -> CutModel | None:
 
 
 def _read(folder: ModelFolder, layout: Layout, part: slice, out: Vector) -> None:
-    """Reads a part of the vector that spans the module's parameters."""
+    """Reads the range `part` of the vector of all the module's parameters from the folder into `out`."""
     for span in layout.spans:
         start, stop = max(span.start, part.start), min(span.stop, part.stop)
         if start < stop:

@@ -95,7 +95,7 @@ def stop_on_end_of_input(ask: Callable[[], None]) -> None:
 
 
 async def until_stopped(work: Awaitable[Result], stop: asyncio.Event, kill: Callable[[], None]) -> tuple[Result, int]:
-    """Awaits work that ends when `stop` is set. Returns its result and 128 + the signal, or 0."""
+    """Awaits `work`, which must end soon after `stop` is set. Returns its result and 128 + the signal, or 0."""
     # `kill` runs inside a signal handler, so it must not touch the loop.
     loop = asyncio.get_running_loop()
     with Interrupts(lambda: loop.call_soon_threadsafe(stop.set), lambda _: kill(), f"\n{STOPPING}") as interrupts:

@@ -49,7 +49,7 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
 
 
 def remaining_s(state: SwarmProgress) -> float | None:
-    """Estimates the seconds to the target from the last steps; None without a target or enough steps."""
+    """Estimates the seconds to the target step from the latest steps; None without a target or enough steps."""
     if state.target is None or len(state.recent) < 2:
         return None
     pace = (state.recent[-1].at - state.recent[0].at) / (len(state.recent) - 1)
@@ -126,7 +126,7 @@ def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
 
 
 def download_cell(done: float, total: float) -> RenderableType:
-    """Renders a table cell: a progress bar above its figures."""
+    """Renders a table cell for a download: a progress bar above its figures."""
     rows = Table.grid()  # a bar alone does not end its line
     rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
     rows.add_row(Text(f"{megabytes(done)} of {megabytes(total)}"))

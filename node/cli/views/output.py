@@ -108,7 +108,7 @@ Result = TypeVar("Result")
 
 
 def announce(line: str, *, as_json: bool) -> None:
-    """Prints the first line before slow imports; on standard error with --json."""
+    """Prints a command's first line, before slow imports; on standard error with --json."""
     typer.echo(line, err=as_json)
 
 

@@ -47,7 +47,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
 
 
 def status_headline(status: SwarmStatus) -> Text:
-    """Formats name, figures and shortages of the run."""
+    """Formats the run's name, step, loss and speed, and the modules that no peer serves."""
     line = Text(harmless(status.name), style="bold")
     line.append(f"  run {harmless(status.run)[:12]}", style="not bold dim")
     if status.step is not None:
@@ -106,7 +106,7 @@ def _round_cell(peer: PeerStatus) -> RenderableType:
 
 
 def accused_lines(status: SwarmStatus) -> Iterator[Text]:
-    """Yields a line for each accused replica, those with the most accusers first."""
+    """Yields a line for each replica accused of sending wrong values in a round, those with most accusers first."""
     by: defaultdict[str, set[str]] = defaultdict(set)
     latest: dict[str, tuple[int, str]] = {}
     for peer in status.peers:
@@ -124,7 +124,7 @@ def accused_lines(status: SwarmStatus) -> Iterator[Text]:
 
 
 def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields the table of routes and the visits of each module, in a run with experts."""
+    """Yields the table of routes and a table of visits by module, in a run with experts."""
     if status.modules is None:
         return
     yield Text("\nroutes of the documents", style="dim")
@@ -148,7 +148,7 @@ def _route_row(route: RouteStatus) -> tuple[str, ...]:
 
 
 def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields each data node's window and its table of stage prices."""
+    """Yields each data node's limit of microbatches in flight, and its table of stage prices."""
     for peer in status.peers:
         paths, sizes = peer.said.paths, peer.said.sizes
         if sizes is not None and sizes.documents and peer.hosts(0):
@@ -183,7 +183,7 @@ def _price_table(paths: PathStatus) -> Table:
 
 
 def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields the table of the peers' compute threads, if any peer has idle work."""
+    """Yields a table with the peers' shares of computing, deferred work and idle time, if any peer defers work."""
     rows = [(peer, said) for peer in status.peers if (said := peer.said.compute) is not None]
     if not any(said.idle_work_s > 0 for _, said in rows):
         return
@@ -206,7 +206,7 @@ def _compute_row(peer: PeerStatus) -> tuple[str, ...]:
 
 
 def moment_lines(status: SwarmStatus) -> Iterator[Text]:
-    """Yields a line per kind of optimizer moments other than float32."""
+    """Yields a line per number format of optimizer moments, except float32."""
     kept: dict[tuple[str, str], list[str]] = defaultdict(list)
     for peer in status.peers:
         moments = peer.said.moments
@@ -221,7 +221,7 @@ def moment_lines(status: SwarmStatus) -> Iterator[Text]:
 
 
 def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields the codec tables of links and rounds, if the manifest allows a choice."""
+    """Yields tables of the codecs chosen for links and averaging rounds, if the manifest allows a choice."""
     links = [row for peer in status.peers for row in _link_rows(peer)]
     yield from _codec_table(
         "codecs (chosen by the sender, for each link)", ("from", "to", "link", "activations", "gradients", "why"), links

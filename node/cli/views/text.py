@@ -59,7 +59,7 @@ def count(number: float) -> str:
 
 
 def path_text(stages: Sequence[int]) -> str:
-    """Describes a path, as in `through stages 0, 2 and 4`; `stages` are those after stage 0."""
+    """Describes a path, as in `through stages 0, 2 and 4`; `stages` leaves out stage 0."""
     *others, last = (0, *stages)
     return f"through stages {', '.join(map(str, others))} and {last}" if others else "through stage 0"
 
