@@ -1,1 +1,1 @@
-"""The process: command line, runtime, model, data and network."""
+"""A node of a swarm: command line, runtime, model, data and network."""

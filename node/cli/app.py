@@ -42,7 +42,7 @@ RUN, LOOK, USE, LABORATORY = "Run", "Look", "Use the model", "Laboratory (needs 
 
 
 class ErrorReportingGroup(TyperGroup):
-    """Reports an exception of a command as one message and an exit code; groups the commands in `--help`."""
+    """Typer group that reports an exception of a command by a message and an exit code, and groups `--help`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         # The help has no rich markup, so typer would ignore the panels.

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:
-    """Decorates a command: adds an option per annotated field of `tables`. Their values are in `**settings`."""
+    """Decorates a command: adds an option per annotated field of `tables`. Passes all values in `**settings`."""
 
     def added(command: Any) -> Any:
         own = inspect.signature(command, eval_str=True)

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Runs jobs by priority, and chunks of idle work between them. Flushes denormal numbers to zero."""
+    """Thread of a compute device: runs jobs by priority, and idle work between them. Flushes denormals to zero."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ComputeThread:
             tell_its_caller()
 
     async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
-        """Queues a job and returns its result. Raises its error, ResourceExhausted, or StateError after the end."""
+        """Queues a job and returns its result. Raises the errors of the job and of `post`."""
         return await asyncio.wrap_future(self.post(priority, job))
 
     def post(self, priority: Priority, job: Callable[[], Result]) -> Future[Result]:

@@ -31,7 +31,7 @@ class Machine(Protocol[EventOf, ActionOf]):
 
 
 class MachineRunner(ABC, Generic[Event, Action]):
-    """Runs one state machine until `run` is cancelled or `stop` is called. Drops events before and after."""
+    """Event loop of one state machine, until `run` is cancelled or `stop` is called. Drops events before and after."""
 
     def __init__(
         self, machine: Machine[Event, Action], tick: Event, transport: Transport, clock: Clock, most_waiting: int
@@ -113,7 +113,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
     def _carry_out(self, action: Action) -> None: ...
 
     def _look_around(self) -> None:
-        """Updates what the state machine reads from the node; called before each tick."""
+        """Updates the inputs that the state machine reads from the node; called before each tick."""
 
     def _pause_s(self) -> float:
         return TICK_S

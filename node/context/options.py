@@ -270,12 +270,12 @@ def parse_size(text: str) -> int:
 
 
 def memory_limit_of(text: str | None) -> Reasoned[int] | None:
-    """Parses `--memory-limit` into bytes and their reason; None if not given. Raises ConfigError."""
+    """Parses `--memory-limit` into bytes, with the option as reason; None if not given. Raises ConfigError."""
     return None if text is None else Reasoned(parse_size(text), f"under --memory-limit {text}")
 
 
 def own_peer() -> PeerId | None:
-    """Returns the peer id of this machine's default key; None without a usable one."""
+    """Returns the peer id of this machine's default key file; None if the file is missing or not usable."""
     try:
         return Identity.load(default_identity_path()).peer
     except IdentityError:

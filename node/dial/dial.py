@@ -1,9 +1,8 @@
 """Chooses a run's model, training and stages from the number of parameters, each with a reason; forecasts the run.
 
-The single dial (model size) follows karpathy/nanochat. Step size and learning rate are the fits of DeepSeek LLM
-(arXiv:2401.02954, section 3.1) to the compute C = 6 x parameters x tokens: 0.2920 x C^0.3271 and 0.3118 x C^-0.1250.
-The default is 20 tokens per parameter (Hoffmann et al., arXiv:2203.15556). The forecast is estimated from the manifest
-and assumed cards.
+The single dial follows karpathy/nanochat. Step size and learning rate are the fits of DeepSeek LLM (arXiv:2401.02954,
+section 3.1) to the compute C = 6 x parameters x tokens: 0.2920 x C^0.3271 and 0.3118 x C^-0.1250. The default is 20
+tokens per parameter (Hoffmann et al., arXiv:2203.15556). The forecast is estimated from the manifest and assumed cards.
 """
 
 from __future__ import annotations

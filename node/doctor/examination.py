@@ -375,7 +375,7 @@ Tell = Callable[[Sequence[Finding]], None]
 async def look_in_the_run(
     link: JoinLink, endpoint: Endpoint, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
 ) -> None:
-    """Connects to the run and reports `run`, `fits`, `clock` and `reach`. Contacts only its peers and our router."""
+    """Connects to the run and reports findings about the run, fitting stages, clock and reachability."""
 
     async def enter() -> Sequence[Finding]:
         async with visit(link, endpoint.listen, endpoint.port) as session:

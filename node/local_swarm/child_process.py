@@ -37,7 +37,7 @@ class StartedProcess(Protocol):
     stderr: IO[bytes]
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Calls `then` on the running loop once the process has ended. Until `reap` its process id stays taken."""
+        """Calls `then` on the running loop once the process has ended. The process id stays reserved until `reap`."""
         ...
 
     def reap(self) -> int:
@@ -106,7 +106,7 @@ class ChildProcess:
             _signal_group(self.pid, number)
 
     async def follow(self, on_line: Callable[[bytes], None]) -> ChildEnd:
-        """Passes each line of output to `on_line` until the child ends, then kills its group. Cancelling kills it."""
+        """Passes lines of output to `on_line` until the child ends or this task is cancelled; then kills its group."""
         stderr: deque[bytes] = deque(maxlen=MAX_STDERR_LINES)
         ended = asyncio.Event()
         self._process.when_ended(ended.set)

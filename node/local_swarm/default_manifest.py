@@ -6,10 +6,7 @@ from protocol.manifest.manifest import Manifest, manifest_from_table
 
 
 def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
-    """Returns the default run: a byte-level model of Python's standard library in five stages.
-
-    Its loss falls from 5.6 to 2.5 nats in 100 steps.
-    """
+    """Returns a demo in five stages that learns Python's standard library. Its loss falls to 2.5 in 100 steps."""
     return manifest_from_table(
         {
             "protocol": 2,

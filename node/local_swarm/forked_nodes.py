@@ -151,7 +151,7 @@ REAP_S: Final = 5.0
 
 
 def may_fork(command: Sequence[str]) -> bool:
-    """Whether a fork can replace this command: the plain node program, on Linux."""
+    """Whether a fork can replace `command`: only for the unchanged command of a node, on Linux."""
     return sys.platform == "linux" and tuple(command) == (sys.executable, "-P", "-m", "node")
 
 

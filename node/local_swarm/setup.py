@@ -106,7 +106,7 @@ class PlannedPeer:
 
 
 def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | None = None) -> list[ModuleId]:
-    """Assigns modules to peers: one peer each, then more where a peer has most blocks. Raises ConfigError."""
+    """Assigns modules to peers: a peer for each module, then more where a peer has most blocks. Raises ConfigError."""
     experts = experts or (1,) * len(blocks)
     modules = [ModuleId(stage, expert) for stage, count in enumerate(experts) for expert in range(count)]
     if peers < len(modules):
@@ -223,7 +223,7 @@ class LocalSetup:
         )
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment of a node: no settings of this process, our packages, its share of threads."""
+        """Returns a node's environment: our packages, a share of the threads, and no node options of this process."""
         packages = str(Path(__file__).resolve().parent.parent.parent)
         threads = str(self._options.threads_per_node)
         return with_packages(without_settings(os.environ), packages, OMP_NUM_THREADS=threads)

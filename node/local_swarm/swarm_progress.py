@@ -227,7 +227,7 @@ def _came_after(state: SwarmProgress, index: int, step: int) -> int:
 
 
 def _settle(state: SwarmProgress, now: float) -> Progressed:
-    """Completes each step that all data nodes have reported, except those more than `MAX_LAG` steps behind."""
+    """Completes steps that no data node still has to report, not counting those over `MAX_LAG` steps behind."""
     steps: list[Event] = []
     # After a gap the first pending step may not be the next one.
     while (step := min(state.pending, default=None)) is not None and _is_done(state, step):

@@ -36,7 +36,7 @@ async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: 
 
 
 async def fetch_tokenizer(session: NetworkSession, sha256: str, patience_s: float) -> bytes:
-    """Downloads the tokenizer's file from a peer, except peers that sent a wrong file. Raises Unreachable."""
+    """Downloads the tokenizer's file; never asks a peer again that sent a wrong file. Raises Unreachable."""
     liars = set[PeerId]()
 
     async def ask(peer: PeerId) -> bytes:

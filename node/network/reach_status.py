@@ -39,7 +39,7 @@ class Standing:
 
 
 def held_by(standing: Standing, via: Sequence[PeerId]) -> Standing:
-    """Changes the standing to `reverse` if peers in `via` can pass calls on to the node."""
+    """Changes the standing to `reverse` if peers in `via` can ask the node to connect to a caller."""
     if not via:
         return standing
     called = f"called through {', '.join(map(short, via))}, then opens the link itself"

@@ -178,7 +178,7 @@ class Retracted(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A microbatch has returned to its data node, and its gradients count."""
+    """A microbatch has returned to its data node, which confirms the gradients."""
 
     NAME: ClassVar[str] = "completed"
     peer: str
@@ -205,7 +205,7 @@ class RoundProgress(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class RoundCommitted(_OfModule):
-    """A replica has applied a round and now holds the anchor with this digest."""
+    """A replica has applied an averaging round, and now holds the anchor with this digest."""
 
     NAME: ClassVar[str] = "round"
     round: int

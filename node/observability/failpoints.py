@@ -48,7 +48,7 @@ class _Fuse:
 
 
 def crash_point(name: str) -> None:
-    """Kills the process if SKIPSTONE_CRASH_AT names this failpoint and it was reached often enough."""
+    """Kills the process at the N-th call, if SKIPSTONE_CRASH_AT names this failpoint."""
     if _fuse is not None and name == _fuse.point:
         _fuse.left -= 1
         if _fuse.left == 0:

@@ -112,7 +112,7 @@ class PathStatus:
 
 @dataclass(frozen=True, slots=True)
 class RouteStatus:
-    """A data node's microbatches on one route since its start. Routes beyond the limit share an empty `experts`."""
+    """Microbatches of one route at a data node since its start. Empty `experts`: all routes beyond the limit."""
 
     experts: tuple[int, ...]
     share: float = 0.0

@@ -70,10 +70,7 @@ def _bounded(digits: str) -> int | str:
 
 
 def _mend(table: Any, error: Any, where: str, *, lenient: bool) -> None:
-    """Repairs a JSON `table` that failed validation with `error`, else raises ProtocolViolation.
-
-    Removes malformed items if `lenient`; otherwise only turns null into NaN in number fields.
-    """
+    """Removes from `table` the items in `error` if `lenient`; else turns null in number fields into NaN, or raises."""
     malformed = set()
     for each in error.errors(include_url=False, include_context=False):
         place = each["loc"]

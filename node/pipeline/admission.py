@@ -15,7 +15,7 @@ from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 
 
 def path_rules(manifest: Manifest) -> PathRules:
-    """Returns the run's rules for paths: number of stages, stages per path, visit ratio and experts."""
+    """Returns the run's rules for paths: number of stages, stages visited per path, and experts per stage."""
     stages = manifest.stages
     return PathRules(
         stages.count,

@@ -260,7 +260,7 @@ class DeferredWeights:
         ended: Callable[[float | None], None],
         labels: int = 0,
     ) -> Addition:
-        """Defers the weight gradients of a bounded `half`. `ended` gets their compute seconds, or None if cancelled."""
+        """Defers the weight gradients of `half`. `ended` later gets their compute seconds, or None if cancelled."""
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
         self._sums.promise(microbatch, tokens, labels)
@@ -279,12 +279,12 @@ class DeferredWeights:
         return Addition.ADDED
 
     def finish(self) -> None:
-        """Computes all deferred gradients. If memory runs out, raises ResourceExhausted and keeps the others."""
+        """Computes all deferred gradients. If memory runs out, raises ResourceExhausted and keeps uncomputed ones."""
         for waiting in list(self._waiting.values()):
             self._finish(waiting)
 
     def cancel(self, microbatch: MicrobatchId) -> bool:
-        """Cancels a microbatch's deferred gradient, or completes a partly added one. Returns whether it cancelled."""
+        """Cancels a microbatch's deferred gradient; False if none is deferred, or if it was begun and is now added."""
         waiting = self._waiting.get(microbatch)
         if waiting is None:
             return False
@@ -375,7 +375,7 @@ class AddedGradients:
 
 
 class BlockByBlock:
-    """Passes of a block stack that keep one block's graph at a time. Create one per stack, because its hooks stay."""
+    """Passes of a block stack with one block's graph at a time. Create one per stack: its hooks stay on the blocks."""
 
     def __init__(self, stack: BlockStack, hidden_type: torch.dtype) -> None:
         blocks = [_Alone(block, stack.rotary) for block in stack.model["layers"].children()]

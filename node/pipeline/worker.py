@@ -157,7 +157,7 @@ class WeightStash:
         self.current = WeightVersion(self._weights)
 
     def done(self, version: WeightVersion) -> None:
-        """Records that one microbatch less needs `version`; frees the version's copy after the last microbatch."""
+        """Ends one microbatch's use of `version`; frees the version's copy after the last use."""
         version.visits -= 1
         if version.visits == 0 and version in self._copies:
             version.refer_to(None)
@@ -308,7 +308,7 @@ class HopWorker(ReplicaWorker):
 
     Args:
         graph_budget_bytes: memory for graphs; a quarter is for up to `stashed` copies of older weights.
-        quadratic_share: cost of attention by the manifest; 0 if microbatches are rows of one stream.
+        quadratic_share: weight of squared document lengths in the cost; 0 if microbatches are rows of one stream.
     """
 
     def __init__(
@@ -668,7 +668,7 @@ def host_stage_zero(
 
 
 def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> Speed:
-    """Times a forward and backward pass on this device PROBES times and returns the best speed; the first warms up."""
+    """Measures the speed of a forward and backward pass here: the best of PROBES tries, the first warms up."""
     source = torch.zeros(manifest.hidden_shape, dtype=HIDDEN_TYPES[manifest.model.dtype], device=device)
     tokens, longest = manifest.microbatch_tokens, manifest.model.sequence
     documents = (longest,) * manifest.training.rows if manifest.packs_documents else ()

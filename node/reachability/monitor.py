@@ -1,4 +1,4 @@
-"""Repeated tests whether peers can connect to a running node, which needs half of the asked peers to succeed."""
+"""Monitor of a node's reachability. A node is reachable if half of the peers asked to connect succeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Port mappings of the router by NAT-PMP and UPnP. Failures are expected, so they are values with a reason."""
+"""Port mappings of the router by NAT-PMP and UPnP. Functions return expected failures as values with a reason."""
 
 from __future__ import annotations
 

@@ -78,10 +78,7 @@ MAX_FOLLOWED_AT_ONCE: Final = 16
 
 @dataclass(slots=True, eq=False)
 class Switchboard:
-    """Passes calls on between linked peers (CALL), and connects when called (CALLED).
-
-    `learn` stores the record of a caller.
-    """
+    """Passes calls on between linked peers (CALL), connects when called (CALLED). `learn` stores a caller's record."""
 
     # A caller can name only itself: its signed record gives the address. Both sides limit the rate.
 

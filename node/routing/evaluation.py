@@ -45,7 +45,7 @@ MAX_MICROBATCHES = 256
 
 
 class Launches:
-    """Launcher of this data node's microbatches. The worker keeps the tokens of each until it ends.
+    """Launcher of this data node's microbatches. The worker keeps a microbatch's tokens until the microbatch ends.
 
     `tells_labels`: whether hops receive the number of labels of a training microbatch.
     """

@@ -90,7 +90,7 @@ class FittingModules:
     async def choose(
         self, session: NetworkSession, resumed: ResumedState, text: Reasoned[LocalPaths | None], events: EventSink
     ) -> Reasoned[ModuleId]:
-        """Chooses --stage's module, else the checkpoint's, else the most needed. Raises ConfigError, OutOfMemory."""
+        """Chooses --stage's module, the checkpoint's, or the one most in need. Raises ConfigError, OutOfMemory."""
         options, asked = self._options, asked_modules(self._options, self._manifest)
         wanted = asked or ([] if resumed.module is None else [resumed.module])
         if text.value is None and ModuleId(0) in wanted:
@@ -118,7 +118,7 @@ class FittingModules:
         return await self._most_needed(session, candidates)
 
     async def choose_smaller(self, error: OutOfMemory, failed: ModuleId, session: NetworkSession) -> Reasoned[ModuleId]:
-        """Chooses the most needed smaller module after one ran out of memory. Raises the same error if none fits."""
+        """Chooses a module smaller than `failed`, which ran out of memory, by need. Raises `error` if none fits."""
         self._ran_out(failed)
         asked = asked_modules(self._options, self._manifest)
         allowed = [module for module in asked or self._manifest.modules() if module.stage > 0]

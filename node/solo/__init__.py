@@ -1,1 +1,1 @@
-"""The single-process baseline."""
+"""Training in a single process, as the baseline for a swarm."""

@@ -109,7 +109,7 @@ class Measurable(Protocol):
 
 
 def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
-    """Measures a model's loss, tokens and microbatches, in total and by route. Raises ConfigError if there are none."""
+    """Measures loss, tokens and microbatches, in total and by route. Raises ConfigError without microbatches."""
     texts = list(microbatches)
     losses = [(model.loss(microbatch), microbatch.scored) for microbatch in texts]
     if not losses:
@@ -206,7 +206,7 @@ def planned_stages(manifest: Manifest) -> ChooseStages:
 
 
 class SoloTrainer:
-    """Trainer in one process: takes each module's inner steps when due, and outer steps like its only replica."""
+    """Trainer in one process: takes inner steps of each module when due, and outer steps like a lone replica."""
 
     def __init__(
         self,

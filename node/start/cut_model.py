@@ -288,7 +288,7 @@ _OTHER: Final = "Choose the folder from which `skipstone new --from-model` made 
 
 
 def module_layout(manifest: Manifest, module: ModuleId) -> Layout:
-    """Returns the layout of a module's anchors."""
+    """Returns the layout of a module's anchor vectors: parameters and fragments."""
     return layout_of(parameter_shapes(manifest, module), manifest.training.fragments)
 
 
@@ -308,7 +308,7 @@ class FirstAnchor:
     _folder: ModelFolder
 
     def chunk(self, number: int) -> memoryview:
-        """Reads chunk `number` of parameters, then outer momentum. Raises IndexError, ConfigError."""
+        """Reads a chunk; the second half of the chunks is outer momentum, all zeros. Raises IndexError, ConfigError."""
         if not 0 <= number < 2 * self.layout.chunks:
             raise IndexError(f"chunk {number} of {2 * self.layout.chunks}")
         part = self.layout.range_of(number % self.layout.chunks, number % self.layout.chunks + 1)

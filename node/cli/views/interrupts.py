@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Turns signals into requests to stop: the first calls `ask` and prints `line`, the second calls `at_once`."""
+    """Signal handlers: the first signal calls `ask` and prints `line`, the second signal calls `at_once`."""
 
     # Uses Python's signal handlers, not asyncio's: they run even if the event loop hangs.
 

@@ -1,4 +1,4 @@
-"""The live view of a swarm on a terminal: `render` is pure, `draw` shows it."""
+"""The live view of a swarm on a terminal: `render` builds the view, `draw` shows and refreshes it."""
 
 from __future__ import annotations
 
