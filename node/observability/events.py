@@ -226,7 +226,7 @@ class RoundCommitted(_OfModule):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAccused(_OfModule):
-    """This replica found that another one sent wrong values in a round, and excludes it from further rounds."""
+    """This replica's audit of a round convicted another replica, which it excludes from further rounds."""
 
     NAME: ClassVar[str] = "accused"
     accused: str

@@ -106,7 +106,7 @@ def _round_cell(peer: PeerStatus) -> RenderableType:
 
 
 def accused_lines(status: SwarmStatus) -> Iterator[Text]:
-    """Yields a line for each replica accused of sending wrong values in a round, those with most accusers first."""
+    """Yields a line for each replica that an audit of a round convicted, those with most accusers first."""
     by: defaultdict[str, set[str]] = defaultdict(set)
     latest: dict[str, tuple[int, str]] = {}
     for peer in status.peers:
