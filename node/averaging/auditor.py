@@ -1,7 +1,7 @@
-"""Audits of committed rounds: members recompute a random piece of another member's shard from signed contributions.
+"""Audits of committed rounds: a member recomputes a random piece that another one summed, from signed contributions.
 
-An auditor sends its finding to all members, and each of them audits the piece itself. A wrong anchor stays in use,
-because otherwise a single accuser could cost a round.
+An auditor sends its accusation to all members, and each of them audits the piece too. A wrong anchor stays in use,
+because otherwise one accusation could undo a round.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Recount:
-    """Recomputation of one piece of another member's shard. Raises StateError if its memory was reused meanwhile."""
+    """Recomputation of one piece that another member summed. Raises StateError if the inputs were overwritten."""
 
     def __init__(self, record: ExchangeRecord, piece: Piece, momentum: float) -> None:
         plan, source = record.plan, record.source
@@ -67,7 +67,7 @@ class Recount:
         accuser: PeerId | None,
         shown: Sequence[SignedHash],
     ) -> Mapping[PeerId, SignedHash] | Caught:
-        """Returns the signed hash of each contributor except the reducer, or the member that the evidence convicts."""
+        """Checks the signed hashes that reducer and accuser show. Returns them by signer, or the member that lied."""
         message, reducer = self._record.plan.contribution(self._piece), self._piece.reducer
         due = frozenset(self._record.plan.contributors) - {reducer}
         signed: dict[PeerId, SignedHash] = {}
@@ -119,7 +119,7 @@ class Recount:
 
 
 def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
-    """Returns the probability of auditing one of these pieces, all of other members' shards."""
+    """Returns the probability with which this member audits one of `pieces`, all summed by other members."""
     plan, codecs = record.plan, record.plan.codecs
     contributors, members = frozenset(plan.contributors), len(plan.members)
 
@@ -152,7 +152,7 @@ AT_ONCE: Final = 4
 
 @dataclass(slots=True)
 class _Wanted:
-    """A requested piece."""
+    """A contribution that an audit requested from another member, and its arrival."""
 
     spec: TensorSpec
     whole: asyncio.Future[memoryview | None]
@@ -160,7 +160,7 @@ class _Wanted:
 
 
 class Auditor:
-    """Audits by one replica, and its answers to audits by others."""
+    """Auditor of sums by other replicas. Also answers their audits of this replica's sums and contributions."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Auditor:
         return self._running > 0
 
     def completed(self, record: ExchangeRecord) -> None:
-        """Records a complete exchange. Members that commit it before us may already ask about it."""
+        """Records a complete exchange before its commit, because members that commit earlier may already audit it."""
         self.exchange_begins()
         self._records = [*self._records, record][-2:]
         self._served.clear()
@@ -205,11 +205,11 @@ class Auditor:
         self._caught.clear()
 
     def exchange_begins(self) -> None:
-        """Drops the memory needed to encode pieces of the last exchange again, but keeps the hashes."""
+        """Drops the data from which contributions to earlier exchanges could be encoded again. Keeps their hashes."""
         self._records = [replace(record, anchor=None, source=None, sent=None) for record in self._records]
 
     def committed(self, version: AnchorVersion) -> None:
-        """Records the commit of the latest exchange and sometimes audits one of its pieces."""
+        """Audits a random piece of the latest exchange with probability `chance`, if `version` is its result."""
         record = self._records[-1] if self._records else None
         if record is None or record.anchor is None or record.anchor.version != version:
             return
@@ -222,7 +222,7 @@ class Auditor:
         return traffic
 
     def receive(self, sender: PeerId, message: messages.AuditControl) -> None:
-        """Handles a control message. Ignores peers that are not members of a recent exchange."""
+        """Handles a message about an audit. Refuses or ignores peers that were not in one of the last two exchanges."""
         record = next((record for record in self._records if record.plan.roster.round == message.round), None)
         if record is None or sender not in record.plan.members:
             # Refuse explicitly, or the peer would wait for a timeout.
@@ -238,7 +238,7 @@ class Auditor:
                 self._accused(sender, record, message)
 
     def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal | None:
-        """Admits a piece we requested. Returns None for other pieces."""
+        """Returns a buffer for a piece that an audit requested, a Refusal if it differs, or None for other pieces."""
         wanted = self._wanted.get((sender, message))
         if wanted is None:
             return None
@@ -248,7 +248,7 @@ class Auditor:
         return wanted.buffer
 
     def received(self, sender: PeerId, message: Contribution, buffer: memoryview, whole: bool) -> bool:
-        """Takes an admitted piece, incomplete unless `whole`. Returns False if it was not admitted here."""
+        """Gives a piece to the audit that requested it; not `whole` means failed. Returns False for other pieces."""
         wanted = self._wanted.get((sender, message))
         if wanted is None or wanted.buffer is not buffer:
             return False
@@ -294,7 +294,7 @@ class Auditor:
     async def audit(
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None = None, shown: Sequence[SignedHash] = ()
     ) -> None:
-        """Audits a piece and reports a liar. `accuser` requested the audit, with the signed hashes `shown`."""
+        """Recomputes a piece and reports a member that lied. `shown`: signed hashes that an `accuser` sent as proof."""
         self._running += 1
         try:
             async with self._auditing:
@@ -383,7 +383,7 @@ class Auditor:
     async def _take_away(
         self, record: ExchangeRecord, piece: Piece, recount: Recount, signed: SignedHash
     ) -> Caught | bool:
-        """Fetches a signed contribution and subtracts it from the remainder. Returns False if it is not available."""
+        """Downloads a signed contribution and subtracts it from the claimed sum. Returns False if not available."""
         async with self._fetching:
             data = await self._fetch(record, piece, signed.peer)
             if data is None:
@@ -430,7 +430,7 @@ class Auditor:
 
 
 async def _several_times(ask: Callable[[], Awaitable[Answer | None]]) -> Answer | None:
-    """Asks until it gets an answer. Returns None after ANSWER_S or the last retry."""
+    """Calls `ask` until it returns an answer. Returns None after ANSWER_S seconds or the last retry."""
     try:
         async with asyncio.timeout(ANSWER_S):
             for pause_s in PAUSES_S:

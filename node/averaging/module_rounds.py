@@ -1,4 +1,4 @@
-"""Rounds of a node's module, connected to the rest of the node, and the first state of a new replica."""
+"""Connects the averaging rounds of the hosted module to the rest of the node, and gets a new replica's first state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PROGRESS_S: Final = 1.0
 
 
 class RoundReports:
-    """Events and status of one replica's rounds."""
+    """Reporter of one replica's rounds, downloads and accusations, as events and status."""
 
     def __init__(self, peer: PeerId, module: ModuleId, clock: Clock, events: EventSink) -> None:
         self._peer = peer
@@ -95,7 +95,7 @@ class RoundReports:
 
     @contextmanager
     def fetching(self, wanted: AnchorVersion) -> Iterator[None]:
-        """Reports the download that runs within the block."""
+        """Reports the progress of the anchor download that runs within the block."""
         self._began = self._clock.monotonic()
         self._reported_at = self._began - PROGRESS_S
         self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
@@ -156,7 +156,7 @@ def level_of(codecs: RoundCodecs) -> CodecLevel:
 
 
 class ModuleRounds:
-    """Rounds of a node's module, and the RoundHost through which they see the node."""
+    """Averaging rounds of the hosted module, with the downloads that they need. Implements RoundHost."""
 
     def __init__(self, context: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
         manifest, own, session, module = context.manifest, context.session.own, context.session, context.module
@@ -211,7 +211,7 @@ class ModuleRounds:
             self._context.events.emit(restored)
 
     async def prepare(self) -> None:
-        """Waits until the replica has the module's agreed state. Without other replicas, that is its own."""
+        """Waits until the replica has the anchor of the module's other replicas, or finds no other replica."""
         await self._context.session.membership_sync.looked.wait()
         await self._settled_down()
         if self._store.current.version == self._resumed:
@@ -244,12 +244,12 @@ class ModuleRounds:
         return Agreed(self._store.saved(), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
-        """Finishes the current round before leaving, because it contains our work since the anchor."""
+        """Waits for the end of the current round before the node leaves, so that this replica's inner steps count."""
         while self._machine.current_attempt is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
     def others(self) -> tuple[OtherReplica, ...]:
-        """Returns the other replicas. Until we serve, leaving ones count too: one may be the last with the state."""
+        """Returns the module's other replicas. Until this one serves, also leaving ones: they may have the anchor."""
         found = (
             OtherReplica(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
             for known in self._context.session.membership.with_state(self._context.module)
@@ -286,7 +286,7 @@ class ModuleRounds:
 async def module_rounds(
     context: ModuleContext, replica: LocalReplica, first: Anchor | None = None
 ) -> AsyncIterator[ModuleRounds]:
-    """Runs the rounds of the hosted module within the block. `first` replaces the replica's state, if given."""
+    """Runs the averaging rounds of the hosted module within the block. `first` replaces the replica's state."""
     start = await context.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
     saved, since = context.resumed.state, InnerWork()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
@@ -342,13 +342,13 @@ LONGEST_PAUSE_S: Final = 8.0
 
 @dataclass(frozen=True, slots=True)
 class FirstState:
-    """Initial anchor, or None to keep the weights of the seed or checkpoint."""
+    """Anchor from which a new replica starts, or None to keep the weights from the seed or checkpoint."""
 
     anchor: Anchor | None = None
 
 
 async def first_state(context: ModuleContext) -> FirstState:
-    """Gets the replica's initial anchor, waiting as long as needed. Raises ConfigError, ResourceExhausted."""
+    """Gets the new replica's first anchor, waiting until a peer has it. Raises ConfigError, ResourceExhausted."""
     # Weights from the seed or a checkpoint need no download.
     if context.manifest.start is None or context.resumed.state is not None:
         return FirstState()
@@ -360,7 +360,7 @@ async def first_state(context: ModuleContext) -> FirstState:
 
 
 class _Fetch:
-    """Download of a replica's first anchor."""
+    """Download of a new replica's first anchor from other peers, retried until it succeeds."""
 
     def __init__(self, context: ModuleContext) -> None:
         session, manifest, module = context.session, context.manifest, context.module
@@ -410,7 +410,7 @@ class _Fetch:
             return None
 
     async def _from_the_start(self) -> Anchor:
-        """Downloads the module's part of the existing model. Raises NoQuorum or Stalled."""
+        """Downloads this module of the model that the run started from. Raises NoQuorum or Stalled."""
         known = list(self._context.session.membership.peers())
         self._random.shuffle(known)  # only some are asked at once; each attempt picks others
         # First peers that announce this state, then data nodes (the author runs one), then all others.

@@ -1,4 +1,4 @@
-"""A replica between two anchors: snapshots, carry-over, adoption, and the work since the anchor."""
+"""Moves a replica from anchor to anchor: snapshots, new anchors, and counts of inner steps since the last anchor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLICE: Final = 2**22
 
 @dataclass(frozen=True, slots=True)
 class InnerWork:
-    """Inner steps and their tokens."""
+    """Counts of inner optimizer steps and of their tokens."""
 
     steps: int = 0
     tokens: int = 0
@@ -46,7 +46,7 @@ class InnerWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A fixed pseudo-gradient, and the work in it."""
+    """Pseudo-gradient of one fragment at one moment, and the inner steps in it."""
 
     source: UpdateSource
     part: slice
@@ -58,14 +58,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteppedTo:
-    """Anchor of an outer step without peers, and its tokens."""
+    """Anchor that a module's only replica made alone, and the tokens trained since the previous anchor."""
 
     anchor: Anchor
     tokens: int
 
 
 class ReplicaSync:
-    """Access to one replica from the event loop. `averaging` is the thread for arithmetic on anchors."""
+    """Access of averaging rounds to one replica. Anchor arithmetic runs on the `averaging` thread."""
 
     def __init__(
         self,
@@ -104,17 +104,17 @@ class ReplicaSync:
         self._done, self._at_anchor = since, InnerWork()
 
     def trained_by(self, replicas: int) -> None:
-        """Sets the number of replicas that train the module. The learning rate follows the tokens of all."""
+        """Sets how many replicas train the module, because the learning rate depends on the tokens of all of them."""
         self._replica.optimizer.replicas = max(1, replicas)
 
     def after_inner_step(self, figures: StepFigures) -> SteppedTo | None:
-        """Counts an inner step in the same job. Returns the outer step that preceded it, if any."""
+        """Counts an inner step, in the step's job. Returns the outer step taken just before, if any."""
         self._done += InnerWork(1, figures.tokens)
         stepped_to, self._stepped_to = self._stepped_to, None
         return stepped_to
 
     async def snapshot(self) -> Snapshot:
-        """Fixes the pseudo-gradient of the fragment that is due. Reuses the memory of the previous snapshot."""
+        """Copies the parameters of the fragment that is averaged next. Reuses the memory of the previous snapshot."""
         async with self._turn:
             # Zeroing takes long, so it runs on the averaging thread.
             if self._room is None:
@@ -132,11 +132,11 @@ class ReplicaSync:
             return Snapshot(source, part, math.sqrt(squares), done, since)
 
     def committed(self, snapshot: Snapshot) -> None:
-        """Records that this snapshot's anchor became current. Work after the snapshot counts from there."""
+        """Records the commit of this snapshot's round: `since_anchor` now counts inner steps after the snapshot."""
         self._stand(snapshot.done)
 
     async def carry(self, snapshot: Snapshot, anchor: Anchor, sent: SentParts | None) -> None:
-        """Moves the replica to the new anchor, plus the work since the snapshot and the values the codec dropped."""
+        """Sets the replica to the new anchor, plus its changes since the snapshot and values that the codec dropped."""
         async with self._turn:
             before, after = snapshot.source.snapshot, anchor.parameters
             if sent is not None:
@@ -149,7 +149,7 @@ class ReplicaSync:
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
 
     async def adopt(self, anchor: Anchor) -> None:
-        """Moves the replica to the current anchor. Discards its own work and its inner optimizer state."""
+        """Sets the replica to `anchor`. Discards its inner steps since the last anchor and its optimizer state."""
         self.lost += self.since_anchor
         self._stand(self._done)
         async with self._turn:

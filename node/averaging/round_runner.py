@@ -1,4 +1,4 @@
-"""Runner of one replica's round machine: messages, snapshots, exchanges, anchors, and their tasks."""
+"""Carries out the decisions of one replica's RoundMachine: messages, snapshots, exchanges, commits, downloads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_WAITING_MESSAGES: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRound:
-    """A complete result, its snapshot, and the encoded contributions."""
+    """The anchor of a complete but uncommitted exchange, with our snapshot and encoded contributions."""
 
     anchor: Anchor
     snapshot: Snapshot
@@ -49,7 +49,7 @@ class StagedRound:
 
 @dataclass(slots=True)
 class RoundTraffic:
-    """Bytes of pieces in one round, over all attempts."""
+    """Bytes of the pieces that this replica sent and received in one round, over all attempts."""
 
     number: int
     sent: int = 0
@@ -57,27 +57,27 @@ class RoundTraffic:
 
 
 class RoundHost(Protocol):
-    """The node as seen by the rounds of a replica."""
+    """Interface of the node to a replica's averaging rounds: other replicas, downloads, reports."""
 
     def others(self) -> tuple[events.OtherReplica, ...]: ...
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
-        """Fetches an anchor. Raises PeerError, StateError or ResourceExhausted."""
+        """Downloads an anchor from these donors. Raises PeerError, StateError or ResourceExhausted."""
         ...
 
     def anchored(self, anchor: Anchor) -> None:
-        """Called with each new anchor. Its arrays stay valid until the round after the next."""
+        """Called with each new anchor. The anchor's arrays stay valid until the round after the next."""
         ...
 
     def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
-        """Called with each committed round, why its codec was chosen, and the factor that clipped our update."""
+        """Called after each committed round. `reason`: why its codec was chosen; `clipping`: factor on our update."""
         ...
 
     def accused(self, caught: events.Caught) -> None: ...
 
 
 class RoundRunner(MachineRunner[events.Event, events.Action]):
-    """Rounds of one replica: its messages, snapshot, exchange and complete results."""
+    """Runner of one replica's averaging rounds: carries out the actions of its RoundMachine."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self._catching = self.begin(self._catch_up(action))
 
     def gave_other_state(self, donor: PeerId, detail: str) -> None:
-        """Reports a donor that sent wrong state. Its memory may be faulty, so this does not prove a lie."""
+        """Reports a donor that sent a state with a wrong hash, as a doubt: the donor's memory may be faulty."""
         number = self._store.current.version.round
         self.handle(events.Caught(donor, number, f"sent another state than the agreed one: {detail}", certain=False))
 
@@ -286,7 +286,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self.handle(events.CaughtUp(anchor.version))
 
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
-        """Takes this round's snapshot, or returns the existing one. None if the round ended meanwhile."""
+        """Takes this round's snapshot of the replica, or returns the existing one. None if the round has ended."""
         self._expect(round_id)
         releases = self._releases
         async with self._turn:
@@ -334,7 +334,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
             self._store.give_back(staged.anchor.parameters, staged.anchor.momentum)
 
     def take_staged(self, version: AnchorVersion) -> StagedRound:
-        """Removes and returns a complete result. Raises SkipstoneError if its base is not the current anchor."""
+        """Removes and returns the complete exchange of this version. Raises SkipstoneError if it was dropped."""
         staged = self._staged.pop(version.digest, None)
         if (
             staged is None
@@ -440,7 +440,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
 
 
 async def _run(exchange: AllReduce) -> None:
-    """Runs an exchange. If it fails, the other members see a silent member."""
+    """Runs an exchange and logs its failure. The other members then notice that this member is silent."""
     try:
         await exchange.run()
         exchange.let_go()

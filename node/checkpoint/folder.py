@@ -52,7 +52,7 @@ _HASH_CHARACTERS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The replica to which a snapshot belongs."""
+    """Run, peer and module of the replica to which a snapshot belongs."""
 
     run: RunId
     peer: PeerId
@@ -61,7 +61,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size and hash of a file in a snapshot."""
+    """Name, size and hash of a snapshot's file of tensors."""
 
     name: str
     size: int
@@ -84,7 +84,7 @@ class Header:
 
 
 def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Floats]:
-    """Returns a replica's own tensors as `local/NAME`, and optimizer state such as `exp_avg/NAME`."""
+    """Names a replica's parameters `local/NAME` and its optimizer state `SLOT/NAME`, such as `exp_avg/NAME`."""
     named: dict[str, Floats] = {f"local/{name}": tensor for name, tensor in local.items()}
     for name, own in inner.parameters.items():
         named |= {f"{slot}/{name}": tensor for slot, tensor in own.tensors.items()}
@@ -93,7 +93,7 @@ def own_tensors(local: Mapping[str, Floats], inner: InnerState) -> dict[str, Flo
 
 
 def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
-    """Yields a safetensors file with all tensors as float32, starting with those still being copied."""
+    """Yields the bytes of a safetensors file with all tensors of a replica, float32, unfinished copies first."""
     own = own_tensors(state.local, state.inner)
     copying = () if state.copying is None else state.copying.names
     rest = {name: tensor for name, tensor in own.items() if name not in copying}
@@ -139,7 +139,7 @@ def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:
 
 
 def check_file(folder: Path, record: FileRecord) -> None:
-    """Reads the whole file and compares it with the record. Raises CorruptSnapshot."""
+    """Compares a file's size and BLAKE3 with its record. Raises CorruptSnapshot if they differ."""
     path, hasher, size = folder / record.name, blake3(), 0
     try:
         with path.open("rb") as file:
@@ -155,7 +155,7 @@ def check_file(folder: Path, record: FileRecord) -> None:
 
 
 def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
-    """Returns the tensors of one group by parameter name, from a verified file. Raises CorruptSnapshot."""
+    """Returns the tensors named `group/NAME` in a verified file, by NAME. Raises CorruptSnapshot."""
     prefix = f"{group}/"
     with opened_tensors(path) as opened:
         names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
@@ -176,7 +176,7 @@ def opened_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_state(folder: Path, header: Header) -> ReplicaState:
-    """Reads the state that a header describes, from a verified file. Raises CorruptSnapshot."""
+    """Reads the replica state that a header describes, from a verified file. Raises CorruptSnapshot."""
     path = folder / header.file.name
     anchor = None
     if header.anchor is not None:
@@ -193,7 +193,7 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
 
 
 def header_bytes(header: Header) -> bytes:
-    """Serialises the json, including a BLAKE3 of everything else in it."""
+    """Serialises a header as JSON, with a BLAKE3 of all its other keys."""
     table: dict[str, Any] = {"format": FORMAT, **dataclasses.asdict(header)}
     if header.anchor is not None:
         table["anchor"]["digest"] = header.anchor.digest.hex()
@@ -254,7 +254,7 @@ class Storage:
                     rest = rest[file.write(rest) :]
 
     def sync(self, path: Path) -> None:
-        """Makes a file's contents or a folder's names survive a power failure."""
+        """Flushes a file's contents or a folder's names to disk, so that they survive a power failure."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -300,7 +300,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """Location of one run's checkpoint, and the identity written with it."""
+    """A run's checkpoint folder: path, run id, manifest, router, and the files that this process wrote."""
 
     path: Path
     run: RunId
@@ -328,7 +328,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The newest intact snapshot, and the damage found in newer ones."""
+    """A peer's newest intact snapshot, and the damaged files of newer snapshots."""
 
     header: Header
     state: ReplicaState
@@ -343,7 +343,7 @@ def save_state(folder: CheckpointFolder, peer: PeerId, module: ModuleId, state: 
 
 
 def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, state: ReplicaState) -> Header:
-    """Writes a snapshot without removing old ones. Raises the errors of `save_state`."""
+    """Writes a replica's snapshot without removing older snapshots. Raises the errors of `save_state`."""
     place = folder.of(peer)
     try:
         _write_manifest(folder, peer)
@@ -362,7 +362,7 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
 
 
 def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
-    """Removes all but the newest KEPT intact snapshots. Removes nothing if no snapshot is intact."""
+    """Removes all snapshots of a peer except the newest KEPT intact ones. If none is intact, removes nothing."""
     place, kept = folder.of(peer), set[str]()
     whole = 0
     for header in whole_snapshots(folder, peer, [], known=folder.written):
@@ -397,7 +397,7 @@ def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None 
 def whole_snapshots(
     folder: CheckpointFolder, peer: PeerId, problems: list[Problem], known: Mapping[Path, FileRecord] | None = None
 ) -> Iterator[Header]:
-    """Yields a peer's intact snapshots, newest first, and appends others to `problems`. Trusts hashes in `known`."""
+    """Yields a peer's intact snapshots, newest first; appends damage to `problems`. Does not hash `known` files."""
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
         path = folder.of(peer) / header.file.name
         try:
@@ -441,7 +441,7 @@ def check_run(folder: CheckpointFolder) -> None:
 
 
 def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
-    """Writes manifest and router once. Concurrent peers write the same bytes."""
+    """Writes the run's manifest and router if they are missing. Concurrent peers write the same bytes."""
     check_run(folder)
     for name, content in ((ROUTER_NAME, folder.router), (MANIFEST_NAME, folder.manifest)):
         target = folder.path / name
@@ -452,7 +452,7 @@ def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
 
 
 def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state: ReplicaState) -> Header:
-    """Writes the tensors, then the json. After a failure, removes partial files to free their space."""
+    """Writes a snapshot: tensors, then json. After a failure, removes incomplete files to free their space."""
     data, json = place / f"state-{number}.safetensors", place / _header_name(number)
     hasher, size = blake3(), 0
 
@@ -482,7 +482,7 @@ def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state:
 
 
 def _headers(storage: Storage, place: Path, run: RunId, problems: list[Problem]) -> Iterator[Header]:
-    """Yields the valid jsons, newest first, and appends others to `problems`."""
+    """Yields a peer's valid snapshot headers, newest first, and appends invalid ones to `problems`."""
     for number in sorted(_numbers(storage, place), reverse=True):
         file = place / _header_name(number)
         try:
@@ -515,7 +515,7 @@ def _read_bounded(file: Path) -> bytes:
 
 
 def _numbers(storage: Storage, place: Path) -> list[int]:
-    """Returns the numbers of the snapshots that have a json."""
+    """Returns the numbers of the snapshots in this folder that have a json."""
     found = (_HEADER_NAME.fullmatch(name) for name in storage.names(place))
     # Leading zeros would give two names for one number.
     return [int(match[1]) for match in found if match is not None and match[1] == str(int(match[1]))]
@@ -530,7 +530,7 @@ _Progress = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """The model in a checkpoint."""
+    """A whole model, gathered from all peers' snapshots in a checkpoint."""
 
     signed: SignedManifest
     modules: Mapping[ModuleId, dict[str, Tensor]]
@@ -540,7 +540,7 @@ class Gathered:
 
 
 def gather_modules(path: Path) -> Gathered:
-    """Gathers the token-weighted mean of each module's newest anchor. Raises ConfigError, ManifestError, StateError."""
+    """Averages the replicas of each module on its newest anchor. Raises ConfigError, ManifestError, StateError."""
     signed = read_manifest(path)
     folder, problems = CheckpointFolder(path, signed.run, signed.text), list[Problem]()
     peers = sorted(PeerId(entry.name) for entry in os.scandir(path) if entry.is_dir())
@@ -557,7 +557,7 @@ def gather_modules(path: Path) -> Gathered:
 
 
 class _Means(Mapping[ModuleId, dict[str, Tensor]]):
-    """Means of replicas, read at every access, because a whole model may exceed the memory."""
+    """Averaged parameters by module, computed at every access, because a whole model may exceed the memory."""
 
     def __init__(self, path: Path, replicas: dict[ModuleId, list[Header]]) -> None:
         self._path = path
@@ -574,7 +574,7 @@ class _Means(Mapping[ModuleId, dict[str, Tensor]]):
 
 
 def _newest_of_each_module(folder: CheckpointFolder, peer: PeerId, problems: list[Problem]) -> list[Header]:
-    """Returns the newest header per module. A peer that moved has snapshots of both modules for a while."""
+    """Returns a peer's newest header per module. A peer that moved to another module has snapshots of both."""
     newest: dict[ModuleId, Header] = {}
     for header in whole_snapshots(folder, peer, problems):
         newest.setdefault(header.owner.module, header)
@@ -582,14 +582,14 @@ def _newest_of_each_module(folder: CheckpointFolder, peer: PeerId, problems: lis
 
 
 def _progress(header: Header) -> tuple[_Progress, bytes]:
-    """Orders snapshots by the progress of their anchors."""
+    """Returns a sort key for snapshots: round, steps, tokens and digest of the anchor."""
     # If two anchors are equally far, the digest decides the same way everywhere.
     anchor = header.anchor
     return ((-1, 0, 0), b"") if anchor is None else ((anchor.round, anchor.steps, anchor.tokens), anchor.digest)
 
 
 def _mean(path: Path, headers: list[Header]) -> dict[str, Tensor]:
-    """Averages replicas in float64, with one of them in memory at a time."""
+    """Averages the parameters of replicas by tokens in float64, with one replica in memory at a time."""
     files = [path / header.owner.peer / header.file.name for header in headers]
     if len(headers) == 1:
         return read_tensors(files[0], "local")

@@ -35,7 +35,7 @@ def capture_module(
     tokens: int,
     agreed: Agreed | None = None,
 ) -> ReplicaState:
-    """Captures a replica between two inner steps. `post` copies tensors while they are written (None: at once)."""
+    """Captures a replica's state. `post` schedules its copy in slices while it is written (None: copies now)."""
     optimizer.before_change()  # finishes the previous copy
     names, floats = parameters_of(*parts), floats_of(*parts)
     since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
@@ -53,7 +53,7 @@ def capture_module(
 
 @torch.no_grad()
 def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, state: ReplicaState) -> None:
-    """Restores parameters and optimizer in place. Raises StateError for another model, before any change."""
+    """Restores a replica's parameters and optimizer. Raises StateError, changing nothing, for another model."""
     parameters = parameters_of(*parts)
     saved, own = ({name: t.shape for name, t in tensors.items()} for tensors in (state.local, parameters))
     if saved != own:
@@ -69,14 +69,14 @@ def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, stat
 
 
 class SaveRequests:
-    """Save requests from all parts of a node. Several requests before a save are merged."""
+    """Pending request for a snapshot, from anywhere in the node. Several requests before a save are merged."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
         self.reason = ""
 
     def request_save(self, reason: str) -> None:
-        """Requests a snapshot from the event loop and returns at once. No effect without checkpoints."""
+        """Requests a snapshot, to be written later. Has no effect if the node writes no checkpoint."""
         self.reason = reason
         self.wanted.set()
 
@@ -102,7 +102,7 @@ class Saver:
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     async def run(self) -> None:
-        """Saves at every interval and request until cancelled. A failed save is only a warning."""
+        """Saves a snapshot at every interval and request until cancelled. A failed save is only a warning."""
         while True:
             await set_or_after(self.requests.wanted, self.every_s)
             reason, self.requests.reason = self.requests.reason, ""
@@ -116,7 +116,7 @@ class Saver:
         await self._save("the node stops")
 
     def _written(self, state: ReplicaState) -> Header:
-        """Writes a snapshot on the saver's thread."""
+        """Writes a captured state to the checkpoint. Runs on the saver's thread."""
         try:
             return self.write(state)
         finally:
@@ -143,6 +143,6 @@ class Saver:
 
 
 def _no_more(state: ReplicaState) -> None:
-    """Stops copying the state."""
+    """Ends the unfinished copy of a captured state and frees the copy's memory."""
     if state.copying is not None:
         state.copying.give_up()

@@ -31,7 +31,7 @@ _Slice = tuple[Floats, slice]
 
 
 class StateCopy:
-    """A consistent float32 copy of tensors, made slice by slice. Changes of the replica wait for `finish`."""
+    """Float32 copy of a replica's tensors, made slice by slice. The replica may change only after `finish`."""
 
     def __init__(self, tensors: Mapping[str, Floats], post: Post, room: int | None = None) -> None:
         self.names = tuple(tensors)
@@ -46,7 +46,7 @@ class StateCopy:
         self._given_up = False
 
     def advance(self) -> None:
-        """Copies a few slices if the buffer has room, then lets other work run."""
+        """Copies a few slices, if the buffer of copied slices has room. Takes some milliseconds."""
         # Few slices per call, so that microbatches wait only some milliseconds.
         for _ in range(4):
             with self._changed:
@@ -55,7 +55,7 @@ class StateCopy:
             self._copy_next()
 
     def finish(self) -> None:
-        """Copies the rest as fast as the writer drains the buffer. Returns at once after `give_up`."""
+        """Copies all remaining slices, as fast as the writer empties the buffer. Returns at once after `give_up`."""
         while self._next is not None:
             with self._changed:
                 self._changed.wait_for(lambda: self._given_up or self._has_room())
@@ -65,7 +65,7 @@ class StateCopy:
             self._copy_next()
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yields the bytes of all tensors in order, once. Raises StateError if the compute thread stops early."""
+        """Yields the copied bytes of all tensors in order, once. Raises StateError if the compute thread stops."""
         asked: Future[None] | None = None
         while True:
             piece = self._take()
@@ -84,7 +84,7 @@ class StateCopy:
                     asked = None
 
     def give_up(self) -> None:
-        """Stops reading and drops the buffer."""
+        """Ends the copy early and drops the copied slices."""
         with self._changed:
             self._given_up = True
             self._waiting.clear()
@@ -142,19 +142,19 @@ def _length(piece: _Slice) -> int:
 
 
 class TensorsInParts(Mapping[str, Tensor], ABC):
-    """Tensors by name, stored in several parts that can be written without a copy of the whole."""
+    """Tensors by name, each stored in several parts that can be written without a copy of the whole tensor."""
 
     @abstractmethod
     def shape_of(self, name: str) -> tuple[int, ...]: ...
 
     @abstractmethod
     def parts_of(self, name: str) -> Iterator[Tensor]:
-        """Yields the elements as consecutive one-dimensional tensors."""
+        """Yields the elements of the tensor `name` as consecutive one-dimensional tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreed:
-    """The module's anchor, and this replica's work since."""
+    """The module's anchor, and the inner steps and tokens of this replica since that anchor."""
 
     anchor: AnchorState
     steps_since: int
@@ -171,7 +171,7 @@ class ResumedState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnchorState:
-    """The last agreed parameters and the outer momentum."""
+    """An anchor for a checkpoint: parameters and outer momentum as tensors by name."""
 
     version: AnchorVersion
     parameters: Mapping[str, Tensor]
@@ -180,7 +180,7 @@ class AnchorState:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Counts of the work that a replica's parameters contain."""
+    """Counts of the tokens, microbatches and inner steps that a replica was trained with."""
 
     tokens: int
     visits: int
@@ -190,7 +190,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class DataState:
-    """State of a data node in addition to its replica of stage 0."""
+    """Saved reading position, microbatch counts and losses of a data node."""
 
     cursor: Cursor
     next_number: int
@@ -202,13 +202,13 @@ class DataState:
     steps: int | None = None
 
     def steps_done(self, per_step: int) -> int:
-        """Returns the completed steps. Estimates them from microbatches if an old snapshot lacks the count."""
+        """Returns the completed inner steps, estimated from microbatches if an old snapshot lacks the count."""
         return self.completed // per_step if self.steps is None else self.steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaState:
-    """State of one replica of a module at one moment."""
+    """Parameters, optimizer state, counters and anchor of one replica at one moment."""
 
     local: Tensors
     inner: InnerState

@@ -35,7 +35,7 @@ ASSISTANT: Final = "assistant"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marked:
-    """A document's tokens, including its end. Has no tokens if the document is empty."""
+    """A document's tokens with the end-of-document token, and its labels. No tokens if the document is empty."""
 
     tokens: Tokens
     wanted: Tokens | None = None
@@ -51,7 +51,7 @@ Marking = Callable[[bytes], Marked]
 
 
 class MalformedDocumentError(Exception):
-    """A document that does not have the format of the run's documents, and is excluded."""
+    """A document that does not have the format that the manifest requires, and is excluded."""
 
 
 class _Message(NamedTuple):
@@ -60,7 +60,7 @@ class _Message(NamedTuple):
 
 
 def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
-    """Chooses the conversion from bytes to tokens and labels for the run's documents."""
+    """Chooses the function that converts the run's documents from bytes to tokens and labels."""
     if data.kind == "tokens":
         return lambda document: made_before(document, tokenizer)
     if data.labels == "assistant":
@@ -69,13 +69,13 @@ def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
 
 
 def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """Converts text, with every token as a label."""
+    """Tokenizes a plain text document, with every token as a label."""
     tokens = tokenizer.encode(document)
     return Marked(np.append(tokens, tokenizer.end_of_document) if tokens.size else tokens)
 
 
 def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """Converts tokens stored as READ_AS, and appends a missing end. Raises ConfigError for an unknown token."""
+    """Reads a document stored as tokens (READ_AS), and adds a missing end token. Raises ConfigError."""
     tokens = np.frombuffer(document, dtype=READ_AS).astype(np.int64)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.size:
         raise ConfigError(
@@ -88,7 +88,7 @@ def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
 
 
 def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """Converts a conversation, with the assistant's tokens as labels. Raises MalformedDocumentError."""
+    """Tokenizes a JSON conversation. Only the assistant's tokens are labels. Raises MalformedDocumentError."""
     tokens, wanted = list[Tokens](), list[Tokens]()
     for text, is_said in _parts(_messages(document)):
         found = tokenizer.encode(text.encode(errors="replace"))
@@ -144,7 +144,7 @@ MOST_LOGGED: Final = 100
 
 @dataclass(frozen=True, slots=True, order=True)
 class StreamPosition:
-    """Position of a token in the endless stream of documents, ordered by time."""
+    """Position of a token in the endless stream of documents: epoch, document, token. Later positions are greater."""
 
     epoch: int = 0
     position: int = 0
@@ -154,7 +154,7 @@ class StreamPosition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
-    """Tokens of a document from a position to its end."""
+    """Tokens and labels of a document from some position to the document's end."""
 
     start: StreamPosition
     tokens: Tokens
@@ -175,7 +175,7 @@ def is_held_out(seed: int, name: str, share: float) -> bool:
 
 
 def is_drawn(key: str, share: float) -> bool:
-    """Draws a key with probability `share`, the same on every machine."""
+    """Tells whether a hash of `key` selects it with probability `share`, the same on every machine."""
     return _hash(key) < int(share * 2**64)
 
 
@@ -196,7 +196,7 @@ def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
 
 
 class Documents:
-    """A source's documents as tokens, in the order of each epoch. `mark` defaults to plain text."""
+    """A source's documents as tokens, in another order each epoch. `mark` tokenizes them (default: plain text)."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Documents:
     def epoch(
         self, start: StreamPosition, wanted: Selection, files: Selection = everything, *, ahead: bool = False
     ) -> Iterator[Fragment]:
-        """Yields the wanted documents from `start` to the end of its epoch. `ahead` prefetches files."""
+        """Yields the wanted documents from position `start` to the end of that epoch. `ahead`: prefetch files."""
         for due in self._due(start, wanted, files, ahead):
             # A document that was started is continued at its offset.
             offset = start.offset if due.position == start.position else 0
@@ -237,7 +237,7 @@ class Documents:
                 )
 
     def endless(self, start: StreamPosition, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
-        """Yields the wanted documents of all epochs. Raises ConfigError if a whole epoch has no label."""
+        """Yields the wanted documents of all epochs. Raises ConfigError if a whole epoch has no labels."""
         while True:
             empty = True
             for fragment in self.epoch(start, wanted, files, ahead=True):
@@ -267,7 +267,7 @@ class Documents:
                 yield Due(position, name, partial(source.read, name))
 
     def _marked(self, due: Due) -> Marked:
-        """Returns no tokens for an empty, malformed or unreadable document."""
+        """Reads and tokenizes a document. Returns no tokens if it is empty, malformed or unreadable."""
         try:
             return self._mark(due.read())
         except (OSError, MalformedDocumentError) as error:
@@ -310,7 +310,7 @@ def due_rows(
     *,
     ahead: bool,
 ) -> Iterator[Due]:
-    """Yields the wanted rows of an epoch, named `FILE@NUMBER`.
+    """Yields the wanted rows of a data set of several files in one epoch, named `FILE@NUMBER`.
 
     Args:
         orders: file order of an epoch.
@@ -343,7 +343,7 @@ def due_rows(
 
 
 class FileShare:
-    """A data node's disjoint share of a data set of several files: whole files, or rows if there are few."""
+    """A data node's disjoint share of a data set of several files: whole files, or rows if the files are few."""
 
     def __init__(self, own: PeerId, files: int, owner: Owner) -> None:
         self._own, self._files = own, files

@@ -32,7 +32,7 @@ ENOUGH: Final = 2
 
 
 def open_documents(manifest: Manifest, where: LocalPaths | None = None, router: Router | None = None) -> Documents:
-    """Opens the manifest's source and tokenizer. Without `where`, trusts the paths in the manifest."""
+    """Opens the run's text and tokenizer at the paths `where`. Without `where`, trusts the manifest's paths."""
     routing = document_router(manifest, router)
     return _documents(manifest, where or as_written(manifest.data), routing)
 
@@ -44,7 +44,7 @@ def _documents(manifest: Manifest, where: LocalPaths, routing: DocumentRouter | 
 
 
 def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
-    """Fits a router to documents that are not held out. Returns a manifest that names it, and the router."""
+    """Fits a router to the training documents of `source`. Returns a manifest that names the router, and the router."""
     table = manifest.model_dump()
     text = manifest_from_table(table | {"data": table["data"] | source_keys(source)})
     if not manifest.stages.has_experts:
@@ -76,11 +76,11 @@ class TrainingFeed:
 
     @property
     def cursor(self) -> Cursor:
-        """Position of the next microbatch. A feed started here with equal data nodes gives equal microbatches."""
+        """Position of the next microbatch. A feed that starts here with equal data nodes gives equal microbatches."""
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
-        """Returns the next microbatch with labels, for these data nodes. Raises ConfigError if no document has any."""
+        """Returns this node's next microbatch, if `data_nodes` share the text. Raises ConfigError without labels."""
         self._data_nodes = tuple(sorted({*data_nodes, self._own}))
         while True:  # `Documents.endless` raises if a whole epoch has no label
             microbatch = self._packer.next()
@@ -104,8 +104,7 @@ class TrainingFeed:
 def held_out_microbatches(
     manifest: Manifest, count: int, documents: Documents | None = None, unscored: int | None = None
 ) -> Iterator[Microbatch]:
-    """Yields the first `count` held-out microbatches, or fewer. Raises ConfigError if the text does not suffice for
-    one.
+    """Yields up to `count` microbatches of held-out documents. Raises ConfigError if there is not a single one.
 
     Args:
         unscored: tokens at the start of each document without loss; None: those that determine its route.
@@ -160,7 +159,7 @@ def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor
 
 
 class Prefetcher:
-    """Bounded queue that packs microbatches on a thread. Calls `arrived` on the event loop after each."""
+    """Bounded queue of microbatches, packed on a thread. Calls `arrived` on the event loop for each microbatch."""
 
     def __init__(
         self, feed: TrainingFeed, data_nodes: Callable[[], tuple[PeerId, ...]], arrived: Callable[[], None], depth: int
@@ -216,7 +215,7 @@ class Prefetcher:
 
 
 class ReadingPosition:
-    """Texts that wait or are in flight, and the latest `remembered` completed ones. Thread-safe."""
+    """Tracker of a data node's microbatches, to find where a restart must read the text again. Thread-safe."""
 
     def __init__(self, start: Cursor, remembered: int) -> None:
         self._next = start
@@ -226,13 +225,13 @@ class ReadingPosition:
         self._lock = threading.Lock()
 
     def drawn(self, text: Microbatch) -> None:
-        """Records a text that was read and waits to be launched, possibly after later texts."""
+        """Records a microbatch that was packed and waits to be launched, possibly after later ones."""
         with self._lock:
             self._waiting.add(text.start)
             self._next = max(self._next, text.end)
 
     def sent(self, text: Microbatch, microbatch: MicrobatchId) -> None:
-        """Records the launch of a text as this microbatch, for the first time or as a retry."""
+        """Records the launch of `text` under the id `microbatch`, for the first time or as a retry."""
         with self._lock:
             self._waiting.discard(text.start)
             self._in_flight[text.start] = microbatch
@@ -249,7 +248,7 @@ class ReadingPosition:
             self._in_flight.pop(text.start, None)
 
     def resume_at(self, is_applied: Callable[[MicrobatchId], bool]) -> Cursor:
-        """Returns the first text whose gradient is not in the parameters. Later texts may be read twice."""
+        """Returns the position of the first text whose gradient is not applied. Later texts may be read twice."""
         with self._lock:
             known = [*self._in_flight.items(), *self._back]
             unapplied = [start for start, microbatch in known if not is_applied(microbatch)]

@@ -87,7 +87,7 @@ class Listing:
         return open_regular(path)
 
     def section(self) -> FilesSection:
-        """Returns the manifest's section for these files: names and sizes, not contents, to detect mistakes."""
+        """Returns the manifest section that identifies these files by names and sizes, to detect mistakes."""
         digest = hashlib.sha256(b"skipstone-files:")
         for name, size in zip(self.names, self.sizes, strict=True):
             digest.update(b"%b\0%d\n" % (name.encode(errors="surrogateescape"), size))
@@ -164,7 +164,7 @@ def _check_regular(found: os.stat_result, path: Path) -> None:
 
 
 class DocumentNames(Sequence[str]):
-    """Names of documents in several files, computed on demand. `counts` has the documents per file."""
+    """Names of the documents in several files, computed on demand. `counts`: documents per file."""
 
     def __init__(self, counts: Iterable[int]) -> None:
         self._ends = array("q", accumulate(counts))
@@ -185,7 +185,7 @@ class DocumentNames(Sequence[str]):
 
 
 class PlacedNames(DocumentNames):
-    """Document names `FILE@START`. Raises ConfigError for more than MAX_DOCUMENTS."""
+    """Names `FILE@START` of documents that start within files. Raises ConfigError for more than MAX_DOCUMENTS."""
 
     def __init__(self, files: Sequence[str], starts: Sequence[array[int]]) -> None:
         super().__init__(map(len, starts))

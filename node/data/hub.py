@@ -61,7 +61,7 @@ class HubPlace(NamedTuple):
 
 
 def hub_place(place: str, *, is_chat: bool) -> HubPlace:
-    """Parses `NAME:CONFIG:SPLIT:COLUMN`. Defaults: no config, `train`, and `text` (`messages` for conversations)."""
+    """Parses a data set's `NAME:CONFIG:SPLIT:COLUMN`. Defaults: no config, `train`, `text` (or `messages` if chat)."""
     name, config, split, column = (place.split(":") + [""] * 3)[:4]
     return HubPlace(name, config or None, split or "train", column or ("messages" if is_chat else "text"))
 
@@ -79,7 +79,7 @@ def newest_commit(place: str) -> str:
 
 
 def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns the `[data]` keys for a source. `revision` defaults to the newest commit. Raises ConfigError."""
+    """Returns the manifest's `[data]` keys for a source. `revision`: newest commit if None. Raises ConfigError."""
     kind, _, place = source.partition(":")
     if revision is None and kind == "huggingface" and HUB_PLACE.fullmatch(place):
         revision = newest_commit(place)
@@ -90,7 +90,7 @@ def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
 class HubStream:
     """Rows of a data set's files at a commit, with a least-recently-used cache of files. Thread-safe.
 
-    Raises ConfigError if the hub does not list it, or a file is too large.
+    Raises ConfigError if the hub does not list the data set, or a file is too large.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class HubStream:
             ) from error
 
     def rows(self, file: str, start: int) -> Generator[Row]:
-        """Reads a file's rows from number `start` on, after its download. Raises SkipstoneError."""
+        """Downloads a file unless cached, and yields a reader for each row from row `start`. Raises SkipstoneError."""
         with self.opened(file) as path:
             try:
                 yield from rows_of(path, self._place.column, start, is_chat=self._is_chat)
@@ -156,7 +156,7 @@ class HubStream:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:
-        """Keeps the file during the block. Raises SkipstoneError, ResourceExhausted if all cached files are in use."""
+        """Downloads a file unless cached, and keeps it during the block. Raises SkipstoneError, ResourceExhausted."""
         # Counted first, so that the file is not evicted between download and use.
         with self._lock:
             self._readers[name] += 1
@@ -194,7 +194,7 @@ class HubStream:
                 logger.debug("prefetching %s failed: %s", name, error)  # retry in this thread
 
     def _added(self, name: str) -> Future[Path] | None:
-        """Evicts unused files until this one fits. Returns None if it does not fit. The caller holds the lock."""
+        """Evicts unused cached files until file `name` fits, else returns None. The caller must hold the lock."""
         # Least recently used first.
         for old, file in list(self._files.items()):
             if self.bytes + self._sizes[name] <= self._most:
@@ -260,7 +260,7 @@ def _api() -> Any:
 
 
 def _insisted(ask: Callable[[], T], what: str, pause: Pause) -> T:
-    """Queries the hub and retries errors that may be temporary. Raises ConfigError."""
+    """Calls `ask`, which queries the hub, and retries after errors that may be temporary. Raises ConfigError."""
     for wait in (*WAITS, None):
         try:
             return ask()
@@ -279,7 +279,7 @@ def _insisted(ask: Callable[[], T], what: str, pause: Pause) -> T:
 
 
 def _own_folder(owner: object) -> Path:
-    """Creates a folder that is removed with `owner`. Also removes folders of processes that died."""
+    """Creates a cache folder that exists as long as `owner`. Also removes cache folders of dead processes."""
     from filelock import FileLock, Timeout
     from huggingface_hub import constants
 
@@ -328,7 +328,7 @@ def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterabl
 
 
 def _configs(info: Any) -> list[Mapping[str, Any]]:
-    """Returns the configs in the README's metadata, which may contain anything."""
+    """Returns the configs in the metadata of a data set's README. Ignores malformed entries."""
     card: Any = getattr(info, "card_data", None)
     found = card.get("configs") if hasattr(card, "get") else None
     return [config for config in found if isinstance(config, Mapping)] if isinstance(found, list) else []
@@ -350,7 +350,7 @@ def _config(place: HubPlace, configs: Sequence[Mapping[str, Any]]) -> Mapping[st
 
 
 def _patterns(data_files: Any, split: str) -> list[str]:
-    """Returns the patterns of a split. `data_files` is one pattern or several (for `train`), or a list of splits."""
+    """Returns a split's file patterns. `data_files` is one pattern or several (for `train`), or a list of splits."""
     entries = data_files if isinstance(data_files, list) else [data_files]
     patterns: list[str] = []
     for entry in entries:
@@ -396,7 +396,7 @@ Row = Callable[[], bytes]
 
 
 def rows_of(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[Row]:
-    """Yields readers for a file's rows from number `start` on. Raises ConfigError or OSError."""
+    """Yields a reader for each row of a file, beginning with row `start`. Raises ConfigError or OSError."""
     if path.name.endswith(PARQUET):
         found = _column(path, column, start)
         return (partial(_document, value, is_chat) for value in found)
@@ -404,7 +404,7 @@ def rows_of(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[R
 
 
 def _document(value: object, is_chat: bool) -> bytes:
-    """Converts a value to a document, empty if the value is null."""
+    """Converts a row's value to the bytes of a document, empty if the value is null."""
     if value is None:
         return b""
     return (json.dumps({"messages": value}, default=str) if is_chat else str(value)).encode(errors="replace")
@@ -423,7 +423,7 @@ def _of_line(line: bytes | None, column: str, is_chat: bool) -> bytes:
 
 
 def _lines(path: Path, start: int) -> Iterator[bytes | None]:
-    """Yields the non-blank lines, None for a line that is too long."""
+    """Yields a file's non-blank lines, beginning with line `start`. None for a line that is too long."""
     with _unpacked(path) as file:
         number, is_begin = 0, True
         try:
@@ -457,7 +457,7 @@ def _unpacked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _column(path: Path, column: str, start: int) -> Iterator[Any]:
-    """Yields the column's values from row `start` on. Skips earlier row groups."""
+    """Yields the values of a Parquet column, beginning with row `start`. Does not read earlier row groups."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile

@@ -23,14 +23,14 @@ NO_LOCAL_PATHS: Final = LocalPathOptions()
 
 @dataclass(frozen=True, slots=True)
 class LocalPaths:
-    """Local paths of the manifest's text and tokenizer. None if it names no file."""
+    """Local paths of the run's text and tokenizer file; None if the manifest names no such file."""
 
     text: Path | None = None
     tokenizer: Path | None = None
 
 
 def may_open(named: str, option: str, chosen: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """Returns the local path for a manifest's path, or None if it may not be opened. `chosen`: value of `option`."""
+    """Returns the local path for a manifest's path, or None if forbidden. `chosen`: the user's value of `option`."""
     if chosen is not None:
         return Reasoned(chosen, f"given by {option}")
     if not own:

@@ -35,7 +35,7 @@ BLOCK_TOKENS: Final = 2**20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """Position of a packer, small enough for a checkpoint. Ordered by time."""
+    """Position of a packer in the text, small enough for a checkpoint. Later positions are greater."""
 
     block: StreamPosition = field(default_factory=StreamPosition)
     taken: int = 0
@@ -48,7 +48,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """A packed microbatch, the unit of work."""
+    """Documents packed as tokens and labels, which pass through the model together."""
 
     tokens: Tensor
     """Token ids, int64 [rows, sequence]."""
@@ -71,11 +71,11 @@ class Microbatch:
 
     @property
     def scored(self) -> int:
-        """Number of tokens with a label. Less than all in conversations and routed held-out text."""
+        """Number of tokens that have a label: not all in conversations and in held-out text with routes."""
         return self.size if self.labels.min() >= 0 else int((self.labels >= 0).sum())
 
     def per_label(self, loss: float) -> float:
-        """Converts the head's loss, a mean over all tokens, to a mean over labels."""
+        """Converts `loss`, a mean over all tokens (from the head), to a mean over tokens that have a label."""
         return loss * self.size / self.scored
 
     @property
@@ -96,7 +96,7 @@ class _RowBlock:
 
 
 class RowPacker:
-    """Packer that cuts a stream into microbatches of equal shape. Holds at most one block and one document."""
+    """Packer that cuts the stream of documents into microbatches of equal shape, one shuffled block at a time."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RowPacker:
         cost: float,
         block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        """Starts with `fragments` at `start.block`. Every microbatch has the same `cost`."""
+        """Takes `fragments` that begin at `start.block`. `cost`: compute cost of every microbatch."""
         self.cursor = start
         self._fragments = fragments
         self._rows = rows
@@ -144,7 +144,7 @@ class RowPacker:
             self._block = None
 
     def _next_block(self) -> _RowBlock | None:
-        """Returns a full block, or a smaller one of whole microbatches at the end of the text."""
+        """Reads and shuffles a block of rows, smaller at the end of the text. None if not one microbatch is left."""
         # One more token, because labels are shifted by one.
         available = self._fill(self._block_rows * self._sequence + 1)
         microbatches = (available - 1) // (self._rows * self._sequence)
@@ -163,7 +163,7 @@ class RowPacker:
         )
 
     def _fill(self, wanted: int) -> int:
-        """Reads until `wanted` tokens are pending or the text ends. Returns the number of pending tokens."""
+        """Reads fragments until `wanted` tokens are buffered or the text ends. Returns the buffered tokens."""
         available = sum(fragment.tokens.size for fragment in self._pending)
         while available < wanted:
             fragment = next(self._fragments, None)
@@ -174,7 +174,7 @@ class RowPacker:
         return available
 
     def _drop(self, count: int) -> None:
-        """Drops the first `count` pending tokens. At least one remains."""
+        """Removes the first `count` buffered tokens. At least one token remains."""
         while count >= self._pending[0].tokens.size:
             count -= self._pending.popleft().tokens.size
         self._pending[0] = _from(self._pending[0], count)
@@ -209,7 +209,7 @@ FULL: Final = 0.995
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stretch:
-    """A document or the rest of one: its labels, and the token before them."""
+    """A document, or the rest of a cut one: the labels, and the input token before the first label."""
 
     before: int
     labels: Tokens
@@ -225,7 +225,7 @@ class _Stretch:
         return np.concatenate(([before], self.labels[piece.start : piece.stop - 1]))
 
     def labels_of(self, piece: DocumentPiece) -> Tokens:
-        """Returns the labels of a piece, with UNSCORED for those without loss."""
+        """Returns the labels of a piece of this document, UNSCORED for tokens without loss."""
         labels = self.labels if self.wanted is None else self.wanted
         unscored = min(piece.stop, max(piece.start, self.unscored))
         if unscored == piece.start:
@@ -244,7 +244,7 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Documents packed together, and the pieces in each microbatch, in order."""
+    """Documents packed together, and for each microbatch in order, the pieces of documents in it."""
 
     stretches: list[_Stretch]
     turns: list[tuple[DocumentPiece, ...]]
@@ -252,7 +252,7 @@ class _Block:
 
 
 def reading_position(block: StreamPosition) -> StreamPosition:
-    """Returns where to start reading for a block: one token earlier within a document, as the first input."""
+    """Returns the position from which to read a block: within a document, one token earlier (the first input)."""
     return StreamPosition(block.epoch, block.position, max(0, block.offset - 1))
 
 
@@ -264,7 +264,7 @@ def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
 
 
 def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
-    """Returns the tokens that fill a block's last microbatch after MOST_DOCUMENTS documents."""
+    """Returns how many more tokens fill the last microbatch of a block that has `taken` tokens."""
     return -taken % int(FULL * microbatch_tokens)
 
 
@@ -345,7 +345,7 @@ class DocumentPacker:
     def _ended(
         self, read: list[tuple[StreamPosition, _Stretch]], last: tuple[StreamPosition, _Stretch], taken: int
     ) -> _Block:
-        """Packs a block of these documents, including `taken` tokens of the last one."""
+        """Packs a block from the documents `read` and the first `taken` tokens of the document `last`."""
         at, stretch = last
         whole, rest = [of for _, of in read], last
         if taken:
@@ -363,7 +363,7 @@ class DocumentPacker:
         return _Block(whole[:kept], list(packing.microbatches), self._end(back[0][0], packing.level))
 
     def _taken_now(self, stretch: _Stretch, left: int) -> int:
-        """Returns how many tokens of a document go into a block that is too full for all of it."""
+        """Returns how many tokens of a long document to put into a block that has room for `left` tokens."""
         sequence = self._capacity.sequence
         # Only documents that are cut anyway may span two blocks.
         if not self._is_cut(stretch) or 2 * left < sequence:
@@ -374,7 +374,7 @@ class DocumentPacker:
         return stretch.is_rest or stretch.labels.size > self._capacity.sequence
 
     def _packed(self, stretches: list[_Stretch], end: StreamPosition) -> _Block:
-        """Packs the documents of each route separately. Microbatches of all routes alternate and cost the same."""
+        """Packs a block's documents, each route separately. Microbatches of all routes alternate and cost the same."""
         if self._router is not None:
             found = [self._router.affinity(of.source.name, of.source.opening) for of in stretches]
             found = _evened(found, [of.labels.size for of in stretches], self._uneven)
@@ -396,7 +396,7 @@ class DocumentPacker:
     def _of_one_route(
         self, stretches: list[_Stretch], members: list[int], key: str
     ) -> tuple[list[tuple[DocumentPiece, ...]], float]:
-        """Packs the documents of one route. Returns its microbatches in order and the cost level for the next block."""
+        """Packs one route's documents. Returns its microbatches in order, and their cost, for the next block."""
         lengths, cut = self._sizes([stretches[index] for index in members])
         packing = pack(lengths, cut, self._capacity, self.cursor.level, self._chance(key))
         named = [
@@ -413,7 +413,7 @@ class DocumentPacker:
         return [stretch.labels.size for stretch in stretches], cut
 
     def _chance(self, key: str = "") -> Callable[[int], list[int]]:
-        """Returns a source of permutations that depend only on the start of the block."""
+        """Returns a function that permutes 0..count-1, depending only on the block's start and `key`."""
         return lambda count: permutation(f"documents:{self._at}{key}", count).tolist()
 
     @property
@@ -426,7 +426,7 @@ Packer = RowPacker | DocumentPacker
 
 
 def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[StreamPosition, _Stretch]]:
-    """Yields documents, or the rest of the first one, with the position of the first label."""
+    """Converts fragments to stretches, and yields each one with the position of its first label."""
     for fragment in fragments:
         start, tokens, wanted = fragment.start, fragment.tokens, fragment.wanted
         if start.offset:  # starts with the token before its first label
@@ -439,7 +439,7 @@ def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[S
 
 
 def _evened(affinities: list[Affinity], sizes: list[int], most: float) -> list[Affinity]:
-    """Adds a bias per expert to the scores, so that no expert gets much more of the block than others."""
+    """Adds a bias per expert to all documents' scores, so that no expert gets much more of the block than others."""
     stages = [np.array(of_stage, dtype=np.int64) for of_stage in zip(*affinities, strict=True)]
     evened = [(scores + even_bias(scores, np.array(sizes), most)).tolist() for scores in stages]
     return [tuple(map(tuple, of_document)) for of_document in zip(*evened, strict=True)]

@@ -1,4 +1,4 @@
-"""Sources of documents: sorted relative names, the same on every machine, and bytes by name."""
+"""Sources of documents: lists names, sorted and the same on every machine, and reads a document's bytes by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycach
 
 @runtime_checkable
 class Source(Protocol):
-    """A source of documents by name."""
+    """A run's text as a list of named documents, each read on demand."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
-    """Opens the manifest's source with its files at `place`. Raises ConfigError if they are missing or different."""
+    """Opens the run's text, with its files at `place`. Raises ConfigError if the files are missing or different."""
     kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
         return python_standard_library()
@@ -71,7 +71,7 @@ def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
 
 
 class FileSource:
-    """Files of a listing. A file longer than `document_bytes` becomes several documents `NAME@OFFSET`."""
+    """Source whose documents are files; a file above `document_bytes` becomes several documents `NAME@OFFSET`."""
 
     def __init__(self, listing: Listing, document_bytes: int) -> None:
         self.listing = listing
@@ -89,7 +89,7 @@ class FileSource:
 
 
 class _PieceNames(DocumentNames):
-    """Names of files and their pieces, computed on demand: a long sparse file has millions."""
+    """Names of files and of their pieces, computed on demand: a long sparse file has millions of pieces."""
 
     def __init__(self, listing: Listing, document_bytes: int) -> None:
         super().__init__(-(-size // document_bytes) for size in listing.sizes)
@@ -110,7 +110,7 @@ class _PieceNames(DocumentNames):
 
 
 class LineSource:
-    """Lines of a listing's `.jsonl` files, or of its only file, named `NAME@OFFSET`. Reads all files when opened."""
+    """Source whose documents are lines, named `NAME@OFFSET`, of `.jsonl` files or the only file. Opening reads all."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing = listing
@@ -138,7 +138,7 @@ class LineSource:
 
 
 def _line_starts(listing: Listing, name: str) -> array[int]:
-    """Returns the offsets of the non-blank lines. Reads long lines in pieces."""
+    """Returns the byte offsets of a file's non-blank lines. Reads long lines in pieces."""
     starts, at, is_begin = array("Q"), 0, True
     with listing.open(name) as file:
         while (piece := file.readline(LINE_BYTES)) and len(starts) <= MAX_DOCUMENTS:
@@ -192,7 +192,7 @@ def _is_of_the_library(folder: str) -> bool:
 
 
 def _is_source(file: str) -> bool:
-    """Excludes `_sysconfigdata...`, which is generated when Python is built and differs between machines."""
+    """Tells whether a file is Python source. Excludes `_sysconfigdata...`, which differs between machines."""
     return file.endswith(".py") and not file.startswith("_sysconfigdata")
 
 
@@ -218,7 +218,7 @@ _TYPES: Final = {code: np.dtype(name) for code, name in ((4, "<i4"), (8, "<u2"))
 
 
 class TokenShards:
-    """Documents of a listing's shards, named `NAME@TOKEN`, returned as tokens of type READ_AS."""
+    """Source whose documents are tokens of type READ_AS, in shards of Megatron-LM's format, named `NAME@TOKEN`."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing = listing
@@ -264,7 +264,7 @@ class _Shard:
 
 
 def _document_ends(file: BinaryIO, size: int, name: str) -> tuple[np.dtype[Any], Tokens]:
-    """Returns the dtype of a shard's tokens and the end of each document, in tokens."""
+    """Reads a shard's index file. Returns the dtype of its tokens, and the end of each document in tokens."""
     header = file.read(_HEADER.size)
     magic, version, code, sequences, bounds = _HEADER.unpack(header) if len(header) == _HEADER.size else (b"",) * 5
     if magic != _MAGIC or version != 1:
@@ -291,7 +291,7 @@ def _document_ends(file: BinaryIO, size: int, name: str) -> tuple[np.dtype[Any],
 
 
 class ShardWriter:
-    """Writer of documents to shards `00000.bin`, `00000.idx` and so on in a folder, one after the other."""
+    """Writer of tokenized documents to Megatron-LM shards `00000.bin`, `00000.idx` and so on in a folder."""
 
     def __init__(self, folder: Path, vocabulary: int, shard_tokens: int) -> None:
         self._folder, self._most = folder, shard_tokens

@@ -30,7 +30,7 @@ class ByteTokenizer:
     end_of_document = 256
 
     def encode(self, text: bytes) -> Tokens:
-        """Returns the document's tokens, without an end of document."""
+        """Returns the document's tokens, without an end-of-document token."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def text_stream(self) -> TextStream:
@@ -74,7 +74,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
-    """Opens the manifest's tokenizer from `file`. Raises ConfigError or ManifestError."""
+    """Opens the run's tokenizer: the byte tokenizer, or `file`. Raises ConfigError or ManifestError."""
     data = manifest.data
     if data.tokenizer == "bytes":
         return ByteTokenizer()
@@ -111,7 +111,7 @@ def tokenizer_bytes(path: Path, sha256: str) -> bytes:
 
 
 def tokenizer_keys(path: Path) -> dict[str, str]:
-    """Returns the `[data]` keys for a tokenizer file. Raises ConfigError if it is missing or too large."""
+    """Returns the manifest's `[data]` keys for a tokenizer file. Raises ConfigError if it is missing or too large."""
     try:
         content = _content(path)
     except OSError as error:
@@ -129,7 +129,7 @@ def _content(path: Path) -> bytes:
 
 @contextmanager
 def _panics_raised() -> Iterator[None]:
-    """Converts panics of the Rust library to ConfigError. They are not an `Exception` and only known by name."""
+    """Converts errors of the `tokenizers` library to ConfigError. Its Rust panics are not an `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -169,7 +169,7 @@ MOST_HELD_BACK: Final = 8
 
 
 class ByteTextStream:
-    """Streaming text of the byte tokenizer. Malformed UTF-8 becomes U+FFFD."""
+    """Incremental decoder from byte tokens to text. Malformed UTF-8 becomes U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -179,12 +179,12 @@ class ByteTextStream:
         return self._decoder.decode(bytes([token])) if token < 256 else ""
 
     def finish(self) -> str:
-        """Returns the remaining text after the last token."""
+        """Returns the text that `push` has held back. Call it after the last token."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowTextStream:
-    """Streaming text of tokenizers that decode a token by its neighbours. `decode` takes consecutive tokens."""
+    """Incremental decoder from tokens to text, if the text of a token depends on its neighbours."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

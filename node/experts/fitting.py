@@ -59,7 +59,7 @@ class Fitted:
 
 
 def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
-    """Counts each document's token pairs per bucket, [documents, BUCKETS]."""
+    """Counts the token pairs in each document's first `prefix` tokens by hash bucket, [documents, BUCKETS]."""
     counted = np.zeros((len(openings), BUCKETS), dtype=np.float32)
     for row, opening in zip(counted, openings, strict=True):
         np.add.at(row, buckets(opening[:prefix]), 1)
@@ -69,7 +69,7 @@ def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
 def fit_router(
     documents: Sequence[tuple[Tokens, int]], experts: Sequence[int], prefix: int, seed: int, restarts: int = RESTARTS
 ) -> Fitted:
-    """Fits a router to the first tokens and lengths of documents. Raises ConfigError if there are too few."""
+    """Fits a router to documents (first tokens, length). Raises ConfigError if there are too few documents."""
     stages = tuple(experts[1:])
     routes = math.prod(stages)
     _check(stages, routes, len(documents))
@@ -105,7 +105,7 @@ def _check(stages: tuple[int, ...], routes: int, documents: int) -> None:
 
 
 def _clustered(counts: Matrix, clusters: int, random: np.random.Generator) -> tuple[float, Labels, Matrix]:
-    """Runs balanced hard EM once. Returns log likelihood, clusters of documents, log probabilities of clusters."""
+    """Clusters documents by balanced hard EM. Returns log likelihood, each document's cluster, log probabilities."""
     labels = random.permutation(len(counts)) % clusters
     # Start from single, distant documents. Mixtures of all documents would be too similar.
     chosen = [int(random.integers(len(counts)))]
@@ -142,7 +142,7 @@ def _log_probabilities(sums: Matrix, mean: Matrix) -> Matrix:
 
 
 def _laid_out(centres: Matrix, stages: tuple[int, ...]) -> Labels:
-    """Assigns routes to clusters, [clusters, stages]: swaps them until clusters that share experts are similar."""
+    """Assigns a route to each cluster, [clusters, stages], such that clusters that share experts are similar."""
     routes = np.array(list(product(*(range(count) for count in stages))), dtype=np.int64)
     # Number of stages with a choice that two routes share.
     shared = (routes[:, None, :] == routes[None, :, :])[:, :, np.array(stages) > 1].sum(axis=2)
@@ -171,7 +171,7 @@ def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:
 
 
 def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) -> StageTable:
-    """Fits a softmax over a stage's experts, rounds it to integers, and balances token shares with the bias."""
+    """Fits a softmax over a stage's experts, rounds its weights to integers, and balances tokens by a bias."""
     weights = softmax_weights(counts, labels, experts)
     scale = MAX_ENTRY / max(float(np.abs(weights).max()), 1e-9)
     # Integer scores are equal on every machine.
@@ -182,7 +182,7 @@ def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) ->
 
 
 def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
-    """Fits a multinomial logistic regression on the counts. Returns unscaled weights [experts, BUCKETS]."""
+    """Fits a multinomial logistic regression of `labels` on `counts`. Returns unscaled weights [experts, BUCKETS]."""
     scaled = counts / np.float32(max(float(np.sqrt((counts**2).sum(axis=1).mean())), 1e-9))
     wanted = np.eye(experts, dtype=np.float32)[labels]
     weights, speed = np.zeros((experts, BUCKETS), np.float32), np.zeros((experts, BUCKETS), np.float32)
@@ -204,7 +204,7 @@ SLACK: Final = 1.05
 
 
 def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SLACK) -> list[int]:
-    """Assigns documents to clusters by scores [documents, clusters]. None exceeds `slack` times an equal share."""
+    """Assigns documents to clusters by scores [documents, clusters], at most `slack` times an equal share each."""
     capacity = math.ceil(slack * len(scores) / clusters)
     room = [capacity] * clusters
     waiting = [(*_loss(of, room), index) for index, of in enumerate(scores)]
@@ -225,7 +225,7 @@ def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SL
 
 
 def _loss(scores: Sequence[float], room: Sequence[int]) -> tuple[float, int]:
-    """Returns the negative score loss if the best cluster with room is not used, and that cluster."""
+    """Returns the second best score minus the best one, among clusters with room, and the best cluster."""
     best, second, found = -math.inf, -math.inf, -1
     for cluster, score in enumerate(scores):
         if not room[cluster]:

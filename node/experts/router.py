@@ -48,7 +48,7 @@ class StageTable:
 
 
 class Router:
-    """Tables of the stages after stage 0 (None: one expert), for the first `prefix` tokens of a document."""
+    """Router by score tables of the stages after 0 (None: one expert), for a document's first `prefix` tokens."""
 
     def __init__(self, tables: tuple[StageTable | None, ...], prefix: int) -> None:
         self.tables, self.prefix = tables, prefix
@@ -112,7 +112,7 @@ def router_digest(data: bytes) -> str:
 
 
 def read_router(data: bytes, manifest: Manifest) -> Router:
-    """Parses the run's router from a peer or file. Raises StateError if it is not the manifest's."""
+    """Parses a router from a peer or a file. Raises StateError if it is not the router that the manifest names."""
     assert manifest.routing is not None, "the caller checked that the run has a router"
     # Check the hash before parsing untrusted bytes.
     if len(data) > MAX_ROUTER_BYTES or router_digest(data) != manifest.routing.router:
@@ -212,7 +212,7 @@ TRIES: Final = 60
 
 
 def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
-    """Finds biases that limit each expert to about `most` times an equal share of tokens (arXiv:2408.15664)."""
+    """Finds a bias per expert's score, such that each gets at most about `most` equal shares (arXiv:2408.15664)."""
     experts = scores.shape[1]
     bias = best = np.zeros(experts, dtype=np.int64)
     step, least = max(1, int(np.abs(scores).mean())), math.inf

@@ -43,7 +43,7 @@ SHARD_BYTES: Final = 4 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One parameter file."""
+    """One safetensors file of an export, and the shapes of its parameters."""
 
     file: str
     shapes: Mapping[str, Shape]
@@ -164,12 +164,12 @@ def _rope_scaling(model: ModelSection) -> Json | None:
 
 
 def generation_config(end_of_document: int) -> Json:
-    """Returns the content of `generation_config.json`: texts start and end with the end of a document."""
+    """Returns the content of `generation_config.json`: texts start and end with the end-of-document token."""
     return {"bos_token_id": end_of_document, "eos_token_id": end_of_document}
 
 
 def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
-    """Returns the content of `tokenizer_config.json`. In text, the byte tokenizer never parses an end of document."""
+    """Returns the content of `tokenizer_config.json`. The byte tokenizer reads no end-of-document token in text."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_document,

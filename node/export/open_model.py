@@ -56,7 +56,7 @@ Place = TypeVar("Place")
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A source of modules with its tokenizer and text."""
+    """A model that was opened: the source of its modules, and access to its tokenizer and text."""
 
     source: ModuleSource
     local_path_options: LocalPathOptions = NO_LOCAL_PATHS
@@ -93,7 +93,7 @@ async def open_model(
     on_progress: Callable[[ModuleId, int, int], None] = unwatched,
     local_path_options: LocalPathOptions = NO_LOCAL_PATHS,
 ) -> AsyncIterator[OpenedModel]:
-    """Opens a folder, or the link of a running swarm for the length of the block. Raises SkipstoneError."""
+    """Opens the model in a folder, or in a running swarm (by its link) during the block. Raises SkipstoneError."""
     if (link := link_in(target)) is not None:
         from node.export.swarm_source import open_swarm  # imports the network code, which folders do not need
 
@@ -138,7 +138,7 @@ async def evaluate_model(
     paths: AskedPaths = WHOLE_MODEL,
     local_path_options: LocalPathOptions = NO_LOCAL_PATHS,
 ) -> dict[str, Any]:
-    """Returns the mean held-out loss as a `loss_report`. Raises ConfigError, ManifestError, StateError."""
+    """Computes a model's mean held-out loss, as a `loss_report`. Raises ConfigError, ManifestError, StateError."""
     async with open_model(target, local_path_options=local_path_options) as opened:
         manifest, model = opened.source.signed.manifest, await routed_model(opened.source, device)
         subsets, documents = paths.of(manifest), await opened.documents()
@@ -152,7 +152,7 @@ async def evaluate_model(
 async def _losses(
     model: RoutedModel, texts: Sequence[Microbatch], subsets: Sequence[Stages]
 ) -> dict[Stages, list[tuple[float, int]]]:
-    """Returns the loss and number of labels of each text, by the stages of the path."""
+    """Computes the loss and number of labels of each text, for each subset of stages to visit."""
     losses = {stages: [(0.0, 0)] * len(texts) for stages in subsets}
     # Route by route, so that each route's modules are read once.
     for route in sorted({text.route for text in texts}):

@@ -1,4 +1,4 @@
-"""Sources of a run's modules, decoders built from them, and exported folders as a source."""
+"""Interface to read a run's modules, decoders built from modules, and exported folders as such a source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModuleSource(Protocol):
 
     @property
     def signed(self) -> SignedManifest:
-        """The run's manifest with a verified signature."""
+        """The run's signed manifest. Its signature was verified."""
 
     async def router(self) -> Router | None:
         """Returns the run's router, or None if the manifest names none. Raises SkipstoneError."""
@@ -49,14 +49,14 @@ class ModuleSource(Protocol):
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
-    """Reads the module's parameters and checks them. Raises StateError, and the errors of `module`."""
+    """Reads a module and checks its parameters' names, shapes and values. Raises StateError, errors of `module`."""
     parameters = await source.module(module)
     await asyncio.to_thread(_check, source.signed.manifest, module, parameters)
     return parameters
 
 
 async def read_decoder(source: ModuleSource, device: torch.device, route: Route | None = None) -> Decoder:
-    """Reads the whole model, or one path, to the device. Raises ConfigError, ResourceExhausted, StateError."""
+    """Loads the whole model, or one route of it, as a Decoder. Raises ConfigError, ResourceExhausted, StateError."""
     manifest, modules = source.signed.manifest, path_modules(source, route)
     require_memory(manifest, modules)
     parameters: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ async def read_decoder(source: ModuleSource, device: torch.device, route: Route 
 
 
 def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, ...]:
-    """Returns the modules of one path (None: the only path) by stage. Raises ConfigError if ambiguous or missing."""
+    """Returns a route's modules by stage (None: the only route). Raises ConfigError if it is missing or ambiguous."""
     manifest, there = source.signed.manifest, source.modules
     if route is None:
         if len(there) > manifest.stages.count:
@@ -135,7 +135,7 @@ def memory_bytes() -> int | None:
 
 
 class RoutedModel:
-    """Decoders for the paths of a source's model. Without `router` it has a single path."""
+    """A source's model as one decoder per route; `router` chooses a text's route (None: the model has one route)."""
 
     def __init__(self, source: ModuleSource, device: torch.device, router: DocumentRouter | None) -> None:
         self._source, self._device, self._router = source, device, router
@@ -143,7 +143,7 @@ class RoutedModel:
 
     @property
     def modules_read(self) -> tuple[ModuleId, ...]:
-        """Modules read so far."""
+        """Modules whose parameters have been loaded so far."""
         return tuple(self._read)
 
     @property
@@ -164,7 +164,7 @@ class RoutedModel:
         return None if self._router is None else route
 
     async def decoder(self, route: Route | None) -> Decoder:
-        """Returns the decoder of one path. Raises the errors of `read_decoder`."""
+        """Loads the modules of a route, unless loaded before, as a Decoder. Raises the errors of `read_decoder`."""
         manifest, modules = self._source.signed.manifest, path_modules(self._source, route)
         # Modules of earlier paths stay in memory.
         require_memory(manifest, tuple({*self._read, *modules}))
@@ -177,7 +177,7 @@ class RoutedModel:
 
 
 async def routed_model(source: ModuleSource, device: torch.device) -> RoutedModel:
-    """Opens the model of a source, with the router if it has several paths. Raises SkipstoneError."""
+    """Opens a source's model, with a router if the model has several routes. Raises SkipstoneError."""
     manifest = source.signed.manifest
     several = len(source.modules) > manifest.stages.count
     return RoutedModel(source, device, document_router(manifest, await source.router()) if several else None)
@@ -186,7 +186,7 @@ async def routed_model(source: ModuleSource, device: torch.device) -> RoutedMode
 async def model_on_path(
     source: ModuleSource, device: torch.device, path: str | None, prompt: Sequence[int]
 ) -> tuple[RoutedModel, Route | None]:
-    """Opens the model for one text: on `path` if given, else on the prompt's route. Raises ConfigError."""
+    """Opens the model and chooses a route for one text: `path` if given, else by the router. Raises ConfigError."""
     if path is not None:
         return RoutedModel(source, device, None), parse_path(path, source.signed.manifest.stages.count)
     model = await routed_model(source, device)
@@ -194,7 +194,7 @@ async def model_on_path(
 
 
 def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
-    """Compares a file's header with the expected shapes. Raises CorruptSnapshot, StateError."""
+    """Checks that a safetensors file has these parameters with these shapes. Raises CorruptSnapshot, StateError."""
     with opened_tensors(file) as opened:
         there = set(opened.keys())
         for name, shape in wanted.items():
@@ -271,7 +271,7 @@ class ExportedSource:
 
 
 def _modules_in(path: Path, origin: Mapping[str, Any], manifest: Manifest) -> tuple[ModuleId, ...]:
-    """Returns the modules that the folder claims to have, at least one per stage."""
+    """Returns the modules that the folder's `skipstone.json` lists. Raises StateError if a stage has none."""
     named = _digests(path, origin)
     modules = tuple(module for module in manifest.modules() if str(module) in named)
     if {module.stage for module in modules} != set(range(manifest.stages.count)):

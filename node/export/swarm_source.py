@@ -35,7 +35,7 @@ RETRY_AFTER_S: Final = 2.5
 
 
 class SwarmSource:
-    """ModuleSource of the state on which a swarm's replicas agree. Made by `open_swarm`."""
+    """ModuleSource that downloads the current anchors of a running swarm's modules. Made by `open_swarm`."""
 
     def __init__(self, session: NetworkSession, signed: SignedManifest, on_progress: Progress) -> None:
         manifest = signed.manifest
@@ -48,7 +48,7 @@ class SwarmSource:
         self._downloads: dict[ModuleId, StateDownloads] = {}
 
     async def router(self) -> Router | None:
-        """Downloads the router. Raises Unreachable if no peer sends it."""
+        """Downloads the run's router. Raises Unreachable if no peer sends the router."""
         return await fetch_router(self._session, self.signed.manifest, PATIENCE_S)
 
     async def module(self, module: ModuleId) -> Parameters:
@@ -81,7 +81,7 @@ class SwarmSource:
     async def agreed(
         self, module: ModuleId, patience_s: float = PATIENCE_S
     ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-        """Returns the agreed state, after up to `patience_s` seconds. Raises the errors of `state_to_take`."""
+        """Waits for the module's agreed anchor. Returns it and the peers that have it, like `state_to_take`."""
         clock, membership = self._session.own.clock, self._session.membership
         deadline = clock.monotonic() + patience_s
         while True:
@@ -104,7 +104,7 @@ class SwarmSource:
 async def open_swarm(
     link: JoinLink, on_progress: Progress, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[SwarmSource]:
-    """Joins the swarm as a visitor and checks that the needed modules are available. Raises Unreachable, NoQuorum."""
+    """Joins the swarm without serving a module, and checks that modules are available. Raises Unreachable, NoQuorum."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
         modules = signed.manifest.modules()
@@ -132,7 +132,7 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 def state_to_take(
     module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int, *, is_model: bool = False
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-    """Returns the agreed state and its replicas. Round 0 needs `is_model`. Raises Unreachable, NoQuorum."""
+    """Returns the agreed anchor and the peers that have it. Round 0 needs `is_model`. Raises Unreachable, NoQuorum."""
     if not announced:
         raise Unreachable(
             f"no peer serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."

@@ -39,7 +39,7 @@ _WRITE_HINT: Final = "Check the folder's free space and permissions."
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Summary of an export."""
+    """Result of an export: its folder and run, and the number and size of its parameter files."""
 
     path: Path
     run: str
@@ -56,7 +56,7 @@ async def export(
     replace: bool = False,
     shard_bytes: int = layout.SHARD_BYTES,
 ) -> Export:
-    """Exports the model, with one module and one shard in memory at a time. Raises ConfigError, StateError."""
+    """Exports a model to a folder, with one module and one shard in memory. Raises ConfigError, StateError."""
     manifest = source.signed.manifest
     modules = path_modules(source, route)
     require_free(target, replace=replace)
@@ -74,7 +74,7 @@ async def export(
 async def export_all(
     source: ModuleSource, target: Path, *, tokenizer_file: Path | None = None, replace: bool = False
 ) -> Export:
-    """Exports every module to a separate file, and the router. Raises ConfigError without experts, and as `export`."""
+    """Exports every module of a run with experts to a separate file, and the router. Raises the errors of `export`."""
     manifest = source.signed.manifest
     if not manifest.stages.has_experts:
         raise ConfigError(f"run {manifest.name} has a single path", hint="Omit --all to export the whole model.")
@@ -99,7 +99,7 @@ async def export_all(
 async def _finish(
     folder: Path, source: ModuleSource, digests: Mapping[ModuleId, bytes], shards: tuple[layout.Shard, ...]
 ) -> None:
-    """Writes router, manifest and origin, and makes the folder durable."""
+    """Writes router, manifest and `skipstone.json` to the folder, and flushes the folder to disk."""
     router = await source.router()
     if router is not None:
         router_file(folder / layout.MANIFEST).write_bytes(router.to_bytes())
@@ -114,7 +114,7 @@ def _make_durable(folder: Path) -> None:
 
 
 def require_free(target: Path, *, replace: bool) -> None:
-    """Raises ConfigError unless the target is free, or an older export that may be replaced."""
+    """Raises ConfigError unless the target is missing, empty, or an older export that may be replaced."""
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
@@ -181,7 +181,7 @@ async def _write_parameters(
 
 
 def _write_tensors(file: Path, tensors: dict[str, Tensor], mode: int) -> None:
-    """Writes a shard with the file mode `mode`, because safetensors restricts it to the owner."""
+    """Writes a shard and sets its file mode, because safetensors makes files readable by the owner only."""
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(mode)
 

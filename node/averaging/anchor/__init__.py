@@ -1,1 +1,1 @@
-"""The anchor of a module: layout, hashes, storage and outer step."""
+"""The anchor of a module: its layout as one vector, hashes, storage, and the outer optimizer's step."""

@@ -39,7 +39,7 @@ _DOMAIN: Final = b"skipstone-anchor:1\0"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """An immutable state of a module, float32. A commit makes a new anchor, which shares unchanged fragments."""
+    """Immutable parameters and outer momentum of a module, float32. Anchors share fragments that did not change."""
 
     layout: Layout
     version: AnchorVersion
@@ -54,7 +54,7 @@ class Anchor:
 
 
 def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
-    """Returns the anchor before the first round, with zero momentum. Uses a SharedVector without a copy."""
+    """Returns the anchor before the first round: these parameters (a SharedVector is not copied) and zero momentum."""
     if not isinstance(parameters, SharedVector):
         parameters = cut_vector(layout, parameters)
     momentum = _zeros_like(parameters)
@@ -63,7 +63,7 @@ def initial_anchor(layout: Layout, parameters: Vector | SharedVector) -> Anchor:
 
 
 def distance_between(one: Anchor, other: Anchor) -> float:
-    """Returns the Euclidean distance over parameters and momentum. Not finite if an element is not finite."""
+    """Returns the Euclidean distance of two anchors (parameters and momentum); not finite if an element is not."""
     total = 0.0
     # Equal hashes mean equal bytes, so compare only the chunks that differ.
     for number, (left, right) in enumerate(zip(one.hashes, other.hashes, strict=True)):
@@ -92,7 +92,7 @@ def hash_of(data: memoryview) -> bytes:
 def chunk_bytes(
     layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector, number: int
 ) -> memoryview:
-    """Returns a view of one chunk's bytes, writable if the arrays are. Raises IndexError."""
+    """Returns a view of a chunk's bytes. Chunks of parameters are numbered first, then those of momentum."""
     if not 0 <= number < 2 * layout.chunks:
         raise IndexError(f"chunk {number} does not exist: there are {2 * layout.chunks}")
     vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)
@@ -100,7 +100,7 @@ def chunk_bytes(
 
 
 def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
-    """Rebuilds the anchor from a saved state. Raises CorruptSnapshot."""
+    """Rebuilds an anchor from a checkpoint. Raises CorruptSnapshot if its shapes or its digest do not match."""
     try:
         parameters = _vector(layout, saved.parameters)
         momentum = _zeros_like(parameters) if saved.momentum is None else _vector(layout, saved.momentum)
@@ -113,7 +113,7 @@ def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
 
 
 class Named(TensorsInParts):
-    """A vector's tensors by parameter name, as views where a tensor lies within one array."""
+    """Tensors of a module's vector by parameter name. A tensor is a view if all its elements are in one array."""
 
     def __init__(self, layout: Layout, vector: Vector | SharedVector) -> None:
         self._spans = {span.name: span for span in layout.spans}
@@ -165,9 +165,9 @@ LENT_AT_MOST: Final = 2
 
 
 class AnchorStore:
-    """The current anchor of a replica, and older ones that downloads still read. Used from two threads.
+    """The current anchor of a replica, and older anchors that other peers still download. Used from two threads.
 
-    Rounds have priority: if memory is short, a lease ends early and its reader starts again.
+    A new anchor has priority: if memory is short, the oldest anchor is dropped, and its downloads start again.
     """
 
     def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:
@@ -197,7 +197,7 @@ class AnchorStore:
         return AnchorState(anchor.version, Named(layout, anchor.parameters), Named(layout, anchor.momentum))
 
     def lease(self, digest: bytes, seconds: float) -> bool:
-        """Keeps an anchor for `seconds`, unless a round needs its memory. Returns False if it is not in the store."""
+        """Keeps the anchor with this digest for `seconds` unless a round needs the memory. Returns False if unknown."""
         with self._lock:
             if self._find(digest) is None:
                 return False
@@ -205,9 +205,9 @@ class AnchorStore:
             return True
 
     def spare(self, part: slice | None = None) -> StateVectors:
-        """Returns parameters and momentum of a new anchor to write. Raises ResourceExhausted if two are unfinished.
+        """Allocates parameters and momentum for a new anchor. Raises ResourceExhausted if two anchors are unfinished.
 
-        They count as unfinished until `put`, `give_back` or the last reference to them is dropped.
+        An anchor is unfinished until `put` or `give_back` is called, or the last reference to its vectors is dropped.
         """
         with self._lock:
             if self._alive() >= LENT_AT_MOST:

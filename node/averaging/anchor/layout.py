@@ -1,6 +1,7 @@
-"""Layout of a module's parameters as one vector, cut into chunks and fragments by names and shapes alone.
+"""Layout of a module's parameters as one vector, which depends only on their names and shapes.
 
-Fragments are strided: blocks 0, F, 2F, ..., then 1, F+1, ... (Douillard et al. 2025, arXiv:2501.18512).
+Chunks are hashed and sent as a whole. Each round averages one fragment. Fragments are strided: blocks 0, F, 2F, ...,
+then 1, F+1, ... (Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpan:
-    """Position of one parameter in the vector."""
+    """Position and shape of one parameter in its module's vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +36,7 @@ class ParameterSpan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A module's layout in elements (float32) and chunks."""
+    """Positions of a module's parameters, chunks and fragments in one float32 vector."""
 
     spans: tuple[ParameterSpan, ...]
     chunk_elements: int
@@ -54,7 +55,7 @@ class Layout:
 
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
-    """Computes the layout for these parameter shapes, in at most `fragments` fragments."""
+    """Lays out parameters of these shapes as one vector with at most `fragments` fragments."""
     # By fragment, then by depth.
     names = sorted(shapes, key=lambda name: (_block(name) % fragments, _block(name), name))
     spans = []
@@ -71,7 +72,7 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
 
 
 def chunk_elements(elements: int) -> int:
-    """Returns the elements per chunk: a power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits."""
+    """Returns the elements per chunk: a power of two within limits, for at least CHUNKS_AT_LEAST chunks if possible."""
     wished = max(1, elements // CHUNKS_AT_LEAST)
     return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (wished.bit_length() - 1)))
 

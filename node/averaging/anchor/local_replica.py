@@ -17,7 +17,7 @@ from node.model.optimizers.packed import Floats
 
 
 class Schedule(Protocol):
-    """The parts of an inner optimizer that rounds use."""
+    """An inner optimizer as averaging rounds see it: its counters, callbacks and reset."""
 
     steps: int
     tokens: int
@@ -26,12 +26,12 @@ class Schedule(Protocol):
     before_change: Callable[[], None]
 
     def start_anew(self, steps: int, tokens: int) -> None:
-        """Resets the optimizer state after the parameters were replaced."""
+        """Resets the optimizer state after the parameters were replaced, and sets its counters."""
         ...
 
 
 class LocalReplica:
-    """Parameters of one replica. Calls `parameters_changed` after each write, to renew autograd graphs."""
+    """Access to one replica's parameters as a vector. Calls `parameters_changed` after each write."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LocalReplica:
         self._changed()
 
     def carry(self, part: slice, snapshot: Vector, new: Vector) -> None:
-        """Sets a slice to `new` + (current - `snapshot`): Streaming DiLoCo with merging factor 1 (arXiv:2501.18512)."""
+        """Sets a parameter slice to `new` + (current - `snapshot`), to keep local progress (arXiv:2501.18512)."""
         self.optimizer.before_change()
         before, after = torch.from_numpy(snapshot), torch.from_numpy(new)
         for here, there in self._overlaps(part):

@@ -29,7 +29,7 @@ COARSE: Final = np.float32(2.0**-80)
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """Outer optimizer of the manifest's `training.outer`."""
+    """Outer optimizer (SGD with Nesterov momentum) with the settings of `training.outer` in the manifest."""
 
     learning_rate: float
     momentum: float
@@ -37,7 +37,7 @@ class OuterRule:
     def step(
         self, gradient: Vector, parameters: Vector, momentum: Vector, new_parameters: Vector, new_momentum: Vector
     ) -> None:
-        """Writes the next state, all vectors [elements]. The new vectors may alias the old ones, but not `gradient`."""
+        """Computes the next parameters and momentum, [elements]. Outputs may alias the old vectors, not `gradient`."""
         rate, mu = np.float32(self.learning_rate), np.float32(self.momentum)
         rooms = np.empty((2, min(STRETCH, len(gradient))), np.float32)
         with gradual_underflow():
@@ -66,7 +66,7 @@ def outer_rule(manifest: Manifest) -> OuterRule:
 
 
 class Staging:
-    """An unfinished anchor: `base` with a new state of the fragment that is due."""
+    """An anchor under construction: `base` with new values in the fragment that the round averages."""
 
     def __init__(self, base: Anchor, rule: OuterRule, parameters: SharedVector, momentum: SharedVector) -> None:
         self._base = base
@@ -79,7 +79,7 @@ class Staging:
         self._at_a_time = max(1, STRETCH // base.layout.chunk_elements)
 
     def apply(self, first_chunk: int, end_chunk: int, gradient: Vector) -> None:
-        """Applies the outer step to these chunks and hashes them while they are in the cache."""
+        """Applies the outer step with this averaged pseudo-gradient to a range of chunks, and hashes the new chunks."""
         start = self._layout.range_of(first_chunk, end_chunk).start
         for first in range(first_chunk, end_chunk, self._at_a_time):
             end = min(first + self._at_a_time, end_chunk)
@@ -96,7 +96,7 @@ class Staging:
                     self._hashes[number] = hash_of(chunk_bytes(self._layout, self._parameters, self._momentum, number))
 
     def finish(self, number: int, steps: int, tokens: int) -> Anchor:
-        """Returns the anchor of round `number`, once every chunk of the fragment was applied."""
+        """Returns the new anchor, made by round `number`. Requires `apply` for every chunk of the fragment before."""
         before, base = self._base.version, self._base
         fragment = (before.fragment + 1) % len(self._layout.fragments)
         hashes = tuple(self._hashes)
@@ -107,7 +107,7 @@ class Staging:
 
 
 def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
-    """Takes the outer step of a replica without peers, on its compute thread. Raises StateError if it diverged."""
+    """Takes the outer step for a module's only replica, on the compute thread. Raises StateError if it diverged."""
     base, layout = store.current, store.layout
     first, end = layout.fragments[base.version.fragment]
     fragment = layout.range_of(first, end)

@@ -21,14 +21,14 @@ LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
 
 
 class SpareArrays:
-    """Pool of arrays for fragments. Memory returns to it with an array's last view: zeroing 80 MB is slow."""
+    """Pool of arrays for fragments. An array returns to the pool with its last view, because zeroing 80 MB is slow."""
 
     def __init__(self, elements: int) -> None:
         self._bytes = elements * np.dtype(np.float32).itemsize
         self._spare: deque[bytearray] = deque(maxlen=KEPT)
 
     def empty(self, elements: int) -> npt.NDArray[np.float32]:
-        """Returns an array to write. Raises MemoryError."""
+        """Returns an array of this length with undefined values, reused if possible. Raises MemoryError."""
         if self._bytes > LARGEST_KEPT_BYTES:
             return np.empty(elements, np.float32)
         try:
@@ -66,7 +66,7 @@ class SharedVector:
         return np.concatenate(self.arrays).astype(dtype or np.float32, copy=False)
 
     def pieces(self, part: slice | None = None) -> Iterator[tuple[slice, Vector]]:
-        """Yields views of all or of a slice, one per array, with their slices."""
+        """Yields each array's overlap with `part` (None: the whole vector), as its slice of the vector and a view."""
         first, end = self._starts[0], self._starts[-1]
         wanted = slice(None) if part is None else part
         start = first if wanted.start is None else max(first, wanted.start)
@@ -93,7 +93,7 @@ class SharedVector:
 
 
 def empty_vector(layout: Layout) -> SharedVector:
-    """Allocates a module's vector. Raises OutOfMemory."""
+    """Allocates a vector for all parameters of a module, with undefined values. Raises OutOfMemory."""
     parts = [layout.range_of(*fragment) for fragment in layout.fragments]
     try:
         return SharedVector([np.empty(part.stop - part.start, np.float32) for part in parts])
@@ -126,7 +126,7 @@ def stretches(length: int) -> Iterator[slice]:
 
 
 def squares(values: Vector) -> float:
-    """Returns the sum of squares. Not finite if an element is not finite, or on overflow."""
+    """Returns the sum of the squared elements. Not finite if an element is not finite, or on overflow."""
     with np.errstate(all="ignore"):  # the sum shows non-finite elements
         return sum(float(np.dot(values[part], values[part])) for part in stretches(len(values)))
 

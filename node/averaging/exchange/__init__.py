@@ -1,1 +1,1 @@
-"""All-reduce of one attempt: pseudo-gradients, partition into pieces, reduction, plausibility checks."""
+"""All-reduce of pseudo-gradients in one attempt at a round: partition into pieces, reduction, plausibility checks."""

@@ -47,7 +47,7 @@ PROGRESS_EVERY_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ExchangeMeans:
-    """Collaborators shared by all exchanges of a replica."""
+    """Objects that all exchanges of a replica share: codecs, outer optimizer, thread, transport, signatures."""
 
     codecs: tuple[RoundCodecs, ...]
     rule: OuterRule
@@ -61,7 +61,7 @@ class ExchangeMeans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeRecord:
-    """Record of a complete exchange, for audits."""
+    """Data of a complete exchange that audits need: partition, resulting anchor, and signed contributions."""
 
     plan: Plan
     anchor: Anchor | None
@@ -72,7 +72,7 @@ class ExchangeRecord:
     sent: SentParts | None
 
     def encoded(self, piece: Piece) -> memoryview | None:
-        """Encodes our contribution to a piece again, on the averaging thread. None if it is no longer available."""
+        """Encodes our contribution to a piece again, on the averaging thread. None if its input was overwritten."""
         signed, codec = self.own.get(piece), self.plan.codecs.contribution
         if signed is None or self.source is None:
             return None
@@ -89,7 +89,7 @@ class ExchangeRecord:
 
 
 class AllReduce:
-    """One member's part in an exchange. Run it once. Cancelling `run` has no side effects.
+    """One member's all-reduce with the other members of a round. Call `run` once. Cancelling `run` has no side effects.
 
     Args:
         vectors: memory for parameters and momentum of the fragment in the next anchor.
@@ -143,7 +143,7 @@ class AllReduce:
         return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
 
     async def run(self) -> None:
-        """Exchanges pieces until the result is staged and no member waits for our pieces."""
+        """Exchanges pieces until the next anchor is complete and every other member has received our pieces."""
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
@@ -186,7 +186,7 @@ class AllReduce:
             self._tell_owing()
 
     def _encode(self, piece: Piece, codec: Codec, data: memoryview) -> Contribution:
-        """Encodes and signs a piece on the averaging thread. Returns the message."""
+        """Encodes our contribution to a piece into `data`, on the averaging thread. Returns its signed message."""
         self._source.encode(piece.part, codec, data, self._room)
         if self.sent is not None:
             self.sent.note(piece.part, data)
@@ -275,7 +275,7 @@ class AllReduce:
         return True
 
     async def _finish(self) -> None:
-        """Stages the anchor, unless a result cannot be the mean, which is reported instead."""
+        """Passes the next anchor to `staged`. If a member's result cannot be the mean, reports that member instead."""
         roster = self.plan.roster
         # The comparison needs the results of all reducers.
         odd = self._comparison.oddities()
@@ -296,7 +296,7 @@ class AllReduce:
         self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
 
     def _widen(self, reducer: PeerId) -> None:
-        """Allows one more contribution after a result, or two until the window has its full width."""
+        """Allows one more contribution to a reducer that sent a result, or two until its window has the full width."""
         self._windows[reducer].release()
         if self._widths[reducer] < WINDOW:
             self._widths[reducer] += 1

@@ -1,4 +1,4 @@
-"""Pieces of one exchange: their partition, which each member computes from layout and roster, and their arrival."""
+"""Pieces of one exchange: the partition that each member computes from layout and roster, and received pieces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PIECES_OF_A_SHARD: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive chunks of one shard, which are sent, reduced and applied together."""
+    """Consecutive chunks of one shard (the elements that one member sums), sent, reduced and applied together."""
 
     reducer: PeerId
     first_chunk: int
@@ -49,7 +49,7 @@ class Piece:
 
 
 class Plan:
-    """Partition of a round's vector for one member. Raises ProtocolViolation on invalid shards or weights."""
+    """Partition of a round's fragment into shards and pieces. Raises ProtocolViolation if the roster is invalid."""
 
     def __init__(self, own: PeerId, layout: Layout, roster: Roster) -> None:
         self.own = own
@@ -76,7 +76,7 @@ class Plan:
         return self._by_chunks.get((first_chunk, end_chunk))
 
     def piece_of(self, sender: PeerId, message: RoundPiece) -> Piece | None:
-        """Returns the piece a message carries, or None if the sender has no reason to send it to us."""
+        """Returns the piece that a message carries, or None if this sender should not send it to this member."""
         piece = self._by_chunks.get((message.first_chunk, message.end_chunk))
         if piece is None or message.round != self.roster.round or sender == self.own:
             return None
@@ -124,7 +124,7 @@ Watch = Callable[[RoundId, int, int], None]
 
 
 class ExchangeProgress:
-    """Counts of an exchange's pieces."""
+    """Progress of one exchange: pieces sent, summed and applied, and those still missing from each member."""
 
     def __init__(self, plan: Plan, watch: Watch = lambda attempt, chunks, percent: None) -> None:
         self._plan = plan
@@ -157,7 +157,7 @@ class ExchangeProgress:
         return not self._unapplied
 
     def owing(self) -> frozenset[PeerId]:
-        """Returns the members that could send us something now and have not."""
+        """Returns the members whose contributions or results are due here and have not arrived."""
         # While contributions to our shard are missing, late results have no culprit: the same member may delay other
         # reducers. Only the first incomplete piece counts, because a member sends at most a window ahead of the
         # results.
@@ -192,7 +192,7 @@ class _Sender:
 
 
 class ReceiveRates:
-    """Receive rate per sender. Pieces overlap, so bytes count over the time in which at least one arrives."""
+    """Receive rate per sender: bytes over the time in which at least one of the sender's pieces was arriving."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -237,12 +237,12 @@ def piece_spec(codec: Codec, elements: int) -> TensorSpec:
 
 
 def early_pieces(others: int) -> int:
-    """Returns the number of pieces that a member may send to another before it receives a result."""
+    """Returns the number of pieces that a member may send to another one before the first result from there."""
     return max(FEWEST_EARLY, EARLY_PIECES // max(1, others))
 
 
 class Arrivals:
-    """Pieces arriving for one attempt, some of them before our copy of the roster."""
+    """Receiver of the pieces of one attempt at a round. Buffers pieces that arrive before the roster."""
 
     def __init__(
         self, round_id: RoundId, codecs: Sequence[RoundCodecs], rejected: Callable[[PeerId, str], None]

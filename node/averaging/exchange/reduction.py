@@ -1,7 +1,7 @@
 """Pseudo-gradient (anchor minus snapshot), weighted sums of our shard, and checks of other members' results.
 
-The replica keeps the values that the codec drops: after the commit, it assumes the snapshot that the others received.
-Error feedback was worse (0.25 nats behind float32 instead of 0.02).
+Values that a codec drops stay in the replica: after the commit, its snapshot becomes the one that the other members
+decoded. Error feedback was worse (0.25 nats behind float32 instead of 0.02).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from swarm.vocabulary.types import Codec, PeerId
 
 
 class SentParts:
-    """Encoded slices sent in one attempt."""
+    """Encoded slices of the pseudo-gradient that this member sent in one attempt at a round."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -38,14 +38,14 @@ class SentParts:
         self._rewritten = False
 
     def note(self, part: slice, encoding: memoryview) -> None:
-        """Stores the encoding of a slice. Slices never stored count as sent exactly."""
+        """Stores the encoding of a sent slice. Slices without a stored encoding count as sent exactly."""
         self._sent[part.start, part.stop] = encoding.tobytes()
 
     def encoding(self, part: slice) -> bytes | None:
         return self._sent.get((part.start, part.stop))
 
     def rewrite(self, base: SharedVector, snapshot: Vector | SharedVector) -> None:
-        """Replaces the snapshot by the version that the others received, after the commit. Does so only once."""
+        """Replaces the snapshot's values by those that the other members decoded. A second call has no effect."""
         if self._rewritten:
             return
         self._rewritten = True
@@ -58,7 +58,7 @@ class SentParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateSource:
-    """Pseudo-gradient, computed slice by slice on demand. Used on the averaging thread."""
+    """Pseudo-gradient of a snapshot, computed slice by slice on demand. Used on the averaging thread."""
 
     anchor: Anchor
     snapshot: Vector | SharedVector
@@ -75,7 +75,7 @@ class UpdateSource:
             np.multiply(difference, scale, out=difference)
 
     def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
-        """Encodes a slice into `out`. `room` is scratch memory at least as long as the slice."""
+        """Encodes a pseudo-gradient slice into `out`. `room` is scratch memory, at least as long as the slice."""
         left, right = self.anchor.parameters[part], self.snapshot[part]
         if codec is Codec.NONE:
             np.subtract(left, right, out=np.frombuffer(out, dtype=np.float32))
@@ -90,7 +90,7 @@ COARSE_ROUNDING: Final = 1.05
 
 
 class NormLimit:
-    """Check of vectors against a declared norm, over all pieces together."""
+    """Limit on the Euclidean norm of all pieces from one member together."""
 
     def __init__(self, norm: float, codec: Codec) -> None:
         rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
@@ -98,7 +98,7 @@ class NormLimit:
         self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
 
     def check(self, values: Vector) -> None:
-        """Counts the values. Raises ProtocolViolation if they are not finite or exceed the norm."""
+        """Adds a piece's values to the norm. Raises ProtocolViolation if they are not finite or exceed the limit."""
         length = squares(values)
         if not math.isfinite(length):
             raise ProtocolViolation("it has elements that are not finite")
@@ -108,7 +108,7 @@ class NormLimit:
 
 
 def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
-    """Decodes into `room`, or returns a view of uncompressed data. Raises ProtocolViolation."""
+    """Decodes a piece into `room`, or returns a view of uncompressed `data`. Raises ProtocolViolation if invalid."""
     if codec is Codec.NONE:
         return np.frombuffer(data, dtype="<f4")
     decode_into(codec, data, room)
@@ -116,7 +116,7 @@ def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
 
 
 class Reduction:
-    """Weighted sums of the pieces of our shard."""
+    """Weighted sums of all members' contributions to the pieces of this member's shard."""
 
     def __init__(self, plan: Plan, source: UpdateSource) -> None:
         self._plan = plan
@@ -129,7 +129,7 @@ class Reduction:
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
-        """Adds a contribution and returns the encoded sum once complete. Raises ProtocolViolation.
+        """Adds a contribution to a piece. Returns the encoded sum after the last one. Raises ProtocolViolation.
 
         `room` is scratch memory at least as long as the piece.
         """
@@ -168,7 +168,7 @@ AT_LEAST: Final = 8
 
 
 class Comparison:
-    """Comparison of an exchange's results with our own pseudo-gradient. `random` must be unpredictable."""
+    """Plausibility check: compares all reducers' results with our pseudo-gradient. `random` must be unpredictable."""
 
     def __init__(self, plan: Plan, source: UpdateSource, random: Random) -> None:
         self._plan = plan
@@ -179,7 +179,7 @@ class Comparison:
         self._elements = fragment.stop - fragment.start
 
     def add(self, piece: Piece, result: Vector) -> None:
-        """Adds the statistics of a result [piece.elements]."""
+        """Compares random patches of a piece's result [piece.elements] with our pseudo-gradient."""
         left, right = self._source.anchor.parameters[piece.part], self._source.snapshot[piece.part]
         width = min(PATCH, piece.elements)
         count = piece.elements // width

@@ -48,7 +48,7 @@ _Queue = deque[tuple[ModuleId, bytes, int]]
 
 
 class Donor:
-    """Donor of one module's anchors, and of all modules of the model that the run started from, if it is here."""
+    """Server of the hosted module's anchors, and of `start`: the model that the run started from, if it is here."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Donor:
             await asyncio.get_running_loop().create_future()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Answers a request for a hash list. Raises Rejected."""
+        """Returns the chunk hashes of the requested state, encoded. Raises Rejected if the state is not here."""
         module, digest = question.module, question.digest
         anchor = None if module is None else self._find(module, digest) or await self._hashed(module, digest)
         if anchor is None:
@@ -115,16 +115,16 @@ class Donor:
         queue.extend((request.module, request.digest, chunk) for chunk in request.chunks)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """Drops the peer's queue. The peer asks again after it reconnects."""
+        """Drops the chunks queued for a disconnected peer. The peer requests them again after it reconnects."""
         self._askers.get(peer, deque()).clear()
 
     def _find(self, module: ModuleId, digest: bytes) -> Anchor | FirstAnchor | None:
-        """Returns an anchor from the store, or a first anchor whose hashes are known."""
+        """Returns the anchor with this digest from the store, or from `start` if already hashed, else None."""
         anchor = self._store.get(digest) if module == self._module else None
         return anchor if anchor is not None or self._start is None else self._start.hashed(module, digest)
 
     async def _hashed(self, module: ModuleId, digest: bytes) -> FirstAnchor | None:
-        """Reads and hashes a module of the model that the run started from, one at a time."""
+        """Reads and hashes a module of `start`, the model that the run started from. Returns None if it is not here."""
         if self._start is None or not self._start.has(module, digest):
             return None
         async with self._hashing:

@@ -1,4 +1,4 @@
-"""Download of an agreed state: a hash list that matches the digest, then chunks that match the list."""
+"""Download of an anchor: first a list of chunk hashes that matches the digest, then chunks that match the list."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def first_hash_list(
     donors: Sequence[PeerId],
     on_liar: Callable[[PeerId, str], None],
 ) -> tuple[HashList, tuple[PeerId, ...]]:
-    """Gets a hash list that matches the digest, and the donors that may have it. Raises NoQuorum, Stalled."""
+    """Asks donors for chunk hashes that match the digest. Returns these and usable donors. Raises NoQuorum, Stalled."""
     question = Question(QuestionAbout.STATE, module=module, digest=wanted.digest)
     asked = tuple(dict.fromkeys(donors))[:MOST_ASKED]
     failed: dict[PeerId, PeerError] = {}
@@ -71,7 +71,7 @@ async def first_hash_list(
 
 
 def _proven(data: bytes, layout: Layout, wanted: AnchorVersion) -> HashList:
-    """Decodes a hash list. Raises ProtocolViolation if it does not match the digest or the layout."""
+    """Decodes a list of chunk hashes. Raises ProtocolViolation if the list does not match the digest or the layout."""
     said = decode_hash_list(data, digest=wanted.digest, elements=layout.elements, chunk_elements=layout.chunk_elements)
     version = said.version
     if version_of(layout, said.hashes, version.round, version.steps, version.tokens, version.fragment) != version:
@@ -96,7 +96,7 @@ BUFFER_BYTES: Final = 16 * 1024 * 1024
 
 
 class StateDownloads:
-    """Downloads of one module's state, one at a time. `on_progress` gets the bytes present and the total."""
+    """Downloader of one module's anchors, one at a time. `on_progress` gets the bytes present and the total."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class StateDownloads:
         self._is_busy = False
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
-        """Downloads an anchor except for chunks in `known`. Raises NoQuorum, Stalled, ResourceExhausted."""
+        """Downloads an anchor, except for chunks that `known` also has. Raises NoQuorum, Stalled, ResourceExhausted."""
         proven, vectors = await self._fetch(wanted, donors, 2 * self.layout.chunks, known)
         return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
@@ -133,7 +133,7 @@ class StateDownloads:
     async def _fetch(
         self, wanted: AnchorVersion, donors: Sequence[PeerId], chunks: int, known: Anchor | None
     ) -> tuple[HashList, StateVectors]:
-        """Fetches the first `chunks` chunks. The rest of the vectors is undefined."""
+        """Downloads the first `chunks` chunks of a state. The vectors' other elements are undefined."""
         if self._is_busy:
             raise SkipstoneError("this module already downloads a state")
         self._is_busy = True
@@ -170,7 +170,7 @@ class StateDownloads:
 
 
 class _Download(MachineRunner[machine.Event, machine.Action]):
-    """A single download. `room` is the number of buffers per donor."""
+    """Download of one anchor's chunks from several donors. `room` is the number of buffers per donor."""
 
     def __init__(
         self,

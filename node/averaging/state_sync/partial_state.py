@@ -35,7 +35,7 @@ PLANES_BELOW_BYTES_PER_S: Final = 80e6
 
 
 def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
-    """Chooses the codec of chunks for a link with this goodput (0: unknown)."""
+    """Chooses the codec for sending state chunks over a link with this goodput (0: unknown)."""
     slow = 0 < goodput_bytes_per_s < PLANES_BELOW_BYTES_PER_S
     return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
 
@@ -65,11 +65,11 @@ class PartialState:
         self._thread = ThreadPoolExecutor(1, "catching-up")
 
     async def take_over(self, known: Anchor | None) -> frozenset[int]:
-        """Takes the chunks that `known` or the file already has, and returns their numbers."""
+        """Copies the chunks that the anchor `known` or the file already has. Returns their numbers."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._take_over, known)
 
     async def place(self, number: int, tensor: TensorSpec, data: memoryview) -> bool:
-        """Decodes a chunk and stores it. Returns False if it does not match its hash."""
+        """Decodes a chunk, checks its hash and stores it. Returns False if the chunk is wrong."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, number, tensor, data)
 
     async def close(self, *, complete: bool) -> None:
@@ -95,7 +95,7 @@ class PartialState:
         return frozenset(self._placed)
 
     def _shared(self, known: Anchor, first_number: int) -> set[int]:
-        """Returns the fragments equal to those of `known`. Anchors are immutable, so their arrays can be shared."""
+        """Returns the fragments whose hashes equal those of the anchor `known`, so that their arrays can be shared."""
         same = set()
         for place, (first, end) in enumerate(self._layout.fragments):
             numbers = range(first_number + first, first_number + end)
@@ -143,7 +143,7 @@ class PartialState:
 
 
 class KeptChunks:
-    """File of verified chunks: sparse, as large as the state. A disk error ends its use."""
+    """File of a download's verified chunks: sparse, as large as the state. It is no longer used after a disk error."""
 
     def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
         self._layout = layout
@@ -164,7 +164,7 @@ class KeptChunks:
             self._give_up(error)
 
     def read(self, number: int, target: memoryview) -> bool:
-        """Reads the bytes at a chunk's position, possibly garbage. Returns whether reading worked."""
+        """Reads a chunk from the file, unchecked: it may never have been written. Returns False after a disk error."""
         if self._file is None or self._is_new:
             return False
         try:
@@ -212,7 +212,7 @@ class KeptChunks:
 
 
 class Space(Protocol):
-    """Supplier of vectors to write (`AnchorStore`, `FreshSpace`)."""
+    """Allocator of the vectors into which a state is downloaded (`AnchorStore`, `FreshSpace`)."""
 
     @property
     def layout(self) -> Layout: ...
@@ -223,7 +223,7 @@ class Space(Protocol):
 
 
 class FreshSpace:
-    """Supplier of new vectors, for a node without a store of anchors."""
+    """Allocator of vectors for a download on a node that has no AnchorStore."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
