@@ -1,1 +1,1 @@
-"""Model parts held by the stages of a run. `node.model.parts` builds them."""
+"""The model: blocks, embedding and head, their passes, inference, and the inner optimizers."""

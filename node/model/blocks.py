@@ -26,7 +26,7 @@ Documents = tuple[int, ...] | CutDocuments
 
 
 class Linear(nn.Module):
-    """A linear layer without bias. Leaves its weight [outputs, inputs] uninitialised."""
+    """A linear layer without bias. The weight [outputs, inputs] is not initialised."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Linear(nn.Module):
         return self.weight.to(dtype)
 
     def split(self) -> None:
-        """Replaces the weight by a SplitWeight for bfloat16 products. The old parameter becomes NaN without memory."""
+        """Moves the weight to a SplitWeight for bfloat16 products. `weight` becomes NaN that takes no memory."""
         matrix = self.weight.detach()
         # Keep a parameter of the same shape, because names, shapes and optimizers refer to it.
         self.narrow = SplitWeight(matrix)
@@ -51,7 +51,7 @@ class Linear(nn.Module):
 
 
 def packed_weights(part: nn.Module) -> dict[nn.Parameter, SplitWeight]:
-    """Maps each parameter that was split to the SplitWeight that replaces it."""
+    """Maps each parameter on which `Linear.split` was called to the SplitWeight that replaces it."""
     linears = [module for module in part.modules() if isinstance(module, Linear)]
     return {linear.weight: linear.narrow for linear in linears if isinstance(linear.narrow, SplitWeight)}
 
@@ -93,7 +93,7 @@ class RMSNorm(nn.Module):
 
 
 class Angles(NamedTuple):
-    """Rotary cosines and sines [tokens, head_size], in the dtype of the vectors they rotate."""
+    """Cosines and sines of a rotary embedding, [tokens, head_size], in the dtype of queries and keys."""
 
     cosines: Tensor
     sines: Tensor
@@ -123,7 +123,7 @@ class Rotary(nn.Module):
     def forward(
         self, tokens: int, documents: Documents = (), first: int = 0, dtype: torch.dtype = torch.float32
     ) -> Angles:
-        """Returns the angles of `tokens` tokens. Positions start at `first`, or at 0 in each document."""
+        """Returns the rotary angles of `tokens` tokens. Positions start at `first`, or at 0 in each document."""
         if isinstance(documents, CutDocuments):
             return self._angles(documents.positions().to(self.cosines.device), dtype)
         # Blocks computed one at a time ask for the same angles again. Without the cache, this was a third of all kernel
@@ -145,7 +145,7 @@ class Rotary(nn.Module):
 
 
 def rotary_frequencies(section: ModelSection) -> npt.NDArray[np.float64]:
-    """Returns the radians per position of each component pair, float64 [head_size / 2], as in transformers."""
+    """Returns the rotary embedding's radians per position of each component pair, float64 [head_size / 2]."""
     halves = np.arange(0, section.head_size, 2, dtype=np.float64) / section.head_size
     frequencies: npt.NDArray[np.float64] = section.rope_theta**-halves
     scaling = section.rope_scaling
@@ -216,7 +216,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(section.head_size, section.norm_epsilon)
 
     def forward(self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None) -> Tensor:
-        """Maps [rows, tokens, hidden] to the same shape. The tokens follow those in `past`."""
+        """Maps [rows, tokens, hidden] to the same shape. The cache `past` has the tokens before these."""
         is_first = past is None or past.length == 0
         queries, keys = self._by_head(self.q_proj(hidden)), self._by_head(self.k_proj(hidden))
         if self.q_norm is not None and self.k_norm is not None:

@@ -22,7 +22,7 @@ QUERIES_AT_ONCE: Final = 256
 
 
 class Exchange:
-    """All-gather among the threads that compute one microbatch. A thread that fails breaks it for all."""
+    """All-gather among the threads that compute one microbatch. After `give_up`, it fails in all of these threads."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks)
@@ -31,7 +31,7 @@ class Exchange:
         self._meetings = [0] * ranks
 
     def swap(self, rank: int, brought: Tensor) -> list[Tensor]:
-        """Gathers the tensors of all ranks, in order. Raises threading.BrokenBarrierError if another rank failed."""
+        """Gathers the tensors `brought` by all ranks, in order. Raises threading.BrokenBarrierError after `give_up`."""
         # Two tables in turn, so that a fast rank does not overwrite tensors that a slow one still reads.
         table = self._brought[self._meetings[rank] % 2]
         self._meetings[rank] += 1
@@ -45,7 +45,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutDocuments:
-    """One device's part of a microbatch: its whole documents, then its pieces of every cut document."""
+    """One device's tokens of a microbatch: whole documents, then pieces of documents that are cut across devices."""
 
     rank: int
     whole: tuple[int, ...]
@@ -63,7 +63,7 @@ class CutDocuments:
         return torch.cat([torch.arange(part.start, part.stop) for part in own])
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Computes attention like `document_attention` for this device's tokens. Blocks until all devices take part."""
+        """Computes attention like `document_attention` for this device's tokens. Waits until all devices call it."""
         alone = sum(self.whole)
         mixed: list[Tensor] = []
         if alone:
@@ -89,7 +89,7 @@ class CutDocuments:
                 yield document, part
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """Gathers keys and values of all cut documents in token order, [2, kv_heads, tokens, head_size]."""
+        """Gathers keys and values of all cut documents from all devices, [2, kv_heads, tokens, head_size]."""
         ranks = range(len(self.pieces[0]))
         sizes = [sum(len(part) for by_rank in self.pieces for part in by_rank[rank]) for rank in ranks]
         brought: Tensor = _Swapped.apply(own, self.exchange, self.rank, sizes)  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ class CutDocuments:
 
 
 class _Swapped(torch.autograd.Function):
-    """Concatenation of all ranks' tensors along dimension 2. Backward sums the gradients of this rank's slice."""
+    """Concatenation of all ranks' tensors along dimension 2. Backward sums the ranks' gradients of the own slice."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, exchange: Exchange, rank: int, sizes: Sequence[int]) -> Tensor:
@@ -127,7 +127,7 @@ class _Swapped(torch.autograd.Function):
 
 
 def _last_of(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attends from the last tokens of `keys` to these tokens and all earlier ones."""
+    """Computes causal attention of `queries`, which belong to the last tokens of `keys`, to all tokens of `keys`."""
     asked, seen = queries.shape[2], keys.shape[2]
     shares_heads = queries.shape[1] != keys.shape[1]
     if asked == seen:

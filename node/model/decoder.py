@@ -24,7 +24,7 @@ from swarm.vocabulary.errors import ConfigError, StateError
 
 
 class Decoder:
-    """The full model, or a view of it with some stages skipped. On the CPU it shares memory with `parameters`."""
+    """The model for inference on one device, with all stages or some. On the CPU, shares memory with `parameters`."""
 
     def __init__(self, manifest: Manifest, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.sequence = manifest.model.sequence
@@ -54,7 +54,7 @@ class Decoder:
 
     @torch.inference_mode()
     def loss(self, microbatch: Microbatch) -> float:
-        """Returns the mean loss in nats per predicted token."""
+        """Returns the microbatch's mean loss in nats per label."""
         hidden = self._hidden(microbatch.tokens, documents=microbatch.documents)
         return microbatch.per_label(float(self._head(hidden, microbatch.labels.to(self.device)).item()))
 
@@ -69,7 +69,7 @@ class Decoder:
 
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int], past: Sequence[Past]) -> Tensor:
-        """Appends tokens to the cache and returns the next token's logits, float32 [vocabulary] on the CPU.
+        """Appends tokens to the cache `past` and returns the next token's logits, float32 [vocabulary] on the CPU.
 
         Raises:
             ValueError: the cache is full, or several tokens follow others (see `Past.extend`).
@@ -88,7 +88,7 @@ class Decoder:
 
 
 def decoder_bytes(manifest: Manifest) -> int:
-    """Returns the memory of a decoder in bytes, without its parameters."""
+    """Returns the bytes of memory that a Decoder needs, excluding its parameters."""
     # Rotary angles and both tables in float64 while they are built, then both tables in float32.
     return manifest.model.sequence * manifest.model.head_size * (3 * 8 + 2 * 4)
 
@@ -118,7 +118,7 @@ class Sampling:
 
 
 class Continuation:
-    """A text being generated. It may switch to another decoder midway."""
+    """A text in generation. `go_on_with` changes the decoder midway."""
 
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], limit: int, sampling: Sampling
@@ -135,7 +135,7 @@ class Continuation:
         return self._left == 0
 
     def take(self, count: int) -> Iterator[int]:
-        """Generates up to `count` tokens, fewer at the end of the text. Raises StateError if logits are not finite."""
+        """Generates up to `count` tokens, fewer if the text ends. Raises StateError if logits are not finite."""
         for _ in range(count):
             if self.has_ended:
                 return
@@ -166,7 +166,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 class _Reader:
-    """Decoder with a sliding window of tokens and their key-value cache."""
+    """A decoder, the window of latest tokens that it has read, and the key-value cache of these tokens."""
 
     def __init__(self, decoder: Decoder, room: int) -> None:
         self._decoder = decoder
@@ -176,7 +176,7 @@ class _Reader:
         self._past = decoder.no_past(self._room)
 
     def start(self, tokens: Sequence[int]) -> Tensor:
-        """Discards the cache, reads `tokens` from position 0 and returns the next token's logits."""
+        """Empties the cache, reads the last of `tokens` from position 0, and returns the next token's logits."""
         self._seen = list(tokens[-self._decoder.sequence :])
         self._past = self._decoder.no_past(self._room)
         return self._decoder.next_logits(self._seen, self._past)

@@ -44,7 +44,7 @@ def device_errors() -> Iterator[None]:
 
 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:
-    """Returns the elements as bytes in row-major order. Shares memory with a CPU tensor."""
+    """Returns a tensor's elements as bytes in row-major order, which share memory with a CPU tensor."""
     plain = tensor.detach().to("cpu").contiguous()
     return plain.view(torch.uint8).numpy().reshape(-1).data
 

@@ -41,7 +41,7 @@ def document_attention(queries: Tensor, keys: Tensor, values: Tensor, documents:
 
 
 def kernel_for(device: str, dtype: torch.dtype, head_size: int) -> Reasoned[Kernel]:
-    """Chooses the attention kernel for a device type, dtype and head size."""
+    """Chooses the kernel of document attention, a key of `_KERNELS`, for a device type, dtype and head size."""
     if device != "cuda":
         return Reasoned("each", f"torch has no fused kernel with gradients on {device}")
     if dtype in (torch.float16, torch.bfloat16) and head_size in _FLASH_HEAD_SIZES:
@@ -113,7 +113,7 @@ def _block_sparse(queries: Tensor, keys: Tensor, values: Tensor, documents: tupl
 
 @lru_cache(maxsize=PACKINGS)
 def _ends(documents: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the cumulative document lengths, int32 [documents + 1]."""
+    """Returns the cumulative sums of document lengths, starting with 0, int32 [documents + 1]."""
     return torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)
 
 
@@ -133,7 +133,7 @@ def _mask(documents: tuple[int, ...], device: torch.device) -> Any:
 
 @cache
 def _flex() -> Callable[..., Any]:
-    """Returns compiled flex attention. Without compilation it would compute the whole square."""
+    """Returns compiled flex attention, because without compilation it computes all token pairs."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)

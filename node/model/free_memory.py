@@ -28,7 +28,7 @@ def available_memory(
 
 
 def _of_machine(meminfo: Path) -> tuple[int | None, str]:
-    """Reads free memory from Linux's /proc/meminfo, elsewhere from POSIX sysconf."""
+    """Reads the machine's free memory from Linux's /proc/meminfo, elsewhere from POSIX sysconf."""
     said = "in this machine"
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
@@ -76,7 +76,7 @@ def _left(group: Path, limit: str, used: str) -> int | None:
 
 
 def _of_address_space() -> tuple[int | None, str]:
-    """Returns the bytes left under `ulimit -v`."""
+    """Returns the bytes that this process may still allocate under `ulimit -v`."""
     said = "under this process's address space limit"
     try:
         import resource

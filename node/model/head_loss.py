@@ -19,7 +19,7 @@ STRIP: Final = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSum:
-    """Accumulator for `weight` times the gradient of the head's matrix. Float32 or wider."""
+    """Tensor `matrix` (float32 or wider) to which `weight` times the gradient of the head's matrix is added."""
 
     matrix: Tensor
     weight: float
@@ -89,7 +89,7 @@ class SummedLoss(torch.autograd.Function):
 
 
 class _Workspace:
-    """Buffers of one pass, all allocated before anything is accumulated."""
+    """Buffers for the chunks of one pass over the head, all allocated before the first sum changes."""
 
     def __init__(self, hidden: Tensor, matrix: Tensor, logits_at_once: int, into: HeadSum | None) -> None:
         vocabulary, width = matrix.shape
@@ -109,7 +109,7 @@ class _Workspace:
         return self._losses(hidden, labels)[0].sum()
 
     def loss_and_gradient_of_logits(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a chunk's summed loss and its gradient for the logits, which the next chunk overwrites."""
+        """Returns a chunk's summed loss and the gradient of its logits. The next call overwrites this gradient."""
         losses, odds, total, is_scored, places = self._losses(hidden, labels)
         odds.mul_(is_scored / total).scatter_add_(1, places, -is_scored)  # softmax minus one-hot
         if odds.dtype is not hidden.dtype:
@@ -117,7 +117,7 @@ class _Workspace:
         return losses.sum(), odds
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns losses [positions, 1], exponentials, their sums, 1 or 0 per counted position, and label indices."""
+        """Returns losses [positions, 1], exponentials of logits, their sums, 1 or 0 (IGNORED), and label indices."""
         count = len(hidden)
         logits = torch.mm(hidden, self._matrix.t(), out=self._logits[:count])
         floats = self._floats[:count]

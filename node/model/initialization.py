@@ -31,7 +31,7 @@ _WRITES_TO_RESIDUAL: Final = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 @torch.no_grad()
 def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> None:
-    """Fills the parameters of `parts` in place. `total_blocks` is the depth of the whole model."""
+    """Fills the parameters of `parts` with initial values. `total_blocks` is the depth of the whole model."""
     for part in parts:
         norms = {id(module.weight) for module in part.modules() if isinstance(module, RMSNorm)}
         for name, parameter in part.named_parameters():
@@ -46,7 +46,7 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> N
 
 
 def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
-    """Returns 1/sqrt(fan_in), scaled down with depth for outputs to the residual stream (GPT-2's rule)."""
+    """Returns a weight's initial deviation: 1/sqrt(fan_in), less for outputs to the residual stream (GPT-2's rule)."""
     if name in (EMBEDDING, HEAD):
         return _SMALL
     deviation = 1 / math.sqrt(fan_in)
@@ -72,7 +72,7 @@ def near_normal(seed: int, name: str, shape: Iterable[int], deviation: float) ->
 
 
 def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters by name, detached but sharing memory. Tied ones appear once, under the first name."""
+    """Returns the parameters by name, detached, with shared memory. Tied parameters appear under the first name."""
     named: dict[nn.Parameter, str] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -81,7 +81,7 @@ def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
 
 
 def floats_of(*parts: nn.Module) -> dict[str, Floats]:
-    """Returns `parameters_of` with the packed tensor in place of each packed parameter."""
+    """Returns `parameters_of`, with the SplitWeight in place of each parameter that was split."""
     packed = {parameter.data_ptr(): held for part in parts for parameter, held in packed_weights(part).items()}
     return {name: packed.get(tensor.data_ptr(), tensor) for name, tensor in parameters_of(*parts).items()}
 

@@ -1,4 +1,4 @@
-"""Estimates of the memory that modules need, checked before any is allocated. All are lower bounds."""
+"""Estimates of the memory that modules need, checked before memory is allocated. All are lower bounds."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ _NAMED: Final = 8
 
 
 def round_bytes(fragments: int) -> float:
-    """Returns the bytes per parameter for rounds: the anchor, plus the new anchor and snapshot of one fragment."""
+    """Returns the bytes per parameter for averaging: the anchor, and one fragment's new anchor and snapshot."""
     return _ANCHOR_BYTES + (_ANCHOR_BYTES + _SNAPSHOT_BYTES) / fragments
 
 
 def need_of(
     manifest: Manifest, modules: Iterable[ModuleId], microbatches: int, moments: MomentType = MomentType.FLOAT32
 ) -> Need:
-    """Returns the memory for a replica of each module, while `microbatches` are in flight."""
+    """Returns the memory to train a replica of each of these modules with `microbatches` in flight."""
     blocks = manifest.stages.blocks
     stages = [module.stage for module in modules]
     return _Measure(manifest, moments).need([blocks[stage] for stage in stages], microbatches, ends=stages.count(0))
 
 
 def needs_of(manifest: Manifest, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> Needs:
-    """Returns the memory per module of the run. Modules of one stage need the same."""
+    """Returns the memory to train each module of the run with `microbatches` in flight."""
     measure = _Measure(manifest, moments)
     each = [
         measure.need([blocks], microbatches, ends=int(stage == 0))
@@ -74,7 +74,7 @@ def require_memory(
     microbatches: int,
     moments: MomentType = MomentType.FLOAT32,
 ) -> None:
-    """Raises OutOfMemory if replicas of these modules do not fit."""
+    """Raises OutOfMemory if replicas of all these modules do not fit in the free memory together."""
     need = need_of(manifest, modules, microbatches, moments)
     lack = free_memory_on(device).lacks(need)
     if lack is not None:
@@ -89,7 +89,7 @@ def none_fits(
     microbatches: int,
     moments: MomentType = MomentType.FLOAT32,
 ) -> OutOfMemory:
-    """Returns the error for modules that do not fit. It names the smallest one, and the modules that do fit."""
+    """Returns the error if no module fits. The error names the smallest one of them, and modules that would fit."""
     needs = needs_of(manifest, microbatches, moments)
     module = min(modules, key=lambda each: needs[each].all)
     lack = free.lacks(needs[module])
@@ -103,7 +103,7 @@ def none_fits(
 def blocks_that_fit(
     manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType = MomentType.FLOAT32
 ) -> int:
-    """Returns the most blocks that fit in one stage after stage 0; all blocks if free memory is unknown."""
+    """Returns the most blocks with which a stage after stage 0 fits; all blocks if free memory is unknown."""
     most = sum(manifest.stages.blocks)
 
     measure = _Measure(manifest, moments)
@@ -116,7 +116,7 @@ def blocks_that_fit(
 
 
 def parameters_that_fit(free: FreeMemory, moments: MomentType = MomentType.FLOAT32, fragments: int = 1) -> int | None:
-    """Returns the block parameters that fit with AdamW, ignoring activations. None if free memory is unknown."""
+    """Returns how many block parameters fit in free memory with AdamW, without activations. None if unknown."""
     kept = (EightBitAdamW if moments is MomentType.EIGHT_BIT else AdamW).state_bytes((_MANY,)) / _MANY
     device, memory = DEVICE_BYTES + kept, round_bytes(fragments)
     if free.device is None:
@@ -128,7 +128,7 @@ def parameters_that_fit(free: FreeMemory, moments: MomentType = MomentType.FLOAT
 def what_fits(
     manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType = MomentType.FLOAT32
 ) -> Reasoned[tuple[int, ...]]:
-    """Returns the stages of the run that fit, with a clause for the user."""
+    """Returns the stages of the run that fit in free memory, with an explanation for the user."""
     needs = needs_of(manifest, microbatches, moments)
     sizes = {stage: needs[ModuleId(stage)] for stage in range(manifest.stages.count)}
     fitting = tuple(stage for stage, need in sizes.items() if free.lacks(need) is None)
@@ -170,13 +170,13 @@ class _Measure:
         self._ends, self._block = (self._counted(parameter_shapes(cut, ModuleId(stage))) for stage in (0, 1))
 
     def _counted(self, shapes: Mapping[str, Shape]) -> tuple[int, int]:
-        """Returns the number of parameters and the bytes of their optimizer state."""
+        """Returns the number of parameters with these shapes, and the bytes of their optimizer state."""
         inner = self._manifest.training.inner
         kept = sum(optimizer_bytes(inner, name, shape, self._moments) for name, shape in shapes.items())
         return parameter_bytes(shapes) // BYTES_PER_PARAMETER, kept
 
     def need(self, blocks: Sequence[int], microbatches: int, *, ends: int) -> Need:
-        """Returns the memory of stages with these block counts; `ends` (0 or 1) of them has embedding and head."""
+        """Returns the memory of stages with these block counts; `ends` (0 or 1): how many have embedding and head."""
         manifest, model = self._manifest, self._manifest.model
         elements, of_optimizer = (sum(blocks) * b + ends * e for b, e in zip(self._block, self._ends, strict=True))
         width = HIDDEN_TYPES[model.dtype].itemsize

@@ -1,4 +1,4 @@
-"""Precision of AdamW's moments on this machine. Imports no torch, because the command line uses it."""
+"""Precision of AdamW's moments. Does not import torch, because the command line imports this module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ORDINARY: Final = Allowance()
 
 
 def moments_of(inner: InnerSection, asked: MomentType) -> Reasoned[MomentType]:
-    """Chooses the precision of the moments for a run with this inner optimizer."""
+    """Chooses the precision of moments: the one that the user asked for, if the run's inner optimizer has it."""
     if asked is MomentType.FLOAT32:
         return Reasoned(asked, "unless --moments 8bit is given")
     if inner.name != "adamw":

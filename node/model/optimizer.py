@@ -65,7 +65,7 @@ class Addition(enum.Enum):
 
 
 class Accumulator:
-    """Gradient sum of one part since the last inner step. Counts each microbatch at most once."""
+    """Sum of the gradients of one model part since the last inner step. Adds each microbatch only once."""
 
     def __init__(self, part: nn.Module) -> None:
         self.parameters = tuple(part.parameters())
@@ -88,7 +88,7 @@ class Accumulator:
         return any(microbatch in step for step in self._recent)
 
     def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> Addition:
-        """Adds all of a microbatch's gradients, in parameter order, or none. `labels` 0: every token is a label."""
+        """Adds a microbatch's gradients, in parameter order: all or none. `labels` 0: every token is a label."""
         if self.has(microbatch):
             return Addition.DUPLICATE
         if not are_finite(gradients):
@@ -98,17 +98,17 @@ class Accumulator:
         return Addition.ADDED
 
     def promise(self, microbatch: MicrobatchId, tokens: int, labels: int = 0) -> None:
-        """Counts a microbatch whose gradients the caller adds to `sums` or by `add_to` before the next step."""
+        """Counts a microbatch whose gradients the caller adds later, before the next step, to `sums` or by `add_to`."""
         self._current.add(microbatch)
         self._count(1, tokens, labels)
 
     def break_promise(self, microbatch: MicrobatchId, tokens: int, labels: int = 0) -> None:
-        """Undoes `promise`, if no gradient of the microbatch was added."""
+        """Undoes `promise` for a microbatch. Call it only before a gradient of the microbatch was added."""
         self._current.remove(microbatch)
         self._count(-1, tokens, labels)
 
     def add_to(self, place: int, rows: slice, gradient: Tensor, tokens: int) -> None:
-        """Adds finite gradients for some rows of parameter `place`, for a microbatch that was promised."""
+        """Adds a finite gradient of some rows of parameter `place`, for a microbatch counted by `promise`."""
         self.sums[place][rows].add_(gradient, alpha=tokens)  # computes in the wider dtype
 
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor], labels: int = 0) -> bool:
@@ -128,7 +128,7 @@ class Accumulator:
         self.labels += visits * (labels or tokens)
 
     def hand_over_mean(self) -> None:
-        """Adds the mean per label to each parameter's `.grad`. Tied embeddings receive the means of both parts."""
+        """Adds the mean gradient per label to each parameter's `.grad`. Tied embeddings get the means of both parts."""
         # More was retracted than added, so there is no mean.
         if self.tokens <= 0 or self.labels <= 0:
             return
@@ -145,7 +145,7 @@ class Accumulator:
             parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
     def start_over(self) -> None:
-        """Starts a new sum and remembers the microbatches of the old one."""
+        """Sets the gradient sum to zero after a step. Remembers the ids of the microbatches in it."""
         for parameter, total in zip(self.parameters, self.sums, strict=True):
             parameter.grad = None
             total.zero_()
@@ -156,7 +156,7 @@ class Accumulator:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of one inner step for logs and metrics."""
+    """Microbatches, tokens, gradient norm and learning rate of one inner step, for logs and metrics."""
 
     step: int
     visits: tuple[int, ...]
@@ -168,7 +168,7 @@ class StepFigures:
 
 
 class InnerOptimizer:
-    """Optimizer of one module's float32 parameters: the manifest's rule for block matrices, AdamW for the rest.
+    """Optimizer of a module's float32 parameters: the manifest's rule for block matrices, AdamW for all others.
 
     Both parts of stage 0 step together and share one gradient norm for clipping.
 
@@ -217,7 +217,7 @@ class InnerOptimizer:
         return all(self._rule.is_complete(accumulator.tokens) for accumulator in self._accumulators)
 
     def step(self) -> StepFigures:
-        """Steps with the mean gradient. Raises SkipstoneError if no microbatch was added."""
+        """Updates all parameters with the mean gradient. Raises SkipstoneError if no microbatch was added."""
         visits = tuple(accumulator.visits for accumulator in self._accumulators)
         if not any(visits):
             raise SkipstoneError("an inner step needs at least one microbatch")
@@ -241,12 +241,12 @@ class InnerOptimizer:
         return StepFigures(self.steps, visits, tokens, norm.item(), rate)
 
     def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
-        """Copies the state to the CPU, keyed by the module's parameter names (`parameters_of`)."""
+        """Copies the optimizer state to the CPU, keyed by the module's parameter names (`parameters_of`)."""
         shared = self.shared_state(names)
         return InnerState(shared.steps, {name: _copy(state) for name, state in shared.parameters.items()})
 
     def shared_state(self, names: Mapping[str, Tensor]) -> InnerState:
-        """Returns the live state on its device, keyed like `export_state`. Later steps change it."""
+        """Returns the optimizer state on its device, keyed like `export_state`, not copied: steps change it."""
         by_parameter = {
             parameter: rule.exported(state) for rule in self.rules for parameter, state in rule.states.items()
         }
@@ -259,7 +259,7 @@ class InnerOptimizer:
         return frozenset(self._named(names))
 
     def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
-        """Restores an exported state. Raises StateError, changing nothing, if it belongs to another module or rule."""
+        """Restores an exported optimizer state. Raises StateError, changing nothing, if module or rule differ."""
         named = self._named(names)
         rules = {parameter: rule for rule in self.rules for parameter in rule.parameters}
         for name, state in saved.parameters.items():
@@ -273,7 +273,7 @@ class InnerOptimizer:
             rules[parameter].states[parameter] = rules[parameter].restored(parameter, _copied_to(parameter, state))
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-        """Maps names to own parameters, leaving out a router's tables. Compares data pointers: `names` are detached."""
+        """Maps names to this optimizer's parameters, by data pointers because the tensors in `names` are detached."""
         own = {parameter.data_ptr(): parameter for parameter in self._parameters}
         return {name: own[tensor.data_ptr()] for name, tensor in names.items() if tensor.data_ptr() in own}
 
@@ -292,7 +292,7 @@ class InnerOptimizer:
 def _rules(
     inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit, moments: MomentType
 ) -> tuple[InnerRule[Any], ...]:
-    """Returns the optimizer rules, which together cover all parameters."""
+    """Returns the optimizer rules of a module. Each parameter belongs to one of them."""
     names = _names(accumulators)
     matrices = {parameter: None for parameter, name in names.items() if is_block_matrix(name, tuple(parameter.shape))}
     others = [parameter for parameter in names if parameter not in matrices]
@@ -307,7 +307,7 @@ def _rules(
 
 
 def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
-    """Names each parameter once. Tied embeddings get the name of the embedding."""
+    """Returns each parameter's name. A tied embedding has the name of the embedding, not of the head."""
     names: dict[nn.Parameter, str] = {}
     for accumulator in accumulators:
         for name, parameter in zip(accumulator.names, accumulator.parameters, strict=True):
@@ -353,7 +353,7 @@ def inner_optimizer(
     submit: Submit = AtDeadline,
     moments: MomentType = MomentType.FLOAT32,
 ) -> InnerOptimizer:
-    """Builds the optimizer of one of the run's modules. `submit` and `moments` are those of InnerOptimizer."""
+    """Builds the InnerOptimizer of one of the run's modules, with settings from the manifest."""
     return InnerOptimizer(
         manifest.training,
         accumulators,
@@ -381,7 +381,7 @@ def fold(sums: Sequence[Tensor], gradients: Sequence[Tensor], weight: int) -> No
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Tells whether all elements are finite. A norm that overflows float32 counts as not finite."""
+    """Tells whether all elements of the gradients are finite. Returns False too if their norm overflows float32."""
     return math.isfinite(torch.nn.utils.get_total_norm(gradients).item())
 
 

@@ -25,7 +25,7 @@ HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class BlockStack(nn.Module):
-    """Consecutive blocks, starting at the model's block `first`. Maps [rows, tokens, hidden] to the same shape."""
+    """Consecutive transformer blocks, from the model's block `first`. Maps [rows, tokens, hidden] to the same shape."""
 
     def __init__(self, section: ModelSection, first: int, count: int) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class BlockStack(nn.Module):
         return _through(self.model["layers"], hidden, self.rotary, documents)
 
     def split_weights(self) -> None:
-        """Calls `Linear.split` on every linear layer."""
+        """Calls `Linear.split` on every linear layer, to store its weight in two 16-bit halves."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.split()
 
 
 class EmbeddingPart(nn.Module):
-    """Part of stage 0 before the first hop: the embedding and stage 0's blocks, if any."""
+    """First part of stage 0, computed at the start of every path: the embedding, and stage 0's blocks if any."""
 
     def __init__(self, section: ModelSection, blocks: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class EmbeddingPart(nn.Module):
 
 
 class HeadPart(nn.Module):
-    """Part of stage 0 after the last hop: final norm, LM head and loss."""
+    """Second part of stage 0, computed at the end of every path: final norm, LM head and loss."""
 
     def __init__(self, section: ModelSection, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary, documents: Docum
 
 
 def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
-    """Builds a module of any stage but 0. Raises ValueError if the manifest has no such module."""
+    """Builds and initialises a module of any stage but 0. Raises ValueError if the manifest has no such module."""
     if module.stage == 0 or not manifest.has(module):
         raise ValueError(f"module {module} is not a stack of blocks of this run")
     blocks = manifest.stages.blocks
@@ -116,7 +116,7 @@ def build_embedding(manifest: Manifest) -> EmbeddingPart:
 
 
 def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> HeadPart:
-    """Builds stage 0's head. Tied embeddings require `embedding`."""
+    """Builds and initialises stage 0's head. With tied embeddings, it shares the matrix of `embedding`."""
     part = HeadPart(manifest.model)
     if not manifest.model.tied_embeddings:
         _fill(manifest, part)
@@ -129,7 +129,7 @@ def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> He
 
 @torch.no_grad()
 def _fill(manifest: Manifest, part: nn.Module) -> None:
-    """Fills the weights from the seed. If the run starts from a model, fills with zeros to be replaced."""
+    """Initialises a part from the run's seed. If the run starts from a model, fills it with zeros, replaced later."""
     if manifest.start is None:
         initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
     else:

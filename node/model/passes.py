@@ -1,4 +1,4 @@
-"""Forward and backward passes of one part for one microbatch."""
+"""Forward and backward passes of one model part for one microbatch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassState:
-    """State between forward and backward: the detached input, and the output with its graph."""
+    """State kept between forward and backward pass: the detached input, and the output with its graph."""
 
     source: Tensor
     result: Tensor
@@ -33,35 +33,35 @@ class PassState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """Gradients of a backward pass. `source` is None for the embedding, whose input is tokens."""
+    """Gradients of a part's input (`source`; None for the embedding, whose input is tokens) and parameters."""
 
     source: Tensor | None
     parameters: tuple[Tensor, ...]
 
 
 class Passes(Protocol):
-    """Passes of one part, on any number of devices."""
+    """Interface to compute forward and backward passes of one model part, on one device or several."""
 
     def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> PassState:
-        """Computes the part on `source` [rows, tokens(, hidden)] and keeps the graph."""
+        """Computes the part's output for `source` [rows, tokens(, hidden)], and keeps the graph."""
 
     def backward(self, visit: PassState, gradient: Tensor) -> Gradients:
-        """Computes the gradients of the input and the parameters, and frees the graph."""
+        """Computes the gradients of input and parameters from the output's `gradient`, and frees the graph."""
 
     def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor: ...
 
     def parameters_changed(self) -> None:
-        """Records that the parameters changed. Graphs made before become invalid."""
+        """Call after the parameters changed: refreshes copies of them. Older graphs become invalid."""
 
     def storages(self) -> set[int]:
-        """Returns the data pointers of parameters and constants."""
+        """Returns the data pointers of parameters and constants, which are in memory independently of a graph."""
 
     def weights(self) -> tuple[Tensor, ...]:
-        """Returns the tensors that represent the parameters in graphs and change in place. Empty if not replaceable."""
+        """Returns the tensors that represent the parameters in graphs. They change in place. Empty if not supported."""
 
 
 class OneDevice:
-    """Passes of a part on its own device."""
+    """Forward and backward passes of a model part on the one device that holds it."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
@@ -78,7 +78,7 @@ class OneDevice:
         return result
 
     def parameters_changed(self) -> None:
-        """Does nothing: no copies to refresh."""
+        """Does nothing: the part has no copies of its parameters."""
 
     def storages(self) -> set[int]:
         return storages(self._part)
@@ -88,13 +88,13 @@ class OneDevice:
 
 
 class HeadPasses(Protocol):
-    """Passes of the head, on any number of devices."""
+    """Interface to compute the head's loss and gradients, on one device or several."""
 
     def loss(self, hidden: Tensor, labels: Tensor) -> float:
         """Computes the mean loss in nats per token of `hidden` [rows, tokens, hidden], without a graph."""
 
     def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
-        """Computes loss and gradients, and adds `weight` times the parameter gradients to `sums` if there are any.
+        """Computes loss and gradients of the head, and adds `weight` times the parameter gradients to `sums`, if given.
 
         Returns None, adding nothing, if the gradients may not be finite.
         """
@@ -104,7 +104,7 @@ class HeadPasses(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadVisit:
-    """Results of the head's forward and backward pass."""
+    """Result of the head's forward and backward pass: the loss, and the gradient of the hidden states."""
 
     loss: float
     source: Tensor
@@ -113,7 +113,7 @@ class HeadVisit:
 
 
 class OneHead:
-    """Passes of the head on its own device."""
+    """Loss and gradients of the head on the one device that holds it."""
 
     def __init__(self, head: HeadPart) -> None:
         self._head = head
@@ -163,7 +163,7 @@ class OneHead:
             self._head.lm_head.narrow.changed()
 
     def _bounded(self) -> bool:
-        """Tells whether finite hidden states give logits and gradients far from overflow (by Cauchy-Schwarz)."""
+        """Tells whether the head's weights are too small to make logits or gradients overflow (by Cauchy-Schwarz)."""
         if self._is_bounded is None:
             matrix, scale = self._head.lm_head.weight.detach(), self._head.norm.weight.detach()
             length = torch.linalg.vector_norm(matrix) * torch.linalg.vector_norm(scale, ord=float("inf"))
@@ -172,12 +172,12 @@ class OneHead:
 
 
 def storages(part: nn.Module) -> set[int]:
-    """Returns the data pointers of a part's parameters."""
+    """Returns the data pointers of a part's parameters, to recognise them in a graph."""
     return {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
 
 
 def forward(part: nn.Module, source: Tensor, *constants: object, around: Around = nullcontext) -> PassState:
-    """Computes the part on `source` [rows, tokens(, hidden)]. `constants` (labels, documents) get no gradient."""
+    """Computes the part's output for `source` [rows, tokens(, hidden)]. `constants` get no gradient."""
     source = source.detach()
     if source.is_floating_point():
         source.requires_grad_()
@@ -186,7 +186,7 @@ def forward(part: nn.Module, source: Tensor, *constants: object, around: Around 
 
 
 def backward(part: nn.Module, visit: PassState, gradient: Tensor | None = None) -> Gradients:
-    """Computes the gradients of input and parameters, and frees the graph. `gradient` is None for a loss."""
+    """Computes gradients of input and parameters, and frees the graph. `gradient`: of the output; None for a loss."""
     parameters = list(part.parameters())
     if not visit.source.requires_grad:
         return Gradients(None, gradients_of(visit, gradient, parameters))
@@ -197,13 +197,13 @@ def backward(part: nn.Module, visit: PassState, gradient: Tensor | None = None) 
 def gradients_of(
     visit: PassState, gradient: Tensor | None, wanted: Sequence[Tensor] | Sequence[GradientEdge]
 ) -> tuple[Tensor, ...]:
-    """Computes only the wanted gradients and frees the graph. `gradient` is None for a loss."""
+    """Computes only the wanted gradients, and frees the graph. `gradient`: of the output; None for a loss."""
     end = visit.result if gradient is None else _End.apply(visit.result, gradient)  # type: ignore[no-untyped-call]
     return torch.autograd.grad(end, wanted)
 
 
 class _End(torch.autograd.Function):
-    """Scalar whose gradient for `result` is the given one."""
+    """A scalar made from `result`, whose derivative with respect to `result` is defined as `gradient`."""
 
     # Passing the gradient to `torch.autograd.grad` would import sympy to compare shapes: 0.6 s and 34 MB in every node.
 

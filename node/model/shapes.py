@@ -42,7 +42,7 @@ def is_block_matrix(name: str, shape: Shape) -> bool:
 
 
 def has_eight_bits(name: str, shape: Shape) -> bool:
-    """Tells whether a parameter's moments may have 8 bits: large matrices except embeddings (arXiv:2110.02861, 2.3)."""
+    """Tells whether AdamW may store a parameter's moments in 8 bits: a large matrix, but no embedding."""
     return len(shape) == 2 and name != EMBEDDING and math.prod(shape) >= LEAST_ELEMENTS
 
 

@@ -47,7 +47,7 @@ class AdamW(InnerRule[Moments]):
                     self._move_packed(parameter, parameter.grad.view(-1), rate, decay)
 
     def _move_packed(self, parameter: nn.Parameter, gradient: Tensor, rate: float, decay: float) -> None:
-        """Steps a packed parameter part by part, to unpack little at a time."""
+        """Applies a step to a packed parameter part by part, so that little of it is unpacked at a time."""
         moments = self._moments(parameter)
         mean, variance, before = moments.mean.view(-1), moments.variance.view(-1), moments.steps.clone()
         for part in self.packed[parameter].parts():
@@ -86,7 +86,7 @@ def apply_adamw(
     rate: float,
     decay: float,
 ) -> None:
-    """Steps tensors and moments in place, and increments their step counters."""
+    """Applies one AdamW step to tensors and moments in place, and increments the moments' step counters."""
     # `torch.optim.Optimizer` would import the compiler at first use: up to a second at every node's start.
     adamw(
         moved,
@@ -114,7 +114,7 @@ class EightBitMoments:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Self:
-        """Returns zero moments for a parameter that was never stepped."""
+        """Returns zero moments for a parameter before its first step."""
         shape, device = tuple(parameter.shape), parameter.device
         return cls(EightBit(shape, device, is_signed=True), EightBit(shape, device, is_signed=False))
 

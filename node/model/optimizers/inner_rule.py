@@ -1,4 +1,4 @@
-"""Base class of the optimizer rules, and the interface by which they schedule idle work."""
+"""Base class of the optimizer rules (AdamW, SOAP, Muon), and their interface to schedule work for idle time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = TypeVar("State")
 
 
 def zeros_of(parameter: nn.Parameter) -> Tensor:
-    """Returns zeros of the parameter's shape and dtype with their own memory, even if the parameter is expanded."""
+    """Returns new zeros with the parameter's shape and dtype, and memory for each element."""
     return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
@@ -37,7 +37,7 @@ class ParameterState:
 
 
 class AtDeadline:
-    """Work deferred until its result is needed, for callers without an idle-time queue."""
+    """Deferred work that `finish` computes at once, for callers that have no queue for idle time."""
 
     def __init__(self, work: Iterator[None], name: str) -> None:
         self._work = work
@@ -57,7 +57,7 @@ Submit = Callable[[Iterator[None], str], Deferred]
 
 
 class InnerRule(ABC, Generic[State]):
-    """Optimizer arithmetic for some of a module's float32 parameters. Runs on the compute thread."""
+    """Optimizer algorithm for some of a module's float32 parameters. Runs on the compute thread."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
@@ -66,23 +66,23 @@ class InnerRule(ABC, Generic[State]):
 
     @abstractmethod
     def step(self, rate: float) -> None:
-        """Steps every parameter that has a gradient."""
+        """Applies one optimizer step to every parameter that has a gradient."""
 
     @abstractmethod
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
-        """Returns names and shapes of a parameter's state after `steps` steps (at least 1)."""
+        """Returns names and shapes of a parameter's state tensors after `steps` steps (at least 1)."""
 
     @abstractmethod
     def exported(self, state: State) -> ParameterState:
-        """Returns the state as plain tensors that share its memory."""
+        """Returns a parameter's state as plain tensors that share its memory."""
 
     @abstractmethod
     def restored(self, parameter: nn.Parameter, saved: ParameterState) -> State:
-        """Builds the state from tensors with the right `slots` on the parameter's device. Takes them without a copy."""
+        """Builds the state from saved tensors, not copied. They must match `slots` and be on the parameter's device."""
 
     @contextmanager
     def opened(self, parameter: nn.Parameter) -> Iterator[Tensor]:
-        """Yields the parameter's values for an in-place change. Packs them again at exit."""
+        """Yields the parameter's values, unpacked, for an in-place change. Packs them again at exit."""
         held = self.packed.get(parameter)
         values = parameter if held is None else held.unpacked()
         yield values
@@ -91,7 +91,7 @@ class InnerRule(ABC, Generic[State]):
 
     @contextmanager
     def opened_part(self, parameter: nn.Parameter, part: slice) -> Iterator[Tensor]:
-        """Like `opened`, for a slice of the flattened parameter."""
+        """Yields a slice of the flattened parameter for an in-place change, like `opened`."""
         held = self.packed.get(parameter)
         values = parameter.view(-1)[part] if held is None else held.read(part)
         yield values

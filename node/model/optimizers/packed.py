@@ -34,14 +34,14 @@ class PackedFloats(ABC):
 
     @abstractmethod
     def write(self, part: slice, values: Tensor) -> None:
-        """Packs float32 values into a slice of the flattened tensor."""
+        """Packs float32 values and stores them as a slice of the flattened tensor."""
 
     def parts(self, size: int | None = None) -> Iterator[slice]:
         total, size = self.numel(), size or self._part
         return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
     def store(self, tensor: Tensor) -> None:
-        """Packs a whole tensor of this shape, from any device."""
+        """Packs and stores a whole tensor of this shape, from any device."""
         flat = tensor.detach().reshape(-1)
         for part in self.parts():
             self.write(part, flat[part])
@@ -61,7 +61,7 @@ Floats = Tensor | PackedFloats
 
 
 class NarrowCopy:
-    """A narrow copy of a float32 matrix for products, refreshed in place. A refresh invalidates older graphs."""
+    """Copy of a float32 matrix in a narrower dtype for products, refreshed in place, which invalidates older graphs."""
 
     def __init__(self, matrix: nn.Parameter, dtype: torch.dtype) -> None:
         self._matrix = matrix
@@ -85,7 +85,7 @@ class NarrowCopy:
         return self._copy
 
     def changed(self) -> None:
-        """Records a change of the matrix, because torch does not count writes of fused optimizers."""
+        """Marks the copy as outdated, because torch does not count writes to the matrix by fused optimizers."""
         self._version = None
 
 
@@ -185,7 +185,7 @@ def _blocks_of(part: slice) -> slice:
 
 @functools.cache
 def dynamic_map(*, is_signed: bool) -> tuple[float, ...]:
-    """Returns the paper's 256 values in ascending order, like bitsandbytes' `create_dynamic_map`."""
+    """Returns the 256 values of 8-bit codes in ascending order, like bitsandbytes' `create_dynamic_map`."""
     positive: list[float] = []
     for decade in range(_DECADES):
         steps = 2**decade if is_signed else 2 ** (decade + 1)

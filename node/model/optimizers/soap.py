@@ -46,7 +46,7 @@ _TOLERANCE: Final = 1e-3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eigenbasis:
-    """Refined eigenvectors, sorted by descending eigenvalue."""
+    """Eigenvectors of one side's statistics, sorted by descending eigenvalue."""
 
     vectors: Tensor
     """[side, side] with orthonormal columns."""
@@ -55,10 +55,10 @@ class Eigenbasis:
 
 
 def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator[None, None, Eigenbasis | None]:
-    """Refines eigenvectors in chunks by orthogonal iteration (Vyas et al. 2024, arXiv:2409.11321, algorithm 4).
+    """Refines the eigenvectors `basis` of `statistics` by orthogonal iteration (arXiv:2409.11321, algorithm 4).
 
-    Both arguments are [side, side] float32 and stay unchanged. Returns None if the matrix is zero or not finite, or the
-    result is not orthonormal.
+    Yields after each chunk of work. Both arguments are [side, side] float32 and stay unchanged. Returns None if
+    `statistics` is zero or not finite, or the result is not orthonormal.
     """
     order = torch.arange(len(basis), device=basis.device)
     for _ in range(iterations):
@@ -99,7 +99,7 @@ def _orthonormal(panel: Tensor, before: Tensor) -> Generator[None, None, Tensor]
 
 
 def _panels(matrix: Tensor) -> list[slice]:
-    """Splits the columns so that multiplying the matrix with one panel fits in a chunk."""
+    """Splits a matrix into panels of columns, such that a product of the matrix and a panel takes one chunk of time."""
     side = len(matrix)
     width = max(_NARROWEST, int(_CHUNK_OPERATIONS.get(matrix.device.type, _ELSEWHERE) / (4 * side**2)))
     return [slice(start, min(side, start + width)) for start in range(0, side, width)]
@@ -117,7 +117,7 @@ _FIRST_ITERATIONS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class RefreshClock:
-    """Steps of one matrix after which a refresh begins: the first, then every `every` steps, shifted by `offset`."""
+    """Schedule of one matrix's refreshes: they begin after step 1, then every `every` steps, shifted by `offset`."""
 
     every: int
     lag: int
@@ -131,17 +131,17 @@ class RefreshClock:
         return latest if latest > self.lag else 1
 
     def due(self, steps: int) -> int:
-        """Returns the step before which the latest refresh is applied."""
+        """Returns the step before which the bases of the latest refresh come into use."""
         return self.begun(steps) + self.lag
 
     def moments(self, steps: int) -> int:
-        """Returns the number of gradients in the moments, which restart with the first basis."""
+        """Returns the number of gradients in the moments, which restart when the first refresh is applied."""
         return steps if steps <= self.lag else steps - self.lag
 
 
 @dataclass(slots=True, eq=False)
 class Refresh:
-    """A refresh of a matrix's bases in progress."""
+    """Computation of new eigenbases for one matrix, in progress."""
 
     statistics: Mapping[str, Tensor]
     """Statistics by side, as they were at its start."""
@@ -223,7 +223,7 @@ class Soap(InnerRule[Preconditioned]):
 
     @staticmethod
     def state_bytes(shape: Shape, largest_side: int) -> int:
-        """Returns the bytes of a matrix's state: moments, per side statistics and basis (twice in a refresh)."""
+        """Returns the bytes of a matrix's SOAP state in a refresh: moments, and twice per side statistics and basis."""
         squares = sum(length**2 for length in based_sides(shape, largest_side).values())
         return FLOAT_BYTES * (2 * math.prod(shape) + 4 * squares)
 
@@ -306,7 +306,7 @@ def _refreshed(refresh: Refresh, bases: Mapping[str, Tensor], iterations: int) -
 
 
 def _take_over(state: Preconditioned, refresh: Refresh) -> None:
-    """Waits for the refresh and applies it. A side whose refresh failed keeps its basis."""
+    """Completes a refresh and puts its eigenbases in use. A side whose refresh failed keeps its basis."""
     assert refresh.work is not None
     state.refresh = None
     try:
