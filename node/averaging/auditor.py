@@ -67,7 +67,7 @@ class Recount:
         accuser: PeerId | None,
         shown: Sequence[SignedHash],
     ) -> Mapping[PeerId, SignedHash] | Caught:
-        """Checks the signed hashes that reducer and accuser show. Returns them by signer, or the member that lied."""
+        """Checks the signed hashes shown by the piece's reducer and an accuser. Returns them by signer, or a liar."""
         message, reducer = self._record.plan.contribution(self._piece), self._piece.reducer
         due = frozenset(self._record.plan.contributors) - {reducer}
         signed: dict[PeerId, SignedHash] = {}
@@ -160,7 +160,7 @@ class _Wanted:
 
 
 class Auditor:
-    """Auditor of sums by other replicas. Also answers their audits of this replica's sums and contributions."""
+    """Auditor of the sums that other replicas computed. Also answers other replicas' audits of this one."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class Auditor:
                 self._accused(sender, record, message)
 
     def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal | None:
-        """Returns a buffer for a piece that an audit requested, a Refusal if it differs, or None for other pieces."""
+        """Returns a buffer for a piece requested by an audit, a Refusal if it is malformed, or None for others."""
         wanted = self._wanted.get((sender, message))
         if wanted is None:
             return None
@@ -248,7 +248,7 @@ class Auditor:
         return wanted.buffer
 
     def received(self, sender: PeerId, message: Contribution, buffer: memoryview, whole: bool) -> bool:
-        """Gives a piece to the audit that requested it; not `whole` means failed. Returns False for other pieces."""
+        """Gives a piece (complete if `whole`) to the audit that requested it. Returns False for other pieces."""
         wanted = self._wanted.get((sender, message))
         if wanted is None or wanted.buffer is not buffer:
             return False

@@ -286,7 +286,7 @@ class ModuleRounds:
 async def module_rounds(
     context: ModuleContext, replica: LocalReplica, first: Anchor | None = None
 ) -> AsyncIterator[ModuleRounds]:
-    """Runs the averaging rounds of the hosted module within the block. `first` replaces the replica's state."""
+    """Runs the hosted module's averaging rounds within the block. `first`, if given, replaces the replica's state."""
     start = await context.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
     saved, since = context.resumed.state, InnerWork()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:

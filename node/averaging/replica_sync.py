@@ -108,7 +108,7 @@ class ReplicaSync:
         self._replica.optimizer.replicas = max(1, replicas)
 
     def after_inner_step(self, figures: StepFigures) -> SteppedTo | None:
-        """Counts an inner step, in the step's job. Returns the outer step taken just before, if any."""
+        """Counts an inner step, in the same compute job. Returns the outer step taken just before, if any."""
         self._done += InnerWork(1, figures.tokens)
         stepped_to, self._stepped_to = self._stepped_to, None
         return stepped_to

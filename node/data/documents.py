@@ -75,7 +75,7 @@ def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
 
 
 def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """Reads a document stored as tokens (READ_AS), and adds a missing end token. Raises ConfigError."""
+    """Reads a document stored as tokens (READ_AS), adds a missing end token. Raises ConfigError for unknown tokens."""
     tokens = np.frombuffer(document, dtype=READ_AS).astype(np.int64)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.size:
         raise ConfigError(
@@ -170,7 +170,7 @@ class Fragment:
 
 
 def is_held_out(seed: int, name: str, share: float) -> bool:
-    """Tells whether a document is held out from training. Independent of all other documents."""
+    """Tells whether a document is held out from training, which depends only on its name and the seed."""
     return is_drawn(f"held-out:{seed}:{name}", share)
 
 

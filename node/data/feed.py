@@ -80,7 +80,7 @@ class TrainingFeed:
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
-        """Returns this node's next microbatch, if `data_nodes` share the text. Raises ConfigError without labels."""
+        """Returns the next microbatch while `data_nodes` share the text. Raises ConfigError if no text has labels."""
         self._data_nodes = tuple(sorted({*data_nodes, self._own}))
         while True:  # `Documents.endless` raises if a whole epoch has no label
             microbatch = self._packer.next()

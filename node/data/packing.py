@@ -144,7 +144,7 @@ class RowPacker:
             self._block = None
 
     def _next_block(self) -> _RowBlock | None:
-        """Reads and shuffles a block of rows, smaller at the end of the text. None if not one microbatch is left."""
+        """Reads and shuffles a block of rows, smaller at the end of the text; None after the last microbatch."""
         # One more token, because labels are shifted by one.
         available = self._fill(self._block_rows * self._sequence + 1)
         microbatches = (available - 1) // (self._rows * self._sequence)
@@ -163,7 +163,7 @@ class RowPacker:
         )
 
     def _fill(self, wanted: int) -> int:
-        """Reads fragments until `wanted` tokens are buffered or the text ends. Returns the buffered tokens."""
+        """Reads fragments until `wanted` tokens are buffered or the text ends. Returns how many are buffered."""
         available = sum(fragment.tokens.size for fragment in self._pending)
         while available < wanted:
             fragment = next(self._fragments, None)
@@ -426,7 +426,7 @@ Packer = RowPacker | DocumentPacker
 
 
 def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[StreamPosition, _Stretch]]:
-    """Converts fragments to stretches, and yields each one with the position of its first label."""
+    """Converts fragments to `_Stretch` objects, and yields each with the position of its first label."""
     for fragment in fragments:
         start, tokens, wanted = fragment.start, fragment.tokens, fragment.wanted
         if start.offset:  # starts with the token before its first label

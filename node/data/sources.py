@@ -110,7 +110,7 @@ class _PieceNames(DocumentNames):
 
 
 class LineSource:
-    """Source whose documents are lines, named `NAME@OFFSET`, of `.jsonl` files or the only file. Opening reads all."""
+    """Source whose documents are lines `NAME@OFFSET` of `.jsonl` files or of the only file. Opening reads all files."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing = listing

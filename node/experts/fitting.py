@@ -105,7 +105,7 @@ def _check(stages: tuple[int, ...], routes: int, documents: int) -> None:
 
 
 def _clustered(counts: Matrix, clusters: int, random: np.random.Generator) -> tuple[float, Labels, Matrix]:
-    """Clusters documents by balanced hard EM. Returns log likelihood, each document's cluster, log probabilities."""
+    """Clusters documents by balanced hard EM. Returns log likelihood, document clusters, token log probabilities."""
     labels = random.permutation(len(counts)) % clusters
     # Start from single, distant documents. Mixtures of all documents would be too similar.
     chosen = [int(random.integers(len(counts)))]

@@ -212,7 +212,7 @@ TRIES: Final = 60
 
 
 def even_bias(scores: Integers, sizes: Integers, most: float) -> Integers:
-    """Finds a bias per expert's score, such that each gets at most about `most` equal shares (arXiv:2408.15664)."""
+    """Finds a bias per expert, so that none gets over about `most` times an equal token share (arXiv:2408.15664)."""
     experts = scores.shape[1]
     bias = best = np.zeros(experts, dtype=np.int64)
     step, least = max(1, int(np.abs(scores).mean())), math.inf

@@ -49,7 +49,7 @@ class ModuleSource(Protocol):
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
-    """Reads a module and checks its parameters' names, shapes and values. Raises StateError, errors of `module`."""
+    """Reads a module; checks its parameters' names, shapes, values. Raises StateError, errors of `source.module`."""
     parameters = await source.module(module)
     await asyncio.to_thread(_check, source.signed.manifest, module, parameters)
     return parameters
@@ -164,7 +164,7 @@ class RoutedModel:
         return None if self._router is None else route
 
     async def decoder(self, route: Route | None) -> Decoder:
-        """Loads the modules of a route, unless loaded before, as a Decoder. Raises the errors of `read_decoder`."""
+        """Returns a route's Decoder; loads only modules not loaded before. Raises the errors of `read_decoder`."""
         manifest, modules = self._source.signed.manifest, path_modules(self._source, route)
         # Modules of earlier paths stay in memory.
         require_memory(manifest, tuple({*self._read, *modules}))

@@ -1,4 +1,4 @@
-"""A running swarm as a source of modules. Each module comes from its own last round, checked against its digest."""
+"""A running swarm as a source of modules. Each module has the state of its last round, checked by its digest."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SwarmSource:
     async def agreed(
         self, module: ModuleId, patience_s: float = PATIENCE_S
     ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-        """Waits for the module's agreed anchor. Returns it and the peers that have it, like `state_to_take`."""
+        """Waits up to `patience_s` for an agreed anchor. Returns and raises what `state_to_take` does."""
         clock, membership = self._session.own.clock, self._session.membership
         deadline = clock.monotonic() + patience_s
         while True:
@@ -132,7 +132,7 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 def state_to_take(
     module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int, *, is_model: bool = False
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-    """Returns the agreed anchor and the peers that have it. Round 0 needs `is_model`. Raises Unreachable, NoQuorum."""
+    """Returns the agreed anchor (round 0 only if `is_model`) and its peers. Raises Unreachable, NoQuorum."""
     if not announced:
         raise Unreachable(
             f"no peer serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."

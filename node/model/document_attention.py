@@ -89,7 +89,7 @@ def _variable_length(queries: Tensor, keys: Tensor, values: Tensor, documents: t
 
 @cache
 def _varlen() -> tuple[Callable[..., Any], Callable[[bool], dict[str, Any]]]:
-    """Returns torch's variable-length attention and a function that makes its options."""
+    """Returns torch's variable-length attention, and a function that makes its options for this torch version."""
     from torch.nn.attention.varlen import varlen_attn
 
     # The options differ between torch 2.10 and 2.13.

@@ -61,7 +61,7 @@ def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]
 
 
 def _left(group: Path, limit: str, used: str) -> int | None:
-    """Returns the bytes left in a control group. None if it has no limit."""
+    """Returns the bytes left in a control group. None if the group has no limit."""
     try:
         left = int((group / limit).read_text()) - int((group / used).read_text())
     except (OSError, ValueError):

@@ -160,7 +160,7 @@ def free_memory_on(device: torch.device) -> FreeMemory:
 
 
 class _Measure:
-    """Sizes of a single block and of the two ends of stage 0."""
+    """Calculator of memory needs, from the sizes of one block and of stage 0's embedding and head."""
 
     def __init__(self, manifest: Manifest, moments: MomentType) -> None:
         self._manifest, self._moments = manifest, moments

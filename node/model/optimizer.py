@@ -145,7 +145,7 @@ class Accumulator:
             parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
     def start_over(self) -> None:
-        """Sets the gradient sum to zero after a step. Remembers the ids of the microbatches in it."""
+        """Sets the gradient sum to zero after a step. Remembers the ids of the microbatches in the old sum."""
         for parameter, total in zip(self.parameters, self.sums, strict=True):
             parameter.grad = None
             total.zero_()

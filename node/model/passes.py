@@ -51,7 +51,7 @@ class Passes(Protocol):
     def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor: ...
 
     def parameters_changed(self) -> None:
-        """Call after the parameters changed: refreshes copies of them. Older graphs become invalid."""
+        """Marks copies of the parameters as outdated, after the parameters changed. Older graphs become invalid."""
 
     def storages(self) -> set[int]:
         """Returns the data pointers of parameters and constants, which are in memory independently of a graph."""

@@ -92,7 +92,7 @@ def hash_of(data: memoryview) -> bytes:
 def chunk_bytes(
     layout: Layout, parameters: Vector | SharedVector, momentum: Vector | SharedVector, number: int
 ) -> memoryview:
-    """Returns a view of a chunk's bytes. Chunks of parameters are numbered first, then those of momentum."""
+    """Returns a view of chunk `number`, counted over parameters, then momentum. Raises IndexError if none."""
     if not 0 <= number < 2 * layout.chunks:
         raise IndexError(f"chunk {number} does not exist: there are {2 * layout.chunks}")
     vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)

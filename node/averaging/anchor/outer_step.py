@@ -107,7 +107,7 @@ class Staging:
 
 
 def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
-    """Takes the outer step for a module's only replica, on the compute thread. Raises StateError if it diverged."""
+    """Takes the outer step for a module's only replica, on the compute thread. Raises StateError on divergence."""
     base, layout = store.current, store.layout
     first, end = layout.fragments[base.version.fragment]
     fragment = layout.range_of(first, end)

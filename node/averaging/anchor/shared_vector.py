@@ -21,7 +21,7 @@ LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
 
 
 class SpareArrays:
-    """Pool of arrays for fragments. An array returns to the pool with its last view, because zeroing 80 MB is slow."""
+    """Pool that reuses the memory of fragment-sized arrays without a view left, because zeroing 80 MB is slow."""
 
     def __init__(self, elements: int) -> None:
         self._bytes = elements * np.dtype(np.float32).itemsize
@@ -58,7 +58,7 @@ class SharedVector:
         return self._starts[-1] - self._starts[0]
 
     def __getitem__(self, part: slice) -> Vector:
-        """Returns these elements: a view if they are all in one array, else a copy."""
+        """Returns the elements of a slice: a view if all of them are in one array, else a copy."""
         pieces = [piece for _, piece in self.pieces(part)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.float32)])
 
@@ -66,7 +66,7 @@ class SharedVector:
         return np.concatenate(self.arrays).astype(dtype or np.float32, copy=False)
 
     def pieces(self, part: slice | None = None) -> Iterator[tuple[slice, Vector]]:
-        """Yields each array's overlap with `part` (None: the whole vector), as its slice of the vector and a view."""
+        """Yields, for each array in `part` (None: all), the slice of the vector that it covers and a view of it."""
         first, end = self._starts[0], self._starts[-1]
         wanted = slice(None) if part is None else part
         start = first if wanted.start is None else max(first, wanted.start)

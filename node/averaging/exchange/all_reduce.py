@@ -1,7 +1,7 @@
-"""All-reduce of pseudo-gradients, seen from one member (DESIGN section 5).
+"""All-reduce of pseudo-gradients among the members of a round, as one member computes it.
 
 Encoding, sending, summing and the outer step of different pieces overlap. A member has at most WINDOW pieces in flight
-to a reducer, paced by that reducer's results.
+to a reducer (the member that sums these pieces), paced by that reducer's results.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class AllReduce:
         self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
 
     def _widen(self, reducer: PeerId) -> None:
-        """Allows one more contribution to a reducer that sent a result, or two until its window has the full width."""
+        """Allows one more piece in flight to a reducer that sent a result, or two while its window still grows."""
         self._windows[reducer].release()
         if self._widths[reducer] < WINDOW:
             self._widths[reducer] += 1

@@ -237,7 +237,7 @@ def piece_spec(codec: Codec, elements: int) -> TensorSpec:
 
 
 def early_pieces(others: int) -> int:
-    """Returns the number of pieces that a member may send to another one before the first result from there."""
+    """Returns how many pieces a member may send to another member without waiting for a result in return."""
     return max(FEWEST_EARLY, EARLY_PIECES // max(1, others))
 
 

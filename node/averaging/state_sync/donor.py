@@ -48,7 +48,7 @@ _Queue = deque[tuple[ModuleId, bytes, int]]
 
 
 class Donor:
-    """Server of the hosted module's anchors, and of `start`: the model that the run started from, if it is here."""
+    """Server of the hosted module's anchors, and of `start`, the model that the run started from (None: not here)."""
 
     def __init__(
         self,

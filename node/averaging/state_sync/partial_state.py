@@ -164,7 +164,7 @@ class KeptChunks:
             self._give_up(error)
 
     def read(self, number: int, target: memoryview) -> bool:
-        """Reads a chunk from the file, unchecked: it may never have been written. Returns False after a disk error."""
+        """Reads a chunk from the file, which may never have been written. Returns False if reading fails."""
         if self._file is None or self._is_new:
             return False
         try:

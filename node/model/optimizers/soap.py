@@ -151,7 +151,7 @@ class Refresh:
 
 @dataclass(slots=True, eq=False)
 class Preconditioned:
-    """SOAP state of one matrix, all float32."""
+    """SOAP state of one matrix: moments, statistics and eigenbases, all float32."""
 
     steps: int
     mean: Tensor
