@@ -76,7 +76,7 @@ class SaveRequests:
         self.reason = ""
 
     def request_save(self, reason: str) -> None:
-        """Requests a snapshot, to be written later. Has no effect if the node writes no checkpoint."""
+        """Requests a snapshot, written later. Call on the event loop. No effect if the node writes no checkpoint."""
         self.reason = reason
         self.wanted.set()
 

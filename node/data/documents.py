@@ -217,7 +217,7 @@ class Documents:
         return None if isinstance(self._source, Source) else len(self._source.files)
 
     def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[tuple[Tokens, int]]:
-        """Yields the first `tokens` tokens and the length of up to `count` wanted documents."""
+        """Yields up to `count` wanted documents, each as its first `tokens` tokens and its length."""
         for fragment in islice(self.epoch(StreamPosition(), wanted), count):
             yield fragment.tokens[:-1][:tokens].copy(), fragment.tokens.size
 

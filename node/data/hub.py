@@ -67,7 +67,7 @@ def hub_place(place: str, *, is_chat: bool) -> HubPlace:
 
 
 def newest_commit(place: str) -> str:
-    """Returns the data set's newest commit. Raises ConfigError if the hub does not answer."""
+    """Returns the newest commit of a Hugging Face data set. Raises ConfigError if the hub does not answer."""
     name = place.partition(":")[0]
     try:
         return str(_api().dataset_info(name, files_metadata=False, token=False).sha)
@@ -135,7 +135,7 @@ class HubStream:
                 raise ConfigError(f"data.source: {file} cannot be read: {error.strerror or error}") from error
 
     def fetch(self, name: str) -> Path:
-        """Downloads a file into this stream's folder. Raises ConfigError or ResourceExhausted."""
+        """Downloads a file into this stream's cache folder. Raises ConfigError or ResourceExhausted."""
         size = self._sizes[name]
         if (free := shutil.disk_usage(self._folder).free) < size:
             raise ResourceExhausted(f"{self._folder}: {name} needs {size} bytes, but only {free} are free")
@@ -305,7 +305,7 @@ def _own_folder(owner: object) -> Path:
 
 
 def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterable[str]) -> list[str]:
-    """Returns the sorted file names of a config and split. Raises ConfigError if no file matches."""
+    """Returns the sorted file names of a data set's config and split. Raises ConfigError if no file matches."""
     # Names that start with . or _ are hidden, as in the `datasets` library.
     visible = sorted(name for name in files if not any(part[0] in "._" for part in name.split("/")))
     below, patterns = "", None

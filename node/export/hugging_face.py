@@ -50,7 +50,7 @@ class Shard:
 
 
 def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
-    """Splits the modules' parameters into shards, in order, so that each module is read once."""
+    """Splits the modules' parameters into files of limited size, in order, so that each module is read once."""
     pieces: list[dict[str, Shape]] = [{}]
     size = 0
     for module in modules:
@@ -217,7 +217,7 @@ def byte_tokenizer() -> Json:
 
 
 def _byte_characters() -> list[str]:
-    """Returns the character for each byte: the byte itself if printable, else one from 256 upwards."""
+    """Returns GPT-2's character for each byte: the byte itself if printable, else a character from 256 upwards."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     unseen = iter(range(256, 512))
     return [chr(byte if byte in seen else next(unseen)) for byte in range(256)]

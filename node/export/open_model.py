@@ -66,7 +66,7 @@ class OpenedModel:
         return self.source.signed.author == own_peer()
 
     def tokenizer_file(self) -> Path | None:
-        """Returns the path of the run's tokenizer file, or None. Raises ConfigError if it may not be opened."""
+        """Returns the path of the run's tokenizer file, None for bytes. Raises ConfigError if it may not be opened."""
         data = self.source.signed.manifest.data
         if data.tokenizer == "bytes":
             return None
@@ -84,7 +84,7 @@ class OpenedModel:
 
 
 def unwatched(module: ModuleId, done: int, total: int) -> None:
-    """Ignores download progress."""
+    """Ignores the progress of a download: a callback for callers that do not show it."""
 
 
 @contextlib.asynccontextmanager

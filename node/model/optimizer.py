@@ -81,7 +81,7 @@ class Accumulator:
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
 
     def has(self, microbatch: MicrobatchId) -> bool:
-        """Tells whether the microbatch is in the current sum or in one of the remembered steps."""
+        """Tells whether the microbatch is in the current gradient sum, or was in one of the latest steps."""
         return microbatch in self._current or self.has_applied(microbatch)
 
     def has_applied(self, microbatch: MicrobatchId) -> bool:

@@ -143,7 +143,7 @@ class AllReduce:
         return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
 
     async def run(self) -> None:
-        """Exchanges pieces until the next anchor is complete and every other member has received our pieces."""
+        """Exchanges pieces until the next anchor is complete and our pieces were sent to every other member."""
         async with task_scope() as tasks:
             self._tasks = tasks
             try:

@@ -1,1 +1,1 @@
-"""Download and serving of anchors."""
+"""Download of anchors from other replicas, and upload of anchors to them."""

@@ -1,4 +1,4 @@
-"""A state being downloaded: decodes, checks and places chunks, and keeps them in a file across restarts."""
+"""A module's state during its download: decodes, checks and stores chunks, and keeps them across restarts."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class SplitWeight(PackedFloats):
         return self._matrix
 
     def changed(self) -> None:
-        """Does nothing: both halves always change together."""
+        """Does nothing: unlike a NarrowCopy, the bfloat16 half is never outdated."""
 
     @torch.no_grad()
     def read(self, part: slice) -> Tensor:
