@@ -110,7 +110,7 @@ class DhtChild:
             raise Unreachable("the DHT process has closed its pipe") from error
 
     async def hand_out_replies(self) -> None:
-        """Delivers replies to their requests until the child ends. Open requests then fail with Unreachable."""
+        """Reads the child's replies and completes the waiting requests. Fails open requests when the child ends."""
         assert self._process.stdout is not None
         try:
             while (reply := await receive(self._process.stdout, dht_process_pb2.DhtReply)) is not None:
@@ -151,7 +151,7 @@ class DhtChild:
             log.warning("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
 
     async def end(self) -> None:
-        """Kills the rest of the process group and waits until the pipes are closed. Does nothing if all have ended."""
+        """Kills all remaining processes of the child's process group and waits until the child's pipes are closed."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -163,7 +163,7 @@ class DhtChild:
 async def running_child(
     start: dht_process_pb2.DhtStart, identity: Identity
 ) -> AsyncIterator[tuple[DhtChild, dht_process_pb2.DhtSituation]]:
-    """Starts a child, yields it with its situation, and stops it. Raises ConfigError, Unreachable."""
+    """Starts a DHT process, yields it with the state of its DHT node, and stops it. Raises ConfigError, Unreachable."""
     # The key is passed in a private file, which is removed as soon as p2pd has read it.
     folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
     try:
@@ -207,7 +207,7 @@ async def _process() -> AsyncIterator[DhtChild]:
 
 
 async def _started() -> asyncio.subprocess.Process:
-    """Starts the process. If cancelled, ends it again."""
+    """Starts `protocol.dht.process` as a subprocess, and kills the subprocess if this task is cancelled meanwhile."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             sys.executable,
@@ -232,7 +232,7 @@ async def _started() -> asyncio.subprocess.Process:
 
 
 async def _done(short: asyncio.Future[Any]) -> None:
-    """Waits until the future is done, even if cancelled."""
+    """Waits until `short` is done even if this task is cancelled, then raises the cancellation."""
     # A second cancellation would stop asyncio's clean-up after the first one and leak the process and its pipes.
     cancelled = None
     while not short.done():
