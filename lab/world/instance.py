@@ -45,7 +45,7 @@ def peer_of(index: int) -> PeerId:
 
 
 def from_json(data: Mapping[str, Any]) -> Instance:
-    """Reads an instance. Raises ConfigError if a key is missing or a value is invalid."""
+    """Builds a path-planning problem from JSON values. Raises ConfigError if a key is missing or a value is invalid."""
     try:
         instance = _read(data)
     except KeyError as error:

@@ -145,7 +145,7 @@ class DhtDirectory:
             await self._tasks.__aexit__(None, None, None)  # do not wrap the caller's error in a group
 
     async def publish(self, announcement: Announcement) -> None:
-        """Signs our announcement, stores it in the DHT under its module's key. Raises Unreachable, ProtocolViolation."""
+        """Signs our announcement and stores it in the DHT, by its module. Raises Unreachable, ProtocolViolation."""
         store = dht_process_pb2.DhtStore(
             key=directory_key(announcement.run, announcement.module),
             owner=announcement.peer,
@@ -155,7 +155,7 @@ class DhtDirectory:
         await self.keep("record", dht_process_pb2.DhtRequest(store=store))
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """Finds the newest record of each replica of these modules and of peers without a module. Raises Unreachable."""
+        """Finds the newest records of these modules' replicas and of peers without a module. Raises Unreachable."""
         child = self._running()
         keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
         newest: dict[PeerId, Announcement] = {}
@@ -217,7 +217,7 @@ class DhtDirectory:
         return self._child
 
     def _checked(self, records: Sequence[bytes]) -> list[Announcement]:
-        """Decodes records and returns the valid ones that are not older than a known record of the same peer."""
+        """Decodes records. Returns the valid announcements that are not older than a known one of the same peer."""
         now = self._clock.wall()
         valid: list[Announcement] = []
         for record in records:
@@ -248,7 +248,7 @@ class DhtDirectory:
             pause_s = min(longest_s, pause_s * 2)
 
     async def _live_once(self, started: asyncio.Future[None]) -> None:
-        """Runs one DHT process until it fails; first repeats the requests of `keep`. Raises ConfigError, Unreachable."""
+        """Runs a DHT process until it fails; first repeats the requests of `keep`. Raises ConfigError, Unreachable."""
         start = self._start_message()
         async with running_child(start, self._identity) as (child, situation):
             self._situation = situation

@@ -370,7 +370,7 @@ def decode(data: bytes) -> Frame:
 
 
 def _name_of(data: bytes) -> str:
-    """Returns the name of a small frame's only field. Rejects several fields, of which protobuf would use the last."""
+    """Returns the name of a small frame's only field. Rejects several fields; protobuf would use the last one."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
     tag, at = _varint(data, 0) if data else (_BYTES, 0)

@@ -154,7 +154,7 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
 
 
 def _check_fields(announcement: Announcement) -> None:
-    """Checks the bounds of all fields of our own or a peer's announcement. Raises ProtocolViolation."""
+    """Checks the bounds of all fields of an announcement, ours or a peer's. Raises ProtocolViolation."""
     for address in announcement.addresses[:MAX_ADDRESSES]:
         _check_address(address)
     for fine, fault in _bounds(announcement):

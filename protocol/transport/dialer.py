@@ -170,7 +170,7 @@ async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tu
 
 
 class Turnover:
-    """Times at which each peer recently replaced its link to us. Honest peers do so only after a restart."""
+    """Log of each peer's recent replacements of its link to us. Honest peers replace a link only after a restart."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
