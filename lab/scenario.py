@@ -675,7 +675,7 @@ class Scenario(ScenarioTable):
 
     @property
     def manifest(self) -> Manifest:
-        """Returns the demo run's manifest with the scenario's changes. Raises ManifestError; ConfigError for a bad router."""
+        """The demo run's manifest with the scenario's changes. Raises ManifestError, or ConfigError for no router."""
         return self._routed[0]
 
     @property

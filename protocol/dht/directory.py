@@ -265,7 +265,7 @@ class DhtDirectory:
                 self._child = None
 
     async def _watch(self, child: DhtChild, client: bool) -> None:
-        """Polls the DHT process. Raises Unreachable if it has ended, is silent, or must switch to or from client."""
+        """Polls the DHT process. Raises Unreachable if it ended, is silent, or must become a client or full node."""
         while True:
             if client != self._settings.client:
                 raise _TakesPartAnew(f"it is now a {'full node' if client else 'client'}")

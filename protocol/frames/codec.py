@@ -2,7 +2,7 @@
 
 A field is sent in the proto field of the same name. The receiver checks its declared bounds, then the message's
 `fault`. Seconds `x_s` may be sent as whole `x_ms` or `x_us`. Text is truncated and made printable, a frozenset is
-sorted, None is an absent message or 0. A part omits the fields that it inherits from the enclosing message.
+sorted, None is an absent message or 0. A nested message omits the fields that it inherits from the enclosing one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 
 
 class Converter(NamedTuple):
-    """Two functions that convert values of one type to protobuf fields and back."""
+    """Pair of functions that convert values of one type to protobuf fields and back."""
 
     write: Convert  # To a number, text, bytes, a list, or a dict for a message
     read: Convert  # Raises ProtocolViolation

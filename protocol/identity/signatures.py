@@ -113,7 +113,7 @@ class Routes:
         documents: tuple[int, ...] = (),
         labels: int = 0,
     ) -> Path:
-        """Signs the route of a microbatch of this node. Returns the path with its route, the lifetime rounded to 1 ms."""
+        """Signs the route of a microbatch of this node. Returns the path with its route; rounds `lifetime_s` to 1 ms."""
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)

@@ -83,7 +83,7 @@ class Stream(Protocol):
 
 
 class DialledStream:
-    """A stream opened by this side, with its own channel."""
+    """A stream that this side opened, on a gRPC channel that carries no other stream."""
 
     def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
         self._channel = channel
@@ -243,7 +243,7 @@ def make_server(
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Whether a log record of gRPC is not the traceback of a cut stream, by which any caller could fill the log."""
+    """Whether to keep gRPC's log record: not the traceback of a cut stream, with which any caller could fill the log."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 

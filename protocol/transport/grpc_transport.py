@@ -38,7 +38,7 @@ _SPARE_STREAMS: Final = 16  # Streams beyond `max_links` during the handshake
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dial:
-    """A dial to a peer in progress. `outcome` also gets the link if the peer opens one to us first."""
+    """A dial in progress to one peer. `outcome` also gets the link if the peer opens one to us first."""
 
     outcome: asyncio.Future[Link]
     task: asyncio.Task[None]
@@ -247,7 +247,7 @@ class GrpcTransport:
     # ---- answering ----------------------------------------------------------------------------------------------
 
     async def _serve(self, _requests: object, context: ServicerContext) -> None:
-        """Handles `Connect` for gRPC: admits the caller and serves its stream in a task that handles all errors."""
+        """Handles `Connect` for gRPC: admits the caller and serves its stream in our task group, which gets errors."""
         peer = await self._admission.enter(context)
         if self._closing:
             return

@@ -54,7 +54,7 @@ def proven_peer(certificate: bytes, run: RunId) -> PeerId:
 
 
 def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | None:
-    """Checks a Hello's peer (`expected` by its certificate), run and versions. Returns the objection, if any."""
+    """Checks a Hello's run, versions and peer (`expected`: by the certificate). Returns the objection, if any."""
     if hello.peer != expected:
         return Farewell(FarewellReason.NOT_YOU, f"the certificate belongs to {expected}")
     if hello.run != own_run:

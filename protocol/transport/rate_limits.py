@@ -54,7 +54,7 @@ class TokenBucket:
 
 
 class TokenBuckets:
-    """Token buckets by name: `burst` at once, then one more per `refill_s` seconds. Evicts the longest unused name."""
+    """Token buckets by name: `burst` tokens, one more per `refill_s` seconds. Evicts the longest unused name."""
 
     def __init__(self, burst: int, refill_s: float) -> None:
         self._burst = burst

@@ -1,4 +1,4 @@
-"""Sending on a link: byte budgets, turns of traffic classes, and the queue of frames."""
+"""Send queue of a link: byte budgets, rotation between traffic classes, and queued frames."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Outbox:
         self._something_to_send.set()
 
     async def pump(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Writes queued frames until `finish`. Raises as `write`."""
+        """Writes queued frames with `write` until `finish` is called. Raises as `write`."""
         while True:
             if self._small:
                 await write(self._take_small())
