@@ -90,7 +90,7 @@ class LogCheck:
         """Called before the first event of each log."""
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
-        """Receives the next event of the log `life`."""
+        """Receives the next event from the log of the process `life`."""
 
     def judge(self) -> None:
         """Called after the last log: adds the violations of rules that need all logs."""

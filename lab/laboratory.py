@@ -269,7 +269,7 @@ class Laboratory:
         await until(lambda: self.swarm.progress.peers[peer].state == "serving")
 
     def freeze(self, peers: Sequence[int]) -> None:
-        """Stops all processes of these peers with SIGSTOP, until `thaw` was called once for each call."""
+        """Stops all processes of these peers with SIGSTOP. If freezes overlap, each one must be ended by `thaw`."""
         # Freezes may overlap, so count them.
         self.frozen.update(peers)
         send_signal(self.processes_of(set(peers)), signal.SIGSTOP)
@@ -338,7 +338,7 @@ class Laboratory:
         self.emulation.clear()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Starts a task that ends with the laboratory. If the task fails, the whole run ends with its error."""
+        """Starts a task that ends with the laboratory. If the task fails, its error ends the whole run."""
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

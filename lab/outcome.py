@@ -184,7 +184,7 @@ def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float
 
 
 def rerouted_after(changes: Sequence[tuple[float, bool]], rerouted: Sequence[float]) -> float | None:
-    """Returns the seconds from the time when all modules are served again to the last rerouted microbatch, or None."""
+    """Returns the seconds from when all modules were served again to the last rerouted microbatch; None if never."""
     if not changes or not changes[-1][1]:
         return None
     return max(0.0, rerouted[-1] - changes[-1][0]) if rerouted else 0.0

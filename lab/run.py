@@ -57,7 +57,7 @@ Tell = Callable[[str | Row | Mark], None]
 
 
 class Run:
-    """One run of a scenario in an existing folder. Without expectations it ends after `longest_s` or `tokens`."""
+    """One run of a scenario in an existing folder. A run without expectations ends after `longest_s` or `tokens`."""
 
     def __init__(
         self,

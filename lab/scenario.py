@@ -181,7 +181,7 @@ class ScenarioEvent(ScenarioTable):
 
 
 class Reshape(ScenarioEvent, LinkTable):
-    """Gives peers another link: a profile, then changes to it."""
+    """Gives peers another link, defined by a profile (or their present link) and changes to it."""
 
     NAME = "shape"
     peers: Peers
@@ -546,7 +546,7 @@ class Lie(ScenarioEvent):
 
 
 class FreezeLeader(ScenarioEvent):
-    """Freezes the leader of a stage's next round in the middle of the exchange."""
+    """Freezes the leader of a stage's next averaging round while pseudo-gradients are exchanged."""
 
     NAME = "freeze_convener"
     stage: Stage
@@ -616,7 +616,7 @@ Counts = dict[str, Annotated[int, Field(ge=0, le=2**53)]]
 
 
 class Group(LinkTable):
-    """A group of peers with the same link: a profile, then changes to it."""
+    """A group of initial peers with the same link, defined by a profile and changes to it."""
 
     name: Text
     peers: Annotated[int, Field(ge=1, le=MAX_PEERS)]
@@ -642,7 +642,7 @@ class Expectations(ScenarioTable):
 
 
 class Scenario(ScenarioTable):
-    """A scenario as read from its file. Time zero is the begin of the run."""
+    """A scenario as read from its file. Time zero is the start of the run."""
 
     name: Text
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0

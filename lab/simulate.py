@@ -55,7 +55,7 @@ class Simulated:
     Args:
         pace: completed microbatches per second.
         visits: completed visits by stage after stage 0; then those of the least and the most visited stage.
-        planning_cpu_seconds: per data node.
+        planning_cpu_seconds: CPU time spent on planning, per data node.
         alive_share: mean share of the swarm's compute that was alive.
     """
 

@@ -164,7 +164,7 @@ MAX_CHUNK_BYTES = 64 * 1024
 
 
 class Shaper:
-    """A token bucket in its virtual scheduling form (ITU-T I.371, GCRA), shared by all connections of a link."""
+    """Rate limiter shared by all connections of a link: a token bucket as virtual scheduling (ITU-T I.371, GCRA)."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s

@@ -77,7 +77,7 @@ class Callers:
         self._roots = roots
 
     def caller(self, source: Endpoint, target: Endpoint) -> int | None:
-        """Returns the calling member, or None if it is outside or closed. Reads /proc, so call it in a thread."""
+        """Returns the member that opened a connection; None for callers outside the swarm. Slow, so run in a thread."""
         inode = next((s.inode for s in read_sockets() if s.local == source and s.remote == target and s.inode), None)
         if inode is None:
             return None
@@ -86,7 +86,7 @@ class Callers:
 
 
 def descendants(roots: set[int]) -> Iterator[tuple[int, int]]:
-    """Yields all living descendants of `roots`, and the roots themselves, as (root, process)."""
+    """Yields (root, process) for each process id in `roots` and each living descendant."""
     processes = (int(name) for name in os.listdir("/proc") if name.isdecimal())
     parents = {pid: parent for pid in processes if (parent := _parent(pid)) is not None}
     for pid in parents:

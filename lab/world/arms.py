@@ -75,7 +75,7 @@ class RulePlanner(Planner, ABC):
 
 
 class GreedyPlanner(RulePlanner):
-    """Planner of the fastest path: the sum of link and service times, with our microbatches in flight as queues."""
+    """Planner of the path with the least link and service time. Our microbatches in flight count as queues."""
 
     def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> PeerRoute:
         replicas = {stage: self._view.replicas(ModuleId(stage), now) for stage in stages}
@@ -98,7 +98,7 @@ class GreedyPlanner(RulePlanner):
 
 
 class ReplayPlanner(Planner):
-    """Planner that repeats a schedule: the given routes, each a peer per hop, in order."""
+    """Planner that repeats given routes (the peer of each hop) in the order of a schedule."""
 
     def __init__(
         self, rules: PathRules, membership: Membership, times: MeasuredTimes, routes: Sequence[PeerRoute]
@@ -170,7 +170,7 @@ class _Trace:
 
 
 class SwarmRule:
-    """SWARM's rule of one data node: take the replica with the least virtual time, to which each visit adds.
+    """SWARM's rule in one data node: take the replica with the least virtual time, the sum of its visits' seconds.
 
     Args:
         chance: breaks ties.

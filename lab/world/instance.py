@@ -40,7 +40,7 @@ class Instance:
 
 
 def peer_of(index: int) -> PeerId:
-    """Returns the name of a peer; names sort like their numbers."""
+    """Returns the peer id of the peer with this index. Peer ids sort like indices."""
     return PeerId(f"{index:0{_DIGITS}d}")
 
 

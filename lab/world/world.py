@@ -219,7 +219,7 @@ class DataNode:
             self._swarm.launched(flight.microbatch, flight.path, self.world.time.now)
 
     def completed(self, flight: InFlight, path: Path) -> None:
-        """Records the path that a completed microbatch has taken, and its repaired positions."""
+        """Records the path that a completed microbatch has taken, and the positions at which peers were substituted."""
         self.world.ledger.completed[flight.microbatch] = path
         self.world.ledger.repaired_at.update(repaired_positions(self.planned.pop(flight.microbatch), path))
 
@@ -241,7 +241,7 @@ class Peer:
     """Simulated peer: custody, view of the membership, a compute thread, and at stage 0 a `DataNode`.
 
     Args:
-        incarnation: number of starts.
+        incarnation: number of times that this peer has started.
     """
 
     def __init__(self, world: World, own: PeerId, module: ModuleId, incarnation: int) -> None:
@@ -404,7 +404,7 @@ class Peer:
         )
 
     def later(self, work: Work, done: Callable[[float], None]) -> None:
-        """Queues work on the simulated compute thread, which calls `done` with the work's seconds at its end."""
+        """Queues work on the simulated compute thread. When the work ends, `done` is called with its seconds."""
         time, environment = self.world.time, self.world.environment
         seconds = environment.compute_s(self.id, work)
         end = max(time.now, self._busy_until) + seconds
@@ -412,7 +412,7 @@ class Peer:
         time.after(end - time.now, lambda: self.do(lambda: done(seconds)))
 
     def computed(self, action: Compute, seconds: float, *, known: bool) -> None:
-        """Handles the end of a computation. `known`: whether its microbatch has not been forgotten since."""
+        """Handles the end of a computation. `known`: whether custody still has the computation's microbatch."""
         if known and action.work is Work.LOSS and self.data_node is not None:
             self.data_node.loss_known(action.key)
         if known:

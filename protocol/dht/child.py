@@ -45,7 +45,7 @@ def pack(message: Message) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, into: type[Parsed]) -> Parsed | None:
-    """Reads the next message of type `into`; None once the pipe is closed. A ProtocolViolation makes the pipe unusable."""
+    """Reads the next message of type `into`; None once the pipe is closed. Do not read after a ProtocolViolation."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if length > MAX_MESSAGE_BYTES:
@@ -81,7 +81,7 @@ class DhtChild:
         return self._process.pid
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
-        """Sends a request to the child and waits for its reply. Raises Unreachable if the child is gone, silent or busy."""
+        """Sends a request to the child and waits for the reply. Raises Unreachable without a successful reply."""
         if self.ended.is_set():
             raise Unreachable("the DHT process has ended")
         if len(self._waiting) >= MAX_WAITING_REQUESTS:

@@ -145,7 +145,7 @@ class DhtDirectory:
             await self._tasks.__aexit__(None, None, None)  # do not wrap the caller's error in a group
 
     async def publish(self, announcement: Announcement) -> None:
-        """Signs our announcement and stores it in the DHT, by its module. Raises Unreachable, ProtocolViolation."""
+        """Signs our announcement and stores it under its module's key. Raises Unreachable, ProtocolViolation."""
         store = dht_process_pb2.DhtStore(
             key=directory_key(announcement.run, announcement.module),
             owner=announcement.peer,
@@ -321,7 +321,7 @@ class RelayAttachment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayTunnels:
-    """Opener and acceptor of tunnels through relays. `relay_of` returns the multiaddr of the relay on a peer, or ""."""
+    """Tunnels through relays, in both directions. `relay_of` returns the multiaddr of a peer's relay, or ""."""
 
     directory: DhtDirectory
     relay_of: Callable[[PeerId], str]

@@ -63,7 +63,7 @@ class RecordStore:
         return self._count
 
     def put(self, key: Any, owner: str, kept: Kept) -> bool:
-        """Stores a record if it replaces an older one of its owner, or if the store has room. Returns whether it did."""
+        """Stores a record that replaces an older one of its owner, or if the store has room. Returns whether it did."""
         if not self._holds(kept):
             return False
         present = self._rooms.get(key, {}).get(owner)

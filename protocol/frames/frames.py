@@ -307,7 +307,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """Last frame that the side that ends a link sends, with the reason."""
+    """Last frame from the side that ends a link, with the reason."""
 
     reason: FarewellReason
     detail: Detail = ""

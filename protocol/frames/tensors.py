@@ -232,7 +232,7 @@ class OutgoingTransfer:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """Incoming tensor that was refused: its chunks are checked and discarded. The subclass `Assembly` stores chunks."""
+    """Incoming tensor whose chunks are checked and discarded, because it was refused. `Assembly` stores its chunks."""
 
     frame: TensorFrame
     _received: int = 0

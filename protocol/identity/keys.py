@@ -203,7 +203,7 @@ def _make_private_folders(folder: Path) -> None:
 
 
 def _write_private_file(path: Path, data: bytes) -> None:
-    """Writes a new file with mode 0600 atomically. Raises FileExistsError, also for a dangling link."""
+    """Writes a new file with mode 0600 atomically. Raises FileExistsError, also if `path` is a dangling symlink."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -27,7 +27,7 @@ _PIECE_NUMBERS: Final = struct.Struct("<6Q")
 
 
 class EntrySigner:
-    """`Signer` of one run's roster entries, which also verifies them. It signs run, round, attempt and anchor too."""
+    """Signs and verifies a run's roster entries (`Signer`). The signed bytes include round, attempt and anchor."""
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity
@@ -63,7 +63,7 @@ def _version(version: AnchorVersion) -> bytes:
 
 
 class PieceSignatures:
-    """Signs this peer's pieces of pseudo-gradients and verifies the signatures of other members' pieces."""
+    """Signs this peer's pieces of pseudo-gradients, and verifies those of the other members of a round."""
 
     def __init__(self, run: RunId, identity: Identity) -> None:
         self._run = bytes.fromhex(run)
@@ -113,7 +113,7 @@ class Routes:
         documents: tuple[int, ...] = (),
         labels: int = 0,
     ) -> Path:
-        """Signs the route of a microbatch of this node. Returns the path with its route; rounds `lifetime_s` to 1 ms."""
+        """Signs the route of this node's microbatch. Returns the path with its route; rounds `lifetime_s` to 1 ms."""
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)

@@ -66,7 +66,7 @@ def link_in(text: str) -> JoinLink | None:
 
 
 def parse_link(text: str) -> JoinLink:
-    """Parses a link, ignoring surrounding white space. Raises ConfigError with an example."""
+    """Parses a join link, ignoring surrounding white space. Raises ConfigError with an example of a link."""
     link = text.strip()
     if len(link) > MAX_LINK_CHARACTERS:
         raise _wrong(f"it has {len(link)} characters, allowed are {MAX_LINK_CHARACTERS}")

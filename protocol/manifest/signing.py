@@ -27,7 +27,7 @@ TomlValue = Scalar | tuple["TomlValue", ...]
 
 
 def toml_of(manifest: Manifest) -> str:
-    """Renders every key as TOML, including defaults; keys added later become comments at their default."""
+    """Renders all keys as TOML, including defaults; keys that newer versions added are comments at their default."""
     head = toml_comment("A Skipstone run. These values are equal on all peers. Changing a value makes a different run.")
     return "\n\n".join([head, *_table(manifest, "")]) + "\n"
 
@@ -51,7 +51,7 @@ def toml_value(value: TomlValue) -> str:
 
 
 def _table(section: Section, path: str) -> list[str]:
-    """Renders a section as blocks. TOML requires a table's own keys before its sub-tables."""
+    """Renders a section and its sub-sections as TOML tables, the section's own keys first, as TOML requires."""
     head = []
     if path:
         about = type(section).__doc__

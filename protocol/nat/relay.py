@@ -46,7 +46,7 @@ class RelayStream:
             raise Unreachable("the stream broke") from error
 
     async def hear(self) -> relay_pb2.RelayMessage:
-        """Reads the next message. Raises Unreachable at the end, ProtocolViolation for unknown or long messages."""
+        """Reads the stream's next message. Raises Unreachable at its end, ProtocolViolation for an invalid message."""
         try:
             length = int.from_bytes(await self.reader.readexactly(_LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
@@ -188,7 +188,7 @@ class RelayBudget:
         return self._pairs.left(_pair(one, other), self._now())
 
     def spend(self, one: PeerId, other: PeerId, amount: int) -> str:
-        """Charges two peers for relaying `amount` bytes. Returns the reason if too few bytes are left, else ""."""
+        """Charges the budget for bytes relayed between two peers. Returns the reason if too few are left, or ""."""
         now = self._now()
         if not self._pairs.take(_pair(one, other), now, amount):
             return "these two peers have had their share of the relay's bytes for now"
@@ -232,7 +232,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """Tunnel whose target has not accepted yet. `taken` gets the target's stream, which stays open until `over`."""
+    """Tunnel that waits for its target. `taken` gets the target's stream, which stays open until `over` is set."""
 
     target: PeerId
     taken: asyncio.Future[RelayStream]
@@ -267,7 +267,7 @@ class RelayService:
         return replace(self._figures, **now)
 
     async def serve(self, stream: RelayStream) -> None:
-        """Attaches a stream's peer, or opens or accepts a tunnel, until the stream ends. Raises only CancelledError."""
+        """Serves an incoming stream by its first message: attach, open or accept. Raises only CancelledError."""
         try:
             first = await self._greeted(stream)
             match first.WhichOneof("kind"):
@@ -291,7 +291,7 @@ class RelayService:
             await stream.close()
 
     async def _greeted(self, stream: RelayStream) -> relay_pb2.RelayMessage:
-        """Reads a stream's first message. Raises Rejected if it is late, or if too many streams still owe theirs."""
+        """Reads a stream's first message. Raises Rejected if it is late, or if too many streams wait for theirs."""
         limits = self._limits
         if self._greeting.total() >= limits.greeting or self._greeting[stream.peer] >= limits.greeting_of_a_peer:
             raise Rejected("too many streams have not sent their first message")
@@ -375,7 +375,7 @@ class RelayService:
 
     @asynccontextmanager
     async def _far_end(self, attached: RelayStream, opener: PeerId) -> AsyncIterator[RelayStream]:
-        """Asks an attached peer to accept a tunnel from `opener`, and yields the stream it opens. Raises Rejected."""
+        """Asks an attached peer to accept a tunnel from `opener`. Yields the stream that it opens. Raises Rejected."""
         number = next(self._numbers)
         waiting = _Waiting(attached.peer, asyncio.get_running_loop().create_future())
         self._waiting[number] = waiting
@@ -436,7 +436,7 @@ TAKEN_REFILL_S: Final = 0.5
 
 @dataclass(slots=True)
 class Incoming:
-    """Tunnels that others open to this peer through all relays: their local end, number and rate limit."""
+    """Tunnels that others open to this peer through all relays: local address, number and rate limit."""
 
     local: tuple[str, int]  # Host and port to which tunnels lead
     tunnels: int = 0
@@ -465,7 +465,7 @@ class Attachment:
     reason: str = field(default="not tried yet", init=False)  # Reason if it is not standing
 
     async def keep(self) -> None:
-        """Attaches to the relay, again after each failure, until cancelled. Tunnels of the relay end with this task."""
+        """Attaches to the relay, again after each failure, until cancelled. Its tunnels end with this task."""
         pause_s, longest_s = RETRY_S
         async with asyncio.TaskGroup() as tunnels:
             while True:

@@ -243,7 +243,7 @@ def make_server(
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Whether to keep gRPC's log record: not the traceback of a cut stream, with which any caller could fill the log."""
+    """Whether to keep a log record of gRPC: not for a cut stream, with which any caller could fill the log."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 

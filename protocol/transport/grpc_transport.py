@@ -247,7 +247,7 @@ class GrpcTransport:
     # ---- answering ----------------------------------------------------------------------------------------------
 
     async def _serve(self, _requests: object, context: ServicerContext) -> None:
-        """Handles `Connect` for gRPC: admits the caller and serves its stream in our task group, which gets errors."""
+        """Handles `Connect` for gRPC: admits the caller and serves its stream in our task group, which sees errors."""
         peer = await self._admission.enter(context)
         if self._closing:
             return

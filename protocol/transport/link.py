@@ -309,7 +309,7 @@ class Asking:
             ) from None
 
     def answered(self, answer: AnswerFrame) -> None:
-        """Completes the answered question; drops a late answer. Raises ProtocolViolation if the subjects differ."""
+        """Completes the question of an answer, if it still waits. Raises ProtocolViolation if their subjects differ."""
         about, result = self._open.get(answer.id, (None, None))
         if result is None or result.done():
             return
