@@ -732,7 +732,7 @@ class Scenario(ScenarioTable):
         return self.model_copy(update={"groups": tuple(groups), "events": tuple(events)})
 
     def undisturbed(self) -> Scenario:
-        """Returns the scenario without events; without expectations also on an ideal network."""
+        """Returns the scenario without its events and, unless it has expectations, on an ideal network."""
         calm = self if self.chaos is not None else self.everywhere("none")
         return calm.model_copy(update={"name": f"{self.name}, undisturbed", "events": (), "chaos": None})
 

@@ -305,7 +305,7 @@ class Emulation:
         return self._access(way[1]).down.grant(size_bytes, now)
 
     def before_break(self, way: Way, size_bytes: int) -> int | None:
-        """Counts bytes towards the receiver's next reset. Returns how many pass before a reset now due; None if all."""
+        """Counts bytes towards the receiver's next reset. Returns how many pass if that reset is due now, else None."""
         breaks = None if way[1] is None else self._breaks.get(way[1])
         if breaks is None:
             return None

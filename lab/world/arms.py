@@ -60,7 +60,7 @@ class RulePlanner(Planner, ABC):
     def plan(
         self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """Plans like `Planner.plan`. `route` is empty: only the node's own planner supports experts."""
+        """Plans a path like `Planner.plan`. `route` is empty: only the node's own planner supports experts."""
         stages = ring_stages(self.rules, number)
         missing = tuple(m for m in map(ModuleId, stages) if not self._view.replicas(m, now))
         if missing:
@@ -109,7 +109,7 @@ class ReplayPlanner(Planner):
     def plan(
         self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """Plans like `Planner.plan`. An unreachable peer is replaced by the replica that should finish first."""
+        """Plans a path like `Planner.plan`. An unreachable peer is replaced by the replica that should finish first."""
         hops = list[Hop]()
         for peer in self._routes[number % len(self._routes)]:
             known = self._view.get(peer)

@@ -282,7 +282,7 @@ def packed(measured: LinkRate) -> int:
 
 @lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """Checks the form of a peer id; only the certificate proves it. Raises ProtocolViolation."""
+    """Returns `text` if it has the form of a peer id, which only a certificate proves. Raises ProtocolViolation."""
     if not _PEER_ID.fullmatch(text):
         raise ProtocolViolation("a peer id does not have the form 12D3Koo... with 52 characters")
     return PeerId(text)

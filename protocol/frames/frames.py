@@ -351,7 +351,7 @@ def is_chunk(data: bytes) -> bool:
 
 
 def topic_of(data: bytes) -> Topic | None:
-    """Returns a small frame's topic from its first bytes; None if every peer may send it. Raises ProtocolViolation."""
+    """Returns a small frame's topic, such as rounds; None if every peer may send it. Raises ProtocolViolation."""
     return _KINDS[_name_of(data)].topic
 
 

@@ -465,7 +465,7 @@ class Attachment:
     reason: str = field(default="not tried yet", init=False)  # Reason if it is not standing
 
     async def keep(self) -> None:
-        """Attaches to the relay, again after each failure, until cancelled. Its tunnels end with this task."""
+        """Attaches to the relay, again after each failure, until cancelled. All tunnels through the relay end then."""
         pause_s, longest_s = RETRY_S
         async with asyncio.TaskGroup() as tunnels:
             while True:

@@ -369,7 +369,7 @@ class _Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinkSurroundings:
-    """Objects shared by all links of a transport."""
+    """Handler, clock, settings and common frame budget, shared by all links of a transport."""
 
     handler: LinkHandler
     clock: Clock
