@@ -44,7 +44,7 @@ _LOG_NAME = re.compile(r"(?P<life>.+-(?P<began>\d+))(?:\.(?P<part>\d+))?\.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A line of a log file, counted from 1."""
+    """Position in an event log: file name and line number, counted from 1."""
 
     file: str
     line: int
@@ -58,7 +58,7 @@ Line = tuple[Spot, bytes]
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """The log of one process of a peer."""
+    """Start, current time and end of one process of a peer, from its event log."""
 
     peer: str
     began_ms: int
@@ -72,7 +72,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken rule, and the first line that shows it."""
+    """A broken rule of the audit, and the first log line that shows it."""
 
     rule: str
     spot: Spot | None
@@ -80,20 +80,20 @@ class Violation:
 
 
 class LogCheck:
-    """One check of the audit: takes all events, in log order for each peer, then judges."""
+    """One check of the audit: receives the events of all logs, log by log, then looks for violations."""
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
         self.counts: dict[str, int] = {}
 
     def begin(self, life: Life) -> None:
-        """Begins another log."""
+        """Called before the first event of each log."""
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
-        """Takes one event of the log."""
+        """Receives the next event from the log of the process `life`."""
 
     def judge(self) -> None:
-        """Judges rules that need all logs."""
+        """Called after the last log: adds the violations of rules that need all logs."""
 
     def violate(self, rule: str, spot: Spot | None, message: str) -> None:
         self.violations.append(Violation(rule, spot, message))
@@ -118,7 +118,7 @@ class _Done:
 
 
 class VisitCheck(LogCheck):
-    """The check that each microbatch counts exactly once."""
+    """Check that each completed microbatch counts exactly once at each stage of its path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class VisitCheck(LogCheck):
     def _judge_account(
         self, spot: Spot, counts: MicrobatchCounts, before: MicrobatchCounts, tally: MicrobatchCounts
     ) -> None:
-        """Compares a data node's summary with its own log."""
+        """Compares the microbatch counts in a data node's final summary with those in its event log."""
         for what, said, logged in (
             ("completed", counts.completed - before.completed, tally.completed),
             ("abandoned", counts.abandoned - before.abandoned, tally.abandoned),
@@ -245,7 +245,7 @@ class VisitCheck(LogCheck):
         self.violate("exactly once", done.spot, message)
 
     def _judge_visits_of_others(self) -> None:
-        """Finds visits without a completion. A visit is logged only after its data node logged the completion."""
+        """Finds visits of microbatches that no data node completed, since a completion is logged before its visits."""
         known = {short(PeerId(peer)) for peer in self._lives}
         for microbatch, found in self._visits.items():
             if not found or microbatch in self._completed:
@@ -275,7 +275,7 @@ History = list[_Entry]
 
 
 class RoundCheck(LogCheck):
-    """The check of rounds and anchors."""
+    """Check that round numbers never fall, and that the replicas of a module agree on each round's anchor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class RoundCheck(LogCheck):
     def _not_joined(
         self, module: str, digest: str, sides: dict[str, dict[str, int]], histories: dict[str, History]
     ) -> list[str]:
-        """Returns the peers that did not join the side of `digest`: never held or fetched an anchor of its lineage.
+        """Returns the peers that, after a fork, never joined the side of `digest` by fetching one of its anchors.
 
         Killed peers, and peers that moved or stopped before they served, need not join.
         """
@@ -391,7 +391,7 @@ class RoundCheck(LogCheck):
                 self.violate("the same end", held.spot, message)
 
     def _held_it(self, peer: str, module: str) -> bool:
-        """Whether the peer still served the module at its end."""
+        """Whether the peer still served the module when its last process ended."""
         return self._last_modules.get(peer, module) == module and peer not in self._joining
 
 
@@ -403,7 +403,7 @@ class _Account:
 
 
 class TokenCheck(LogCheck):
-    """The check of tokens and steps of data nodes."""
+    """Check that a data node's tokens match its completed microbatches, and that its steps have no gaps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,7 +428,7 @@ class TokenCheck(LogCheck):
 
 
 def is_rerouted(event: Event | None) -> bool:
-    """Whether a completed microbatch visited an expert outside its route."""
+    """Whether the event is the completion of a microbatch that visited an expert outside its route."""
     if not isinstance(event, Completed) or event.route is None:
         return False
     own = {f"{stage}.{expert}" for stage, expert in enumerate(event.route, start=1)}
@@ -454,7 +454,7 @@ class RouteCount(LogCheck):
         self.count("rerouted", is_rerouted(event))
 
     def as_json(self) -> dict[str, Any]:
-        """Returns `modules` and `routes`; empty without experts."""
+        """Returns the counts by module and by route as JSON values; empty for a run without experts."""
         if not self._routes:
             return {}
         routes = [
@@ -466,7 +466,7 @@ class RouteCount(LogCheck):
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Counts and violations that an audit found."""
+    """Result of an audit: counts of events by kind, and violations."""
 
     logs: int
     ended_well: int
@@ -491,7 +491,7 @@ class AuditReport:
 
 
 class Audit:
-    """Reads logs in turn, a peer's in the order of their start, and judges them together."""
+    """Audit of event logs: reads all logs, each peer's in the order of process starts, then looks for violations."""
 
     def __init__(self) -> None:
         self._own = LogCheck()
@@ -501,7 +501,7 @@ class Audit:
         self._torn = 0
 
     def read(self, lines: Iterable[Line]) -> None:
-        """Reads all lines of one process, with line ends. Only the last one may be truncated."""
+        """Reads all lines of one process's event log, with line ends. Only the last line may be truncated."""
         life: Life | None = None
         parts = 0
         cut: Spot | None = None
@@ -530,7 +530,7 @@ class Audit:
         self._torn += cut is not None
 
     def _event(self, spot: Spot, line: bytes) -> Event | None:
-        """Parses a line; None if it is malformed or from a later version."""
+        """Parses a log line. None if it is malformed, which is a violation, or from a later version."""
         try:
             return event_from_json(line)
         except ProtocolViolation as error:
@@ -556,7 +556,7 @@ class Audit:
 
 
 def check_logs(logs: Sequence[Iterable[Line]]) -> AuditReport:
-    """Audits logs, in the order of their processes' start."""
+    """Audits event logs, given in the order in which their processes started."""
     audit = Audit()
     for lines in logs:
         audit.read(lines)
@@ -564,12 +564,12 @@ def check_logs(logs: Sequence[Iterable[Line]]) -> AuditReport:
 
 
 def check_folder(folder: Path) -> AuditReport:
-    """Audits the logs in a folder. Raises ConfigError if they cannot be read."""
+    """Audits the event logs in a folder. Raises ConfigError if they cannot be read."""
     return check_logs([_lines_of(parts) for parts in _lives_in(folder)])
 
 
 def _lives_in(folder: Path) -> list[list[Path]]:
-    """Returns the files of each process, in the order of their start."""
+    """Returns the log files of each process, in the order in which the processes started."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", hint="Choose the folder that --log-dir named.")
     found: dict[tuple[int, str], list[tuple[int, Path]]] = {}
@@ -581,7 +581,7 @@ def _lives_in(folder: Path) -> list[list[Path]]:
 
 
 def _lines_of(parts: list[Path]) -> Iterator[tuple[Spot, bytes]]:
-    """Yields the lines of a process's files. An overlong line comes in pieces, which fail to parse."""
+    """Yields the lines of one process's log files. An overlong line is split into pieces, which fail to parse."""
     for path in parts:
         try:
             with path.open("rb") as file:

@@ -151,7 +151,7 @@ def check(
 
 
 class Teller:
-    """Writes progress to standard output; with --json to standard error."""
+    """Printer of an experiment's progress, on standard output, or on standard error with --json."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._stream = sys.stderr if as_json else sys.stdout
@@ -159,7 +159,7 @@ class Teller:
         self._loss: float | None = None
 
     def tell(self, update: str | Row | Mark) -> None:
-        """Writes a row at most every `SHOWN_EVERY_S`, and marks at once. A text starts or ends a run."""
+        """Prints metrics (`Row`) at most every `SHOWN_EVERY_S`, events (`Mark`) at once, and texts between runs."""
         from lab.outcome import Row
 
         if isinstance(update, str):

@@ -42,7 +42,7 @@ def _set_clock(ahead_s: float, step_s: float) -> None:
     from protocol.interfaces import clock
 
     class WrongClock(clock.SystemClock):
-        """The clock of a machine that was set by hand."""
+        """Clock with a wrong wall time, as on a machine whose clock was set by hand."""
 
         ahead_s: float
 

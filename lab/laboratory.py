@@ -57,7 +57,7 @@ class Held:
 
 @dataclass(slots=True)
 class Accused:
-    """An accused replica, and its accusers' rounds since then."""
+    """Accusers of one replica, the number of their later rounds, and the number of those that included the replica."""
 
     by: set[str] = field(default_factory=set)
     commits: int = 0
@@ -65,7 +65,7 @@ class Accused:
 
 
 class LogWatch:
-    """Follows the event logs in a folder while `run` runs. `now` returns seconds since the run began."""
+    """Totals from the event logs in a folder, kept up to date by `run`. `now` returns seconds since the run began."""
 
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self.completed: list[float] = []
@@ -79,7 +79,7 @@ class LogWatch:
         self._wanted: dict[asyncio.Future[RoundProgress], Callable[[RoundProgress], bool]] = {}
 
     async def run(self) -> None:
-        """Reads new lines until cancelled."""
+        """Reads new lines of all event logs until cancelled."""
         try:
             while True:
                 self._look()
@@ -89,7 +89,7 @@ class LogWatch:
                 os.close(file)
 
     async def until(self, wanted: Callable[[RoundProgress], bool]) -> RoundProgress:
-        """Waits for the next round progress that `wanted` accepts."""
+        """Waits for the next `RoundProgress` event for which `wanted` returns true."""
         found: asyncio.Future[RoundProgress] = asyncio.get_running_loop().create_future()
         self._wanted[found] = wanted
         try:
@@ -143,7 +143,7 @@ LOOK_S = 0.05
 
 
 class Kind(enum.Enum):
-    """The kind of a line in the diary."""
+    """Kind of a mark: a fault begins, a fault ends, or another event."""
 
     FAULT = "fault"
     END = "end"
@@ -152,7 +152,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A line of the diary."""
+    """Entry of the diary, which lists an experiment's faults and other events."""
 
     at_s: float
     kind: Kind
@@ -161,14 +161,14 @@ class Mark:
 
 
 def deployment(index: int) -> Deployment:
-    """Returns a node's deployment: it listens at its own loopback address and advertises its proxy's."""
+    """Returns a node's addresses: it listens at one loopback address and advertises another, its proxy's."""
     # Loopback is a whole /8, so each node gets two addresses.
     rest = f"{index // 250}.{index % 250 + 1}"
     return Deployment(host=f"127.77.{rest}", advertise=f"127.78.{rest}")
 
 
 class Laboratory:
-    """A local swarm, its emulated network, and the diary of a run. Raises ConfigError without Linux's /proc."""
+    """A local swarm, its emulated network, and the diary of its faults. Raises ConfigError without Linux's /proc."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Laboratory:
         self._began = time.monotonic()
 
     def now(self) -> float:
-        """Returns the seconds since the run began; -1 before."""
+        """Returns the seconds since `begin` was called; -1 before that."""
         return time.monotonic() - self._began if self._began < math.inf else -1.0
 
     def serving(self) -> dict[int, PeerProgress]:
@@ -233,7 +233,7 @@ class Laboratory:
 
     @property
     def failures(self) -> dict[int, int]:
-        """Exit codes of nodes that failed on their own."""
+        """Exit codes, by index, of nodes that failed although the laboratory did not kill them."""
         ends = self.swarm.ends.items()
         return {peer: end.exit_code for peer, end in ends if end.exit_code and peer not in self.killed}
 
@@ -269,7 +269,7 @@ class Laboratory:
         await until(lambda: self.swarm.progress.peers[peer].state == "serving")
 
     def freeze(self, peers: Sequence[int]) -> None:
-        """Stops all processes of these peers with SIGSTOP until each freeze is undone."""
+        """Stops all processes of these peers with SIGSTOP. If freezes overlap, each one must be ended by `thaw`."""
         # Freezes may overlap, so count them.
         self.frozen.update(peers)
         send_signal(self.processes_of(set(peers)), signal.SIGSTOP)
@@ -293,14 +293,14 @@ class Laboratory:
         return await asyncio.to_thread(self._callers.caller, source, target)
 
     def attempt(self, name: str, action: Callable[[], None]) -> None:
-        """Carries out an action. Our own errors become missed events and do not end the run."""
+        """Calls `action`, the start of an event. A SkipstoneError makes it a missed event and does not end the run."""
         try:
             action()
         except SkipstoneError as error:
             self.miss(f"{name} was not possible: {error}")
 
     def later(self, work: Coroutine[None, None, None], what: str) -> None:
-        """Starts the rest of an event, which ends with the run at the latest."""
+        """Runs the later work of an event in a task that ends with the run at the latest. `what` describes the work."""
 
         async def do() -> None:
             try:
@@ -315,7 +315,7 @@ class Laboratory:
         task.add_done_callback(self._later.discard)
 
     def lasts(self, what: str, for_s: float, mend: Callable[[], None]) -> None:
-        """Notes a fault and mends it after `for_s` seconds, or when the run ends."""
+        """Notes a fault in the diary, and calls `mend` after `for_s` seconds or when the run ends."""
         self.fault(what, lasts=True)
 
         async def mend_later() -> None:
@@ -338,7 +338,7 @@ class Laboratory:
         self.emulation.clear()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Starts a task that ends with the laboratory. Its error ends everything."""
+        """Starts a task that ends with the laboratory. If the task fails, its error ends the whole run."""
         task = self._group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -354,7 +354,7 @@ class Laboratory:
         self._mark(Mark(self.now(), Kind.NOTE, what))
 
     def miss(self, what: str) -> None:
-        """Notes an event that was impossible."""
+        """Notes in the diary that an event could not be carried out, so that the run does not pass."""
         self.missed.append(what)
         self.note(what)
 
@@ -370,7 +370,7 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 async def until(over: Callable[[], bool]) -> None:
-    """Polls a condition of other processes."""
+    """Waits until `over` returns true. Polls, because other processes change the result."""
     while True:
         if over():
             return

@@ -83,7 +83,7 @@ LIES: Final = (
 
 
 class Liar:
-    """The current lie of this process."""
+    """Choice of the lie that this process tells in a round, drawn from the seed and the round's number."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -100,7 +100,7 @@ class Liar:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LyingSource(UpdateSource):
-    """Our pseudo-gradient times a factor."""
+    """This replica's pseudo-gradient, falsely multiplied by `factor`."""
 
     factor: float
 
@@ -120,7 +120,7 @@ def _times(source: UpdateSource, factor: float) -> LyingSource:
 
 
 def install(liar: Liar) -> None:
-    """Makes every node of this process lie from now on."""
+    """Patches the node's classes, so that every node of this process tells the lies of `liar`."""
     _lie_as_contributor(liar)
     _lie_as_reducer(liar)
     _lie_in_messages(liar)
@@ -198,7 +198,7 @@ def _lie_in_messages(liar: Liar) -> None:
 
 
 def _changed(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
-    """Returns the message that replaces an honest one."""
+    """Returns the control message to send to `peer`: a false one if the current lie requires it, else `message`."""
     match message:
         case SignedRoster(entries=entries) if liar.tells("omits a member from its rosters"):
             others = [entry for entry in entries if entry.peer not in (peer, message.round.convener)]
@@ -251,7 +251,7 @@ def _replace(kind: type, **functions: Callable[..., Any]) -> None:
 
 
 def main() -> None:
-    """Runs `skipstone ARGUMENTS` as a liar."""
+    """Installs the lies, then runs `skipstone ARGUMENTS`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("arguments", nargs="+")

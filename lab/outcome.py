@@ -52,7 +52,7 @@ class Peaks:
 
 
 class Recorder:
-    """Collects rows. `passed` are the bytes delivered before the first row."""
+    """Maker of a run's `Row`s and peaks of memory and threads. `passed`: bytes delivered before the first row."""
 
     def __init__(self, passed: dict[Way, int]) -> None:
         self.peaks = Peaks()
@@ -125,7 +125,7 @@ _STEP_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Recovery from a fault or after its end, in seconds; infinite if it never came."""
+    """Seconds from a fault or its end (`mark`) until pace and service are restored; infinite if they never are."""
 
     mark: Mark
     pace_s: float
@@ -133,7 +133,7 @@ class Recovery:
 
     @property
     def counts(self) -> bool:
-        """Whether the limit applies: not while the fault lasts."""
+        """Whether the scenario's recovery limit applies: for a fault that lasts, only from its end."""
         return not self.mark.lasts
 
     @property
@@ -152,7 +152,7 @@ class Recovery:
 
 
 def pace_before(times: Sequence[float], until_s: float) -> float:
-    """Returns completed microbatches per second before `until_s`; 0 if that is too short. `times` ascend."""
+    """Returns the median of microbatches completed (at `times`, sorted) per second before `until_s`; 0 if too early."""
     # The median ignores a slow start and pauses of the machine.
     starts = [start * _STEP_S for start in range(math.ceil(max(0.0, until_s - WINDOW_S) / _STEP_S))]
     return statistics.median(_in_window(times, start) / WINDOW_S for start in starts) if starts else 0.0
@@ -161,7 +161,7 @@ def pace_before(times: Sequence[float], until_s: float) -> float:
 def pace_back_after(
     times: Sequence[float], since_s: float, pace: float, end_s: float, share: float = PACE_SHARE
 ) -> float:
-    """Returns the seconds from `since_s` until a share of the pace is back; infinite if not before `end_s`."""
+    """Returns the seconds from `since_s` until the pace is at least `share * pace`; infinite if not before `end_s`."""
     needed = share * pace * WINDOW_S
     first = bisect_left(times, since_s)
     for start in (since_s, *times[first:]):
@@ -173,7 +173,7 @@ def pace_back_after(
 
 
 def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float:
-    """Returns the seconds from `since_s` until all modules are served. `changes` hold (time, all served)."""
+    """Returns the seconds from `since_s` until all modules are served. `changes`: (time, whether all are served)."""
     for at, (gap_s, served) in enumerate(changes):
         if served or gap_s > since_s + NOTICED_S:
             continue
@@ -184,7 +184,7 @@ def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float
 
 
 def rerouted_after(changes: Sequence[tuple[float, bool]], rerouted: Sequence[float]) -> float | None:
-    """Returns the seconds from full service to the last rerouted microbatch; None if a module stays unserved."""
+    """Returns the seconds from when all modules were served again to the last rerouted microbatch; None if never."""
     if not changes or not changes[-1][1]:
         return None
     return max(0.0, rerouted[-1] - changes[-1][0]) if rerouted else 0.0
@@ -233,7 +233,7 @@ def utilization_of(progress: SwarmProgress) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of one run."""
+    """Results of one run of a scenario, for the report and for its objections."""
 
     scenario: Scenario
     started_after_s: float
@@ -262,7 +262,7 @@ class Outcome:
 
     @property
     def slowest(self) -> tuple[float, int] | None:
-        """Smallest capacity of a stage, and that stage; None if no speed is known."""
+        """Capacity, in tokens per second, and number of the slowest stage; None if no speed is known."""
         return min(((speed, stage) for stage, speed in enumerate(self.capacity) if speed > 0), default=None)
 
     @property
@@ -278,7 +278,7 @@ class Outcome:
 
     @property
     def loss_ratio(self) -> float | None:
-        """Held-out loss relative to the undisturbed run's, else the training loss; None without such a run."""
+        """Ratio of the held-out (else training) loss to that loss of the undisturbed run; None without such a run."""
         if self.undisturbed is None:
             return None
         other = self.undisturbed
@@ -289,7 +289,7 @@ class Outcome:
 
     @property
     def counted(self) -> tuple[Recovery, ...]:
-        """Recoveries to which the limit applies."""
+        """Recoveries to which the scenario's recovery limit applies."""
         return tuple(each for each in self.recoveries if each.counts)
 
     @property
@@ -302,7 +302,7 @@ class Outcome:
         return {name: self.report.counts[name] for name in names if self.report.counts.get(name)}
 
     def traffic(self, direction: str) -> dict[str, int]:
-        """Returns the bytes of each peer; `direction` is `up` or `down`."""
+        """Returns the bytes that each peer sent (`direction` is `up`) or received (`down`)."""
         sums: Counter[str] = Counter()
         for row in self.rows:
             sums.update(getattr(row, direction))
@@ -310,7 +310,7 @@ class Outcome:
 
     @property
     def objections(self) -> tuple[str, ...]:
-        """Objections to the run; empty if it passed."""
+        """Reasons why the run did not pass; empty if it passed."""
         return (
             *(["the run was cut short"] if self.cut_short else []),
             *(f"check: {found.rule}: {found.message}" for found in self.report.violations),
@@ -320,7 +320,7 @@ class Outcome:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Encodes the run as JSON. Null seconds mean never."""
+        """Returns the outcome as JSON values. Seconds are null if the awaited state was never reached."""
         calm, expected = self.undisturbed, self.scenario.chaos
         objections = self.objections
         return {
@@ -364,7 +364,7 @@ class Outcome:
 
 
 def _of_peers(outcome: Outcome) -> list[str]:
-    """Collects objections to failed nodes, faulty peers and liars. Accusations by liars do not count."""
+    """Returns objections about failed nodes, nodes started with a fault, and liars. Ignores accusations by liars."""
     found = [
         f"peer {peer} ended with exit code {code}"
         for peer, code in sorted(outcome.failures.items())

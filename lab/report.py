@@ -59,7 +59,7 @@ def suite_json(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def suite_text(results: Sequence[Result]) -> str:
-    """Formats a suite's report.md: one row and one section per scenario."""
+    """Formats the report.md of several scenarios: one row and one section per scenario."""
     head = ["scenario", "fault", "passed", "recovery s", "pace back s", "all served s", "pace before /s", "lost"]
     parts = [
         "# Chaos",
@@ -198,7 +198,7 @@ Runs = Mapping[str, Sequence[Row]]
 
 
 def draw(folder: Path, outcome: Outcome) -> tuple[str, ...]:
-    """Draws loss, throughput and traffic; returns the file names. Raises ConfigError without matplotlib."""
+    """Plots loss, throughput and traffic into `folder`. Returns file names. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -57,7 +57,7 @@ Tell = Callable[[str | Row | Mark], None]
 
 
 class Run:
-    """One run of a scenario in an existing folder. Without expectations it ends after `longest_s` or `tokens`."""
+    """One run of a scenario in an existing folder. A run without expectations ends after `longest_s` or `tokens`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Run:
         self.lab.swarm.signal_all(signal.SIGKILL)
 
     async def to_the_end(self) -> Outcome:
-        """Runs to the end. Raises SkipstoneError if the swarm does not start or train."""
+        """Runs the scenario and returns the outcome. Raises SkipstoneError if the swarm does not start or train."""
         started = time.monotonic()
         self.logs.mkdir(exist_ok=True)
         async with self.lab.started(), task_scope() as tasks:
@@ -205,7 +205,7 @@ class Run:
             self._held_out_loss = None if answer is None else float(answer["loss"])
 
     async def _asked(self, question: Callable[[], Awaitable[Answer]]) -> Answer | None:
-        """Asks the swarm; None if it does not answer, since the asked peers may just have been killed."""
+        """Queries the swarm by `question`; None if it does not answer, since the queried peers may have been killed."""
         for _ in range(ASK_TRIES):
             try:
                 async with asyncio.timeout(ASK_LIMIT_S):
@@ -220,12 +220,12 @@ class Run:
 
     @property
     def pace(self) -> float:
-        """Completed microbatches per second before the first event. Even a newcomer takes the machine's time."""
+        """Completed microbatches per second before the scenario's first event, since any event may slow the machine."""
         firsts = [*(mark.at_s for mark in self.lab.marks), *(event.at_s for event in self.scenario.events[:1])]
         return pace_before(self.completed, min(firsts, default=self.lab.now()))
 
     def recoveries(self, until_s: float) -> tuple[Recovery, ...]:
-        """Returns the recovery from each fault and after its end, as of `until_s`."""
+        """Returns one recovery for each start and each end of a fault, as known at `until_s`."""
         completed, pace = [at for at in self.completed if at <= until_s], self.pace
         share = PACE_SHARE if self.scenario.chaos is None else self.scenario.chaos.pace_share
         return tuple(
@@ -276,7 +276,7 @@ LONGEST_CALM = 3.0
 
 @dataclass(slots=True, eq=False)
 class Experiment:
-    """Runs scenarios in a folder. `stop` ends the current run cleanly and starts no other."""
+    """Runner of scenarios, with results in a folder. `stop` ends the current run cleanly and prevents further runs."""
 
     folder: Path
     tell: Tell
@@ -288,14 +288,14 @@ class Experiment:
             self._running.kill()
 
     async def run(self, scenario: Scenario, text: str, *, compare: bool) -> Result:
-        """Runs one scenario; `text` is its file. Raises as `Run.to_the_end`, and ConfigError for a used folder."""
+        """Runs one scenario; `text` is its file. Raises as `Run.to_the_end`, and ConfigError for a non-empty folder."""
         self.tell(f"{scenario.name}: starting the swarm")
         result = await self._one(scenario, text, self.folder, compare=compare)
         (self.folder / "report.md").write_text(report_text(result))
         return result
 
     async def run_suite(self, scenarios: Sequence[tuple[Scenario, str]]) -> list[Result]:
-        """Runs scenarios in turn. Writes the report after each, so that an interrupted suite has one."""
+        """Runs scenarios in turn. Writes the report after each scenario, so that an interrupted suite has a report."""
         make_folder(self.folder)
         results: list[Result] = []
         for scenario, text in scenarios:
@@ -332,7 +332,7 @@ class Experiment:
         return Result(scenario, outcome, outcome.objections, plots)
 
     async def _undisturbed(self, outcome: Outcome, folder: Path) -> Outcome | None:
-        """Repeats the scenario undisturbed for equally many tokens; None if it does not get that far."""
+        """Repeats the scenario without faults for the same number of tokens; None if the time was too short."""
         without = outcome.scenario.undisturbed()
         self.tell(f"{without.name}: starting the swarm")
         make_folder(folder)

@@ -106,7 +106,7 @@ _Rate = Annotated[float, Field(ge=0.01, le=1e6)]
 
 
 class LinkTable(ScenarioTable):
-    """Changes of a link; None keeps a value."""
+    """Changes of a peer's link; a property that is None stays unchanged."""
 
     latency_ms: _Delay | None = None
     jitter_ms: _Delay | None = None
@@ -121,7 +121,7 @@ class LinkTable(ScenarioTable):
         return Site(replace(site.shape, **changes), site.region)
 
     def link_in_words(self) -> tuple[str, ...]:
-        """Describes the changes for the diary."""
+        """Describes the changes of the link in words, for the diary."""
         words = tuple(text.format(getattr(self, key)) for key, (_, _, text) in self._given().items())
         return words if self.fault is None else (*words, f"fault {self.fault.value}")
 
@@ -140,7 +140,7 @@ Kind = TypeVar("Kind", bound=ScenarioTable)
 
 
 def read_table(kind: type[Kind], values: Any, where: str = "", scenario: object = None) -> Kind:
-    """Reads a table at the path `where`. Raises ConfigError with the path of the first wrong key."""
+    """Validates a TOML table, at the path `where` in its file, as `kind`. Raises ConfigError for a wrong key."""
     try:
         return kind.model_validate(values, context=scenario, by_alias=True, by_name=False)
     except ValidationError as error:
@@ -172,7 +172,7 @@ class ScenarioEvent(ScenarioTable):
 
     @property
     def over_s(self) -> float:
-        """End of the event, as far as the file tells."""
+        """Time at which the event ends, in seconds, as far as the scenario's file specifies it."""
         return self.at_s + float(getattr(self, "for_s", 0.0))
 
     @abstractmethod
@@ -181,7 +181,7 @@ class ScenarioEvent(ScenarioTable):
 
 
 class Reshape(ScenarioEvent, LinkTable):
-    """Gives peers another link: a profile, then changes to it."""
+    """Gives peers another link, defined by a profile (or their present link) and changes to it."""
 
     NAME = "shape"
     peers: Peers
@@ -244,7 +244,7 @@ class Freeze(ScenarioEvent):
 
 
 class Partition(ScenarioEvent):
-    """Silently separates the sides, for a while or until a `Heal`."""
+    """Silently stops traffic between groups of peers, for a while or until a `Heal`."""
 
     NAME = "partition"
     sides: Sides
@@ -269,14 +269,14 @@ class Heal(ScenarioEvent):
 
 
 class Churn(ScenarioEvent):
-    """Replaces a share of the first peers each minute, each in its own slice of the time."""
+    """Replaces random peers one by one, at a rate given as a share of the initial peers per minute."""
 
     NAME = "churn"
     share_per_minute: Annotated[float, Field(ge=0.001, le=10)]
     for_s: Span = 0.0
 
     def moments(self, peers: int, seed: int) -> Sequence[float]:
-        """Returns the times of the replacements, always the same for a seed."""
+        """Returns the times at which peers are replaced, in seconds, always the same for a seed."""
         slice_s = 60.0 / (self.share_per_minute * peers)
         lots = random.Random(f"{seed} churn {self.at_s:g}")  # noqa: S311 - no secret
         # One replacement per slice, at a random moment in it.
@@ -366,7 +366,7 @@ class Resets(ScenarioEvent):
 
 
 class Child(ScenarioEvent):
-    """Kills or stops one child of each node: the DHT process or its p2pd."""
+    """Kills or stops one child process of each given node: the DHT process or its p2pd."""
 
     NAME = "child"
     peers: Peers
@@ -388,7 +388,7 @@ class Child(ScenarioEvent):
 
 
 class FullDisk(ScenarioEvent):
-    """Makes every write to a file fail, as on a full disk (EFBIG instead of ENOSPC)."""
+    """Makes every write of peers to a file fail, as on a full disk (EFBIG instead of ENOSPC)."""
 
     NAME = "full_disk"
     peers: Peers
@@ -500,7 +500,7 @@ class Odd(ScenarioEvent):
 
     @property
     def oddities(self) -> tuple[str, ...]:
-        """Options of `lab.faulty_node`."""
+        """Command-line options of `lab.faulty_node` for this event's clock and protocol versions."""
         given = {"clock": self.clock_s and f"{self.clock_s:g}", "step": self.step_s and f"{self.step_s:g}"}
         return tuple(f"--{key}={value}" for key, value in (given | {"protocol": self.protocol}).items() if value)
 
@@ -546,7 +546,7 @@ class Lie(ScenarioEvent):
 
 
 class FreezeLeader(ScenarioEvent):
-    """Freezes the leader of a stage's next round in the middle of the exchange."""
+    """Freezes the leader of a stage's next averaging round while pseudo-gradients are exchanged."""
 
     NAME = "freeze_convener"
     stage: Stage
@@ -616,7 +616,7 @@ Counts = dict[str, Annotated[int, Field(ge=0, le=2**53)]]
 
 
 class Group(LinkTable):
-    """A group of peers with the same link: a profile, then changes to it."""
+    """A group of initial peers with the same link, defined by a profile and changes to it."""
 
     name: Text
     peers: Annotated[int, Field(ge=1, le=MAX_PEERS)]
@@ -642,7 +642,7 @@ class Expectations(ScenarioTable):
 
 
 class Scenario(ScenarioTable):
-    """A scenario as read from its file. Time zero is the begin of the run."""
+    """A scenario as read from its file. Time zero is the start of the run."""
 
     name: Text
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
@@ -675,7 +675,7 @@ class Scenario(ScenarioTable):
 
     @property
     def manifest(self) -> Manifest:
-        """The demo run's manifest with our changes. Raises ManifestError, or ConfigError without a router."""
+        """The demo run's manifest with the scenario's changes. Raises ManifestError, or ConfigError for no router."""
         return self._routed[0]
 
     @property
@@ -697,7 +697,7 @@ class Scenario(ScenarioTable):
 
     @cached_property
     def members_of(self) -> dict[str, tuple[int, ...]]:
-        """The first peers by group, numbered through all groups from 0."""
+        """Indices of the initial peers by group, numbered through all groups from 0."""
         ends = [sum(group.peers for group in self.groups[: number + 1]) for number in range(len(self.groups))]
         return {group.name: tuple(range(end - group.peers, end)) for group, end in zip(self.groups, ends, strict=True)}
 
@@ -723,7 +723,7 @@ class Scenario(ScenarioTable):
         return tuple(dict.fromkeys(members))
 
     def everywhere(self, profile: str) -> Scenario:
-        """Returns the scenario with all peers, also later ones, behind this profile. Raises ConfigError."""
+        """Returns the scenario with all peers, even those started later, behind this profile. Raises ConfigError."""
         profile_of(profile)
         events = (
             each.model_copy(update={"profile": profile}) if isinstance(each, Start) else each for each in self.events
@@ -732,13 +732,13 @@ class Scenario(ScenarioTable):
         return self.model_copy(update={"groups": tuple(groups), "events": tuple(events)})
 
     def undisturbed(self) -> Scenario:
-        """Returns the scenario without events; without expectations also on an ideal network."""
+        """Returns the scenario without its events and, unless it has expectations, on an ideal network."""
         calm = self if self.chaos is not None else self.everywhere("none")
         return calm.model_copy(update={"name": f"{self.name}, undisturbed", "events": (), "chaos": None})
 
 
 def find_scenarios(names: list[str]) -> list[Path]:
-    """Returns the files of names, paths and `all`, each once. Raises ConfigError for anything else."""
+    """Returns the files of scenarios given by name, path or `all`, each once. Raises ConfigError for unknown names."""
     known = known_scenarios()
     found: list[Path] = []
     for name in names:

@@ -55,7 +55,7 @@ class Simulated:
     Args:
         pace: completed microbatches per second.
         visits: completed visits by stage after stage 0; then those of the least and the most visited stage.
-        planning_cpu_seconds: per data node.
+        planning_cpu_seconds: CPU time spent on planning, per data node.
         alive_share: mean share of the swarm's compute that was alive.
     """
 
@@ -82,7 +82,7 @@ class Simulated:
 def simulated(
     problem: Instance, arm: str, seconds: float, seed: int, staleness: int = 1, kill: float = 0.0
 ) -> Simulated:
-    """Runs a swarm in virtual time. Raises ConfigError for an unknown arm or a schedule that cannot be replayed."""
+    """Simulates a swarm whose paths `arm` plans. Raises ConfigError for an unknown arm or an unusable schedule."""
     from lab.world.arms import RULES, planner_of
     from lab.world.churn import run_churn
     from lab.world.world import TOKENS
@@ -117,7 +117,7 @@ def simulated(
 
 
 def read_instance(path: Path) -> Instance:
-    """Reads an instance from a JSON file. Raises ConfigError."""
+    """Reads a path-planning problem from a JSON file. Raises ConfigError."""
     from lab.world.instance import from_json
 
     return from_json(_read_json(path))

@@ -1,4 +1,4 @@
-"""The emulated network: each member's site, partitions and faults, and the bytes delivered.
+"""The emulated network: each member's link and region, partitions, faults, and counts of delivered bytes.
 
 Members are known by their index in the swarm. None is a caller outside the swarm, with an ideal link.
 """
@@ -86,7 +86,7 @@ def _cell(table: tuple[tuple[float, ...], ...], one: str, other: str) -> float:
 
 
 class Fault(enum.Enum):
-    """A fault of a link."""
+    """Fault of a peer's emulated link: connections are reset, only the upload works, or nothing passes."""
 
     NONE = "none"
     RESET = "reset"
@@ -96,7 +96,7 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """The link between a peer and the core of the network."""
+    """Latency, jitter, rates and fault of the link between a peer and the core of the network."""
 
     latency_s: float = 0.0
     jitter_s: float = 0.0
@@ -116,7 +116,7 @@ class LinkShape:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A peer's link and region. Between two regions, the measured delay and rate are added."""
+    """A peer's link and optional cloud region. Between two regions, measured delay and rate apply as well."""
 
     shape: LinkShape = LinkShape()
     region: str | None = None
@@ -124,7 +124,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A named site."""
+    """A predefined link and region, with a description for people."""
 
     site: Site
     about: str
@@ -164,14 +164,14 @@ MAX_CHUNK_BYTES = 64 * 1024
 
 
 class Shaper:
-    """A token bucket in its virtual scheduling form (ITU-T I.371, GCRA), shared by all connections of a link."""
+    """Rate limiter shared by all connections of a link: a token bucket as virtual scheduling (ITU-T I.371, GCRA)."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._free_at = -math.inf
 
     def grant(self, size_bytes: int, now: float) -> float:
-        """Returns the time, `now` or later, at which these bytes have left."""
+        """Queues `size_bytes` on the link. Returns the time, `now` or later, at which all have been sent."""
         if math.isinf(self.bytes_per_s):
             return now
         self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_s
@@ -197,7 +197,7 @@ class _Breaks:
 
 
 class Emulation:
-    """The emulated network of one event loop. A seed fixes the jitter of the n-th connection between two members."""
+    """The emulated network of a swarm. `seed` fixes the jitter of the n-th connection between two members."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -219,7 +219,7 @@ class Emulation:
         self._notify()
 
     def partition(self, sides: Sequence[Sequence[int]]) -> None:
-        """Silently separates the sides. Members of no side reach everyone."""
+        """Silently stops traffic between different sides. Members of no side reach everyone."""
         self._sides = {member: side for side, members in enumerate(sides) for member in members}
         self._notify()
 
@@ -228,7 +228,7 @@ class Emulation:
         self.partition(())
 
     def block(self, ways: Iterable[Way]) -> None:
-        """Silently blocks exactly these ways."""
+        """Silently stops traffic on exactly these ways, each from one member to another."""
         self._blocked = frozenset(ways)
         self._notify()
 
@@ -270,7 +270,7 @@ class Emulation:
         await self._changed.wait()
 
     def one_way_s(self, way: Way, randomness: random.Random) -> float:
-        """Draws the delay of the next piece, in seconds, without its transmission time."""
+        """Draws the one-way delay of the next bytes on a connection, in seconds, without transmission time."""
         one, other = (self.site(member) for member in way)
         delay_s = one.shape.latency_s + other.shape.latency_s
         jitter_s = one.shape.jitter_s * randomness.random() + other.shape.jitter_s * randomness.random()
@@ -279,18 +279,18 @@ class Emulation:
         return delay_s + jitter_s
 
     def chunk_bytes(self, way: Way) -> int:
-        """Returns the bytes to read at once, small enough for connections to share a narrow link."""
+        """Returns how many bytes a connection may read at once: few enough to share a narrow link with others."""
         source, target = way
         rate = min(self._access(source).up.bytes_per_s, self._access(target).down.bytes_per_s)
         return int(min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, rate * CHUNK_S)))
 
     def randomness(self, way: Way) -> random.Random:
-        """Returns the random generator of a new connection."""
+        """Returns the seeded random generator of a new connection, for its jitter."""
         self._connections[way] += 1
         return random.Random(f"{self._seed} {way} {self._connections[way]}")  # noqa: S311 - no secret
 
     def leave(self, way: Way, size_bytes: int, now: float) -> float:
-        """Returns when a piece has left the sender's link and the link between the regions."""
+        """Returns the time at which `size_bytes` have passed the sender's link and the link between the regions."""
         left_at = self._access(way[0]).up.grant(size_bytes, now)
         one, other = (self.site(member).region for member in way)
         if one is None or other is None:
@@ -300,12 +300,12 @@ class Emulation:
         return between.grant(size_bytes, left_at)
 
     def arrive(self, way: Way, size_bytes: int, now: float) -> float:
-        """Counts a piece, and returns when it has passed the receiver's link."""
+        """Counts `size_bytes` as delivered, and returns the time at which they have passed the receiver's link."""
         self._passed[way] += size_bytes
         return self._access(way[1]).down.grant(size_bytes, now)
 
     def before_break(self, way: Way, size_bytes: int) -> int | None:
-        """Counts a piece towards the next reset; returns the bytes before a reset, None if all pass."""
+        """Counts bytes towards the receiver's next reset. Returns how many pass if that reset is due now, else None."""
         breaks = None if way[1] is None else self._breaks.get(way[1])
         if breaks is None:
             return None

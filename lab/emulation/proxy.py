@@ -33,7 +33,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """One line of the kernel's table. IPv4 addresses in IPv6 form become IPv4."""
+    """A TCP socket as listed in /proc/net. IPv4 addresses in IPv6 form become IPv4."""
 
     local: Endpoint
     remote: Endpoint
@@ -71,13 +71,13 @@ def listening() -> frozenset[Endpoint]:
 
 
 class Callers:
-    """Finds the member behind a connection. `roots` returns the process id of each member's node, by index."""
+    """Lookup of the member that opened a connection. `roots` returns the process id of each member's node, by index."""
 
     def __init__(self, roots: Callable[[], Mapping[int, int]]) -> None:
         self._roots = roots
 
     def caller(self, source: Endpoint, target: Endpoint) -> int | None:
-        """Returns the calling member, or None if it is outside or closed. Reads /proc, so call it in a thread."""
+        """Returns the member that opened a connection; None for callers outside the swarm. Slow, so run in a thread."""
         inode = next((s.inode for s in read_sockets() if s.local == source and s.remote == target and s.inode), None)
         if inode is None:
             return None
@@ -86,7 +86,7 @@ class Callers:
 
 
 def descendants(roots: set[int]) -> Iterator[tuple[int, int]]:
-    """Yields all living descendants of `roots`, and the roots themselves, as (root, process)."""
+    """Yields (root, process) for each process id in `roots` and each living descendant."""
     processes = (int(name) for name in os.listdir("/proc") if name.isdecimal())
     parents = {pid: parent for pid in processes if (parent := _parent(pid)) is not None}
     for pid in parents:
@@ -121,7 +121,7 @@ def _holds(pid: int, inode: int) -> bool:
 
 
 def _endpoint(text: str) -> Endpoint:
-    """Parses `0100007F:96A9`: the address in words of the machine's byte order, then the port."""
+    """Parses an endpoint of /proc/net/tcp, such as `0100007F:96A9`: address in host byte order, then port."""
     address, _, port = text.partition(":")
     raw = bytes.fromhex(address)
     if sys.byteorder == "little":
@@ -161,7 +161,7 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class Pipe:
-    """One direction of a connection: delays its bytes like the network. Tests pass their own clock."""
+    """One direction of a proxied connection: forwards bytes with the emulated network's delays and limits."""
 
     emulation: Emulation
     way: Way
@@ -180,7 +180,7 @@ class Pipe:
         self._randomness = self.emulation.randomness(self.way)
 
     async def run(self) -> None:
-        """Carries the stream to its end. Raises an ExceptionGroup of one ConnectionReset if it is reset."""
+        """Forwards bytes until the stream ends. Raises an ExceptionGroup of one ConnectionReset if it is reset."""
         async with asyncio.TaskGroup() as tasks:
             taking = tasks.create_task(self._take_in())
             tasks.create_task(self._hand_on(taking))
@@ -202,7 +202,7 @@ class Pipe:
                 return
 
     async def _read(self) -> tuple[bytes, bool, float]:
-        """Reads the next bytes. Also returns whether the sender reset the stream, and when the link could take them."""
+        """Returns the sender's next bytes, whether it has reset the stream, and when the link could take the bytes."""
         now = self.now()
         await self.emulation.passable(self.way)
         while self._held_bytes >= MAX_HELD_BYTES:
@@ -243,7 +243,7 @@ class Pipe:
             self._moved.set()
 
     async def _write(self, data: bytes) -> bool:
-        """Writes data; False if the receiver is gone. The other direction tells the sender."""
+        """Writes data to the receiver. Returns False if it is gone, which the `Pipe` of the other direction handles."""
         if self.writer.is_closing():
             return False
         self.writer.write(data)
@@ -265,7 +265,7 @@ class Pipe:
         await self._moved.wait()
 
     async def _until(self, at: float) -> bool:
-        """Waits until `at`; returns whether that was in the future."""
+        """Sleeps until the time `at`. Returns False if `at` has passed already."""
         left_s = at - self.now()
         if left_s > 0:
             await self.sleep(left_s)
@@ -274,7 +274,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class ProxiedPort:
-    """A port of a node: the address that peers call, and the one where it listens."""
+    """A port behind a proxy. `outside`: address that peers call; `inside`: address where the node listens."""
 
     member: int
     outside: Endpoint
@@ -283,14 +283,14 @@ class ProxiedPort:
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """The proxy of one port. It listens only while the node does, so a missing node refuses calls."""
+    """TCP proxy of one port of a node. It listens only while the node does, so that a dead node refuses calls."""
 
     _port: ProxiedPort
     _emulation: Emulation
     _find_caller: FindCaller
 
     async def run(self, watch: ListenWatch) -> None:
-        """Listens and carries connections until cancelled."""
+        """Listens while the node listens, and forwards its connections, until cancelled."""
         async with asyncio.TaskGroup() as connections:
             while True:
                 await self._until_wanted(watch, wanted=True)
@@ -303,7 +303,7 @@ class Proxy:
 
     @asynccontextmanager
     async def _listening(self, connections: asyncio.TaskGroup) -> AsyncIterator[None]:
-        """Keeps the port open inside the block. Raises ResourceExhausted if it is taken."""
+        """Listens on the outside address within the block. Raises ResourceExhausted if the address is in use."""
         is_open = True
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -374,7 +374,7 @@ class Proxy:
 
 
 class ListenWatch:
-    """Watches the listening ports of this machine while `run` runs."""
+    """Addresses on which processes of this machine listen, polled while `run` runs."""
 
     def __init__(self) -> None:
         self._seen: frozenset[Endpoint] = frozenset()
@@ -412,7 +412,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
-    """Waits until the kernel has the written bytes, unless cancelled."""
+    """Closes a connection once the kernel has taken the written bytes, or at once if cancelled."""
     writer.close()
     try:
         await writer.wait_closed()

@@ -1,1 +1,1 @@
-"""Swarms in virtual time that run the node's own decision code. Pure and seeded."""
+"""Deterministic simulation of swarms in virtual time, which runs the node's own decision code."""

@@ -30,7 +30,7 @@ PlannerOf = Callable[[PathRules, Membership, MeasuredTimes], Planner]
 
 
 def planner_of(arm: str, seed: int, tokens: int, schedule: Mapping[PeerId, Sequence[PeerRoute]] | None) -> PlannerOf:
-    """Returns a function that makes an arm's planners.
+    """Returns a function that makes a data node's planner for an arm, that is, for one of the rules to compare.
 
     Args:
         tokens: tokens per microbatch.
@@ -50,7 +50,7 @@ def planner_of(arm: str, seed: int, tokens: int, schedule: Mapping[PeerId, Seque
 
 
 class RulePlanner(Planner, ABC):
-    """A planner without prices: stages rotate like a ring, and `_route` chooses the peers."""
+    """Planner that takes stages in rotation, and the peer of each stage by the rule `_route` of a subclass."""
 
     def __init__(self, rules: PathRules, membership: Membership, times: MeasuredTimes) -> None:
         super().__init__(rules, membership, times)
@@ -60,7 +60,7 @@ class RulePlanner(Planner, ABC):
     def plan(
         self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """Plans like `Planner.plan`. `route` is empty: only the node's own planner supports experts."""
+        """Plans a path like `Planner.plan`. `route` is empty: only the node's own planner supports experts."""
         stages = ring_stages(self.rules, number)
         missing = tuple(m for m in map(ModuleId, stages) if not self._view.replicas(m, now))
         if missing:
@@ -71,11 +71,11 @@ class RulePlanner(Planner, ABC):
 
     @abstractmethod
     def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> PeerRoute:
-        """Returns a peer for each stage; each stage has at least one."""
+        """Chooses a peer for each stage. Every stage has at least one replica."""
 
 
 class GreedyPlanner(RulePlanner):
-    """Minimizes links plus service times, where each of our microbatches at a peer adds its service time."""
+    """Planner of the path with the least link and service time. Our microbatches in flight count as queues."""
 
     def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> PeerRoute:
         replicas = {stage: self._view.replicas(ModuleId(stage), now) for stage in stages}
@@ -98,7 +98,7 @@ class GreedyPlanner(RulePlanner):
 
 
 class ReplayPlanner(Planner):
-    """Replays the routes of a schedule in turn."""
+    """Planner that repeats given routes (the peer of each hop) in the order of a schedule."""
 
     def __init__(
         self, rules: PathRules, membership: Membership, times: MeasuredTimes, routes: Sequence[PeerRoute]
@@ -109,7 +109,7 @@ class ReplayPlanner(Planner):
     def plan(
         self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """Plans like `Planner.plan`. An unreachable peer is replaced by the replica that should finish first."""
+        """Plans a path like `Planner.plan`. An unreachable peer is replaced by the replica that should finish first."""
         hops = list[Hop]()
         for peer in self._routes[number % len(self._routes)]:
             known = self._view.get(peer)
@@ -124,7 +124,7 @@ class ReplayPlanner(Planner):
 
 
 class SwarmPlanner(RulePlanner):
-    """Planner by SWARM's rule. The owner reports launches and receipts to `rule`."""
+    """Planner that chooses peers by SWARM's rule. Its data node reports launches and receipts to `rule`."""
 
     def __init__(
         self, rules: PathRules, membership: Membership, times: MeasuredTimes, tokens: int, chance: random.Random
@@ -150,7 +150,7 @@ class Pace:
     _weight: float = 0.0  # Weight of all samples in the average; the rest is the initial zero
 
     def ended(self, began: float, now: float, work: float) -> None:
-        """Adds a task that the peer received at `began`."""
+        """Adds one sample: a pass, worth `work` forward passes, that the peer received at `began` and ended `now`."""
         seconds = max(0.0, now - max(began, self.last))
         self._average += NEW_SAMPLE_WEIGHT * (seconds / work - self._average)
         self._weight += NEW_SAMPLE_WEIGHT * (1.0 - self._weight)
@@ -158,7 +158,7 @@ class Pace:
 
     @property
     def seconds(self) -> float | None:
-        """The mean, or None before the first sample."""
+        """Mean seconds of a forward pass; None before the first sample."""
         return self._average / self._weight if self._weight else None
 
 
@@ -170,7 +170,7 @@ class _Trace:
 
 
 class SwarmRule:
-    """SWARM's choice of one data node: of each module the replica with the smallest virtual time.
+    """SWARM's rule in one data node: take the replica with the least virtual time, the sum of its visits' seconds.
 
     Args:
         chance: breaks ties.
@@ -185,7 +185,7 @@ class SwarmRule:
         self.samples = 0  # Measured passes
 
     def choose(self, module: ModuleId, announced_s: Mapping[PeerId, float]) -> PeerId:
-        """Returns the replica to use next, without a charge before `launched`.
+        """Returns the replica of a module to use next. Its virtual time advances only in `launched`.
 
         Args:
             announced_s: announced seconds of a whole visit to each replica of the module; not empty.
@@ -199,14 +199,14 @@ class SwarmRule:
         return min(queue, key=lambda peer: queue[peer])
 
     def expected_s(self, peer: PeerId) -> float:
-        """Returns the seconds of a whole visit, measured if possible."""
+        """Returns the seconds of a visit (forward and backward pass) to a peer, measured if possible, or announced."""
         pace = self._paces.get(peer)
         if pace is None or pace.seconds is None:
             return self._announced_s.get(peer, 0.0)
         return WHOLE_VISIT * pace.seconds
 
     def launched(self, microbatch: MicrobatchId, path: Path, now: float) -> None:
-        """Advances the virtual time of the path's peers."""
+        """Advances the virtual time of each peer on the path by its expected seconds of a visit."""
         self._traces[microbatch] = _Trace(path, now)
         while len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)
@@ -217,7 +217,7 @@ class SwarmRule:
                 queue[hop.peer] = (time + self.expected_s(hop.peer), self._chance.random())
 
     def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
-        """Measures a visit by its receipt. Repeated receipts count once."""
+        """Measures a peer's pass as the time since the microbatch's previous receipt. Repeated receipts count once."""
         trace = self._traces.get(receipt.microbatch)
         mark = (receipt.direction, receipt.position)
         if trace is None or mark in trace.passed or not -1 <= receipt.position <= len(trace.path.hops):

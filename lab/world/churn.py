@@ -1,4 +1,4 @@
-"""Training in virtual time while peers fail and return, with speeds and links of an instance.
+"""Simulated training while peers fail and return, with the speeds and links of a path-planning problem.
 
 Peers notice a failure after NOTICED_AFTER_S and repair paths. Microbatches of a failed data node count as abandoned.
 """
@@ -27,7 +27,7 @@ LIFETIME_IN_PATHS = 20
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Counts of a run.
+    """Counts of microbatches, repairs and failures in a simulated training.
 
     Args:
         repaired: hops of completed microbatches that a substitute served.
@@ -56,7 +56,7 @@ def run_churn(
     staleness: int = 1,
     planner_of: PlannerOf = Planner,
 ) -> Throughput:
-    """Trains for `seconds` of virtual time.
+    """Simulates training for `seconds` of virtual time while peers fail and return.
 
     Args:
         share_a_minute: share of the peers that fail per minute.
@@ -69,7 +69,7 @@ def run_churn(
 
 
 class InstanceEnvironment:
-    """Speeds and links of an instance; every peer announces its true speed."""
+    """`Environment` with the speeds and links of a path-planning problem. Every peer announces its true speed."""
 
     def __init__(self, instance: Instance, staleness: int, random: Random) -> None:
         self._instance, self._costs, self._staleness = instance, instance.costs, staleness
@@ -112,7 +112,7 @@ class InstanceEnvironment:
 
 
 class _Failures:
-    """Random failures of peers, all at the same rate, and their returns."""
+    """Injector of random failures: every peer fails at the same rate and returns after AWAY_S."""
 
     def __init__(self, world: World, instance: Instance, rate: float) -> None:
         self._world, self._rate = world, rate

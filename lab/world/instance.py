@@ -40,12 +40,12 @@ class Instance:
 
 
 def peer_of(index: int) -> PeerId:
-    """Returns the name of a peer; names sort like their numbers."""
+    """Returns the peer id of the peer with this index. Peer ids sort like indices."""
     return PeerId(f"{index:0{_DIGITS}d}")
 
 
 def from_json(data: Mapping[str, Any]) -> Instance:
-    """Reads an instance. Raises ConfigError if a key is missing or a value is invalid."""
+    """Builds a path-planning problem from JSON values. Raises ConfigError if a key is missing or a value is invalid."""
     try:
         instance = _read(data)
     except KeyError as error:

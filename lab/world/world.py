@@ -67,7 +67,7 @@ CONTROL_S = 0.3
 
 
 class VirtualTime:
-    """Event queue; events at equal times run in the order in which they were added."""
+    """Virtual clock with an event queue. Events at equal times run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -75,7 +75,7 @@ class VirtualTime:
         self._order = itertools.count()
 
     def after(self, delay_s: float, what: Thunk) -> None:
-        """Schedules a call."""
+        """Schedules a call of `what` after `delay_s` seconds of virtual time."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), what))
 
     def run_until(self, end: float, enough: Callable[[], bool] = lambda: False) -> None:
@@ -89,7 +89,7 @@ class VirtualTime:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A tensor with an admitted header, whose body is in transit."""
+    """Simulated tensor whose header was admitted and whose body is in transit."""
 
     sender: Peer
     receiver: Peer
@@ -97,7 +97,7 @@ class Transfer:
 
 
 class Links:
-    """FIFO links between pairs of peers. A cut loses everything in transit.
+    """Simulated FIFO links between pairs of peers. A cut of a link loses everything in transit on it.
 
     Args:
         message_s: returns the seconds of a small message from one peer to another.
@@ -110,11 +110,11 @@ class Links:
         self.transfers: defaultdict[frozenset[PeerId], list[Transfer]] = defaultdict(list)
 
     def cuts(self, one: PeerId, other: PeerId) -> int:
-        """Returns the number of cuts of a link so far."""
+        """Returns how often the link between two peers has been cut."""
         return self._cuts[frozenset((one, other))]
 
     def deliver(self, sender: PeerId, to: PeerId, what: Thunk) -> None:
-        """Schedules a call when a message sent now arrives, unless the link is cut before."""
+        """Calls `what` when a message that is sent now arrives, unless the link is cut before."""
         arrival = self._time.now + self._message_s(sender, to)
         arrival = max(arrival, self._last_arrival.get((sender, to), 0.0))
         self._last_arrival[sender, to] = arrival
@@ -122,7 +122,7 @@ class Links:
         self._time.after(arrival - self._time.now, lambda: what() if self.cuts(sender, to) == cuts else None)
 
     def cut(self, one: PeerId, other: PeerId) -> list[Transfer]:
-        """Cuts a link. Returns the tensors whose bodies were in transit."""
+        """Cuts the link between two peers. Returns the tensors whose bodies were in transit."""
         pair = frozenset((one, other))
         self._cuts[pair] += 1
         return self.transfers.pop(pair, [])
@@ -135,13 +135,13 @@ NUMBERS_A_LIFE = 10**9  # Microbatch numbers per incarnation of a data node
 
 
 def repaired_positions(planned: Path, taken: Path) -> list[int]:
-    """Returns the planned positions that a substitute served; skipped hops do not count."""
+    """Returns the positions of the planned path at which a substitute served. Skipped hops do not count."""
     peers = {hop.module: hop.peer for hop in taken.hops}
     return [at for at, hop in enumerate(planned.hops) if peers.get(hop.module, hop.peer) != hop.peer]
 
 
 class DataNode:
-    """Launches of a data node, by its planner."""
+    """Simulated data node: launches microbatches on paths chosen by its planner, and records their ends."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer, self.world = peer, peer.world
@@ -157,7 +157,7 @@ class DataNode:
     # ---- launching -----------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Launches until the window is full or no path exists."""
+        """Launches microbatches until the window is full or no path exists."""
         while not self.stopping and self.in_flight.may_start().value:
             now = self.world.time.now
             load = in_flight_by_peer([flight.path for flight in self.in_flight.entries])
@@ -179,7 +179,7 @@ class DataNode:
             self.in_flight.returned(key.microbatch, entry.path, 1.0)
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
-        """Handles a receipt; microbatches of other data nodes are ignored."""
+        """Updates measured times from a peer's receipt. Ignores receipts for microbatches of other data nodes."""
         if receipt.microbatch.data_node == self.peer.id:
             self.peer.custody.touch(Key(receipt.microbatch, -1), self.world.time.now)
             self._times.passed(sender, receipt, self.world.time.now)
@@ -187,7 +187,7 @@ class DataNode:
                 self._swarm.passed(sender, receipt, self.world.time.now)
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
-        """Completes a microbatch and launches more."""
+        """Completes a microbatch, which has taken `path`, and launches more."""
         self._times.completed(microbatch, self.world.time.now)
         flight = self.in_flight.get(microbatch)
         self.in_flight.complete(microbatch)
@@ -196,7 +196,7 @@ class DataNode:
         self.launch()
 
     def undeliverable(self, message: Stranded) -> None:
-        """Abandons a microbatch, unless another copy of its forward pass has returned."""
+        """Abandons an undeliverable microbatch, unless another copy of its forward pass has returned."""
         custody, microbatch = self.peer.custody, message.microbatch
         ends = [custody.get(Key(microbatch, -1)) is not None]
         ends.append(any(held.is_end and held.key.microbatch == microbatch for held in custody.entries()))
@@ -212,19 +212,19 @@ class DataNode:
     # ---- accounts ------------------------------------------------------------------------------------------------
 
     def started(self, flight: InFlight) -> None:
-        """Records a launch."""
+        """Records the launch time and the planned path of a microbatch."""
         self.world.ledger.started[flight.microbatch] = self.world.time.now
         self.planned[flight.microbatch] = flight.path
         if self._swarm is not None:
             self._swarm.launched(flight.microbatch, flight.path, self.world.time.now)
 
     def completed(self, flight: InFlight, path: Path) -> None:
-        """Records the path whose gradients count."""
+        """Records the path that a completed microbatch has taken, and the positions at which peers were substituted."""
         self.world.ledger.completed[flight.microbatch] = path
         self.world.ledger.repaired_at.update(repaired_positions(self.planned.pop(flight.microbatch), path))
 
     def abandoned(self, flight: InFlight) -> None:
-        """Records a lost microbatch."""
+        """Forgets the planned path of a lost microbatch."""
         del self.planned[flight.microbatch]
         if self._swarm is not None:
             self._swarm.ended(flight.microbatch, None)
@@ -238,10 +238,10 @@ RECORD_LIFETIME_S = 5.0
 
 
 class Peer:
-    """One node: custody, membership view, a compute thread, and at stage 0 a `DataNode`.
+    """Simulated peer: custody, view of the membership, a compute thread, and at stage 0 a `DataNode`.
 
     Args:
-        incarnation: number of starts.
+        incarnation: number of times that this peer has started.
     """
 
     def __init__(self, world: World, own: PeerId, module: ModuleId, incarnation: int) -> None:
@@ -261,13 +261,13 @@ class Peer:
         self._busy_until = 0.0
 
     def new_data_node(self) -> DataNode:
-        """Creates the data node; a subclass may record more."""
+        """Creates this peer's `DataNode`; a subclass may create one that records more."""
         return DataNode(self)
 
     # ---- being alive ---------------------------------------------------------------------------------------------
 
     def do(self, what: Thunk) -> None:
-        """Runs an event of this peer, unless it is dead."""
+        """Calls `what`, an event at this peer, unless the peer is dead."""
         if self.alive:
             what()
 
@@ -276,7 +276,7 @@ class Peer:
         self.carry_out(self.custody.handle(event, self.world.time.now))
 
     def tick(self) -> None:
-        """Expires members, repairs and launches."""
+        """Removes expired members, lets custody repair paths, and launches microbatches."""
         self.membership.expire(self.world.time.now)
         if len(self.custody):
             self.handle(Tick())
@@ -288,7 +288,7 @@ class Peer:
         self.membership.observe(announcement, now=now, wall=now)
 
     def link_lost(self, peer: PeerId, detail: str) -> None:
-        """Handles a broken or refused link, and probes the peer."""
+        """Marks a peer as failed after its link broke or was refused, and probes whether it is dead."""
         now = self.world.time.now
         if not self.membership.is_suspect(peer, now):
             delay_s = self.world.environment.message_s(self.id, peer)
@@ -337,7 +337,7 @@ class Peer:
     # ---- messages received ---------------------------------------------------------------------------------------
 
     def refusal(self, message: MicrobatchTensor) -> Receipt | None:
-        """Returns a refusal of a tensor by its header, or reserves a slot and returns None."""
+        """Decides on a tensor by its header: returns a refusal, or reserves a slot and returns None."""
         direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
 
         def answer(status: ReceiptStatus, detail: str, retry_after_s: float = 0.0) -> Receipt:
@@ -404,7 +404,7 @@ class Peer:
         )
 
     def later(self, work: Work, done: Callable[[float], None]) -> None:
-        """Queues work on the compute thread."""
+        """Queues work on the simulated compute thread. When the work ends, `done` is called with its seconds."""
         time, environment = self.world.time, self.world.environment
         seconds = environment.compute_s(self.id, work)
         end = max(time.now, self._busy_until) + seconds
@@ -412,7 +412,7 @@ class Peer:
         time.after(end - time.now, lambda: self.do(lambda: done(seconds)))
 
     def computed(self, action: Compute, seconds: float, *, known: bool) -> None:
-        """Handles the end of a computation; `known` if its entry still exists."""
+        """Handles the end of a computation. `known`: whether custody still has the computation's microbatch."""
         if known and action.work is Work.LOSS and self.data_node is not None:
             self.data_node.loss_known(action.key)
         if known:
@@ -428,7 +428,7 @@ REFUSED_S = 0.05
 
 
 class Environment(Protocol):
-    """Speeds of computers and links, in seconds."""
+    """Provider of the delays of computing and sending in a simulation, in seconds, and of each peer's limits."""
 
     path_rules: PathRules
     overhead_s: float  # Time that a peer is blocked after each task
@@ -438,7 +438,7 @@ class Environment(Protocol):
     def slots_of(self, peer: PeerId) -> int: ...
 
     def service_s(self, peer: PeerId) -> float:
-        """Returns the announced time of a microbatch's forward and backward pass."""
+        """Returns the time that a peer announces for a microbatch's forward and backward pass."""
 
     def compute_s(self, peer: PeerId, work: Work) -> float: ...
 
@@ -446,7 +446,7 @@ class Environment(Protocol):
         """Returns the one-way time of a small message, such as a tensor's header."""
 
     def body_s(self, here: PeerId, there: PeerId) -> float:
-        """Returns the time from the arrival of a tensor's header to its end."""
+        """Returns the time from the arrival of a tensor's header to the arrival of its last byte."""
 
     def silence_s(self) -> float:
         """Returns the time until links to a silent peer break."""
@@ -457,7 +457,7 @@ class Environment(Protocol):
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts over all peers, with dead ones."""
+    """Totals of a simulation over all peers, including dead ones: launches, completions, repairs and planning time."""
 
     started: dict[MicrobatchId, float] = field(default_factory=dict)
     completed: dict[MicrobatchId, Path] = field(default_factory=dict)
@@ -469,7 +469,7 @@ class Ledger:
 
 
 class World:
-    """Peers and their network.
+    """Simulated swarm: peers, their links and the virtual time.
 
     Args:
         stages: the peers of each stage, data nodes first.
@@ -510,7 +510,7 @@ class World:
     # ---- the network ---------------------------------------------------------------------------------------------
 
     def send_control(self, sender: Peer, to: PeerId, message: MicrobatchControl) -> None:
-        """Sends a small message, without an error if it is lost."""
+        """Sends a control message to a peer. A lost message causes no error."""
         receiver = self.peers[to]
 
         def arrived() -> None:
@@ -523,7 +523,7 @@ class World:
             self.links.deliver(sender.id, to, lambda: receiver.do(arrived))
 
     def send(self, sender: Peer, to: PeerId, message: MicrobatchTensor) -> None:
-        """Sends a tensor: the receiver may refuse it by its header."""
+        """Sends a tensor to a peer, which may refuse it by its header."""
         receiver = self.peers[to]
         if to == sender.id:
             refusal = sender.refusal(message)
@@ -554,7 +554,7 @@ class World:
             receiver.do(lambda: receiver.received(transfer.message))
 
     def cut(self, one: Peer, other: Peer) -> None:
-        """Cuts a link. Both ends notice, after the tensors in transit are broken off."""
+        """Cuts the link between two peers: breaks off the tensors in transit, then notifies both peers."""
         for transfer in self.links.cut(one.id, other.id):
             transfer.receiver.do(partial(transfer.receiver.broken_off, transfer.message))
         one.do(lambda: one.link_lost(other.id, "the link broke"))
@@ -597,7 +597,7 @@ class World:
         return peer
 
     def every(self, seconds: float, peer: Peer, what: Thunk) -> None:
-        """Repeats a call while the peer lives, from a random phase."""
+        """Calls `what` every `seconds` while the peer lives, from a random phase."""
 
         def again() -> None:
             if peer.alive:

@@ -1,1 +1,1 @@
-"""The directory of peers, on a DHT in a supervised child process."""
+"""Directory of a run's peers, on hivemind's DHT in a supervised child process."""

@@ -45,7 +45,7 @@ def pack(message: Message) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, into: type[Parsed]) -> Parsed | None:
-    """Reads the next message; None once the pipe is closed. After a ProtocolViolation the pipe is unusable."""
+    """Reads the next message of type `into`; None once the pipe is closed. Do not read after a ProtocolViolation."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if length > MAX_MESSAGE_BYTES:
@@ -81,7 +81,7 @@ class DhtChild:
         return self._process.pid
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
-        """Sends a request and waits for its reply. Raises Unreachable if the child is gone, silent, busy, or failed."""
+        """Sends a request to the child and waits for the reply. Raises Unreachable without a successful reply."""
         if self.ended.is_set():
             raise Unreachable("the DHT process has ended")
         if len(self._waiting) >= MAX_WAITING_REQUESTS:
@@ -110,7 +110,7 @@ class DhtChild:
             raise Unreachable("the DHT process has closed its pipe") from error
 
     async def hand_out_replies(self) -> None:
-        """Delivers replies to their requests until the child ends. Open requests then fail with Unreachable."""
+        """Reads the child's replies and completes the waiting requests. Fails open requests when the child ends."""
         assert self._process.stdout is not None
         try:
             while (reply := await receive(self._process.stdout, dht_process_pb2.DhtReply)) is not None:
@@ -151,7 +151,7 @@ class DhtChild:
             log.warning("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
 
     async def end(self) -> None:
-        """Kills the rest of the process group and waits until the pipes are closed. Does nothing if all have ended."""
+        """Kills all remaining processes of the child's process group and waits until the child's pipes are closed."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -163,7 +163,7 @@ class DhtChild:
 async def running_child(
     start: dht_process_pb2.DhtStart, identity: Identity
 ) -> AsyncIterator[tuple[DhtChild, dht_process_pb2.DhtSituation]]:
-    """Starts a child, yields it with its situation, and stops it. Raises ConfigError, Unreachable."""
+    """Starts a DHT process, yields it with the state of its DHT node, and stops it. Raises ConfigError, Unreachable."""
     # The key is passed in a private file, which is removed as soon as p2pd has read it.
     folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
     try:
@@ -207,7 +207,7 @@ async def _process() -> AsyncIterator[DhtChild]:
 
 
 async def _started() -> asyncio.subprocess.Process:
-    """Starts the process. If cancelled, ends it again."""
+    """Starts `protocol.dht.process` as a subprocess, and kills the subprocess if this task is cancelled meanwhile."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             sys.executable,
@@ -232,7 +232,7 @@ async def _started() -> asyncio.subprocess.Process:
 
 
 async def _done(short: asyncio.Future[Any]) -> None:
-    """Waits until the future is done, even if cancelled."""
+    """Waits until `short` is done even if this task is cancelled, then raises the cancellation."""
     # A second cancellation would stop asyncio's clean-up after the first one and leak the process and its pipes.
     cancelled = None
     while not short.done():

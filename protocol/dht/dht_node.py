@@ -42,7 +42,7 @@ MAX_BLACKLIST = 4096
 
 
 class DhtService:
-    """This process's DHT node. `stay_joined` and `daemon_ended` run from `start` to `stop`."""
+    """DHT node of this process. Run `stay_joined` and `daemon_ended` as tasks between `start` and `stop`."""
 
     def __init__(self, node: DHTNode, initial_peers: dict[PeerID, list[Multiaddr]], *, client: bool) -> None:
         self._node = node
@@ -73,11 +73,11 @@ class DhtService:
         await self._node.p2p.shutdown()
 
     async def daemon_ended(self) -> int:
-        """Waits until p2pd ends, which leaves this service without a network. Returns its exit code."""
+        """Waits until p2pd (libp2p's daemon), this node's only access to the network, ends. Returns its exit code."""
         return int(await self._node.p2p._child.wait())
 
     async def stay_joined(self) -> None:
-        """Retries missing initial peers with growing pauses, and refreshes neighbours periodically."""
+        """Retries unreachable initial peers with growing pauses, and periodically looks up the nearest DHT nodes."""
         # The peers of a swarm may start in any order, and a partitioned DHT must merge again.
         pause_s, longest_s = MISSING_RETRY_S
         began = time.monotonic()
@@ -92,7 +92,7 @@ class DhtService:
                 pause_s = min(longest_s, pause_s * 2)
 
     async def first_join(self) -> None:
-        """Waits up to FIRST_JOIN_PATIENCE_S for the first other node."""
+        """Waits until all initial peers have been tried once, at most FIRST_JOIN_PATIENCE_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_JOIN_PATIENCE_S):
                 await self._tried.wait()
@@ -114,7 +114,7 @@ class DhtService:
         return [item.value for dictionary in dictionaries for item in dictionary.values()]
 
     async def situation(self) -> dht_process_pb2.DhtSituation:
-        """Returns the state of the DHT node. Queries p2pd, so a result shows that p2pd works."""
+        """Returns this node's addresses and counts of known nodes and records. Fails if p2pd does not answer."""
         _, addresses = await self._node.p2p._client.identify()
         own = Multiaddr(f"/p2p/{self.daemon.peer_id}")
         return dht_process_pb2.DhtSituation(
@@ -127,7 +127,7 @@ class DhtService:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def _join(self) -> int:
-        """Returns the number of initial peers that do not answer."""
+        """Pings all initial peers and looks up the nearest DHT nodes. Returns how many initial peers did not answer."""
         greeted = await asyncio.gather(*(self._greet(peer, at) for peer, at in self._initial_peers.items()))
         if self._peers_known():
             await self._node.find_nearest_nodes([self._node.node_id])

@@ -43,7 +43,7 @@ MAX_REMEMBERED_PEERS = 8192
 
 @dataclass(frozen=True, slots=True)
 class DirectorySettings:
-    """Settings of this node's part in the DHT."""
+    """Settings of this peer's DHT node: addresses, initial peers, relay limit and timeouts."""
 
     # Address to listen on; empty for a client that only queries
     host: str = "0.0.0.0"  # noqa: S104  # other machines connect to it
@@ -84,7 +84,7 @@ class DirectoryStatistics:
 
 
 class LatestSequences:
-    """Sequence of each peer's newest unexpired record, so that a replaced record cannot return."""
+    """Sequence number of each peer's newest unexpired record, so that older records are refused."""
 
     # Forgotten at expiry, so that a peer whose clock was far ahead can correct it.
 
@@ -93,7 +93,7 @@ class LatestSequences:
         self._latest: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
 
     def is_current(self, announcement: Announcement, now: float) -> bool:
-        """Whether no newer unexpired record of this peer is known at `now` (Unix time). Remembers it if so."""
+        """Whether we know no newer unexpired record of this peer at `now` (Unix time). If so, remembers this record."""
         sequence, expires_at = self._latest.get(announcement.peer, (0, 0.0))
         if announcement.sequence < sequence and now < expires_at:
             return False
@@ -105,7 +105,7 @@ class LatestSequences:
 
 
 class DhtDirectory:
-    """The directory, as an async context manager. While the DHT restarts, methods raise Unreachable."""
+    """Directory of a run's peers, an async context manager. Methods raise Unreachable while the DHT restarts."""
 
     def __init__(self, settings: DirectorySettings, identity: Identity, run: RunId, clock: Clock) -> None:
         self._settings = settings
@@ -122,7 +122,7 @@ class DhtDirectory:
         self._sequences = LatestSequences()
 
     async def __aenter__(self) -> Self:
-        """Starts the DHT and tries its initial peers once. Raises ConfigError if it cannot start here."""
+        """Starts the DHT process, which tries its initial peers once. Raises ConfigError if it cannot start."""
         await self._tasks.__aenter__()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = self._tasks.create_task(self._supervise(started))
@@ -145,7 +145,7 @@ class DhtDirectory:
             await self._tasks.__aexit__(None, None, None)  # do not wrap the caller's error in a group
 
     async def publish(self, announcement: Announcement) -> None:
-        """Signs our record and stores it under its module's key. Raises Unreachable, ProtocolViolation."""
+        """Signs our announcement and stores it under its module's key. Raises Unreachable, ProtocolViolation."""
         store = dht_process_pb2.DhtStore(
             key=directory_key(announcement.run, announcement.module),
             owner=announcement.peer,
@@ -155,7 +155,7 @@ class DhtDirectory:
         await self.keep("record", dht_process_pb2.DhtRequest(store=store))
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """Returns the newest valid record of every peer of these modules and of visitors. Raises Unreachable."""
+        """Finds the newest records of these modules' replicas and of peers without a module. Raises Unreachable."""
         child = self._running()
         keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
         newest: dict[PeerId, Announcement] = {}
@@ -173,12 +173,12 @@ class DhtDirectory:
         return await self._running().ask(request, timeout_s)
 
     async def keep(self, name: str, request: dht_process_pb2.DhtRequest) -> None:
-        """Sends a request now, as `ask`, and after every restart of the DHT, until a request with the same name."""
+        """Sends a request now and after each restart of the DHT, until another request of this name replaces it."""
         self._kept[name] = request
         await self.ask(request, self._settings.publish_timeout_s)
 
     def take_part(self, *, client: bool) -> None:
-        """Switches between client and full DHT node. A change restarts the DHT and ends its tunnels."""
+        """Makes this a client (which only queries) or a full DHT node. A change restarts the DHT; its tunnels end."""
         self._settings = dataclasses.replace(self._settings, client=client)
 
     @property
@@ -217,7 +217,7 @@ class DhtDirectory:
         return self._child
 
     def _checked(self, records: Sequence[bytes]) -> list[Announcement]:
-        """Returns the valid records that are not older than a known record of the same peer."""
+        """Decodes records. Returns the valid announcements that are not older than a known one of the same peer."""
         now = self._clock.wall()
         valid: list[Announcement] = []
         for record in records:
@@ -248,7 +248,7 @@ class DhtDirectory:
             pause_s = min(longest_s, pause_s * 2)
 
     async def _live_once(self, started: asyncio.Future[None]) -> None:
-        """Runs one child from start to end. Raises ConfigError, Unreachable."""
+        """Runs a DHT process until it fails; first repeats the requests of `keep`. Raises ConfigError, Unreachable."""
         start = self._start_message()
         async with running_child(start, self._identity) as (child, situation):
             self._situation = situation
@@ -265,7 +265,7 @@ class DhtDirectory:
                 self._child = None
 
     async def _watch(self, child: DhtChild, client: bool) -> None:
-        """Raises Unreachable when the child has ended, is silent, or must switch between client and node."""
+        """Polls the DHT process. Raises Unreachable if it ended, is silent, or must become a client or full node."""
         while True:
             if client != self._settings.client:
                 raise _TakesPartAnew(f"it is now a {'full node' if client else 'client'}")
@@ -321,14 +321,14 @@ class RelayAttachment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayTunnels:
-    """Opens and accepts tunnels through relays. `relay_of` returns a peer's relay multiaddr, or ""."""
+    """Tunnels through relays, in both directions. `relay_of` returns the multiaddr of a peer's relay, or ""."""
 
     directory: DhtDirectory
     relay_of: Callable[[PeerId], str]
     shuffle: Callable[[list[str]], None] = random.shuffle
 
     async def way_to(self, contact: Contact) -> str:
-        """Returns a local `host:port` that leads to the peer, for one connection within 10 s. Raises Unreachable."""
+        """Opens a tunnel. Returns a local `host:port`, which takes one connection within 10 s. Raises Unreachable."""
         relays = [relay for peer in contact.via if (relay := self.relay_of(peer))]
         if not relays:
             raise Unreachable(f"{short(contact.peer)} has no known relay")
@@ -346,15 +346,15 @@ class RelayTunnels:
         raise Unreachable(f"no tunnel to {short(contact.peer)}: {'; '.join(reasons)}")
 
     async def attach(self, relays: Sequence[str], local: str) -> None:
-        """Attaches to the first two relays in the background. Tunnels lead to `local`. Raises Unreachable."""
+        """Attaches to the first two relays in the background; they forward tunnels to `local`. Raises Unreachable."""
         attach = dht_process_pb2.DhtAttach(relays=relays[:MAX_ATTACHED], local=local)
         await self.directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
 
     def attachments(self) -> list[RelayAttachment]:
-        """Returns the attachments requested by `attach`, as of the DHT's last heartbeat (every 2 s)."""
+        """Returns the state of each relay attachment requested by `attach`, as of the last heartbeat (every 2 s)."""
         standing = self.directory.situation.attachments
         return [RelayAttachment(each.relay, each.standing, each.reason) for each in standing]
 
     def carried(self) -> RelayFigures:
-        """Returns the relayed traffic since the node started, as of the last heartbeat."""
+        """Returns statistics of the traffic that this node relayed since its start, as of the last heartbeat."""
         return read_figures(self.directory.situation.relay)

@@ -35,13 +35,13 @@ MAX_KEYS_OF_OWNER = 8
 
 
 def owners_per_key(keys: int) -> int:
-    """Returns the number of owners per key, so that all `keys` keys together have about MAX_RECORDS records."""
+    """Returns the limit of record owners per DHT key, so that `keys` keys together have about MAX_RECORDS records."""
     return max(MIN_OWNERS_OF_KEY, min(MAX_OWNERS_OF_KEY, MAX_RECORDS // keys))
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A stored record. `value` is opaque and already validated."""
+    """A stored DHT record: the validated bytes, which this store does not decode, and their expiry (Unix time)."""
 
     value: bytes
     expires_at: float
@@ -49,7 +49,7 @@ class Kept:
 
 @dataclass(slots=True)
 class RecordStore:
-    """Records by key and owner, until they expire. `now` returns Unix time in seconds."""
+    """Bounded store of unexpired DHT records by key and owner. `now` returns Unix time in seconds."""
 
     now: Callable[[], float]
     owners_of_key: int = MAX_OWNERS_OF_KEY
@@ -63,7 +63,7 @@ class RecordStore:
         return self._count
 
     def put(self, key: Any, owner: str, kept: Kept) -> bool:
-        """Stores a record if it is newer than the owner's stored one, or if there is room. Returns whether it did."""
+        """Stores a record that replaces an older one of its owner, or if the store has room. Returns whether it did."""
         if not self._holds(kept):
             return False
         present = self._rooms.get(key, {}).get(owner)
@@ -123,7 +123,7 @@ LOOKUP_COST_BYTES = 4096
 
 
 def guard_serializer() -> None:
-    """Limits hivemind's msgpack decoder for foreign bytes. Applied once per process."""
+    """Limits the size and nesting that hivemind's msgpack decoder accepts, by patching it once per process."""
     if getattr(MSGPackSerializer, "is_guarded", False):
         return
     decode_extension = MSGPackSerializer._decode_ext_types.__func__
@@ -151,13 +151,13 @@ def guard_serializer() -> None:
 
 
 def node_id_of(peer: PeerID) -> Any:
-    """Returns a peer's position in the DHT: the hash of its id, so that it cannot choose its neighbours."""
+    """Returns a peer's position in the DHT: the hash of its peer id, so that a peer cannot choose its neighbours."""
     return DHTID.generate(peer.to_bytes())
 
 
 @functools.lru_cache(maxsize=4096)
 def _key_id(run: RunId, module: ModuleId | None) -> bytes:
-    """Returns a key's hash, by which hivemind names the key to a validator."""
+    """Returns the hash of a module's DHT key, which hivemind passes to validators instead of the key."""
     return bytes(DHTID.generate(directory_key(run, module)))
 
 
@@ -171,7 +171,7 @@ def unpack_bytes(packed: bytes) -> bytes:
 
 
 class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Accepts only this run's signed records under their own key and owner."""
+    """DHT validator: accepts only signed records of this run, each under its own module's key and its own peer id."""
 
     # A value without a subkey has a packed None here, which is not a peer id.
 
@@ -190,7 +190,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         return True
 
     def check(self, record: DHTRecord) -> None:
-        """Checks a record. Raises ProtocolViolation with the reason if it is invalid."""
+        """Checks a record's size, expiry, signature, key, owner and module. Raises ProtocolViolation with a reason."""
         value, expires_at = record.value, record.expiration_time
         if not isinstance(value, bytes) or len(value) > MAX_RECORD_BYTES + 3:
             raise ProtocolViolation("dht: the value is not bytes, or too long")
@@ -219,7 +219,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
 
 
 class GuardedStorage:
-    """A `RecordStore` behind hivemind's storage interface."""
+    """A `RecordStore` with the interface of hivemind's DHT storage."""
 
     # Returns a new dictionary each time, because hivemind merges into it.
 
@@ -250,7 +250,7 @@ class GuardedStorage:
 
 
 def dictionary_of(records: Mapping[str, tuple[bytes, float]]) -> ValueWithExpiration | None:
-    """Converts a key's records to hivemind's form, with the latest expiry; None without records."""
+    """Converts one key's records, by owner, to hivemind's dictionary with the latest expiry; None for no records."""
     if not records:
         return None
     dictionary = DictionaryDHTValue()
@@ -261,27 +261,27 @@ def dictionary_of(records: Mapping[str, tuple[bytes, float]]) -> ValueWithExpira
 
 
 def recomputed(answer: ValueWithExpiration | None) -> ValueWithExpiration | None:
-    """Recomputes the expiry of a node's answer from its records, instead of trusting its claim."""
+    """Returns a DHT node's answer with the expiry computed from its records, because the node may claim another."""
     if answer is None or not isinstance(answer.value, DictionaryDHTValue):
         return None
     return dictionary_of({owner: (kept.value, kept.expiration_time) for owner, kept in answer.value.data.items()})
 
 
 def plausible(nearest: Mapping[Any, PeerID], most: int) -> dict[Any, PeerID]:
-    """Returns at most `most` neighbours from an answer, only those with the DHT position of their peer id."""
+    """Filters the nodes in an answer: keeps at most `most` whose DHT position is the hash of their peer id."""
     honest = [(node, peer) for node, peer in nearest.items() if node == node_id_of(peer)]
     return dict(honest[:most])
 
 
 class SourceBudgets:
-    """Work budget of each peer, in bytes."""
+    """Token buckets that limit the work, in bytes, that each remote peer can cause by its DHT requests."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._allowance = TokenBuckets(BUDGET_BURST_BYTES, 1 / BUDGET_BYTES_PER_S)
 
     def spend(self, peer: str, cost_bytes: int) -> None:
-        """Charges a peer. Raises ResourceExhausted if its budget is exhausted; the budget refills."""
+        """Charges a peer for one request. Raises ResourceExhausted until the peer's budget has refilled enough."""
         if not self._allowance.take(peer, self._now(), cost_bytes):
             raise ResourceExhausted("too many requests; try again later")
 
@@ -316,7 +316,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return {key: (recomputed(item), plausible(nearest, self.bucket_size)) for key, (item, nearest) in found.items()}
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Drops invalid records, not the whole answer, so that an expired record does not hide others."""
+        """Drops a key's invalid records, so that an expired record does not hide others. False if all are invalid."""
         with dictionary.freeze():
             for subkey, (value, expires_at) in tuple(dictionary.items()):
                 record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expires_at)
@@ -334,7 +334,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             self._trim_replacements(node_id)
 
     def _trim_replacements(self, node_id: Any) -> None:
-        """Limits the replacement nodes of a bucket, which hivemind keeps without a bound."""
+        """Drops surplus replacement nodes from the routing-table bucket of `node_id`, which hivemind does not limit."""
         table = self.routing_table
         bucket = table.buckets[table.get_bucket_index(node_id)]
         while len(bucket.replacement_nodes) > self.bucket_size:

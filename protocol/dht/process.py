@@ -31,11 +31,11 @@ STOP_PATIENCE_S = 1.5  # Then this process ends, and the kernel kills p2pd with 
 
 
 class _Finished(Exception):
-    """Ends the task group: the node closed our stdin, or p2pd ended."""
+    """Raised to end this process: the node closed our stdin, or p2pd ended."""
 
 
 class _Work:
-    """The DHT node, relay, attachments and tunnels of this process, which carries the tunnels' bytes."""
+    """Executor of the node's requests: has this process's DHT node, relay, relay attachments and tunnels."""
 
     def __init__(self, service: DhtService, run: RunId, tasks: asyncio.TaskGroup) -> None:
         self._dht = service
@@ -75,7 +75,7 @@ class _Work:
             reply.situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
 
     def _attach(self, wish: dht_process_pb2.DhtAttach) -> None:
-        """Attaches to exactly these relays. Tunnels through other relays end. Raises ProtocolViolation."""
+        """Attaches this peer to the relays in `wish` and detaches it from all others. Raises ProtocolViolation."""
         host, _, port = wish.local.rpartition(":")
         if len(wish.relays) > MAX_RELAYS or (wish.relays and not (host and port.isdecimal())):
             raise ProtocolViolation(f"dht: {len(wish.relays)} relays and {wish.local!r} cannot be attached")
@@ -90,7 +90,7 @@ class _Work:
 
 
 class _Desk:
-    """Answers the node's requests, several at a time."""
+    """Reads the node's requests from stdin and writes replies to stdout, several requests at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -171,7 +171,7 @@ async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> 
 
 
 async def _start_unless_left(desk: _Desk, start: dht_process_pb2.DhtStart) -> DhtService:
-    """Starts the service. Raises _Finished if the node closes the pipe meanwhile."""
+    """Starts the DHT node. Raises _Finished if the parent process closes the pipe before the DHT node has started."""
     starting = asyncio.ensure_future(DhtService.start(start))
     leaving = asyncio.ensure_future(desk.next())
     try:

@@ -1,1 +1,1 @@
-"""Serialisation of messages, derived from the vocabulary's types and link.proto."""
+"""Encoding of messages between peers, derived from the types in `swarm.vocabulary` and link.proto."""

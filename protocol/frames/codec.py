@@ -1,8 +1,8 @@
-"""Converters between dataclasses of the vocabulary and messages of link.proto, derived from type annotations.
+"""Converters between dataclasses of `swarm.vocabulary` and messages of link.proto, derived from type annotations.
 
 A field is sent in the proto field of the same name. The receiver checks its declared bounds, then the message's
 `fault`. Seconds `x_s` may be sent as whole `x_ms` or `x_us`. Text is truncated and made printable, a frozenset is
-sorted, None is an absent message or 0. A part omits the fields that it inherits from the enclosing message.
+sorted, None is an absent message or 0. A nested message omits the fields that it inherits from the enclosing one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 
 
 class Converter(NamedTuple):
-    """Converts values of one type in both directions."""
+    """Pair of functions that convert values of one type to protobuf fields and back."""
 
     write: Convert  # To a number, text, bytes, a list, or a dict for a message
     read: Convert  # Raises ProtocolViolation
@@ -44,7 +44,7 @@ class Converter(NamedTuple):
 
 @cache
 def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
-    """Returns the converter of a dataclass, by its fields in `message`."""
+    """Returns the converter between the dataclass `kind` and the protobuf message type `message`, field by field."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
     parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
@@ -62,7 +62,7 @@ def _field_by_field(
     maybe: set[str],
     inherited: tuple[str, ...],
 ) -> Converter:
-    """Builds a converter. Microbatch headers use it, so everything that does not depend on the value is done once."""
+    """Builds a converter that applies `parts` to the fields. It must be fast, because it runs for each microbatch."""
     reads = [_inherited(name) if name in inherited else part.read for name, part in parts.items()]
     kept = [(name, part.write) for name, part in parts.items() if name not in inherited]
     writes = [(fields[name].name, None if write is _as_is else write) for name, write in kept]
@@ -80,7 +80,7 @@ def _field_by_field(
 
 
 def _getter(names: list[str], maybe: set[str]) -> Callable[[Any], Sequence[Any]]:
-    """Returns a function that gets these attributes; None for an absent message in `maybe`."""
+    """Returns a function that reads these attributes of a message, and None for an absent submessage in `maybe`."""
     if maybe:
         return lambda said: [
             None if name in maybe and not said.HasField(name) else getattr(said, name) for name in names
@@ -89,7 +89,7 @@ def _getter(names: list[str], maybe: set[str]) -> Callable[[Any], Sequence[Any]]
 
 
 def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[Any]]) -> Convert:
-    """Builds a reader. Without a loop for two fields, because paths consist of such messages."""
+    """Returns a function that parses a message into `kind`, with a fast variant for two fields, such as hops have."""
     if all(read is _as_is for read in reads):
         return lambda said, _: kind(*values(said))
     if len(reads) == 2:
@@ -107,7 +107,7 @@ def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[An
 
 
 def faultless(made: Made) -> Made:
-    """Returns the message. Raises ProtocolViolation if its `fault` reports one."""
+    """Returns `made` unchanged. Raises ProtocolViolation if its method `fault` reports an inconsistency."""
     fault = made.fault()  # type: ignore[attr-defined]
     if fault is not None:
         raise ProtocolViolation(f"{type(made).__name__}: {fault}")
@@ -115,7 +115,7 @@ def faultless(made: Made) -> Made:
 
 
 def parsed(kind: type[Parsed], data: bytes, fault: str) -> Parsed:
-    """Parses a protobuf message. Raises ProtocolViolation with `fault`."""
+    """Parses a protobuf message of type `kind`. Raises ProtocolViolation with text `fault` if `data` is malformed."""
     try:
         return kind.FromString(data)
     except (DecodeError, UnicodeDecodeError, ValueError):
@@ -123,7 +123,7 @@ def parsed(kind: type[Parsed], data: bytes, fault: str) -> Parsed:
 
 
 def checked_version(version: AnchorVersion) -> AnchorVersion:
-    """Returns the version. Raises ProtocolViolation if a field is out of bounds."""
+    """Checks the fields of an anchor's version against their bounds and returns it. Raises ProtocolViolation."""
     checked: AnchorVersion = converter(AnchorVersion, wire.AnchorVersion.DESCRIPTOR).read(version, None)
     return checked
 
@@ -142,7 +142,7 @@ def _as_is(value: Any, _: Around) -> Any:
 
 
 def _inherited(name: str) -> Convert:
-    """Returns the reader of a field that parts inherit from the enclosing message."""
+    """Returns a reader that takes the field `name` from the enclosing message; a nested message must not repeat it."""
 
     def read(own: Any, around: Around) -> Any:
         if own is not None:
@@ -163,7 +163,7 @@ def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
 
 
 def field_converter(hint: Any, field: Any, where: str) -> Converter:
-    """Returns the converter of an annotated type in a field of link.proto. `where`: its name in errors."""
+    """Returns the converter between type `hint` and `field` of link.proto. `where` names the field in errors."""
     if inner := inner_type(hint):
         return _optional(field_converter(inner, field, where))
     kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -241,7 +241,7 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
 
 
 def _bounded(bounds: Sequence[Any], where: str) -> Convert:
-    """Returns a function that passes values within the bounds and rejects others."""
+    """Returns a function that returns a value of allowed size or length, and raises ProtocolViolation for others."""
     if not bounds:
         return _as_is
     [bound] = bounds
@@ -276,13 +276,13 @@ def milliseconds(seconds: float) -> int:
 
 
 def packed(measured: LinkRate) -> int:
-    """Packs a measured rate into 32 bits: 24 bits of the mark, 8 bits of the rate."""
+    """Packs a measured rate into 32 bits: 24 bits that mark the peer, then 8 bits for the logarithm of the rate."""
     return measured.mark << 8 | measured.rate
 
 
 @lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """Checks the form of a peer id; only the certificate proves it. Raises ProtocolViolation."""
+    """Returns `text` if it has the form of a peer id, which only a certificate proves. Raises ProtocolViolation."""
     if not _PEER_ID.fullmatch(text):
         raise ProtocolViolation("a peer id does not have the form 12D3Koo... with 52 characters")
     return PeerId(text)
@@ -296,5 +296,5 @@ def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
 
 
 def printable(text: str) -> str:
-    """Replaces characters that could control a terminal."""
+    """Replaces unprintable characters, which could control a terminal, by `?`."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -62,7 +62,7 @@ _ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class QuestionFrame:
-    """A question as a frame. Its answer repeats the `id`."""
+    """Frame with a question to the other peer. The frame with the answer has the same `id`."""
 
     id: int
     question: Question
@@ -70,7 +70,7 @@ class QuestionFrame:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """An answer as a frame. A refusal has `about` None and the reason in `content`."""
+    """Frame with the answer to a question. A refusal has `about` None and the reason in `content`."""
 
     id: int
     about: QuestionAbout | None
@@ -78,7 +78,7 @@ class AnswerFrame:
 
 
 def _parts(about: QuestionAbout) -> dict[str, Converter]:
-    """Returns converters for the fields of a question; all of them are required."""
+    """Returns the converters for the fields of a question on subject `about`, all required, by field name."""
     hints = get_type_hints(Question, include_extras=True)
     asked: MessageType = _QUESTION.fields_by_name[about.value].message_type
     return {
@@ -135,7 +135,7 @@ HASH_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """The content covered by a state's digest, with hashes instead of the chunks."""
+    """Data from which an anchor's digest is computed: version, sizes, and a hash of each chunk of the state."""
 
     version: AnchorVersion
     elements: int  # Number of parameters; the outer momentum has the same number
@@ -159,7 +159,7 @@ def encode_hash_list(hash_list: HashList) -> bytes:
 
 
 def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_elements: int) -> HashList:
-    """Parses a peer's hash list. The caller checks it against `digest`. Raises ProtocolViolation."""
+    """Parses a peer's hash list and checks its sizes, but not yet against `digest`. Raises ProtocolViolation."""
     if len(data) > MAX_ANSWER_BYTES:
         raise ProtocolViolation(f"hash list: {len(data)} bytes are more than {MAX_ANSWER_BYTES}")
     said = parsed(wire.HashList, data, f"hash list: {len(data)} bytes are not a hash list")
@@ -280,7 +280,7 @@ class FarewellReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of each side: its identity, run and protocol versions."""
+    """First frame that each side of a link sends: its peer id, run and protocol versions."""
 
     peer: PeerId
     run: RunId
@@ -307,7 +307,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """Last frame of the side that ends the link, with the reason."""
+    """Last frame from the side that ends a link, with the reason."""
 
     reason: FarewellReason
     detail: Detail = ""
@@ -335,7 +335,7 @@ Frame = SmallFrame | Chunk
 
 
 def encode(frame: SmallFrame) -> bytes:
-    """Encodes a frame. Truncates text for people to its bound."""
+    """Serialises a frame. Text for people is truncated to its bound."""
     said = frame.message if isinstance(frame, TensorFrame) else frame
     name = _FIELD_OF[type(said)]
     fields = _KINDS[name].converter.write(said, None)
@@ -346,12 +346,12 @@ def encode(frame: SmallFrame) -> bytes:
 
 
 def is_chunk(data: bytes) -> bool:
-    """Whether the frame claims to be a chunk of a tensor. Otherwise it is a small frame."""
+    """Whether a frame begins like a chunk of a tensor. All other frames are small frames."""
     return data[:1] == bytes((CHUNK_TAG,))
 
 
 def topic_of(data: bytes) -> Topic | None:
-    """Returns a small frame's topic by its first bytes; None if every peer may send it. Raises ProtocolViolation."""
+    """Returns a small frame's topic, such as rounds; None if every peer may send it. Raises ProtocolViolation."""
     return _KINDS[_name_of(data)].topic
 
 
@@ -370,7 +370,7 @@ def decode(data: bytes) -> Frame:
 
 
 def _name_of(data: bytes) -> str:
-    """Returns the name of the frame's only field. protobuf alone would accept several and use the last one."""
+    """Returns the name of a small frame's only field. Rejects several fields; protobuf would use the last one."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
     tag, at = _varint(data, 0) if data else (_BYTES, 0)
@@ -386,7 +386,7 @@ def _name_of(data: bytes) -> str:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Reads a number of at most three bytes. Returns it with the position behind it."""
+    """Reads a varint of at most three bytes at position `at`. Returns its value and the position after it."""
     value = 0
     for place, octet in enumerate(data[at : at + 3]):
         value |= (octet & 0x7F) << 7 * place

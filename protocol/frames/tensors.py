@@ -31,7 +31,7 @@ _LONGEST_UINT32: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One part of a transfer. `data` is a view that keeps the received frame alive."""
+    """One chunk of a tensor in transfer. `data` is a view that keeps the received frame in memory."""
 
     transfer: int
     index: int
@@ -47,7 +47,7 @@ def checksum_of(data: memoryview) -> int:
 # Encoded without the protobuf library, which would copy the data once more on each side. The bytes are the same:
 # ascending fields, zeros omitted (https://protobuf.dev/programming-guides/encoding/).
 def encode_chunk(transfer: int, index: int, data: memoryview) -> bytes:
-    """Encodes a chunk as a whole frame. This is the only copy of `data` on the sending side."""
+    """Builds the frame of one chunk of a transfer. The sending side copies `data` only here."""
     fields = bytearray()
     if transfer:
         fields.append(_TRANSFER_TAG)
@@ -120,7 +120,7 @@ _LOSSLESS: Final = frozenset({Codec.NONE, Codec.PLANES})
 
 @dataclass(frozen=True, slots=True)
 class TensorFrame:
-    """A message with a tensor, which follows in `chunk_count` chunks of the same transfer."""
+    """Frame with a message and its tensor's header. The tensor follows in `chunk_count` chunks of the same transfer."""
 
     message: TensorMessage
     tensor: TensorSpec
@@ -129,7 +129,7 @@ class TensorFrame:
 
 
 def wire_header(frame: TensorFrame) -> dict[str, Any]:
-    """Returns the fields of link.proto's TensorHeader."""
+    """Returns a tensor's type, shape, codec and sizes as fields of link.proto's TensorHeader."""
     return {
         "transfer": frame.transfer,
         "dtype": frame.tensor.dtype.value,
@@ -143,7 +143,7 @@ def wire_header(frame: TensorFrame) -> dict[str, Any]:
 
 
 def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFrame:
-    """Reads a tensor's header. Checks everything that does not depend on the run. Raises ProtocolViolation."""
+    """Parses a tensor's header and makes all checks that need no manifest. Raises ProtocolViolation."""
     dtype = read_enum(DType, header.dtype, "element type")
     codec = read_enum(Codec, header.codec, "codec")
     if not 1 <= len(header.shape) <= MAX_DIMENSIONS or 0 in header.shape:
@@ -164,7 +164,7 @@ def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFram
 
 
 def _misfit(message: TensorMessage, tensor: TensorSpec) -> str | None:
-    """Returns the reason why the message cannot have such a tensor; None if it can."""
+    """Returns why `tensor` has a wrong shape, type or codec for the kind of `message`; None if it fits."""
     if isinstance(message, Forward | Backward):
         return None
     if len(tensor.shape) != 1 or tensor.dtype is not DType.FLOAT32:
@@ -179,7 +179,7 @@ LEAST_CHUNK_BYTES: Final = 64 * 1024
 
 
 def chunk_bytes_for(goodput_bytes_per_s: float, most: int) -> int:
-    """Returns the chunk size for a transfer: the link's bytes in CHUNK_S, as a power of two within the limits."""
+    """Returns the chunk size for a transfer: bytes that the link carries in CHUNK_S, as a power of two in bounds."""
     if goodput_bytes_per_s <= 0:
         return most
     carried = int(min(goodput_bytes_per_s * CHUNK_S, most))
@@ -191,7 +191,7 @@ def chunk_count_of(byte_length: int, chunk_bytes: int) -> int:
 
 
 class OutgoingTransfer:
-    """The chunk frames of one tensor, made one at a time, with at most one prepared in advance."""
+    """Outgoing tensor: makes its header and chunk frames one at a time, with at most one prepared in advance."""
 
     __slots__ = ("_ahead", "_chunk_bytes", "_chunk_count", "_data", "_header", "_next", "number")
 
@@ -206,7 +206,7 @@ class OutgoingTransfer:
 
     @property
     def begun(self) -> bool:
-        """Whether the header was taken, so that the receiver may know the transfer."""
+        """Whether `next_frame` has returned the header, so that the receiver may already know this transfer."""
         return self._next >= 0
 
     @property
@@ -232,7 +232,7 @@ class OutgoingTransfer:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """An incoming transfer whose chunks are checked and discarded; `Assembly` stores them."""
+    """Incoming tensor whose chunks are checked and discarded, because it was refused. `Assembly` stores its chunks."""
 
     frame: TensorFrame
     _received: int = 0
@@ -243,11 +243,11 @@ class Arrival:
         return self._received == self.frame.chunk_count
 
     def swallowing_the_rest(self) -> Arrival:
-        """Returns a copy that discards the remaining chunks, so that the buffer can be released."""
+        """Returns an `Arrival` that discards this tensor's remaining chunks, so that the buffer can be released."""
         return Arrival(self.frame, self._received, self._chunk_bytes)
 
     def add(self, chunk: Chunk) -> None:
-        """Takes the next chunk. Raises ProtocolViolation if its index or size is wrong."""
+        """Checks the index and size of the next chunk and counts it as received. Raises ProtocolViolation."""
         if chunk.index != self._received:
             raise ProtocolViolation(
                 f"transfer {chunk.transfer}: chunk {chunk.index} arrived instead of {self._received}"
@@ -271,7 +271,7 @@ class Arrival:
 
 
 class Assembly(Arrival):
-    """An admitted incoming transfer, reassembled in a buffer."""
+    """Incoming tensor that was admitted and is reassembled from its chunks in `buffer`."""
 
     __slots__ = ("_target", "buffer", "deadline", "progressed_at")
 
@@ -283,7 +283,7 @@ class Assembly(Arrival):
         self.deadline = deadline
 
     def add(self, chunk: Chunk) -> None:
-        """Stores the next chunk. Raises as `Arrival.add`, and ProtocolViolation for a wrong checksum."""
+        """Stores the next chunk in the buffer. Raises ProtocolViolation if its index, size or checksum is wrong."""
         super().add(chunk)
         if checksum_of(chunk.data) != chunk.checksum:
             raise ProtocolViolation(f"transfer {chunk.transfer}: the checksum of chunk {chunk.index} does not match")

@@ -1,1 +1,1 @@
-"""Identity keys, certificates, and signatures of announcements, routes, entries and pieces."""
+"""Identity keys, certificates, and signatures of announcements, routes and messages of averaging rounds."""

@@ -68,7 +68,7 @@ _MALFORMED: Final = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TlsCredentials:
-    """A peer's certificate for a run, its private key, and the run's authority. The repr omits the key."""
+    """A peer's TLS certificate for a run, its private key, and the run's root certificate. The repr omits the key."""
 
     peer: PeerId
     run: RunId
@@ -104,7 +104,7 @@ def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
 
 
 def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
-    """Returns the peer that a certificate for `run` proves. TLS checks the dates. Raises ProtocolViolation."""
+    """Verifies a certificate for `run`, except for the dates, and returns its peer id. Raises ProtocolViolation."""
     if len(der) > MAX_CERTIFICATE_BYTES:
         raise ProtocolViolation(f"certificate: {len(der)} bytes are more than the {MAX_CERTIFICATE_BYTES} allowed")
     try:
@@ -139,7 +139,7 @@ def fingerprint(der: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=_CACHED_AUTHORITIES)
 def _authority(run: RunId) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Derives the run's authority. The key is public, so the bias of the modulus does not matter."""
+    """Derives the run's root key and certificate from its RunId. The key is public, so its bias does not matter."""
     scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
     key = ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
     name = _name(f"skipstone run {run[:32]}")

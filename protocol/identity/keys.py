@@ -49,7 +49,7 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads the key file. Raises IdentityError if it is missing, unsafe or damaged."""
+        """Reads the key file. Raises IdentityError if it is missing, accessible to other users, or damaged."""
         try:
             return cls(_parse_key(_read_private_file(path), path))
         except FileNotFoundError:
@@ -59,7 +59,7 @@ class Identity:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Generates an identity and saves it in a private folder. Raises IdentityError."""
+        """Generates a key and saves it in a new file, in a folder of mode 0700. Raises IdentityError."""
         identity = cls.generate()
         pem = identity._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
@@ -95,7 +95,7 @@ class Identity:
         return self._public_key
 
     def sign(self, data: bytes) -> bytes:
-        """Signs with Ed25519 (RFC 8032). `data` starts with its purpose, so that a signature has only one use."""
+        """Signs `data` with Ed25519 (RFC 8032). `data` must begin with its purpose, so that signatures have one use."""
         return self._key.sign(data)
 
     def libp2p_private_key(self) -> bytes:
@@ -115,7 +115,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 @lru_cache(KEYS_KEPT)
 def public_key_of(peer: PeerId) -> bytes:
-    """Returns the raw Ed25519 public key in a peer id. Raises ProtocolViolation for any other spelling."""
+    """Returns the raw Ed25519 public key in a peer id. Raises ProtocolViolation if the peer id has another form."""
     prefix = _IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX
     # Check the length first, because base58 decoding takes quadratic time.
     if len(peer) == PEER_ID_CHARACTERS:
@@ -130,7 +130,7 @@ def public_key_of(peer: PeerId) -> bytes:
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether the signature of `data` is valid. False for malformed keys and signatures."""
+    """Whether the Ed25519 signature of `data` is valid. False for malformed keys and signatures."""
     if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:
@@ -141,7 +141,7 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 
 
 def _read_private_file(path: Path) -> bytes:
-    """Reads a secret file, checking the open file against a swap. Raises FileNotFoundError, IdentityError."""
+    """Reads a secret file if it is regular and only its owner has access. Raises FileNotFoundError, IdentityError."""
     try:
         # O_NONBLOCK: a named pipe in place of the file must not hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -203,7 +203,7 @@ def _make_private_folders(folder: Path) -> None:
 
 
 def _write_private_file(path: Path, data: bytes) -> None:
-    """Writes a new file with mode 0600 atomically. Raises FileExistsError, also for a dangling link."""
+    """Writes a new file with mode 0600 atomically. Raises FileExistsError, also if `path` is a dangling symlink."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of routes, entries and pieces (RFC 8032). The signer's public key is in its peer id.
+"""Ed25519 signatures (RFC 8032) of routes, roster entries and pieces of pseudo-gradients. A peer id contains the key.
 
 `proto/link.proto` specifies the signed bytes at Route, Entry and Contribution.
 """
@@ -27,7 +27,7 @@ _PIECE_NUMBERS: Final = struct.Struct("<6Q")
 
 
 class EntrySigner:
-    """Signs and verifies entries of one run (`Signer`). Run, round, attempt and anchor are part of the signed bytes."""
+    """Signs and verifies a run's roster entries (`Signer`). The signed bytes include round, attempt and anchor."""
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity
@@ -42,7 +42,7 @@ class EntrySigner:
 
 
 def entry_statement(run: RunId, entry: Entry) -> bytes:
-    """Returns the signed bytes of an entry: everything but the peer, which is the key."""
+    """Returns the bytes that a member signs for its roster entry: run and all fields but its peer id."""
     attempt = entry.round
     return b"".join(
         (
@@ -63,7 +63,7 @@ def _version(version: AnchorVersion) -> bytes:
 
 
 class PieceSignatures:
-    """Signs pieces as one member of a run, and verifies others'."""
+    """Signs this peer's pieces of pseudo-gradients, and verifies those of the other members of a round."""
 
     def __init__(self, run: RunId, identity: Identity) -> None:
         self._run = bytes.fromhex(run)
@@ -113,7 +113,7 @@ class Routes:
         documents: tuple[int, ...] = (),
         labels: int = 0,
     ) -> Path:
-        """Signs the route of our own microbatch. Returns its path, with the lifetime rounded to milliseconds."""
+        """Signs the route of this node's microbatch. Returns the path with its route; rounds `lifetime_s` to 1 ms."""
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
@@ -122,7 +122,7 @@ class Routes:
         return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels))
 
     def fault(self, message: MicrobatchTensor) -> str | None:
-        """Returns the reason why a message violates its signed route; None if it is valid. Takes 0.2 ms, then 10 us."""
+        """Returns why a message violates its signed route; None if valid. Takes 0.2 ms, or 10 us for a known route."""
         route, microbatch = message.path.route, message.microbatch
         if route is None:
             return "its data node has not signed the route"
@@ -157,7 +157,7 @@ def signed_bytes(
     documents: tuple[int, ...] = (),
     labels: int = 0,
 ) -> bytes:
-    """Returns the signed bytes of a route: everything but the data node, which is the key."""
+    """Returns the bytes that a data node signs for a route: run and all fields but its peer id."""
     parts = [LABELS_DOMAIN if labels else DOCUMENTS_DOMAIN if documents else DOMAIN]
     parts += [bytes.fromhex(run), microbatch.number.to_bytes(8), purpose.value.to_bytes(1)]
     parts.append(milliseconds(lifetime_s).to_bytes(4))

@@ -1,4 +1,4 @@
-"""Signed announcements in the DHT and on links (`proto/records.proto`), with exactly one encoding per record."""
+"""Signed announcements of peers in the DHT and on links (`proto/records.proto`), in a canonical encoding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MULTIADDR = re.compile(r"/[!-~]+")
 
 
 def directory_key(run: RunId, module: ModuleId | None) -> str:
-    """Returns the DHT key of a module's replicas; of the run's visitors without a module."""
+    """Returns the DHT key for announcements of a module's replicas, or of peers that serve no module (None)."""
     return f"{KEY_PREFIX}{run}/{'visitors' if module is None else module}"
 
 
@@ -72,7 +72,7 @@ _verified: OrderedDict[bytes, Announcement] = OrderedDict()
 
 
 def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
-    """Decodes and checks a record, cheap checks first. Raises ProtocolViolation."""
+    """Decodes a peer's announcement; checks run, dates, fields, signature and certificate. Raises ProtocolViolation."""
     # `now`: Unix time in seconds, or None on a link from the owner, where a record is always fresh.
     if len(data) > MAX_RECORD_BYTES:
         raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
@@ -107,7 +107,7 @@ def _signed_bytes(announcement: Announcement, body: bytes) -> bytes:
 
 
 def _parse(kind: type[Parsed], data: bytes, what: str) -> Parsed:
-    """Parses a message. Raises ProtocolViolation unless `data` is its canonical encoding."""
+    """Parses a protobuf message. Raises ProtocolViolation unless `data` is the message's canonical encoding."""
     message = parsed(kind, data, f"{what}: not the expected protobuf message")
     message.DiscardUnknownFields()
     if message.SerializeToString(deterministic=True) != data:
@@ -154,7 +154,7 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
 
 
 def _check_fields(announcement: Announcement) -> None:
-    """Checks the bounds of all fields, before signing and after verification."""
+    """Checks the bounds of all fields of an announcement, ours or a peer's. Raises ProtocolViolation."""
     for address in announcement.addresses[:MAX_ADDRESSES]:
         _check_address(address)
     for fine, fault in _bounds(announcement):
@@ -214,7 +214,7 @@ def _check_run_and_time(announcement: Announcement, run: RunId, now: float | Non
 
 
 def _check_address(address: str) -> None:
-    """Checks `host:port`; the host is a name, an IPv4 address, or an IPv6 address in brackets."""
+    """Raises ProtocolViolation unless `address` is `host:port`, with a name, IPv4 or bracketed IPv6 address."""
     host, colon, port = address.rpartition(":")
     fits = len(address) <= MAX_ADDRESS_LENGTH and bool(colon) and bool(_PORT.fullmatch(port)) and int(port) <= 65_535
     if not (fits and _is_host(host)):

@@ -32,7 +32,7 @@ _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """A run and 1 to 16 multiaddrs of its peers, in shortest spelling. Raises ConfigError."""
+    """A RunId and 1 to 16 multiaddrs of the run's peers, each in its shortest spelling. Raises ConfigError."""
 
     run: RunId
     peers: tuple[str, ...]
@@ -54,7 +54,7 @@ def is_link(text: str) -> bool:
 
 
 def link_in(text: str) -> JoinLink | None:
-    """Parses the join link in `text` or in the file that it names; None if neither. Raises ConfigError."""
+    """Parses the join link in `text`, or in the file named `text`; None if there is no link. Raises ConfigError."""
     if is_link(text):
         return parse_link(text)
     try:
@@ -66,7 +66,7 @@ def link_in(text: str) -> JoinLink | None:
 
 
 def parse_link(text: str) -> JoinLink:
-    """Parses a link, ignoring surrounding white space. Raises ConfigError with an example."""
+    """Parses a join link, ignoring surrounding white space. Raises ConfigError with an example of a link."""
     link = text.strip()
     if len(link) > MAX_LINK_CHARACTERS:
         raise _wrong(f"it has {len(link)} characters, allowed are {MAX_LINK_CHARACTERS}")
@@ -90,7 +90,7 @@ def multiaddr_of(host: str, port: int) -> str:
 
 
 def _checked_address(address: str) -> str:
-    """Normalises a multiaddr. Raises ConfigError if it cannot be dialled."""
+    """Normalises a multiaddr. Raises ConfigError unless it has a valid host, TCP or QUIC port, and peer id."""
     parts = address.split("/")
     if len(parts) < 2 or parts[0]:
         raise _wrong(f"the address {_shown(address)} does not begin with '/'")

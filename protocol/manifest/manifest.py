@@ -26,7 +26,7 @@ Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A table. Rejects unknown keys, does not coerce values. A key's docstring is its comment in the manifest file."""
+    """A table of the manifest. Rejects unknown keys and wrong types. A key's docstring is its comment in the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
     added_later: ClassVar[frozenset[str]] = frozenset()
@@ -145,7 +145,7 @@ def block_parameters(model: ModelSection) -> int:
 
 
 def quadratic_share(model: ModelSection) -> float:
-    """Returns the cost of attention in tokens per squared token, by operations (arXiv:2001.08361, section 2.1)."""
+    """Returns a factor f: attention in n tokens costs f * n^2 tokens of other work (arXiv:2001.08361, section 2.1)."""
     return model.query_size / block_parameters(model)
 
 
@@ -241,7 +241,7 @@ class TrainingSection(Section):
 
     @property
     def schedule_tokens(self) -> tuple[int, int]:
-        """Tokens of the whole run after which warm-up and schedule end."""
+        """Numbers of tokens, over the whole run, after which the warm-up and the learning rate schedule end."""
         schedule = self.schedule
         if schedule.total_tokens is not None and schedule.warmup_tokens is not None:
             return schedule.warmup_tokens, schedule.total_tokens
@@ -249,7 +249,7 @@ class TrainingSection(Section):
 
     @property
     def scheduled_steps(self) -> int:
-        """Inner steps of `inner_tokens` tokens after which the schedule ends, if no stage is skipped."""
+        """Inner steps after which the learning rate schedule ends, if no stage is skipped."""
         return -(-self.schedule_tokens[1] // self.inner_tokens)
 
 
@@ -480,19 +480,19 @@ class Manifest(Section):
 
     @property
     def route_prefix(self) -> int:
-        """Tokens of a document that choose its route, excluded from held-out losses; 0 without experts."""
+        """Number of a document's first tokens that choose its route and have no held-out loss; 0 without experts."""
         if not self.stages.has_experts:
             return 0
         return DEFAULT_PREFIX if self.routing is None else self.routing.prefix
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens of a microbatch; the most, if it has whole documents."""
+        """Tokens of a microbatch; an upper bound if microbatches are whole documents."""
         return self.training.rows * self.model.sequence
 
     @property
     def tells_labels(self) -> bool:
-        """Whether only some tokens are labels, so that routes contain their number."""
+        """Whether only some tokens are labels (have a loss), so that a signed route contains the number of labels."""
         return self.data.labels != "all"
 
     @property
@@ -512,7 +512,7 @@ class Manifest(Section):
         return (self.training.rows, self.model.sequence, self.model.hidden)
 
     def step_tokens(self, module: ModuleId) -> int:
-        """Returns the tokens per inner step of a module: the stage's experts share them; at least one microbatch."""
+        """Returns a module's tokens per inner step: an equal share among the stage's experts, in whole microbatches."""
         share = self.training.inner_tokens // self.stages.experts_at(module.stage)
         return max(1, share // self.microbatch_tokens) * self.microbatch_tokens
 
@@ -550,7 +550,7 @@ class Manifest(Section):
 
 
 def _local_name(value: str, path: str) -> str:
-    """Checks a local path. Raises ValueError for one on another machine: Windows would send it our credentials."""
+    """Returns `value`. Raises ValueError if `path` is on another machine: Windows would send it our credentials."""
     if "\0" in value:
         raise ValueError("has a zero byte")
     if len(path) > 1 and path[0] in "/\\" and path[1] in "/\\":
@@ -559,7 +559,7 @@ def _local_name(value: str, path: str) -> str:
 
 
 def manifest_from_table(table: dict[str, Any]) -> Manifest:
-    """Checks a parsed TOML table (without its signature). Raises ManifestError."""
+    """Builds a manifest from a parsed TOML table (without its signature). Raises ManifestError for invalid values."""
     _check_protocol(table.get("protocol"))
     try:
         return Manifest.model_validate(_tuples(table))
@@ -568,7 +568,7 @@ def manifest_from_table(table: dict[str, Any]) -> Manifest:
 
 
 def data_section(table: dict[str, Any]) -> DataSection:
-    """Checks a `[data]` table. Raises as `manifest_from_table`."""
+    """Builds the data section from a parsed `[data]` table. Raises ManifestError for invalid values."""
     try:
         return DataSection.model_validate(table)
     except ValidationError as error:
@@ -576,7 +576,7 @@ def data_section(table: dict[str, Any]) -> DataSection:
 
 
 def _check_protocol(version: object) -> None:
-    """Checks the protocol first, because the other keys depend on it."""
+    """Raises ManifestError if we do not support the run's protocol version, on which all other keys depend."""
     lowest, highest = PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest
     if type(version) is int and not lowest <= version <= highest:
         spoken = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"

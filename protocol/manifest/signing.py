@@ -27,7 +27,7 @@ TomlValue = Scalar | tuple["TomlValue", ...]
 
 
 def toml_of(manifest: Manifest) -> str:
-    """Renders every key as TOML, including defaults; keys added later become comments at their default."""
+    """Renders all keys as TOML, including defaults; keys that newer versions added are comments at their default."""
     head = toml_comment("A Skipstone run. These values are equal on all peers. Changing a value makes a different run.")
     return "\n\n".join([head, *_table(manifest, "")]) + "\n"
 
@@ -51,7 +51,7 @@ def toml_value(value: TomlValue) -> str:
 
 
 def _table(section: Section, path: str) -> list[str]:
-    """Renders a section as blocks. TOML requires a table's own keys before its sub-tables."""
+    """Renders a section and its sub-sections as TOML tables, the section's own keys first, as TOML requires."""
     head = []
     if path:
         about = type(section).__doc__
@@ -92,7 +92,7 @@ class SignedManifest:
 
 
 def canonical(manifest: Manifest) -> bytes:
-    """Returns the canonical form, which is equal exactly if all values are equal."""
+    """Returns the manifest's canonical form: two manifests have the same form exactly if all values are equal."""
     return json.dumps(_plain(manifest), sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -119,7 +119,7 @@ def render(manifest: Manifest, author: PeerId, signature: bytes) -> bytes:
 
 
 def read_signed_manifest(text: bytes, expected: RunId | None) -> SignedManifest:
-    """Reads and verifies an untrusted manifest file, which must define `expected` if given. Raises ManifestError."""
+    """Parses an untrusted manifest and verifies its signature and the RunId, if one is given. Raises ManifestError."""
     table = parse_toml(text)
     author, signature = _read_signature(table.pop("signature", None))
     manifest = manifest_from_table(table)
@@ -158,7 +158,7 @@ def _read_signature(table: Any) -> tuple[PeerId, bytes]:
 
 
 def _plain(value: object) -> object:
-    """Converts models to dictionaries. Independent of pydantic's dump, whose changes would change RunIds."""
+    """Converts pydantic models to dictionaries. Changes of pydantic's own dump would change RunIds."""
     if isinstance(value, Section):
         keys = (key for key in type(value).model_fields if not value.leaves_out(key))
         return {key: _plain(getattr(value, key)) for key in keys}

@@ -22,7 +22,7 @@ MAX_HOST_CHARACTERS: Final = 64
 
 
 class DialBackOutcome(enum.Enum):
-    """Outcome of a dial-back, with the value in link.proto."""
+    """Outcome of a dial-back. The values are those in link.proto."""
 
     REACHED = 1
     CLOSED = 2
@@ -33,7 +33,7 @@ class DialBackOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DialBackResult:
-    """Result of a dial-back, as one peer reports it."""
+    """Answer to a peer that asked for a dial-back: its IP address, the outcome and details."""
 
     # The asker's IP address as seen by that peer; empty if unknown
     host: Annotated[str, Length(0, MAX_HOST_CHARACTERS)]
@@ -76,7 +76,7 @@ def encode_dial_back(result: DialBackResult) -> bytes:
 
 
 def decode_dial_back(data: bytes) -> DialBackResult:
-    """Decodes a peer's answer. Raises ProtocolViolation if it is malformed, or its host is not an IP address."""
+    """Decodes a dial-back result. Raises ProtocolViolation if it is malformed, or its host is not an IP address."""
     if len(data) > MAX_RESULT_BYTES:
         raise ProtocolViolation(f"dial-back: {len(data)} bytes are more than {MAX_RESULT_BYTES}")
     said = parsed(wire.DialBackResult, data, f"dial-back: {len(data)} bytes are not a result")
@@ -96,7 +96,7 @@ def _read_host(host: str, outcome: DialBackOutcome) -> str:
 
 
 async def _certificate_at(host: str, port: int) -> bytes:
-    """Returns the server's certificate (DER), proven by TLS 1.3. Raises OSError."""
+    """Connects to a server by TLS 1.3 and returns the certificate (DER) that it proves. Raises OSError."""
     _, writer = await asyncio.open_connection(host, port, ssl=_context())
     try:
         secured: ssl.SSLObject = writer.get_extra_info("ssl_object")
@@ -109,7 +109,7 @@ async def _certificate_at(host: str, port: int) -> bytes:
 
 
 def _context() -> ssl.SSLContext:
-    """Returns a context that accepts any certificate. The caller compares it, which is stricter than a chain."""
+    """Returns a TLS context that accepts any certificate. The caller compares the certificate with the expected one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -46,7 +46,7 @@ class RelayStream:
             raise Unreachable("the stream broke") from error
 
     async def hear(self) -> relay_pb2.RelayMessage:
-        """Reads the next message. Raises Unreachable at the end, ProtocolViolation for unknown or long messages."""
+        """Reads the stream's next message. Raises Unreachable at its end, ProtocolViolation for an invalid message."""
         try:
             length = int.from_bytes(await self.reader.readexactly(_LENGTH_BYTES), "big")
             if length > MAX_MESSAGE_BYTES:
@@ -78,7 +78,7 @@ Dial = Callable[[str], Awaitable[RelayStream]]  # Opens a stream to a relay's mu
 
 
 async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
-    """Sends a stream's first message and waits for success. Raises Rejected, Unreachable, ProtocolViolation."""
+    """Sends a stream's first message and waits for consent. Raises Rejected, Unreachable, ProtocolViolation."""
     try:
         async with asyncio.timeout(timeout_s):
             await stream.say(message)
@@ -110,7 +110,7 @@ async def splice(
     spend: Spend,
     idle_s: float,
 ) -> str:
-    """Carries bytes in both directions until a stream ends, `spend` objects, or `idle_s` pass. Returns the reason."""
+    """Copies bytes between two streams until one ends, `spend` objects, or `idle_s` pass without bytes. Returns why."""
     # Reading pauses while the other side does not accept the bytes. The callers close the streams.
     loop = asyncio.get_running_loop()
     try:
@@ -155,7 +155,7 @@ MIN_OPEN_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """Limits of a relay: the volunteer's bytes, and bounds on memory, files and time."""
+    """Limits of a relay: bytes per hour, numbers of tunnels and attached peers, and timeouts."""
 
     bytes_per_hour: int  # Both directions together
     pair_share: float = 0.25  # Largest share of the bytes for any two peers
@@ -171,7 +171,7 @@ class RelayLimits:
 
 
 class RelayBudget:
-    """Byte budget of an hour: half is available at once, the other half refills during the hour."""
+    """Budget of relayed bytes per hour: half is available at once, the other half refills during the hour."""
 
     def __init__(self, limits: RelayLimits, now: Callable[[], float] = time.monotonic, left: int | None = None) -> None:
         """`left`: bytes of the first half that a previous process has not used."""
@@ -188,7 +188,7 @@ class RelayBudget:
         return self._pairs.left(_pair(one, other), self._now())
 
     def spend(self, one: PeerId, other: PeerId, amount: int) -> str:
-        """Takes bytes for two peers. Returns the reason if there are not enough, else ""."""
+        """Charges the budget for bytes relayed between two peers. Returns the reason if too few are left, or ""."""
         now = self._now()
         if not self._pairs.take(_pair(one, other), now, amount):
             return "these two peers have had their share of the relay's bytes for now"
@@ -232,7 +232,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A tunnel, first waiting for its far end. The far end's stream lives until `over`."""
+    """Tunnel that waits for its target. `taken` gets the target's stream, which stays open until `over` is set."""
 
     target: PeerId
     taken: asyncio.Future[RelayStream]
@@ -240,7 +240,7 @@ class _Waiting:
 
 
 class RelayService:
-    """The relay. Call `serve` once for each incoming stream; it returns when the stream has ended."""
+    """Relay of this node. Call `serve` once for each incoming stream; it returns when the stream has ended."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class RelayService:
         return replace(self._figures, **now)
 
     async def serve(self, stream: RelayStream) -> None:
-        """Serves a stream from its first message to its end. Raises only CancelledError."""
+        """Serves an incoming stream by its first message: attach, open or accept. Raises only CancelledError."""
         try:
             first = await self._greeted(stream)
             match first.WhichOneof("kind"):
@@ -291,7 +291,7 @@ class RelayService:
             await stream.close()
 
     async def _greeted(self, stream: RelayStream) -> relay_pb2.RelayMessage:
-        """Reads the first message. Raises Rejected if too many streams have not sent theirs."""
+        """Reads a stream's first message. Raises Rejected if it is late, or if too many streams wait for theirs."""
         limits = self._limits
         if self._greeting.total() >= limits.greeting or self._greeting[stream.peer] >= limits.greeting_of_a_peer:
             raise Rejected("too many streams have not sent their first message")
@@ -375,7 +375,7 @@ class RelayService:
 
     @asynccontextmanager
     async def _far_end(self, attached: RelayStream, opener: PeerId) -> AsyncIterator[RelayStream]:
-        """Asks the attached peer to accept, and yields its stream. Raises Rejected."""
+        """Asks an attached peer to accept a tunnel from `opener`. Yields the stream that it opens. Raises Rejected."""
         number = next(self._numbers)
         waiting = _Waiting(attached.peer, asyncio.get_running_loop().create_future())
         self._waiting[number] = waiting
@@ -436,14 +436,14 @@ TAKEN_REFILL_S: Final = 0.5
 
 @dataclass(slots=True)
 class Incoming:
-    """The tunnels to this peer, through all relays."""
+    """Tunnels that others open to this peer through all relays: local address, number and rate limit."""
 
     local: tuple[str, int]  # Host and port to which tunnels lead
     tunnels: int = 0
     allowance: TokenBuckets = field(default_factory=lambda: TokenBuckets(TAKEN_BURST, TAKEN_REFILL_S))
 
     def objection(self, relay: str, now: float) -> str:
-        """Returns the reason against another tunnel through this relay; empty if it is allowed."""
+        """Returns why another tunnel through this relay is declined; empty if it is accepted."""
         if self.tunnels >= MAX_INCOMING:
             return f"the peer has {MAX_INCOMING} tunnels already"
         if not self.allowance.take(relay, now):
@@ -453,7 +453,7 @@ class Incoming:
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """An attachment to the relay at a multiaddr. Run `keep` as long as it is wanted."""
+    """Attachment of this peer to one relay, through which others can reach it. It lasts while `keep` runs."""
 
     relay: str
     run: RunId
@@ -465,7 +465,7 @@ class Attachment:
     reason: str = field(default="not tried yet", init=False)  # Reason if it is not standing
 
     async def keep(self) -> None:
-        """Attaches, and reattaches with growing pauses, until cancelled. Its tunnels end with it."""
+        """Attaches to the relay, again after each failure, until cancelled. All tunnels through the relay end then."""
         pause_s, longest_s = RETRY_S
         async with asyncio.TaskGroup() as tunnels:
             while True:
@@ -481,7 +481,7 @@ class Attachment:
                 pause_s = min(longest_s, 2 * pause_s)
 
     async def _attend(self, tunnels: asyncio.TaskGroup) -> None:
-        """Runs one attachment to its end. Always raises PeerError."""
+        """Attaches to the relay and handles its messages until the stream fails. Always ends with a PeerError."""
         stream = await self.dial(self.relay)
         try:
             attach = relay_pb2.RelayAttach(run=self.run)
@@ -530,7 +530,7 @@ class Attachment:
         self.incoming.tunnels -= 1
 
     async def _accept(self, number: int) -> None:
-        """Carries one tunnel between the relay and this peer's port."""
+        """Accepts tunnel `number` on a new stream to the relay, and connects the stream to this peer's local port."""
         try:
             stream = await self.dial(self.relay)
             try:
@@ -559,7 +559,7 @@ MAX_OPENED: Final = 64
 
 
 class OpenTunnels:
-    """Tunnels opened by this peer. They end with the task group."""
+    """Tunnels that this peer opened to others through relays. They end with the task group `tasks`."""
 
     def __init__(self, run: RunId, dial: Dial, tasks: asyncio.TaskGroup) -> None:
         self._run = run
@@ -569,7 +569,7 @@ class OpenTunnels:
         self._opened = 0
 
     async def open(self, relay: str, target: PeerId) -> int:
-        """Opens a tunnel. Returns a port of 127.0.0.1 for one connection. Raises PeerError, ResourceExhausted."""
+        """Opens a tunnel to `target`. Returns a local port for one connection. Raises PeerError, ResourceExhausted."""
         # If another local program connects first, it reaches only the target's TLS, and the node's connection fails.
         if self._opening >= MAX_OPENING or self._opened >= MAX_OPENED:
             raise ResourceExhausted(f"{self._opening} tunnels are being opened and {self._opened} are open already")
@@ -619,7 +619,7 @@ class OpenTunnels:
 
 
 async def _one_connection(listener: socket.socket, target: PeerId) -> RelayStream:
-    """Accepts the first connection; the system refuses later ones. Raises TimeoutError, OSError."""
+    """Accepts one connection to a tunnel's local port and closes the port. Raises TimeoutError, OSError."""
     try:
         async with asyncio.timeout(TAKE_S):
             accepted, _ = await asyncio.get_running_loop().sock_accept(listener)

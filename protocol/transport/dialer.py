@@ -33,7 +33,7 @@ class NoCalls:
 
 
 class NoTunnels:
-    """`protocol.interfaces.transport.Tunnels` without any relay."""
+    """`protocol.interfaces.transport.Tunnels` of a node without relays: always raises Unreachable."""
 
     async def way_to(self, contact: Contact) -> str:
         raise Unreachable(
@@ -44,7 +44,7 @@ class NoTunnels:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Ways to reach peers without addresses. Without calls and tunnels, such peers must dial us."""
+    """Ways to reach peers that cannot be dialled: reverse calls and tunnels. By default such peers must dial us."""
 
     caller: Caller = field(default_factory=NoCalls)
     tunnels: Tunnels = field(default_factory=NoTunnels)
@@ -52,7 +52,7 @@ class Ways:
 
 @dataclass(slots=True, eq=False)
 class Dialler:
-    """Opens streams in any way. `own` makes our Hello; `ask` asks a peer that can be dialled."""
+    """Opener of streams by address, reverse call or tunnel. `own` makes our Hello; `ask` sends a peer a question."""
 
     credentials: TlsCredentials
     own: Callable[[], Hello]
@@ -63,11 +63,11 @@ class Dialler:
     _called: set[PeerId] = field(default_factory=set, init=False)
 
     def has_called(self, peer: PeerId) -> bool:
-        """Whether we wait for the called peer's stream, and are not opening one ourselves."""
+        """Whether we have called this peer, that is, asked it to dial us, and wait for its stream."""
         return peer in self._called
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        """Opens a stream. If the called peer opens one instead, the caller cancels this. Raises PeerError."""
+        """Opens a stream to a peer. Must be cancelled if the peer opens a stream to us instead. Raises PeerError."""
         if not contact.addresses and self.ways.caller.can_be_dialled():
             await self._wait_for_call(contact)
         pause_s = self.settings.first_retry_s if contact.addresses else TUNNEL_RETRY_S
@@ -110,7 +110,7 @@ async def dial(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd] = far_end_at,
 ) -> tuple[DialledStream, Hello]:
-    """Dials and exchanges Hellos. Raises Unreachable, Duplicate, Rejected, StaleVersion, ProtocolViolation."""
+    """Dials a peer, exchanges Hellos. Raises Unreachable, Duplicate, Rejected, StaleVersion, ProtocolViolation."""
     try:
         async with asyncio.timeout(timeout_s):
             stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, far_end)
@@ -128,7 +128,7 @@ async def _first_that_answers(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd],
 ) -> DialledStream:
-    """Connects to the first address that answers and sends our Hello. Raises the last address's error."""
+    """Connects to the contact's first address that answers, and sends our Hello. Raises the last address's error."""
     error: PeerError = Unreachable(f"{short(contact.peer)} has no known address")
     for address in contact.addresses:
         try:
@@ -170,7 +170,7 @@ async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tu
 
 
 class Turnover:
-    """Recent replacements of links, by peer. Honest peers replace a link only after a restart."""
+    """Log of each peer's recent replacements of its link to us. Honest peers replace a link only after a restart."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -192,7 +192,7 @@ class Turnover:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calls:
-    """`Caller` through the peers named in a contact, in turn. `own_record` has the addresses to dial."""
+    """`Caller` that asks a peer to dial us through each forwarding peer in turn. `own_record` has our addresses."""
 
     book: AddressBook
     clock: Clock
@@ -200,7 +200,7 @@ class Calls:
     can_be_dialled: Callable[[], bool]
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Calls the peer. Each intermediate peer but the last gets half of the remaining time. Raises Unreachable."""
+        """Asks a peer to dial us. Each forwarding peer but the last gets half of the time left. Raises Unreachable."""
         question = Question(QuestionAbout.CALL, peer=contact.peer, record=self.own_record())
         deadline = self.clock.monotonic() + patience_s
         # Only through peers that can be dialled, so that a call never needs another call.

@@ -83,7 +83,7 @@ class Stream(Protocol):
 
 
 class DialledStream:
-    """A stream opened by this side, with its own channel."""
+    """A stream that this side opened, on a gRPC channel that carries no other stream."""
 
     def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
         self._channel = channel
@@ -91,7 +91,7 @@ class DialledStream:
         self._call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
     def far_end(self) -> FarEnd | None:
-        """The far end of the channel, if set by the dialler."""
+        """Returns the peer's host and certificate as dialled; None if the dialler has not set them."""
         return self._far_end
 
     async def read(self) -> bytes | None:
@@ -125,13 +125,13 @@ class DialledStream:
 
 
 class AcceptedStream:
-    """A stream opened by the other side. gRPC ends it when its handler returns."""
+    """A stream that the other side opened. gRPC ends it when the handler of `Connect` returns."""
 
     def __init__(self, context: ServicerContext) -> None:
         self._context = context
 
     def far_end(self) -> FarEnd:
-        """The caller; its host is empty if unknown. Raises Rejected without a certificate."""
+        """Returns the caller's host, empty if unknown, and certificate. Raises Rejected if the caller showed none."""
         return FarEnd(_host_of_caller(self._context.peer()), self.certificate())
 
     def certificate(self) -> bytes:
@@ -166,7 +166,7 @@ def far_end_at(address: str, certificate: bytes) -> FarEnd:
 
 
 def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
-    """Returns the far end of a tunnel, without an address: with the local one we would probe our own ports."""
+    """Returns a tunnel's peer without its host, because the host dialled is ours and we would probe our own ports."""
     return FarEnd("", certificate)
 
 
@@ -228,8 +228,7 @@ def make_server(
     *,
     max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
-    """Makes a server of `Connect` for peers with a certificate of the run. Returns it with its port. Raises
-    RuntimeError."""
+    """Makes a gRPC server that accepts only the run's certificates. Returns it with its port. Raises RuntimeError."""
     logging.getLogger(_GRPC_LOG).addFilter(_is_worth_logging)
     server = grpc.aio.server(options=(*_SERVER_OPTIONS, *_limits(max_frame_bytes)), maximum_concurrent_rpcs=max_streams)
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
@@ -244,12 +243,12 @@ def make_server(
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Filters gRPC's traceback for a caller that cuts its stream, with which any caller could fill the log."""
+    """Whether to keep a log record of gRPC: not for a cut stream, with which any caller could fill the log."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def stream_error(error: BaseException) -> PeerError:
-    """Converts an error of grpc.aio to ours."""
+    """Converts an error of grpc.aio to the PeerError that this package raises."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return Unreachable("the stream broke")
     details = printable((error.details() or "no details")[:300])

@@ -38,7 +38,7 @@ _SPARE_STREAMS: Final = 16  # Streams beyond `max_links` during the handshake
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dial:
-    """A dial in progress. A link that the peer opens meanwhile resolves `outcome` too."""
+    """A dial in progress to one peer. `outcome` also gets the link if the peer opens one to us first."""
 
     outcome: asyncio.Future[Link]
     task: asyncio.Task[None]
@@ -87,7 +87,7 @@ class GrpcTransport:
         return self._port
 
     async def __aenter__(self) -> Self:
-        """Starts to listen. Raises ConfigError if the address cannot be bound."""
+        """Starts the gRPC server. Raises ConfigError if the address cannot be bound."""
         address = f"{self._settings.listen_host}:{self._settings.listen_port}"
         most = self._settings.max_links + _SPARE_STREAMS
         try:
@@ -120,7 +120,7 @@ class GrpcTransport:
         return await (await self._link_to(peer)).ask(question, timeout_s)
 
     async def connect(self, peer: PeerId) -> None:
-        """Opens a link to the peer unless there is one. Raises as `send`."""
+        """Opens a link to the peer unless a link exists. Raises as `send`."""
         await self._link_to(peer)
 
     def is_linked(self, peer: PeerId) -> bool:
@@ -134,7 +134,7 @@ class GrpcTransport:
         return {peer: link.figures() for peer, link in self._links.items()}
 
     def goodput_bytes_per_s(self, peer: PeerId) -> float:
-        """Returns the measured goodput of the link; 0 if unknown."""
+        """Returns the measured goodput of the link to `peer`, in the sending direction; 0 if unknown."""
         link = self._links.get(peer)
         return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
@@ -154,7 +154,7 @@ class GrpcTransport:
         return await asyncio.shield(attempt.outcome)
 
     def _install(self, link: Link, hello: Hello) -> None:
-        """Makes it the link to its peer, for all waiting callers. Ends an older link, which has lost its other end."""
+        """Registers a new link to its peer and gives it to all waiting callers. Ends an older link to that peer."""
         old = self._links.get(link.peer)
         if old is not None:
             old.end(Unreachable(f"{short(link.peer)} has opened a new link"), Farewell(FarewellReason.DUPLICATE))
@@ -180,7 +180,7 @@ class GrpcTransport:
             self._hear_of_duplicate(link.peer, error)
 
     def _hear_of_duplicate(self, peer: PeerId, error: PeerError) -> None:
-        """Reports a record that proves that another process uses our key."""
+        """Passes the record in a SameKey error, which proves that another process uses our key, to the handler."""
         if isinstance(error, SameKey) and error.record:
             self._handler.announced(peer, error.record)
 
@@ -247,7 +247,7 @@ class GrpcTransport:
     # ---- answering ----------------------------------------------------------------------------------------------
 
     async def _serve(self, _requests: object, context: ServicerContext) -> None:
-        """Handles `Connect` for gRPC, in a separate task, so that we handle its errors."""
+        """Handles `Connect` for gRPC: admits the caller and serves its stream in our task group, which sees errors."""
         peer = await self._admission.enter(context)
         if self._closing:
             return
@@ -259,7 +259,7 @@ class GrpcTransport:
             raise
 
     async def _welcome(self, peer: PeerId, stream: AcceptedStream) -> None:
-        """Reads a peer's Hello, and serves the stream if there is no objection."""
+        """Reads a caller's Hello. Serves the stream as a link until it ends, or objects to it by a Farewell."""
         try:
             async with asyncio.timeout(self._settings.hello_timeout_s):
                 hello = expect_hello(decode(await stream.read() or b""), peer)
@@ -280,7 +280,7 @@ class GrpcTransport:
         await link.run()
 
     async def _objection_to_link(self, hello: Hello) -> Farewell | None:
-        """Returns the reason to reject a valid peer's stream, if any."""
+        """Returns the Farewell for a valid peer whose stream we do not want, such as a second link; else None."""
         peer = hello.peer
         wins = self._peer < peer
         attempt = self._dials.get(peer)
@@ -327,10 +327,7 @@ class GrpcTransport:
 
 
 def _keep_the_older(link: Link, hello: Hello, now: float) -> Farewell | None:
-    """Keeps the older of two processes with one key. Returns the objection to the new one if that is younger.
-
-    Otherwise ends the link of the younger one.
-    """
+    """Rejects the younger of two processes with one key: ends its `link`, or returns the objection to its `hello`."""
     if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
         return _farewell(now - link.began, link.record)
     error = Unreachable(f"{short(link.peer)} runs twice, so the link to the younger process ends")

@@ -22,14 +22,14 @@ FORMER_LIFE_MS: Final = 5000  # Largest clock correction between two processes o
 
 
 class StreamAdmission:
-    """Admits the peers of a run. Counts each peer's streams until gRPC has released them."""
+    """Admission of incoming streams: only from the run's peers, and only a few per peer until gRPC releases them."""
 
     def __init__(self, run: RunId) -> None:
         self._run = run
         self._streams: Counter[PeerId] = Counter()
 
     async def enter(self, context: ServicerContext) -> PeerId:
-        """Admits a caller and returns its peer. Raises grpc.aio.AbortError for a refused one."""
+        """Admits a caller's stream and returns the caller's peer id. Raises grpc.aio.AbortError if it is refused."""
         try:
             peer = proven_peer(AcceptedStream(context).certificate(), self._run)
         except Rejected as error:
@@ -45,7 +45,7 @@ class StreamAdmission:
 
 
 def proven_peer(certificate: bytes, run: RunId) -> PeerId:
-    """Returns the peer that the caller's certificate proves. Raises Rejected."""
+    """Verifies a caller's certificate for `run` and returns the caller's peer id. Raises Rejected."""
     # TLS alone proves nothing, because the authority's key is public.
     try:
         return peer_of_certificate(certificate, run)
@@ -54,7 +54,7 @@ def proven_peer(certificate: bytes, run: RunId) -> PeerId:
 
 
 def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | None:
-    """Returns the objection to a Hello, if any. `expected`: the peer that the certificate proves."""
+    """Checks a Hello's run, versions and peer (`expected`: by the certificate). Returns the objection, if any."""
     if hello.peer != expected:
         return Farewell(FarewellReason.NOT_YOU, f"the certificate belongs to {expected}")
     if hello.run != own_run:
@@ -66,7 +66,7 @@ def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | N
 
 
 def expect_hello(frame: Frame, peer: PeerId) -> Hello:
-    """Returns the Hello at the start of a stream. Raises PeerError for a Farewell, ProtocolViolation for others."""
+    """Returns `frame` if it is a Hello. Raises PeerError for a Farewell, ProtocolViolation for other frames."""
     if isinstance(frame, Hello):
         return frame
     if isinstance(frame, Farewell):
@@ -75,7 +75,7 @@ def expect_hello(frame: Frame, peer: PeerId) -> Hello:
 
 
 def meaning_of(farewell: Farewell, peer: PeerId) -> PeerError:
-    """Converts a peer's Farewell to the error for everything in flight."""
+    """Converts a peer's Farewell to the error that ends its link and fails everything in flight on it."""
     said = f": {farewell.detail}" if farewell.detail else ""
     match farewell.reason:
         case FarewellReason.WRONG_RUN:
@@ -97,13 +97,13 @@ def meaning_of(farewell: Farewell, peer: PeerId) -> PeerError:
 
 
 def objection_error(objection: Farewell, peer: PeerId) -> PeerError:
-    """Converts our objection to a peer's Hello to the dialler's error."""
+    """Converts our objection to a dialled peer's Hello to the error that `dial` raises."""
     kind = StaleVersion if objection.reason is FarewellReason.WRONG_VERSION else Rejected
     return kind(f"{short(peer)} was refused ({objection.reason.name.lower()}): {objection.detail}")
 
 
 class SameKey(Rejected):
-    """The peer reports another process with our key. `record` should prove it."""
+    """Error: a peer reports another process with our key. `record` should be that process's signed announcement."""
 
     def __init__(self, message: str, record: bytes) -> None:
         super().__init__(message)
@@ -111,14 +111,14 @@ class SameKey(Rejected):
 
 
 class Duplicate(Unreachable):
-    """The peer has opened a stream to us at the same time, which both sides use."""
+    """Error: the peer has opened a stream to us at the same time, and both sides use that stream."""
 
 
 # ---- one key in two live processes: the younger one ends ----
 
 
 def is_duplicate(said: Announcement, peer: PeerId, certificate: bytes, incarnation: int, wall: float) -> bool:
-    """Whether another process with our key made this verified record while this process ran."""
+    """Whether another process with our key signed this verified announcement while this process ran."""
     # Each process has its own certificate. A record of an earlier process of this node is older than this process.
     return (
         said.peer == peer
@@ -129,7 +129,7 @@ def is_duplicate(said: Announcement, peer: PeerId, certificate: bytes, incarnati
 
 
 async def end_for(older: Announcement) -> None:
-    """Raises the IdentityError that ends this process."""
+    """Raises the IdentityError that ends this process, because an older process has the same key."""
     where = f" at {', '.join(older.addresses)}" if older.addresses else ""
     raise IdentityError(
         f"another node with this key ({older.peer}) is already in the run{where}; this one ends",

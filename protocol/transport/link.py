@@ -60,7 +60,7 @@ from swarm.vocabulary.types import PeerId, short
 
 @dataclass(slots=True, eq=False)
 class Inbox:
-    """Incoming transfers of the link to `peer`. `reply` queues a small frame for it."""
+    """Incoming tensors on the link to `peer`. `reply` queues a small frame to that peer."""
 
     peer: PeerId
     handler: LinkHandler
@@ -77,7 +77,7 @@ class Inbox:
         return (transfer % 2 == 1) == self.odd_numbers
 
     def open(self, frame: TensorFrame) -> None:
-        """Admits or refuses a transfer by its header. Raises ProtocolViolation."""
+        """Admits an incoming tensor by its header, or refuses it with a reply. Raises ProtocolViolation."""
         number = frame.transfer
         if not self.owns(number) or number in self._arrivals:
             raise ProtocolViolation(f"transfer number {number} is in use, or reserved for this side")
@@ -99,7 +99,7 @@ class Inbox:
         self._arrivals[number] = Assembly(frame, admitted, now, deadline)
 
     def add(self, chunk: Chunk) -> TensorFrame | None:
-        """Takes a chunk. Returns the header when an admitted tensor is complete. Raises ProtocolViolation."""
+        """Adds a chunk to its tensor. Returns the header of an admitted, complete tensor. Raises ProtocolViolation."""
         arrival = self._arrivals.get(chunk.transfer)
         if arrival is None:
             raise ProtocolViolation(f"a chunk of transfer {chunk.transfer}, which is not open")
@@ -120,7 +120,7 @@ class Inbox:
             self._break_off(arrival, Unreachable(f"{short(self.peer)} cancelled transfer {transfer}"))
 
     def break_off_slow(self) -> None:
-        """Cancels transfers without progress or past their deadline, and returns their buffers to the handler."""
+        """Cancels incoming tensors that stall or miss their deadline, and returns their buffers to the handler."""
         now = self.clock.monotonic()
         for number, arrival in list(self._arrivals.items()):
             if not isinstance(arrival, Assembly) or self._arrivals.get(number) is not arrival:
@@ -131,7 +131,7 @@ class Inbox:
                 self._break_off(arrival, Stalled(f"transfer {number} from {short(self.peer)} made too little progress"))
 
     def forgive(self, seconds: float) -> None:
-        """Extends all deadlines by the time for which this process was suspended."""
+        """Extends the deadlines of all incoming tensors by the seconds for which this process was suspended."""
         for arrival in self._arrivals.values():
             if isinstance(arrival, Assembly):
                 arrival.progressed_at += seconds
@@ -165,7 +165,7 @@ MOST_ON_THE_WAY: Final = 1024  # Most tensors in flight that are measured
 
 @dataclass(slots=True)
 class Goodput:
-    """Goodput of one link, in the sending direction."""
+    """Estimate of a link's goodput in the sending direction, from tensors whose receipt the peer has confirmed."""
 
     _bytes: float = 0.0
     _seconds: float = 0.0
@@ -175,7 +175,7 @@ class Goodput:
 
     @property
     def bytes_per_s(self) -> float:
-        """The goodput; 0 if unknown."""
+        """Goodput in bytes per second; 0 before the first measurement."""
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
     def sent(self, transfer: int, size_bytes: int, now: float) -> None:
@@ -186,7 +186,7 @@ class Goodput:
         self._on_the_way[transfer] = size_bytes, now
 
     def accepted(self, transfer: int, round_trip_s: float, now: float) -> None:
-        """Notes that the receiver has a whole tensor. Ignores unknown and repeated answers."""
+        """Adds one sample of goodput: the receiver has read a whole tensor. Ignores unknown and repeated transfers."""
         known = self._on_the_way.pop(transfer, None)
         if known is None:
             return
@@ -202,12 +202,12 @@ class Goodput:
         self._busy_since = max(self._busy_since, now - trip_s, given)
 
     def gave_up(self, transfer: int) -> None:
-        """Forgets a tensor without a useful answer."""
+        """Removes a sent tensor from the measurement, because its receipt will not be confirmed."""
         self._on_the_way.pop(transfer, None)
 
 
 class Meter:
-    """Round trip, goodput and silence of one link."""
+    """Measurements of one link: round-trip time, goodput, bytes, and time since the last received frame."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -232,17 +232,17 @@ class Meter:
         return self._clock.monotonic() - self._heard_at
 
     def forgive(self, seconds: float) -> None:
-        """Shifts the last sign of life by the time for which this process was suspended."""
+        """Excludes the seconds for which this process was suspended from the peer's time of silence."""
         self._heard_at = min(self._heard_at + seconds, self._clock.monotonic())
 
     def ping(self) -> int:
-        """Returns the token of a new ping. Pongs to earlier pings no longer count."""
+        """Begins to measure the round trip; a measurement in progress ends. Returns the token of the ping to send."""
         self._open_token = self._token()
         self._pinged_at = self._clock.monotonic()
         return self._open_token
 
     def pong(self, token: int) -> bool:
-        """Takes a pong. Returns whether it answers the last ping."""
+        """Updates the round trip or goodput from a pong. Returns whether it answers the last ping made by `ping`."""
         transfer = self._behind.pop(token, None)
         if transfer is not None:
             self._goodput.accepted(transfer, self._round_trip.mean, self._clock.monotonic())
@@ -260,7 +260,7 @@ class Meter:
         self._goodput.sent(transfer, size_bytes, self._clock.monotonic())
 
     def ping_after(self, transfer: int) -> int:
-        """Returns the token of a ping behind a tensor. Its pong shows that the peer has read the whole tensor."""
+        """Returns the token of a ping to send after a tensor. The pong shows that the peer has read that tensor."""
         while len(self._behind) >= MOST_ON_THE_WAY:
             del self._behind[next(iter(self._behind))]
         token = self._token()
@@ -280,7 +280,7 @@ class Meter:
 
 
 class Asking:
-    """Our open questions to a peer."""
+    """Questions that we have sent to a peer and that still wait for answers."""
 
     def __init__(self, peer: PeerId) -> None:
         self._peer = peer
@@ -290,7 +290,7 @@ class Asking:
         self._closed: PeerError | None = None
 
     async def ask(self, question: Question, timeout_s: float, say: Callable[[SmallFrame], None]) -> bytes:
-        """Asks and waits for the answer, at most MAX_OPEN_QUESTIONS at once. Raises as `Transport.ask`."""
+        """Sends a question and waits for its answer; at most MAX_OPEN_QUESTIONS are open. Raises as `Transport.ask`."""
         try:
             async with asyncio.timeout(timeout_s), self._places:
                 if self._closed is not None:
@@ -309,7 +309,7 @@ class Asking:
             ) from None
 
     def answered(self, answer: AnswerFrame) -> None:
-        """Takes an answer; drops late ones. Raises ProtocolViolation if it is about a different subject."""
+        """Completes the question of an answer, if it still waits. Raises ProtocolViolation if their subjects differ."""
         about, result = self._open.get(answer.id, (None, None))
         if result is None or result.done():
             return
@@ -329,7 +329,7 @@ class Asking:
 
 @dataclass(slots=True, eq=False)
 class Answering:
-    """A peer's open questions, each answered in a task of the link's group."""
+    """Questions that a peer has sent to us, each answered in a separate task of the link."""
 
     peer: PeerId
     handler: LinkHandler
@@ -369,7 +369,7 @@ class _Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinkSurroundings:
-    """Objects shared by all links of a transport."""
+    """Handler, clock, settings and common frame budget, shared by all links of a transport."""
 
     handler: LinkHandler
     clock: Clock
@@ -378,7 +378,7 @@ class LinkSurroundings:
 
 
 class Link:
-    """A link to `peer`, on a stream after its Hello. `dialled`: whether this side opened the stream."""
+    """A link to `peer`, on a stream whose Hellos were exchanged. `dialled`: whether this side opened the stream."""
 
     def __init__(
         self,
@@ -429,7 +429,7 @@ class Link:
         self._ponged = asyncio.Event()
 
     async def run(self) -> None:
-        """Serves the stream until the link ends. Call it once."""
+        """Reads, writes and pings on the stream until the link ends. Call it once."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 reader = tasks.create_task(self._until_error(self._read(tasks)))
@@ -503,7 +503,7 @@ class Link:
         return self._error is not None
 
     async def answers(self, within_s: float) -> bool:
-        """Whether the peer's process answers a ping in time, and the link is still open."""
+        """Pings the peer. Returns whether it answers within `within_s` seconds and the link is still open."""
         self._ponged.clear()
         self.say(Ping(self._meter.ping()))
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._ponged, self._over)]
@@ -540,7 +540,7 @@ class Link:
         raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
 
     async def _before_the_next(self, octets: int) -> None:
-        """Delays reading from a peer that sends too many small frames, except for the last frames of an ended link."""
+        """Waits before the next read if the peer has sent too many small frames, unless the link has ended."""
         serves = self._handler.serves(self.peer)
         pause_s = self._patience.heard(self._clock.monotonic(), octets, serves=serves)
         if pause_s > 0 and self._error is None:

@@ -32,7 +32,7 @@ class TokenBucket:
         self._left = min(self._most, self._left + amount)
 
     def left(self, now: float) -> float:
-        """Returns the balance; negative after `borrow`."""
+        """Returns the tokens in the bucket; negative if `borrow` has taken too many."""
         return min(self._most, self._left + max(0.0, now - self._at) / self._refill_s)
 
     def take(self, now: float, amount: float = 1) -> bool:
@@ -44,7 +44,7 @@ class TokenBucket:
         return True
 
     def borrow(self, now: float, amount: float = 1) -> float:
-        """Takes `amount` tokens; the balance may become negative. Returns the balance."""
+        """Takes `amount` tokens, even if too few are left. Returns the tokens in the bucket, which may be negative."""
         self._refill(now)
         self._left -= amount
         return self._left
@@ -54,7 +54,7 @@ class TokenBucket:
 
 
 class TokenBuckets:
-    """Token buckets by name: `burst` at once, then one more per `refill_s` seconds. Evicts the longest unused name."""
+    """Token buckets by name: `burst` tokens, one more per `refill_s` seconds. Evicts the longest unused name."""
 
     def __init__(self, burst: int, refill_s: float) -> None:
         self._burst = burst
@@ -75,30 +75,30 @@ class TokenBuckets:
 
 
 class CommonPatience(TokenBucket):
-    """Common budget of a transport for small frames, for links whose own budget is used up."""
+    """Token bucket shared by all links of a transport, for small frames beyond a link's own budget."""
 
     def __init__(self, now: float) -> None:
         super().__init__(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
     def exchanged(self, hops: int) -> None:
-        """Adds the budget for one tensor. Each hop of a path makes frames longer by a third of a frame."""
+        """Adds tokens for the small frames that one tensor causes; more for a path with more `hops`."""
         self.earn(COMMON_A_TENSOR + hops)
 
 
 class Patience:
-    """Budget of one link for small frames. Times are monotonic seconds."""
+    """Token bucket for the small frames that a peer may send on one link. Times are monotonic seconds."""
 
     def __init__(self, common: CommonPatience, now: float) -> None:
         self._common = common
         self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
 
     def exchanged(self, hops: int = 0) -> None:
-        """Adds the budget for one tensor with a path of `hops`."""
+        """Adds tokens to this and the common bucket for the small frames that one tensor with `hops` causes."""
         self._own.earn(FRAMES_A_TENSOR + hops)
         self._common.exchanged(hops)
 
     def heard(self, now: float, octets: int = 0, *, serves: bool = True) -> float:
-        """Charges one small frame. Returns the seconds to wait before reading the next one."""
+        """Charges the peer for one small frame of `octets` bytes. Returns the seconds to wait before the next read."""
         weight = (1.0 + octets / BYTES_A_FRAME) * (1.0 if serves else STRANGERS)
         if self._own.take(now, weight) or (serves and self._common.take(now, weight)):
             return 0.0

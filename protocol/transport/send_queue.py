@@ -1,4 +1,4 @@
-"""Sending on a link: byte budgets, turns of traffic classes, and the queue of frames."""
+"""Send queue of a link: byte budgets, rotation between traffic classes, and queued frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm.vocabulary.errors import PeerError, Stalled
 
 
 class ByteBudget:
-    """A byte budget, first come, first served. A tensor larger than the budget is sent alone."""
+    """Limit of tensor bytes in flight, first come, first served. A tensor larger than the limit is sent alone."""
 
     def __init__(self, budget_bytes: int, places: int) -> None:
         self._budget_bytes = budget_bytes
@@ -29,7 +29,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def share(self, size_bytes: int) -> AsyncIterator[None]:
-        """Waits for room and holds it within the block. Raises the PeerError passed to `close`."""
+        """Waits until `size_bytes` fit and reserves them within the block. Raises the PeerError passed to `close`."""
         async with self._queue:
             while self._error is None and not self._fits(size_bytes):
                 self._freed.clear()
@@ -59,14 +59,14 @@ Item = TypeVar("Item")
 
 
 class TrafficClass(enum.Enum):
-    """A traffic class with its own budget and turns, so that rounds and microbatches cannot delay each other."""
+    """Class of tensors with a separate budget and queue, so that rounds and microbatches cannot delay each other."""
 
     MICROBATCHES = 0
     BULK = 1  # Rounds and state
 
 
 class Turns(Generic[Item]):
-    """One queue per traffic class, served in turn."""
+    """One FIFO queue per traffic class. `take` serves the classes in rotation."""
 
     def __init__(self) -> None:
         self._queues: deque[tuple[TrafficClass, deque[Item]]] = deque(
@@ -141,7 +141,7 @@ class Outbox:
         return self._small_bytes
 
     def post(self, frame: bytes) -> None:
-        """Queues a small frame. Raises Stalled if the peer reads too little, PeerError if closed."""
+        """Queues a small frame. Raises Stalled if the peer reads too little, PeerError if the outbox is closed."""
         if self._closed is not None:
             raise self._closed
         if self._small_bytes + len(frame) > MAX_WAITING_BYTES:
@@ -149,14 +149,14 @@ class Outbox:
         self._queue(frame)
 
     async def put(self, frame: bytes) -> None:
-        """Queues a small frame, after waiting for room. Raises PeerError if closed."""
+        """Queues a small frame once the queue has room for it. Raises PeerError if the outbox is closed."""
         async with self._queue_for_room:  # one waits for room at a time, because thousands may queue here
             while self._closed is None and not self._room.is_set():
                 await self._room.wait()
             self.post(frame)
 
     async def send(self, traffic_class: TrafficClass, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
-        """Sends a tensor, made by `make` at its turn. Returns False if the receiver cancelled it. Raises PeerError."""
+        """Waits for budget, then sends the tensor from `make`. False if the receiver cancelled it. Raises PeerError."""
         async with self._budgets[traffic_class].share(size_bytes):
             if self._closed is not None:
                 raise self._closed
@@ -173,7 +173,7 @@ class Outbox:
                 self._open.pop(sending.transfer.number, None)
 
     def stop(self, number: int) -> None:
-        """Stops a transfer that the receiver has cancelled. Its `send` returns. Ignores ended ones."""
+        """Stops sending a tensor that the receiver has cancelled: its `send` returns False. Ignores ended transfers."""
         sending = self._open.get(number)
         if sending is not None:
             self._withdraw(sending)
@@ -197,7 +197,7 @@ class Outbox:
         self._something_to_send.set()
 
     async def pump(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Writes queued frames until `finish`. Raises as `write`."""
+        """Writes queued frames with `write` until `finish` is called. Raises as `write`."""
         while True:
             if self._small:
                 await write(self._take_small())
@@ -226,7 +226,7 @@ class Outbox:
             following.transfer.prepare()
 
     def _withdraw(self, sending: _Sending) -> None:
-        """Removes a transfer. Sends Cancel if the receiver knows the transfer and expects more chunks."""
+        """Removes a tensor from the queue. Sends Cancel if the receiver knows the transfer and expects more chunks."""
         waits = self._turns.remove(sending.traffic_class, sending)
         if waits and sending.transfer.begun and self._closed is None:
             # Not by `post`, because this frame must be sent. The number of transfers bounds these frames.
