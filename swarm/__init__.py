@@ -1,1 +1,1 @@
-"""Decisions without IO: membership, placement, paths, rounds. Imports only the standard library, without asyncio."""
+"""Decision logic without IO: membership, placement, paths, rounds. Imports only the standard library, not asyncio."""

@@ -32,7 +32,7 @@ from swarm.vocabulary.types import Codec
 
 
 class Unchanged:
-    """Codec NONE. All tensors of a call are on one device."""
+    """Codec NONE: the bytes of the elements. All tensors of a call are on one device."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         out.copy_(values.view(torch.uint8))
@@ -42,7 +42,7 @@ class Unchanged:
 
 
 class HalfPrecision:
-    """Codec BF16, for float32 and bfloat16. All tensors of a call are on one device."""
+    """Codec BF16: float32 or bfloat16 elements as bfloat16. All tensors of a call are on one device."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         for half, value in in_slices(out.view(torch.bfloat16).view(-1, 1), values.view(-1, 1)):
@@ -130,7 +130,7 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
 
 
 def _decode_planes(octets: Tensor, out: Tensor) -> None:
-    """Decodes on the CPU, then copies to another device if necessary."""
+    """Decodes codec PLANES on the CPU, then copies the elements to the device of `out` if necessary."""
     target = out.view(-1)
     elements = target if out.device.type == "cpu" else torch.empty_like(target, device="cpu")
     planes.decode(octets, elements)
@@ -154,14 +154,14 @@ def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
 
 
 def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
-    """Decodes a vector into `out`. Raises ProtocolViolation (`out` is unchanged), ValueError for a wrong length."""
+    """Decodes `data` into `out`. Raises ProtocolViolation (`out` is unchanged), or ValueError for a wrong length."""
     _check(codec, out, data)
     if len(out):
         _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))
 
 
 def _check(codec: Codec, vector: Vector, encoding: memoryview) -> None:
-    """Raises ValueError unless the vector is contiguous float32 and the encoding has its length."""
+    """Raises ValueError unless `vector` is contiguous float32 and `encoding` has the size that `codec` needs for it."""
     if vector.ndim != 1 or vector.dtype != np.float32 or not vector.flags.c_contiguous:
         raise ValueError(f"codecs take contiguous float32 vectors, not {vector.dtype} {vector.shape}")
     expected = encoded_bytes(codec, len(vector))

@@ -58,7 +58,7 @@ def or_violates(holds: Tensor, fault: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Blockwise:
-    """INT8 or INT4. All tensors of a call are on one device."""
+    """Codec INT8 or INT4, with one scale per block of elements. All tensors of a call are on one device."""
 
     codec: Codec
     block: int
@@ -114,7 +114,7 @@ class Blockwise:
         return -(-elements // 2) if self._is_packed else elements
 
     def _codes(self, encoding: Tensor, piece: Piece) -> Tensor:
-        """Returns the codes of a piece, [blocks, bytes] uint8, as a view."""
+        """Returns the codes of a piece, [blocks, bytes] uint8, as a view of `encoding`."""
         first, end = self._code_bytes(piece.start), self._code_bytes(piece.stop)
         return encoding[first:end].view(piece.end - piece.first, -1)
 
@@ -138,7 +138,7 @@ INT4: Final = Blockwise(Codec.INT4, INT4_BLOCK, torch.bfloat16, float(np.finfo(n
 
 
 def _pack(codes: Tensor, out: Tensor) -> None:
-    """Packs codes [blocks, width] uint8 into [blocks, ceil(width / 2)]."""
+    """Packs 4-bit codes [blocks, width] uint8 into bytes [blocks, ceil(width / 2)]."""
     if codes.shape[1] == INT4_BLOCK:
         for code, target in in_slices(codes.view(_EIGHT), out.view(_EIGHT)):
             lower, upper = code.chunk(2, 1)
@@ -150,7 +150,7 @@ def _pack(codes: Tensor, out: Tensor) -> None:
 
 
 def _unpack(packed: Tensor, out: Tensor) -> None:
-    """Unpacks [blocks, ceil(width / 2)] into codes minus 8, [blocks, width] int8."""
+    """Unpacks bytes [blocks, ceil(width / 2)] into 4-bit codes minus 8, [blocks, width] int8."""
     if out.shape[1] == INT4_BLOCK:
         for target, code in in_slices(out.view(_EIGHT), packed.view(_EIGHT)):
             lower, upper = target.chunk(2, 1)
@@ -166,7 +166,7 @@ def _unpack(packed: Tensor, out: Tensor) -> None:
 
 
 def inverse_of(scale: Tensor) -> Tensor:
-    """Returns 1 / scale, or 0 for scales below SMALLEST_SCALE, which are set to 0."""
+    """Returns 1 / scale. Sets scales below SMALLEST_SCALE to 0 in place, and returns 0 for them."""
     sizes = scale.abs()
     # A shortcut for the usual case, in a third of the time. Not on a GPU, because reading the result waits for it.
     if scale.is_cpu and float(sizes.amin()) >= SMALLEST_SCALE:
@@ -177,7 +177,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def check_encoded(scales: Tensor, largest: float, codec: str, expect: Expect = or_cannot_express) -> None:
-    """Requires finite scales, not larger than `largest`."""
+    """Raises StateError, unless `expect` differs, if a computed scale is not finite or larger than `largest`."""
     holds = (scales.abs() <= largest).all()
     if scales.is_cpu and bool(holds):
         return
@@ -185,7 +185,7 @@ def check_encoded(scales: Tensor, largest: float, codec: str, expect: Expect = o
 
 
 def check_received(scales: Tensor, largest: float, codec: str, expect: Expect = or_violates) -> None:
-    """Requires each scale to be 0, or from SMALLEST_SCALE to `largest`."""
+    """Raises ProtocolViolation, unless `expect` differs, if a scale is not 0 or from SMALLEST_SCALE to `largest`."""
     sizes = scales.masked_fill(scales == 0, SMALLEST_SCALE)
     allowed = sizes.clamp(SMALLEST_SCALE, largest)  # NaN compares unequal
     if scales.is_cpu and torch.equal(sizes, allowed):
@@ -199,7 +199,7 @@ def check_received(scales: Tensor, largest: float, codec: str, expect: Expect = 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of blocks and of their elements. The last piece of a vector may be a single shorter block."""
+    """A range of a vector's blocks, and the range of their elements. The last piece may be a single shorter block."""
 
     first: int
     end: int
@@ -242,7 +242,7 @@ def in_slices(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 class _Scratch:
-    """Scratch memory, allocated once per vector."""
+    """Reusable memory for intermediate results, allocated once per vector."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(elements, dtype=dtype, device=device)
@@ -264,7 +264,7 @@ class _Rounding:
         self._row = self._sums = self._bits = torch.empty(0)
 
     def __call__(self, x: Tensor, factor: Tensor) -> Tensor:
-        """Returns [blocks, width] int32: _ROUNDED_ZERO plus each integer. Valid until the next call."""
+        """Rounds `x` [blocks, width]. Returns int32: _ROUNDED_ZERO plus each integer, valid until the next call."""
         if self._sums.shape != x.shape:
             self._row, self._sums = self._constant[:, : x.shape[1]], self._scratch.like(x)
             self._bits = self._sums.view(torch.int32)

@@ -54,7 +54,7 @@ def encode(values: Tensor) -> Tensor | None:
 
 
 def _planes_of(words: Words) -> Iterator[Octets]:
-    """Yields the planes of a slice. Each one overwrites the previous one."""
+    """Yields the byte planes of a slice of elements. Each plane overwrites the memory of the previous one."""
     for part in _slices_of(words):
         plane, shifted = np.empty(len(part), np.uint8), np.empty_like(part)
         for byte in range(words.itemsize):
@@ -83,7 +83,7 @@ def _bodies_of(octets: Octets, lengths: list[int]) -> Iterator[Octets]:
 
 
 def _checked_lengths(octets: Octets, words: Words) -> list[int]:
-    """Reads the lengths of the bodies. Raises ProtocolViolation unless each is possible and the sum is right."""
+    """Reads the length of each plane's body. Raises ProtocolViolation unless lengths and their sum are possible."""
     count = _plane_count(words)
     table = _LENGTH.itemsize * count
     if len(octets) < table:
@@ -100,7 +100,7 @@ def _checked_lengths(octets: Octets, words: Words) -> list[int]:
 
 
 def _plane(body: Octets, size: int, decompressor: zstandard.ZstdDecompressor) -> Octets:
-    """Returns the plane of `size` bytes in `body`, after a check of the declared size. Raises ProtocolViolation."""
+    """Returns the plane of `size` bytes, decompressed from `body` if shorter. Raises ProtocolViolation."""
     if len(body) == size:
         return body
     try:

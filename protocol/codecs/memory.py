@@ -45,7 +45,7 @@ def buffer_for(size_bytes: int, device: torch.device) -> memoryview:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies to the device. Asynchronous from pinned memory, in stream order."""
+    """Copies a tensor to the device. From pinned memory the copy is asynchronous, in stream order."""
     return tensor.to(device, non_blocking=device.type not in _COPIES_IN_ORDER)
 
 
@@ -63,7 +63,7 @@ def _pinned(size_bytes: int) -> Tensor | None:
 
 
 class BufferPool:
-    """Pool of at most `limit` buffers of `size_bytes` bytes. `allocate` returns one or raises MemoryError."""
+    """Pool of at most `limit` buffers of `size_bytes` bytes. `allocate` returns a new buffer or raises MemoryError."""
 
     def __init__(self, size_bytes: int, limit: int, allocate: Callable[[int], memoryview] | None = None) -> None:
         self.size_bytes = size_bytes
@@ -73,7 +73,7 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """Takes a writable buffer with arbitrary content. Raises ResourceExhausted."""
+        """Returns a writable buffer with arbitrary content. Raises ResourceExhausted at the limit or without memory."""
         if self.in_use >= self.limit:
             raise ResourceExhausted(f"all {self.limit} receive buffers of {self.size_bytes} bytes are in use")
         try:
@@ -84,7 +84,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: memoryview) -> None:
-        """Returns a buffer, or a part of one, to the pool. It must not be used afterwards."""
+        """Puts a buffer, or a slice of a buffer, back into the pool. The caller must no longer use its memory."""
         self.in_use -= 1
         self._free.append(memoryview(buffer.obj))
 

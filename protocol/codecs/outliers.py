@@ -27,7 +27,7 @@ _FIGURES_BYTES: Final = 16
 
 
 def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
-    """Encodes a contiguous tensor. Returns its spec with the outliers, and the bytes on the CPU. Raises StateError."""
+    """Encodes a contiguous tensor. Returns its spec with the number of outliers, and the encoding on the CPU."""
     if not values.is_cpu:
         return encode_without_waiting(values, spec, codec)
     channels = _found(values)
@@ -40,7 +40,7 @@ def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSp
 
 
 def encode_without_waiting(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
-    """Encodes as `encode`, waiting for the device once: copies space for all possible outliers, then cuts it off."""
+    """Encodes with one wait for the device: copies space for all possible outliers, then cuts off the unused rest."""
     most, base = most_apart(values), spec.byte_length
     space = 2 * most * (1 + spec.rows)
     out = torch.empty(base + space + _FIGURES_BYTES, dtype=torch.uint8, device=values.device)
@@ -60,7 +60,7 @@ def encode_without_waiting(values: Tensor, spec: TensorSpec, codec: Blockwise) -
 
 
 def _cut(octets: Tensor, base: int, space: int, used: int, rows: int) -> Tensor:
-    """Moves the columns forward, directly behind the `used` bytes of channel numbers, of `space` reserved."""
+    """Cuts off unused outliers: keeps `used` of `space` bytes of channel numbers, and moves the columns up to them."""
     columns = octets[base + space : base + space + used * rows]
     end = base + used + len(columns)
     if 0 < used < space:
@@ -93,7 +93,7 @@ def _checked_channels(data: Tensor, count: int, channels: int, expect: Expect = 
 
 
 def most_apart(values: Tensor) -> int:
-    """Returns the largest number of outlier channels of `values` [..., channels]."""
+    """Returns the largest number of outlier channels that may be encoded for `values` [..., channels]."""
     may_be = values.ndim > 1 and values.shape[-1] <= LARGEST_CHANNEL
     return most_outliers(tuple(values.shape)) if may_be else 0
 
@@ -108,10 +108,10 @@ def _found(values: Tensor) -> Tensor:
 
 
 def find_without_looking(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds outlier channels without reading from the device.
+    """Finds outlier channels without a wait for the device.
 
     Returns:
-        The largest ones, ascending, padded with the number of channels; and their number, an int64 tensor.
+        The largest outlier channels, ascending, padded with the number of channels; and how many are found (int64).
     """
     most, channels = most_apart(values), values.shape[-1]
     largest, stand_out = _standing_out(values)

@@ -47,7 +47,7 @@ LLOYD_STEPS: Final = 2  # Iterations for the two levels of TOP_K_2 (Lloyd 1982)
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """TOP_K_4 or TOP_K_2. All tensors of a call are on one device."""
+    """Codec TOP_K_4 or TOP_K_2: only the largest elements. All tensors of a call are on one device."""
 
     codec: Codec
     levels_of: Callable[[Tensor], Tensor]  # Magnitudes [chunks, kept] -> levels [chunks, 2]
@@ -104,7 +104,7 @@ class TopK:
         codes_out.copy_(_packed(codes, chunk.code_bits))
 
     def _values(self, levels: Tensor, codes: Tensor, chunk: SparseChunk) -> Tensor:
-        """Returns the values [chunks, kept] float32."""
+        """Returns the kept elements [chunks, kept] float32, decoded from levels and codes."""
         both = levels.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
         check_received(both, LARGEST_LEVEL, self.codec.name)
         lowest, highest = both[:, :1], both[:, 1:]
@@ -146,7 +146,7 @@ TOP_K_2: Final = TopK(Codec.TOP_K_2, _two_means)
 
 
 def _parts(rows: Tensor, chunk: SparseChunk) -> tuple[Tensor, ...]:
-    """Splits [chunks, bytes] into views of levels, low bits, high bits and codes."""
+    """Splits encoded chunks [chunks, bytes] into views of levels, low bits, high bits and codes."""
     return rows.split_with_sizes([4, chunk.low_bytes, chunk.high_bytes, chunk.code_bytes], 1)
 
 
@@ -158,7 +158,7 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 
 def _write_places(places: Tensor, low: Tensor, high: Tensor) -> None:
-    """Writes positions [chunks, kept] int64, ascending."""
+    """Writes ascending positions [chunks, kept] int64 of the kept elements as low and high bits."""
     low.copy_(_packed(places.bitwise_and(_LOW_MASK).to(torch.uint8), PLACE_LOW_BITS))
     order = torch.arange(places.shape[1], device=places.device)
     bits = torch.zeros(len(high), 8 * high.shape[1], dtype=torch.uint8, device=high.device)
@@ -167,7 +167,7 @@ def _write_places(places: Tensor, low: Tensor, high: Tensor) -> None:
 
 
 def _places(low: Tensor, high: Tensor, chunk: SparseChunk) -> Tensor:
-    """Reads positions [chunks, kept] int64. Raises ProtocolViolation."""
+    """Reads positions [chunks, kept] int64 of the kept elements from low and high bits. Raises ProtocolViolation."""
     bits = _spread(high.device)[high.long()].view(torch.uint8)
     if bool((bits.sum(1) != chunk.kept).any()):
         raise ProtocolViolation(f"a sparse chunk does not have {chunk.kept} positions")
@@ -198,7 +198,7 @@ def _packed(numbers: Tensor, width: int) -> Tensor:
 
 
 def _unpacked(data: Tensor, width: int, count: int) -> Tensor:
-    """Unpacks [chunks, count] uint8 packed by `_packed`. Ignores further bits."""
+    """Unpacks [chunks, count] uint8 numbers packed by `_packed`. Ignores further bits."""
     each, mask = 8 // width, (1 << width) - 1
     parts = [(data >> index * width).bitwise_and_(mask) for index in range(each)]
     return torch.stack(parts, -1).flatten(1)[:, :count]

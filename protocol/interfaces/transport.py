@@ -18,7 +18,7 @@ from swarm.vocabulary.types import MAX_STAGES, Digest, ModuleId, PeerId, Stage
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """Data to dial a peer and to authenticate it."""
+    """Addresses and certificate, to dial a peer and to authenticate it."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -35,13 +35,13 @@ class AddressBook(Protocol):
 
 
 class Directory(Protocol):
-    """The DHT's interface to the node."""
+    """Store of the peers' signed announcements, shared by the run (a DHT)."""
 
     async def publish(self, announcement: Announcement) -> None:
-        """Signs our record and stores it under its module's key. Raises Unreachable; call again later."""
+        """Signs our announcement and stores it under its module's key. Raises Unreachable; call again later."""
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """Returns all valid, unexpired records of these modules and of visitors. Raises Unreachable."""
+        """Returns valid announcements of these modules' replicas, and of peers without a module. Raises Unreachable."""
 
 
 MAX_RECORD_BYTES: Final = 2048
@@ -63,7 +63,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question of link.proto. Most fields are for one subject only."""
+    """A question to a peer, as in link.proto. Most fields are for one kind of question (`about`) only."""
 
     about: QuestionAbout
     microbatches: Annotated[int, Range(1, MAX_EVALUATION_MICROBATCHES)] = 0
@@ -97,17 +97,17 @@ class Caller(Protocol):
     """Makes a peer that cannot be dialled open a link to us (`protocol.transport.dialer.Calls`)."""
 
     def can_be_dialled(self) -> bool:
-        """Whether a called peer could connect to this one."""
+        """Whether this peer can be dialled, so that a call to another peer can succeed."""
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Calls the peer. Returns when it reports an open link. Raises Unreachable."""
+        """Asks a peer, through others, to dial us. Returns when the link is reported open. Raises Unreachable."""
 
 
 class Tunnels(Protocol):
     """Tunnels through a relay, between two peers that cannot dial each other."""
 
     async def way_to(self, contact: Contact) -> str:
-        """Opens a tunnel. Returns the local `host:port` that leads to the peer. Raises Unreachable."""
+        """Opens a tunnel to a peer. Returns the local `host:port` that leads to the peer. Raises Unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class LinkHandler(Protocol):
         ProtocolViolation."""
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
-        """Takes an admitted tensor that is complete and verified."""
+        """Handles an admitted tensor that has arrived completely and is verified."""
 
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
         """Takes back the buffer of an admitted tensor that will not be completed."""
@@ -148,12 +148,12 @@ class LinkHandler(Protocol):
         """Whether the peer is known to host a module. Such peers may send more small frames."""
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
-        """Whether this peer may send messages on the topic. Called before a frame is decoded."""
+        """Whether we accept messages on the topic from `sender`. Called before a frame is decoded."""
 
     def received_control(self, sender: PeerId, message: ControlMessage) -> None: ...
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        """Takes the peer's signed record, unverified."""
+        """Handles a peer's signed announcement, which is not verified yet."""
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         """Answers a question. Raises PeerError to refuse; its message becomes `Answer.refused`."""
@@ -161,7 +161,7 @@ class LinkHandler(Protocol):
     def link_up(self, peer: PeerId) -> None: ...
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """Notes the end of the last stream. Everything unacknowledged is lost."""
+        """Handles the end of the last stream to a peer. All unacknowledged messages are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +185,9 @@ class Transport(Protocol):
         """Sends a small message, after dialling if necessary. Raises as `send`."""
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        """Asks and waits for the answer. Raises as `send`, Rejected if the peer refuses, Stalled on timeout."""
+        """Asks a peer and returns its answer. Raises as `send`, Rejected if the peer refuses, Stalled on timeout."""
 
     def announce(self, record: bytes) -> None:
-        """Sends our new signed record to every linked peer. Sends nothing for b"", if there is no record yet."""
+        """Sends our new signed announcement to every linked peer. Sends nothing if `record` is empty."""
 
     def figures(self) -> dict[PeerId, LinkFigures]: ...

@@ -36,7 +36,7 @@ PATHS: Final = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY
 
 
 def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, str]:
-    """Returns the allowed part of `inherited` as a child's environment, plus `more`."""
+    """Returns a child's environment: the variables of `inherited` that are on the allowlist, plus `more`."""
     kept = {name: value for name, value in inherited.items() if name in NAMES or name.startswith(PREFIXES)}
     for name in PATHS & inherited.keys():
         if folders := [folder for folder in inherited[name].split(os.pathsep) if os.path.isabs(folder)]:
@@ -51,7 +51,7 @@ def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> d
 
 
 def main() -> None:
-    """Runs a command that ends with its parent: by PR_SET_PDEATHSIG on Linux; elsewhere the node kills the group."""
+    """Runs a command that ends with its parent: by PR_SET_PDEATHSIG on Linux; elsewhere the node kills its group."""
     import resource
 
     parent, command = int(sys.argv[1]), sys.argv[2:]

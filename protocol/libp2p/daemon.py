@@ -114,7 +114,7 @@ class Libp2pStreams:
         self._daemon = daemon
 
     async def dial(self, relay: str) -> RelayStream:
-        """Opens a stream; see `protocol.nat.relay.Dial`."""
+        """Opens a stream to a relay; see `protocol.nat.relay.Dial`."""
         match = _RELAY.fullmatch(relay)
         if match is None:
             raise Unreachable(f"{relay[:128]!r} is not of the form /ip4/ADDRESS/tcp/PORT/p2p/PEER")
@@ -132,7 +132,7 @@ class Libp2pStreams:
         return RelayStream(PeerId(match["peer"]), reader, writer)
 
     async def take(self, serve: Callable[[RelayStream], Awaitable[None]]) -> None:
-        """Starts to serve incoming streams. Raises P2PDaemonError."""
+        """Starts to accept streams, and runs `serve` for each of them. Raises P2PDaemonError."""
 
         async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await serve(RelayStream(PeerId(info.peer_id.to_base58()), reader, writer))

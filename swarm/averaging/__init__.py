@@ -1,1 +1,1 @@
-"""Rounds: averaging the replicas of a module without a coordinator. Pure decisions."""
+"""Rounds: replicas of a module average their parameters without a coordinator. State machines without IO."""

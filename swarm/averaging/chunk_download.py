@@ -1,7 +1,7 @@
-"""Plan of one state download: donors get batches of chunks in proportion to their speed.
+"""Download of a module's state in chunks from several replicas (donors): which donor should send which chunks.
 
-The order of chunks starts at a random one. Idle donors take chunks over from slow ones. A donor that sends a wrong
-chunk is excluded.
+Fast donors get larger batches. The order starts at a random chunk. Idle donors take chunks over from slow donors. A
+donor that sends a wrong chunk is excluded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COPIES: Final = 2  # Donors asked for the same chunk at once
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrived:
-    """A chunk arrived; `matches` says whether its hash is right."""
+    """Event: a donor's chunk arrived. `matches`: whether the chunk has the expected hash."""
 
     donor: PeerId
     chunk: int
@@ -43,7 +43,7 @@ class ChunkArrived:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLost:
-    """A chunk in flight will not be completed."""
+    """Event: the transfer of a chunk broke off."""
 
     donor: PeerId
     chunk: int
@@ -51,7 +51,7 @@ class ChunkLost:
 
 @dataclass(frozen=True, slots=True)
 class ChunksRefused:
-    """A donor refused chunks."""
+    """Event: a donor refused to send the requested chunks."""
 
     donor: PeerId
     chunks: tuple[int, ...]
@@ -60,14 +60,14 @@ class ChunksRefused:
 
 @dataclass(frozen=True, slots=True)
 class DonorLost:
-    """The link to the donor broke or could not be opened."""
+    """Event: the link to a donor broke or could not be opened."""
 
     donor: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. The first tick starts the download."""
+    """Event: time has passed. The first tick starts the download."""
 
 
 Event = ChunkArrived | ChunkLost | ChunksRefused | DonorLost | Tick
@@ -75,7 +75,7 @@ Event = ChunkArrived | ChunkLost | ChunksRefused | DonorLost | Tick
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the donor for these chunks (StateRequest)."""
+    """Action: request these chunks from the donor by a StateRequest."""
 
     donor: PeerId
     chunks: tuple[int, ...]
@@ -83,7 +83,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report a donor that sent a wrong state."""
+    """Action: report a donor that sent a chunk with a wrong hash."""
 
     donor: PeerId
     detail: str
@@ -91,12 +91,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """All chunks are here."""
+    """Action: end the download, because all chunks have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The download is over without the state."""
+    """Action: end the download, because no donor can send the missing chunks."""
 
     detail: str
     stalled: bool  # Whether donors that may have the state are unreachable or silent
@@ -118,7 +118,7 @@ class _Donor:
 
 
 class Download:
-    """State machine of one download. `here`: chunks we have; `most_owed`: chunks per donor that fit in memory."""
+    """State machine of one download. `here`: chunks that we have; `most_owed`: most chunks in flight from one donor."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Download:
         return not self._over and chunk in self._missing and asked is not None and chunk in asked.owes
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Returns the actions that follow from an event. Ignores events about unknown chunks and donors."""
+        """Updates the download by an event and returns the actions to take. Ignores unknown chunks and donors."""
         if self._over:
             return []
         if self._progressed_at is None:
@@ -297,7 +297,7 @@ class Download:
         return self._stolen(donor, now)
 
     def _stolen(self, thief: _Donor, now: float) -> tuple[int, ...]:
-        """Returns the chunk that would arrive last, if the thief is likely to deliver it sooner."""
+        """Picks the last chunk owed by the slowest donor, if the idle donor `thief` should deliver the chunk sooner."""
         own_s = self._chunk_s(thief) or 0.0
         best, longest = None, 0.0
         for holder in self._donors.values():

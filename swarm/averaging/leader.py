@@ -1,4 +1,4 @@
-"""The leader's side of one attempt at a round. The leader invites itself; its own messages loop back to it."""
+"""The leader's side of one attempt at an averaging round. The leader is also a member, and sends messages to itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 
 @dataclass(frozen=True, slots=True)
 class TryAgain:
-    """The attempt failed; the next one excludes some peers."""
+    """Verdict: the attempt at a round failed, and the next attempt excludes the peers in `without`."""
 
     without: frozenset[PeerId]
     why: str
@@ -40,7 +40,7 @@ class TryAgain:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The attempt failed, and the leader pauses."""
+    """Verdict: the attempt at a round failed, and the leader pauses before the next attempt."""
 
     why: str
 
@@ -49,7 +49,7 @@ Verdict = Commit | TryAgain | GivenUp
 
 
 class Answer(enum.Enum):
-    """An invitee's answer."""
+    """Answer of an invited replica to the leader."""
 
     NONE = 1
     ACCEPTED = 2
@@ -72,7 +72,7 @@ DECLINED = {
 
 @dataclass(slots=True)
 class Invitee:
-    """State of one invited replica at the leader."""
+    """The leader's record of one invited replica: its answer, its entry, and its complaints about other members."""
 
     heard: float
     answer: Answer = Answer.NONE
@@ -87,7 +87,7 @@ class Invitee:
 
 
 class Leader:
-    """The leader's state machine in one attempt."""
+    """State machine of the leader in one attempt at a round."""
 
     def __init__(self, view: ReplicaView, number: RoundId, invitees: Iterable[PeerId]) -> None:
         self.round = number
@@ -168,7 +168,7 @@ class Leader:
         ]
 
     def advance(self, now: float) -> tuple[list[SendMessage], Verdict | None]:
-        """Returns the messages due by now, and the end of this attempt if it has come."""
+        """Returns the messages that are due, and the verdict on this attempt; None while the attempt continues."""
         tells = self._pulses(now)
         if self.roster is not None:
             return tells, self._judge_exchange(self.roster, now)
@@ -212,7 +212,7 @@ class Leader:
         return self._found()
 
     def _found(self) -> Commit | None:
-        """Returns the result of an earlier attempt that a majority may have, so that a peer may have committed it."""
+        """Returns a commit of an earlier attempt's result if a majority may have it: a peer may have committed it."""
         entries = self._entries()
         holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
         for peer, entry in entries.items():
@@ -339,7 +339,7 @@ class Leader:
 
 
 def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
-    """Returns the accusers of each peer, without accused peers that accuse all others."""
+    """Maps accused peers to their accusers. Ignores accused peers that accuse all others, unless no accuser is left."""
     accused = frozenset[PeerId]().union(*accusations.values())
     sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
     credible = {peer: named for peer, named in accusations.items() if peer not in sweeping}

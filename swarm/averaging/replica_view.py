@@ -1,4 +1,4 @@
-"""One replica's view of its module: the other replicas, their anchors and work, and the attempts so far."""
+"""One replica's view of its module: the other replicas, their anchors and work, and past attempts at rounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ assert ATTEMPTS <= MAX_ATTEMPTS
 
 
 class AttemptLog:
-    """Attempts from one anchor. Announced commits are kept longer, to answer late questions."""
+    """Record of attempts at rounds since the latest anchor. Commits are kept longer, to answer late questions."""
 
     def __init__(self, rules: RoundRules) -> None:
         self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
@@ -103,7 +103,7 @@ class _Known:
 
 
 class OtherReplicas:
-    """The other live replicas, at most one less than a roster can hold."""
+    """Anchors and work of the module's other live replicas, at most MAX_MEMBERS - 1."""
 
     def __init__(self) -> None:
         self._known: dict[PeerId, _Known] = {}
@@ -124,7 +124,7 @@ class OtherReplicas:
         return frozenset(before) - frozenset(self._known)
 
     def reported(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
-        """Notes the version that a replica reports. Drops reports of unknown peers."""
+        """Records the anchor version that a replica reports. Ignores unknown peers."""
         known = self._known.get(peer)
         if known is None:
             return
@@ -169,7 +169,7 @@ RETRY_S: Final = ExponentialBackoff(5.0, 60.0)
 
 
 class ReplicaView:
-    """State shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
+    """Anchor, work and view of the other replicas, shared by `RoundMachine` and `Leader`. `RoundMachine` sets `now`."""
 
     def __init__(
         self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, signer: Signer
@@ -192,9 +192,9 @@ class ReplicaView:
         self._failures: dict[AnchorVersion, tuple[float, int]] = {}
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """Returns the module's agreed version, without versions that recently could not be downloaded.
+        """Returns the anchor version on which live replicas agree. Ignores versions whose download failed recently.
 
-        Distrusted replicas count only with the majority.
+        A distrusted replica counts only if most replicas have its version.
         """
         versions, distrusted = self.others.versions(self.now), self.penalties.distrusted(self.now)
         held = Counter(versions.values())
@@ -219,16 +219,16 @@ class ReplicaView:
             self.penalties.straying.add(peer, self.now)
 
     def may_lead(self) -> bool:
-        """Whether we may lead a round from our anchor. After `longest_s` also if most replicas have another anchor."""
+        """Whether we may lead a round: our anchor is the agreed one, or has differed from it for `longest_s`."""
         if not plausible_round(self.version, self.next_number()) or self.catching is not None:
             return False
         waited = self._behind_since is not None and self.now - self._behind_since > self.rules.longest_s
         return waited or self.standing().value == self.version
 
     def catch_up_target(self, best: AnchorVersion, certain: bool, busy: bool) -> AnchorVersion | None:
-        """Returns the version to download now, if any. None also during a round, and while the difference may pass.
+        """Returns `best` if this anchor version should be downloaded now to replace ours, else None.
 
-        Rounds never decrease, and a different anchor of the same round is ignored.
+        None during a round (`busy`), if our round is not lower, and at first unless `certain`: a commit may follow.
         """
         if best == self.version or self.catching is not None:
             self._behind_since = None
@@ -250,7 +250,7 @@ class ReplicaView:
         return due(self.rules, self.steps, self.others.steps(self.version, self.now), len(on) + 1, self.anchored_s)
 
     def next_number(self) -> int:
-        """Returns the next round's number, above every version seen, so that no number gets two results."""
+        """Returns the number of the next round, above all numbers seen, so that no number gets two results."""
         self._highest = max(self._highest, next_number(self.version, self.others.versions(self.now).values()))
         return max(self._highest, self.attempt_log.highest[0])
 

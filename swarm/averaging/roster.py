@@ -1,4 +1,4 @@
-"""A round's roster: weights, shards and objections. All members compute it bit for bit the same."""
+"""A round's roster: members with weights and ranges of chunks, computed bit for bit equally by all; and its checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sound_entry(entry: Entry) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The weight of one member's pseudo-gradient."""
+    """Weight of one member's pseudo-gradient in the mean: its share of tokens, and the factor that clips its norm."""
 
     share: float = 0.0
     clipping: float = 1.0
@@ -51,7 +51,7 @@ class Weight:
 
 
 def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
-    """Computes the weight of each pseudo-gradient. All are 0 if no member worked."""
+    """Computes the weight of each member's pseudo-gradient from tokens and norms; all are 0 if no member worked."""
     working = [entry for entry in entries.values() if entry.tokens > 0]
     if not working:
         return dict.fromkeys(entries, Weight())
@@ -68,7 +68,7 @@ def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
 
 
 def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]) -> dict[PeerId, tuple[int, int]]:
-    """Cuts chunks into one range per peer, by id. Fast peers get twice as many; unknown rates count as the median."""
+    """Divides chunks among peers by id. Fast peers get twice the chunks of slow ones; unknown rates are the median."""
     known = list(rates.values())
     median, slowest = (lower_median(known), min(known)) if known else (0, 0)
     ordered = sorted(peers)
@@ -87,7 +87,7 @@ def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]
 
 
 def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
-    """Computes the roster from the entries; None if no member worked."""
+    """Computes a round's roster from the members' signed entries; None if no member worked."""
     entries = {entry.peer: entry for entry in signed.entries}
     number, base = signed.round, signed.base
     weights = weigh(entries)
@@ -115,27 +115,27 @@ def codec_of(
     interval_s: float,
     own: float,
 ) -> Reasoned[RoundCodecs]:
-    """Chooses the round's codec, at the leader. `own`: goodput of its best link, used if rounds measured no link."""
+    """Chooses the codec of a round that we lead. `own`: goodput of our best link, if no member measured a rate."""
     slowest = slowest_bytes_per_s(entries) or own
     return choose(rules.levels, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, interval_s)
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:
-    """Returns the bytes that the busiest member sends and receives in one exchange, as float32."""
+    """Returns the bytes that the busiest member sends and receives in a round's exchange, if sent as float32."""
     first, end = fragment_chunks(rules, base.fragment)
     times = 2 * (members - 1) if attempt >= LEADER_REDUCES_FROM else 2 * (members - 1) / members
     return times * (end - first) * rules.chunk_bytes
 
 
 def exchange_limit_s(rules: RoundRules, signed: SignedRoster, own: float) -> float:
-    """Returns the exchange's time limit in seconds, as for float32. `own`: goodput of our best link, 0 if unknown."""
+    """Returns the seconds that a round's exchange may take, as for float32. `own`: goodput of our best link, or 0."""
     entries = {entry.peer: entry for entry in signed.entries}
     slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
     return GRACE_S + SLACK * exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt) / slowest
 
 
 def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Callable[[Entry], bool]) -> str | None:
-    """Returns the reason why a leader's roster is invalid; None if it is valid."""
+    """Checks members, codec, figures and signatures of a leader's roster. Returns the fault, or None if it is valid."""
     peers = [entry.peer for entry in signed.entries]
     if not 1 <= len(peers) <= MAX_MEMBERS or len(set(peers)) != len(peers):
         return "it has no members, too many, or the same one twice"
@@ -154,7 +154,7 @@ def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Calla
 
 
 def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: Collection[PeerId]) -> str | None:
-    """Returns a reason not to follow a roster that may still be honest, because views differ; else None."""
+    """Returns a reason not to follow a valid roster: too many unknown members, or too few replicas on our anchor."""
     strangers = {entry.peer for entry in signed.entries} - {own, *known}
     if len(strangers) > max(1, len(signed.entries) // STRANGERS):
         return f"{len(strangers)} of its members are not replicas that we know"
@@ -164,24 +164,24 @@ def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: C
 
 
 def contributors(roster: Roster) -> tuple[PeerId, ...]:
-    """Returns the members whose pseudo-gradients are in the result; idle members have weight 0."""
+    """Returns the members whose pseudo-gradients count in the mean, without idle members (weight 0)."""
     return tuple(member.peer for member in roster.members if member.coefficient > 0)
 
 
 def leads_to(rules: RoundRules, roster: Roster, version: AnchorVersion) -> bool:
-    """Whether the version can result from this roster. Everything but the digest is known beforehand."""
+    """Whether a round with this roster can result in this anchor version. Only the digest is not known in advance."""
     after = (roster.base.fragment + 1) % fragments_of(rules)
     expected = (roster.round.number, roster.steps, roster.tokens, after)
     return (version.round, version.steps, version.tokens, version.fragment) == expected
 
 
 def may_be_committed(roster: Roster, without: int) -> bool:
-    """Whether a majority may have this result, if `without` members are known to lack it."""
+    """Whether a majority of the roster may hold the round's result, if `without` members are known to lack it."""
     return 2 * (len(roster.members) - without) > len(roster.members)
 
 
 def _steps(rules: RoundRules, entries: Mapping[PeerId, Entry]) -> int:
-    """Returns the mean inner steps. A lying member of two can at most halve the count, or add half of it."""
+    """Returns the mean inner steps of members that worked. A liar among two can at most halve it, or add half."""
     steps = [entry.steps for entry in entries.values() if entry.tokens > 0]
     ceiling = WORK_AT_MOST * max(lower_median(steps), steps_between_rounds(rules))
     return (2 * sum(min(count, ceiling) for count in steps) + len(steps)) // (2 * len(steps))

@@ -1,4 +1,4 @@
-"""Events and actions of the round machine, and its rules."""
+"""Events, actions and rules of `RoundMachine`, the state machine of averaging rounds."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class RoundRules:
 
     @property
     def codecs(self) -> tuple[RoundCodecs, ...]:
-        """Codecs that the run's rosters may name."""
+        """Codecs that a leader may choose for a round of this run."""
         return tuple(level.codecs for level in self.levels)
 
 
 class Signer(Protocol):
-    """Signs our entries and verifies those of others."""
+    """Signs our entries in rounds, and verifies entries of other replicas."""
 
     def sign(self, entry: Entry) -> Entry: ...
 
@@ -43,7 +43,7 @@ class Signer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OtherReplica:
-    """A live replica of our module, as membership shows it."""
+    """Another live replica of our module, as seen in the membership."""
 
     peer: PeerId
     version: AnchorVersion
@@ -52,14 +52,14 @@ class OtherReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasChanged:
-    """The membership of our module, without ourselves, has changed."""
+    """Event: the other live replicas of our module have changed."""
 
     others: tuple[OtherReplica, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Our replica's work since its anchor; sent after every inner step."""
+    """Event, after every inner step: steps and tokens of our replica since its anchor."""
 
     steps: int
     tokens: int
@@ -67,7 +67,7 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class MessageArrived:
-    """A message about a round from another replica."""
+    """Event: a message about a round arrived from another replica."""
 
     sender: PeerId
     message: RoundControl
@@ -75,7 +75,7 @@ class MessageArrived:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """The requested snapshot is complete: the pseudo-gradient is fixed."""
+    """Event: the snapshot requested by `TakeSnapshot` is complete, so our pseudo-gradient is fixed."""
 
     round: RoundId
     steps: int
@@ -88,14 +88,14 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBroken:
-    """Our own update is not finite. The replica has returned to its anchor."""
+    """Event: our own pseudo-gradient is not finite, so this replica has returned to its anchor."""
 
     round: RoundId
 
 
 @dataclass(frozen=True, slots=True)
 class PieceArrived:
-    """A member's piece arrived and is usable."""
+    """Event: a usable piece (range of chunks) arrived from a member of the round."""
 
     round: RoundId
     sender: PeerId
@@ -103,7 +103,7 @@ class PieceArrived:
 
 @dataclass(frozen=True, slots=True)
 class Owing:
-    """Members that could send us pieces now and have not; reported when the set changes."""
+    """Event: the set of members that could send us pieces now, and have not, has changed."""
 
     round: RoundId
     peers: frozenset[PeerId]
@@ -111,7 +111,7 @@ class Owing:
 
 @dataclass(frozen=True, slots=True)
 class PieceRejected:
-    """A member sent an unusable piece."""
+    """Event: a member of the round sent an unusable piece."""
 
     round: RoundId
     sender: PeerId
@@ -120,7 +120,7 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """A replica did something that no honest replica does. As an action: report it."""
+    """Event and action: a replica that did something that no honest replica does, to report."""
 
     peer: PeerId
     round: int
@@ -133,7 +133,7 @@ class Caught:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The result of the exchange is complete and leads to this anchor."""
+    """Event: the result of the exchange is complete (staged) and leads to this anchor version."""
 
     round: RoundId
     version: AnchorVersion
@@ -141,21 +141,21 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The link to a replica broke, or a message could not be delivered."""
+    """Event: the link to a replica broke, or a message to this replica could not be delivered."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Our anchor has changed: by a download, or by an outer step of a replica without others."""
+    """Event: our anchor has changed by a download, or by an outer step without a round, as the only replica."""
 
     version: AnchorVersion
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUpFailed:
-    """The anchor could not be downloaded; ours is unchanged."""
+    """Event: the wanted anchor could not be downloaded, so our anchor is unchanged."""
 
     wanted: AnchorVersion
     detail: str
@@ -164,7 +164,7 @@ class CatchUpFailed:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; at least ten times a second."""
+    """Event, at least ten times a second: time has passed."""
 
 
 AttemptEvent = SnapshotTaken | SnapshotBroken | PieceArrived | Owing | PieceRejected | Staged
@@ -173,7 +173,7 @@ Event = ReplicasChanged | Worked | MessageArrived | AttemptEvent | Caught | Link
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
-    """Send a message. If it cannot be delivered, LinkLost follows."""
+    """Action: send a message. If the message cannot be delivered, LinkLost follows."""
 
     to: PeerId
     message: RoundControl
@@ -181,7 +181,7 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Fix the pseudo-gradient of a fragment. Attempts with the same number and base reuse it."""
+    """Action: fix our pseudo-gradient of one parameter fragment. Later attempts at this round reuse the snapshot."""
 
     round: RoundId
     fragment: int
@@ -189,21 +189,21 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Start the exchange of this roster and end the previous one. Keep its result until `Release` or a commit."""
+    """Action: end any earlier exchange and start one by this roster. Keep the result until `Release` or a commit."""
 
     roster: Roster
 
 
 @dataclass(frozen=True, slots=True)
 class DropStaged:
-    """Drop a complete result that will not be committed. At most one is kept."""
+    """Action: drop the complete result of an exchange that will not be committed. At most one result is kept."""
 
     version: AnchorVersion
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """End the exchange, and forget snapshots and results of rounds up to this number."""
+    """Action: end the exchange, and free the snapshots and results of rounds up to this number."""
 
     number: int
     why: str
@@ -211,7 +211,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CommitStaged:
-    """Make the staged result the anchor, and keep the work since the snapshot. Continue to send to other members."""
+    """Action: make the staged result the anchor, keeping work since the snapshot. Go on sending pieces to others."""
 
     roster: Roster
     version: AnchorVersion
@@ -219,7 +219,7 @@ class CommitStaged:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Download this anchor from donors, and drop the work since our own. CaughtUp or CatchUpFailed follows."""
+    """Action: download this anchor from donors, and drop work since our anchor. CaughtUp or CatchUpFailed follows."""
 
     version: AnchorVersion
     donors: tuple[PeerId, ...]

@@ -46,7 +46,7 @@ PIECE_SLACK = 4.0  # Factor on the expected time of a piece before its sender co
 
 
 class MemberPhase(enum.Enum):
-    """A member's phase. Before FINISHING it repeats its status to the leader, so a lost message cannot stop a round."""
+    """Phase of a member in an attempt at a round. Until FINISHING it repeats its status, in case messages are lost."""
 
     PREPARING = "prepares"
     ENTERED = "waits for the roster"
@@ -57,7 +57,7 @@ class MemberPhase(enum.Enum):
 
 @dataclass(slots=True)
 class Participation:
-    """One replica's part in one attempt."""
+    """State of this replica as a member of one attempt at a round."""
 
     round: RoundId
     heard: float
@@ -82,14 +82,14 @@ class Participation:
         self.until = self.heard + self.rules.prepare_s + GRACE_S
 
     def silence(self, now: float) -> float:
-        """Returns the seconds without a message from the leader; a broken link adds half of the timeout."""
+        """Returns the seconds since the leader's last message; a broken link to the leader adds half of the timeout."""
         return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
 
     def overdue(self, now: float) -> bool:
         return self.phase is MemberPhase.PREPARED and now - self.prepared_at > self.rules.silence_s
 
     def waiting_for(self, now: float, share: float = 1.0) -> tuple[PeerId, ...]:
-        """Returns the members whose next piece is late: it took more than this share of the allowed time."""
+        """Returns the members whose link broke, or whose next piece took longer than `share` of the allowed time."""
         members = 1 if self.roster is None else len(self.roster.members)
         patience_s = share * (self.rules.silence_s + PIECE_SLACK * members * self._piece_s())
         late = {peer for peer, since in self.owing.items() if now - since > patience_s}
@@ -133,7 +133,7 @@ def _refusal_of(invitation: messages.Invitation, part: Participation | None, vie
 
 
 def _prefers(other: RoundId, part: Participation, view: ReplicaView) -> bool:
-    """Whether an attempt takes precedence over the one we are in."""
+    """Whether we should leave our current attempt at a round, `part`, for another leader's attempt, `other`."""
     current = part.round
     if (other.number, other.attempt) == (current.number, current.attempt):
         ours, theirs = (
@@ -152,7 +152,7 @@ ToLeader = messages.Accepting | messages.Entry | messages.Declined | messages.Pu
 
 
 class RoundMachine:
-    """One replica's part in the rounds of its module."""
+    """State machine by which one replica leads and joins the averaging rounds of its module."""
 
     def __init__(
         self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, signer: Signer
@@ -179,12 +179,12 @@ class RoundMachine:
 
     @property
     def settled(self) -> bool:
-        """Whether we know the other replicas and have the module's agreed anchor. A replica should serve only then."""
+        """Whether this replica may serve: it knows the other replicas, and its anchor is the agreed one."""
         return self._seen and self._view.catching is None and self._view.standing().value == self.version
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other replica has served for a while, so that the outer step needs no round."""
+        """Whether no other replica of the module has served for a while, so that the outer step needs no round."""
         return self._alone is True
 
     @property
@@ -206,7 +206,7 @@ class RoundMachine:
         return f"{where}; {view.standing().reason}; {view.due().reason}{latest}"
 
     def handle(self, event: events.Event, now: float) -> Actions:
-        """Returns the actions that follow from an event, in order. Ignores events of past attempts."""
+        """Updates the state by an event and returns the actions to take, in order. Ignores events of past attempts."""
         view = self._view
         # The clock stops while the process is suspended, so that a computer that wakes up does not count others as
         # silent.
@@ -256,7 +256,7 @@ class RoundMachine:
         return []
 
     def _follow_up(self) -> Actions:
-        """Returns the first actions that time and state now require. Called until it returns none."""
+        """Returns the next actions that are due by time or state. Called again until no action is due."""
         return (
             self._adopt_if_others_did()
             or self._notice_company()
@@ -326,7 +326,7 @@ class RoundMachine:
         return [*self._forget("catching up"), events.CatchUp(wanted, donors, best.reason, certain)]
 
     def _lead_if_due(self) -> Actions:
-        """Opens a due round: at once if we are first in order, else after the timeouts of the leaders before us."""
+        """Opens a round that is due: at once if we are first to lead, else when the leaders before us time out."""
         view = self._view
         attempt_log = view.attempt_log
         if not view.others.serving or self._part is not None or view.now < attempt_log.quiet_until:
@@ -483,7 +483,7 @@ class RoundMachine:
         return [events.Exchange(roster)]
 
     def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
-        """Leaves the attempt and ignores its leader for the rest of the round. `lie`: no honest leader does this."""
+        """Leaves the attempt and ignores its leader for the round. `lie`: no honest leader sends such a roster."""
         view, leader = self._view, part.round.convener
         accused: Actions = []
         if lie:
@@ -574,7 +574,7 @@ class RoundMachine:
         return [] if self._staged is not None and self._staged.version == version else [events.DropStaged(version)]
 
     def _link_lost(self, peer: PeerId) -> Actions:
-        """Shortens the timeouts of a peer without a link. If we wait for its pieces, tells the leader at once."""
+        """Shortens the timeouts of a peer whose link broke. Tells the leader at once if this peer owes us pieces."""
         if self._leading is not None:
             self._leading.lost(peer)
         part = self._part

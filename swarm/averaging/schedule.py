@@ -27,19 +27,19 @@ WORK_AT_MOST = 2  # Most steps counted of one replica, in equal shares, so that 
 
 
 def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:
-    """Returns a replica's precedence as leader, smallest first: rendezvous hashing (Thaler and Ravishankar 1998)."""
+    """Returns the sort key by which replicas lead, smallest first: rendezvous hashing (Thaler and Ravishankar 1998)."""
     # The digest is not known in advance, so that keys cannot be made to lead a certain round.
     header = struct.pack("<IIQ", module.stage, module.expert, number) + base.digest
     return hashlib.sha256(b"skipstone-convener:2\0" + header + peer.encode()).digest()
 
 
 def leader_order(module: ModuleId, base: AnchorVersion, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-    """Returns the order of leaders. Each one replaces silent leaders before it."""
+    """Returns the peers in the order in which they lead a round: each one only if the peers before it are silent."""
     return tuple(sorted(set(peers), key=lambda peer: precedence(module, base, number, peer)))
 
 
 def lower_median(values: Sequence[Number]) -> Number:
-    """Returns the lower median, which one of two values cannot raise. Raises IndexError for an empty sequence."""
+    """Returns the lower median: the smaller one of two values. Raises IndexError for an empty sequence."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
@@ -48,7 +48,7 @@ def fragments_of(rules: RoundRules) -> int:
 
 
 def fragment_chunks(rules: RoundRules, fragment: int) -> tuple[int, int]:
-    """Returns the first chunk of a fragment and the end, exclusive."""
+    """Returns the chunks of a fragment of the parameters: the first, and the end (exclusive)."""
     count = fragments_of(rules)
     return round(fragment * rules.chunks / count), round((fragment + 1) * rules.chunks / count)
 
@@ -60,7 +60,7 @@ def steps_between_rounds(rules: RoundRules) -> int:
 def due(
     rules: RoundRules, own_steps: int, others: Iterable[int], replicas: int, since_commit_s: float
 ) -> Reasoned[bool]:
-    """Decides whether a round is due. `others`: steps that others report; `replicas`: number of them on our anchor."""
+    """Decides whether a round is due. `others`: other replicas' inner steps; `replicas`: number on our anchor."""
     share = steps_between_rounds(rules)
     done = own_steps + sum(min(steps, WORK_AT_MOST * share) for steps in others)
     if done >= share * replicas:
@@ -83,20 +83,20 @@ def possible(rules: RoundRules, version: AnchorVersion) -> bool:
 
 
 def near(own: AnchorVersion, number: int) -> bool:
-    """Whether a single replica may claim this round number."""
+    """Whether a round number is near enough to ours to be believed if only one replica claims it."""
     return number <= own.round + min(LARGEST_LEAD, max(FIRST_LEAD, LEAD_TIMES * own.round))
 
 
 def next_number(own: AnchorVersion, seen: Iterable[AnchorVersion]) -> int:
-    """Returns the number of the next round: one more than any live replica has."""
+    """Returns the number of the next round: one above the highest credible round of this replica and of `seen`."""
     return 1 + max([own.round, *(version.round for version in seen if near(own, version.round))])
 
 
 def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion]:
-    """Returns the version of most live replicas; ties go to the greater (tokens, round, digest).
+    """Returns the anchor version that most live replicas have; ties go to the greater (tokens, round, digest).
 
-    Round 0 never wins against a later round, because nothing is lost with it. A version far beyond ours, or beyond
-    round 0 while most replicas have round 0, may be invented. It counts only if at least two replicas and half of the
+    Round 0 never wins against a later round, because it has no work to lose. A version far beyond ours, or beyond
+    round 0 while most replicas have round 0, may be invented: it counts only if at least two replicas and half of the
     others have it, or if there is only one other replica.
     """
     if all(version == own for version in others.values()):
@@ -121,7 +121,7 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
 
 
 def choose_version(announced: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion | None]:
-    """Returns the version that most replicas announce, if at least half do; ties go to more tokens."""
+    """Returns the anchor version that most replicas announce, if at least half of them do; ties go to more tokens."""
     if not announced:
         return Reasoned(None, "no replica of this module has announced a state")
     votes = Counter(announced.values())

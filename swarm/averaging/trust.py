@@ -1,4 +1,4 @@
-"""Trust between replicas: plausible results, audits, measured rates, usual lengths, and penalties."""
+"""Checks on other replicas in rounds: results, audits, link rates, norms; and penalties for replicas that fail them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALLEST: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A piece's result compared with our own pseudo-gradient in that piece, in float64."""
+    """Norms and dot product of a reducer's result and our pseudo-gradient in one piece (range of chunks)."""
 
     reducer: PeerId
     share: float
@@ -40,7 +40,7 @@ class Beside:
 def oddities(
     own: PeerId, pieces: Sequence[Beside], coefficient: float, norm: float, largest_norm: float
 ) -> dict[PeerId, str]:
-    """Returns reducers whose results cannot be the mean, with reasons. Empty if our own results look wrong too."""
+    """Maps reducers whose results cannot be the members' mean to reasons. Empty if our own result looks wrong too."""
     if coefficient * norm == 0:
         return {}
     scale = largest_norm / norm
@@ -68,9 +68,9 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
 
 
 def _length(piece: Beside, norm: float, scale: float) -> float:
-    """Returns the result's norm over the norm that all members' norms allow in this piece.
+    """Returns the norm of a piece's result, relative to the largest norm that the members' declared norms allow in it.
 
-    Assumes that norms are distributed over pieces like ours, or evenly where ours is smaller.
+    Assumes that each member's norm is distributed over pieces as ours, or evenly if that allows more.
     """
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
@@ -82,7 +82,7 @@ RESULT_ERROR: Final[Mapping[Codec, float]] = {Codec.NONE: 1e-4, Codec.BF16: 0.00
 
 @dataclass(frozen=True, slots=True)
 class Reckoning:
-    """The repeated sum of an audited piece, without the reducer's own contribution."""
+    """Audit of one piece: our repetition of the reducer's sum, without the reducer's own contribution."""
 
     elements: int
     rest: float  # Norm of the result minus the other members' contributions
@@ -91,12 +91,12 @@ class Reckoning:
 
 
 def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
-    """Returns the probability that a member audits a piece, so that audits fetch AUDITED_BYTES of a round."""
+    """Returns a member's probability of auditing a piece, so that audits add AUDITED_BYTES of a round's traffic."""
     return min(1.0, AUDITED_BYTES * round_bytes / (members * audit_bytes)) if audit_bytes else 1.0
 
 
 def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Codec) -> str | None:
-    """Returns the reason why the rest of a result cannot be the reducer's own contribution; None if it can be."""
+    """Returns a fault if an audited mean minus the others' contributions is too large to be the reducer's own."""
     wider = (SLACK + 0.5 * math.sqrt(min(1.0, SMALLEST / reckoning.elements))) * max(reckoning.shares, default=1.0)
     own = coefficient * norm * min(1.0, wider)
     allowed = own + RESULT_ERROR[codec] * reckoning.result
@@ -124,7 +124,7 @@ def mark_of(peer: PeerId) -> int:
 
 
 def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[LinkRate, ...]:
-    """Selects up to MAX_MEASURED measured rates for an entry, by the anchor's digest: different ones each round."""
+    """Selects up to MAX_MEASURED measured link rates for our entry, by the anchor's digest: other peers each round."""
 
     def drawn(peer: PeerId) -> bytes:
         return hashlib.sha256(base.digest + peer.encode()).digest()
@@ -134,7 +134,7 @@ def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tup
 
 
 def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
-    """Returns each member's rate: the lower median of the others' measurements, which one accomplice cannot raise."""
+    """Returns each member's link rate (log4 of bytes/s): the lower median, which one accomplice cannot raise."""
     said: dict[int, list[tuple[PeerId, int]]] = {}
     for by, entry in entries.items():
         for measured in entry.measured:
@@ -171,7 +171,7 @@ class UsualLength:
 
 
 class AnchorDrift:
-    """Bound on the distance of an honest anchor from ours, from the rounds that this replica took part in."""
+    """Bound on the distance of an honest replica's anchor from ours, estimated from the rounds that we took part in."""
 
     def __init__(self) -> None:
         self._length = 0.0
@@ -180,7 +180,7 @@ class AnchorDrift:
         self._shared_at: float | None = None
 
     def committed(self, norm: float, steps_share: float, mean_norm: float, shared: bool, at: float) -> None:
-        """Notes a round: our update's norm, our share of its steps, and an upper bound on the clipped mean's norm."""
+        """Adds a committed round: norm of our update, our share of steps, upper bound on the clipped mean's norm."""
         own = norm / min(1.0, steps_share) if steps_share > 0 else 0.0
         # Our norm is too small if we did little work, or early in the warm-up. The mean's norm is clipped to the usual
         # one, so it is too small if the other members did little work.
@@ -193,7 +193,7 @@ class AnchorDrift:
             self._shared_at = at
 
     def farthest(self, at: float) -> float:
-        """Returns the largest distance from our anchor, over parameters and momentum; infinite before two rounds."""
+        """Returns the largest credible distance of an anchor, with momentum, from ours; infinite before two rounds."""
         if not self._between_s or self._shared_at is None:
             return math.inf
         rounds = max(FEWEST_APART, (at - self._shared_at) / self._between_s)
@@ -216,7 +216,7 @@ FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
 
 
 class Penalties:
-    """Offences seen by this replica, by kind, across attempts and anchors."""
+    """Temporary exclusions of replicas from rounds, by kind of offence. They outlast attempts and anchors."""
 
     def __init__(self) -> None:
         self.rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)
@@ -230,5 +230,5 @@ class Penalties:
         return self.distrusted(now) | self.waiting.excluded(now) | self.silence.excluded(now)
 
     def distrusted(self, now: float) -> frozenset[PeerId]:
-        """Returns the excluded replicas whose anchor we must not follow on their claim alone."""
+        """Returns the excluded replicas whose announced anchor counts only if most replicas have it."""
         return self.rubbish.excluded(now) | self.fraud.excluded(now) | self.straying.excluded(now)

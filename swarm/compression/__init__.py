@@ -1,1 +1,1 @@
-"""Choice of codecs for links and rounds."""
+"""Choice of tensor codecs (compression) for links and averaging rounds."""

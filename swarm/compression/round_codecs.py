@@ -51,7 +51,7 @@ class RoundCodecs:
 
 @dataclass(frozen=True, slots=True)
 class CodecLevel:
-    """One codec level. `share`: bytes on the wire relative to float32, mean of both directions."""
+    """Codecs of a round at one compression level. `share`: wire bytes relative to float32, mean of both directions."""
 
     codecs: RoundCodecs
     share: float

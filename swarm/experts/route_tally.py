@@ -38,7 +38,7 @@ class RouteTally:
         self.rerouted: Counter[ModuleId] = Counter()
 
     def completed(self, route: Route, path: Path, loss: float | None) -> None:
-        """Counts a completed microbatch. `route`: its documents' own; `path`: the path taken."""
+        """Counts a completed microbatch. `route`: experts with the best scores; `path`: the path actually taken."""
         known = route if route in self.routes or len(self.routes) < MAX_ROUTES else OTHERS
         figures = self.routes.setdefault(known, RouteFigures())
         missed = missed_modules(route, path)

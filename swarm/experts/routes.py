@@ -1,4 +1,4 @@
-"""Routes of documents: the best by score, the best through served experts, and a fair order of several."""
+"""Routes of documents: the best experts by score, the best served experts, and a fair launch order of routes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def served_route(route: Route, affinity: Affinity, is_served: Callable[[ModuleId
     """Returns the microbatch's route, with the best served expert in place of each unserved one.
 
     Args:
-        route: the microbatch's own; empty in a run without experts.
+        route: experts with the best scores; empty in a run without experts.
         affinity: score of each expert of each stage after stage 0.
 
     Returns:

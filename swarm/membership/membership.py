@@ -1,4 +1,4 @@
-"""One peer's view of the membership: newest valid announcements, and failures, in monotonic seconds."""
+"""One peer's view of the swarm: each peer's newest valid announcement and its failures. Times are monotonic."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Member:
 
 
 class Membership:
-    """Membership view from verified announcements of one `run`, without the peer `own`."""
+    """The other peers of one `run`, by their verified announcements. `own`: this peer."""
 
     def __init__(self, run: RunId, own: PeerId) -> None:
         self.run = run
@@ -54,7 +54,7 @@ class Membership:
         self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
-        """Updates the view. Ignores announcements that are expired, old, our own, or from another run."""
+        """Stores a peer's announcement. Ignores it if it is expired, old, our own, or from another run."""
         remaining = announcement.expires_at - wall
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
             return Change.IGNORED
@@ -82,7 +82,7 @@ class Membership:
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
-        """Suspects a peer for FIRST_PAUSE_S, in case only a link broke."""
+        """Suspects a failed peer: for FIRST_PAUSE_S, in case only a link broke; after a second failure, gives it up."""
         # A failure during the suspicion belongs to the same outage. A later one gives the peer up.
         member = self._members.get(peer)
         if member is None or member.suspect_until > now:
@@ -91,17 +91,17 @@ class Membership:
         member.suspect(now, now + FIRST_PAUSE_S if member.failures == 1 else math.inf)
 
     def give_up(self, peer: PeerId, now: float) -> None:
-        """Gives a peer up: it gets no work until its next announcement, which a dead peer does not send."""
+        """Considers a peer dead: it gets no work until its next announcement, which a dead peer does not send."""
         member = self._members.get(peer)
         if member is not None:
             member.suspect(now, math.inf)
 
     def leave_out(self, peer: PeerId, now: float) -> float:
-        """Excludes a harmful peer while another one serves its module. Returns the seconds."""
+        """Gives a harmful peer no work while another peer serves its module. Returns for how many seconds."""
         return self._harmful.add(peer, now)
 
     def recover(self, peer: PeerId) -> None:
-        """Ends the suspicion of a peer, because there is a link to it again."""
+        """Clears the suspicion and failures of a peer to which a link has opened again."""
         member = self._members.get(peer)
         if member is not None:
             member.failures, member.suspect_until = 0, 0.0
@@ -130,13 +130,13 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """Returns the peers that may get work: serving, compatible, not suspect; excluded ones only if all are."""
+        """Returns a module's replicas that may get work: serving, compatible, not suspect; harmful only if all are."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
         harmful = self._harmful.excluded(now)
         return [known for known in found if known.peer not in harmful] or found
 
     def all_replicas(self, now: float) -> dict[ModuleId, list[Announcement]]:
-        """Returns `replicas` of every module that has some."""
+        """Returns the replicas that may get work, by module (see `replicas`)."""
         harmful, found = self._harmful.excluded(now), dict[ModuleId, list[Announcement]]()
         for member in self._members.values():
             module = member.announcement.module
@@ -147,7 +147,7 @@ class Membership:
         return {module: [a for a in known if a.peer not in harmful] or known for module, known in found.items()}
 
     def with_state(self, module: ModuleId) -> list[Announcement]:
-        """Returns the module's replicas that announce an anchor and are not given up."""
+        """Returns a module's replicas from which its state may be downloaded: with an anchor, and not given up."""
         return [
             member.announcement
             for peer, member in self._members.items()
@@ -158,7 +158,7 @@ class Membership:
         ]
 
     def is_served(self, module: ModuleId, now: float) -> bool:
-        """Whether a module has a serving peer that is not given up, even if it is suspect."""
+        """Whether a module has a serving peer that is not considered dead; the peer may be suspect."""
         return not all(member.is_given_up for member in self._serving(module, now))
 
     def served(self, now: float) -> set[ModuleId | None]:
@@ -166,12 +166,12 @@ class Membership:
         return {member.announcement.module for member in serving}
 
     def with_replicas(self, now: float) -> set[ModuleId | None]:
-        """Returns the modules that have `replicas`."""
+        """Returns the modules that have a serving replica that is not suspect."""
         serving = (member for member in self._members.values() if _serves(member, now))
         return {member.announcement.module for member in serving if member.suspect_until <= now}
 
     def reaches_somebody(self) -> bool:
-        """Whether any peer is not given up."""
+        """Whether at least one other peer is not considered dead."""
         return not all(member.is_given_up for member in self._members.values())
 
     def _serving(self, module: ModuleId, now: float) -> list[_Member]:
@@ -180,7 +180,7 @@ class Membership:
         ]
 
     def _evict_one(self) -> PeerId:
-        """Evicts visitors first, then by earliest expiry, so that short-lived records cannot displace lasting ones."""
+        """Removes one peer to make space: visitors (peers without a module) first, then the earliest to expire."""
 
         def worth(member: _Member) -> tuple[bool, float]:
             return member.announcement.state is not PeerState.VISITING, member.expires
@@ -205,7 +205,7 @@ _STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
 def by_worth(
     own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
 ) -> list[PeerId]:
-    """Ranks dialable peers for lasting links: neighbouring stages and replicas, then those in `kept`, then by hash."""
+    """Ranks dialable peers to stay connected to: near stages and replicas, then peers in `kept`, then by hash."""
     fit = [a for a in announcements if a.addresses and a.module is not None and a.state in _STAY and a.peer != own]
     stages = 1 + max((a.module.stage for a in fit if a.module is not None), default=0)
     if module is not None:
@@ -219,7 +219,7 @@ def by_worth(
 
 
 def relays_first(order: Sequence[PeerId], relaying: Collection[PeerId], wanted: int = 2) -> list[PeerId]:
-    """Moves the first `wanted` relays to the front."""
+    """Moves the first `wanted` peers that relay traffic to the front of the order."""
     chosen = [peer for peer in order if peer in relaying][:wanted]
     return chosen + [peer for peer in order if peer not in chosen]
 

@@ -1,4 +1,4 @@
-"""Memory fit: the free memory of a peer against the need of a module (`node.model.memory_need`)."""
+"""Compares the free memory of a peer with the memory that a module needs (`node.model.memory_need`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Need:
 
     @property
     def all(self) -> int:
-        """Returns the need if device and machine share the memory."""
+        """Returns the memory needed if the compute device uses the machine's memory."""
         return self.device + self.memory + self.more_on_cpu
 
 
@@ -33,26 +33,26 @@ Needs = Mapping[ModuleId, Need]
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Free memory in bytes and its source; None if unknown. `device` is None if it shares the machine's memory."""
+    """A peer's free memory in bytes, with its source; None if unknown. `device`: None if it shares `memory`."""
 
     memory: Reasoned[int | None]
     device: Reasoned[int | None] | None
 
     def lacks(self, need: Need) -> str | None:
-        """Returns the end of a sentence about insufficient memory; None if the need fits."""
+        """Checks whether a module's need fits. Returns None, or the free memory as the end of an error message."""
         if self.device is None:
             return _lack(need.all, self.memory)
         return _lack(need.device, self.device) or _lack(need.memory, self.memory)
 
     def and_back(self, need: Need) -> FreeMemory:
-        """Returns the free memory after the memory held for this need is released."""
+        """Returns the free memory as it will be when a module with this need is unloaded."""
         device = self.device
         if device is None:
             return FreeMemory(_more(self.memory, need.all), None)
         return FreeMemory(_more(self.memory, need.memory), _more(device, need.device))
 
     def within(self, limit: Reasoned[int] | None) -> FreeMemory:
-        """Limits the free memory of the compute device."""
+        """Returns the free memory with the compute device's part capped at a limit, if any."""
         if limit is None:
             return self
         if self.device is None:
@@ -60,7 +60,7 @@ class FreeMemory:
         return FreeMemory(self.memory, _lesser(self.device, limit))
 
     def reaching(self, need: Need) -> FreeMemory:
-        """Raises the free memory to the need, in whole steps, so that others see that the need fits."""
+        """Returns the free memory raised to a need (in steps of STEP_BYTES), so that other peers see that it fits."""
         if self.device is None:
             return FreeMemory(_at_least(self.memory, need.all), None)
         return FreeMemory(_at_least(self.memory, need.memory), _at_least(self.device, need.device))
@@ -71,7 +71,7 @@ class FreeMemory:
 
     @property
     def announced(self) -> tuple[int, int]:
-        """Returns the free memory to announce, in whole steps: (machine, device); 0 if unknown or shared."""
+        """Returns the free memory to announce, in steps of STEP_BYTES: (machine, device); 0 if unknown or shared."""
         return _steps(self.memory), 0 if self.device is None else _steps(self.device)
 
 

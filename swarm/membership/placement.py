@@ -21,7 +21,7 @@ ABOUT_EQUAL = 0.1  # Relative difference up to which figures count as equal
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A run's work: `cost` of a visit to each stage; `per_path`: stages that a path visits after stage 0."""
+    """A run's compute work. `cost`: of a visit, by stage; `per_path`: stages that a path visits after stage 0."""
 
     modules: tuple[ModuleId, ...]
     cost: tuple[float, ...]
@@ -44,13 +44,13 @@ class Workload:
         return self._work[module]
 
     def _demand(self, stage: int, experts: int) -> float:
-        """Returns the share of paths that visit one module of the stage."""
+        """Returns the share of paths that visit one given module of the stage."""
         return self.per_path / (len(self.cost) - 1) / experts if stage else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A replica according to its announcement. `power`: accepted speed, in units of cost per second."""
+    """An announced replica. `power`: its speed as far as we believe it, in units of `Workload.cost` per second."""
 
     peer: PeerId
     module: ModuleId
@@ -92,7 +92,7 @@ def allowed_throughput(hosts: Iterable[Host], workload: Workload) -> dict[Module
 
 
 def draw(peer: PeerId, module: ModuleId) -> float:
-    """Returns a pseudo-random number from 0 to 1 that all peers compute equally, to break ties."""
+    """Returns a hash of peer and module as a number from 0 to 1, to break ties equally at all peers."""
     digest = hashlib.sha256(f"{peer}/{module}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -108,9 +108,9 @@ def choose_module(
     power: float = 0.0,
     needs: Needs = NO_NEEDS,
 ) -> Reasoned[ModuleId]:
-    """Chooses the module where a newcomer raises the throughput most.
+    """Chooses the module that a newcomer should host so that the swarm's throughput rises most.
 
-    Ties: lowest throughput, largest memory need, hash. `power`: the newcomer's; 0 counts as the median.
+    Ties go to the lowest throughput, then memory need, then hash. `power`: newcomer's speed; 0 counts as the median.
     """
     hosts = hosts_of(announcements, workload)
     allowed = allowed_throughput(hosts, workload)

@@ -1,6 +1,6 @@
-"""Moves between modules: to an empty module at once, otherwise if the gain is worth the download.
+"""Moves of peers between modules: at once to a module without peers, else if the gain is worth the download.
 
-The weaker of the two modules must gain `min_gain`, so moves converge. All peers rank the candidates equally, and each
+The weaker of the two modules must gain `min_gain`, so moves converge. All peers rank candidates equally, and each
 candidate has `turn_s` to move. The last proven replica never leaves a module.
 """
 
@@ -20,7 +20,7 @@ LEAST_CONFIRMED = 0.1  # Share of our work that proves a peer. Not 0.5: each dat
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
-    """Thresholds for moves, in seconds. The defaults are for links over the internet."""
+    """Thresholds for a peer's move to another module. The defaults are for links over the internet."""
 
     min_gain: float = 0.1  # Relative gain of the weaker of the two modules
     horizon_s: float = 600.0  # Time within which a move must pay off
@@ -33,7 +33,7 @@ class MoveRules:
 
 @dataclass(frozen=True, slots=True)
 class SwarmView:
-    """The swarm seen by one serving peer. `others`: not suspect; `proven`: with proven work, or in a round with us."""
+    """The swarm seen by one serving peer. `others`: not suspect; `proven`: with confirmed work or in our rounds."""
 
     own: Announcement
     others: tuple[Announcement, ...]
@@ -43,7 +43,7 @@ class SwarmView:
     needs: Needs = field(default_factory=dict)
 
     def have_memory(self, module: ModuleId) -> frozenset[PeerId]:
-        """Returns the peers for which the module is not known to be too large."""
+        """Returns the peers whose free memory fits the module, or is unknown."""
         need = self.needs.get(module)
         everybody = (self.own, *self.others)
         return frozenset(a.peer for a in everybody if need is None or free_memory_of(a).lacks(need) is None)
@@ -54,7 +54,7 @@ class SwarmView:
 
 @dataclass(frozen=True, slots=True)
 class Vacancy:
-    """The module that needs a peer most, and candidates, best first. `on_the_way`: draining, perhaps to go there."""
+    """The module that needs a peer most. `movers`: candidates, best first; `on_the_way`: peers perhaps moving there."""
 
     target: ModuleId
     is_empty: bool
@@ -63,7 +63,7 @@ class Vacancy:
 
 
 class MoveWatch:
-    """Decides one peer's moves. Remembers since when a module has needed a peer."""
+    """Decides when this peer moves to another module, by how long that module has needed a peer."""
 
     def __init__(self, workload: Workload, rules: MoveRules) -> None:
         self._workload = workload
@@ -74,7 +74,7 @@ class MoveWatch:
         self._busy_since = 0.0
 
     def consider(self, standing: SwarmView, now: float) -> Reasoned[ModuleId | None]:
-        """Returns the module to move to now, if any. `now` is monotonic."""
+        """Returns the module to which this peer should move now, or None. `now`: monotonic time."""
         vacancy = strongest_vacancy(standing, self._workload, self._rules)
         wanted = None if vacancy is None else (vacancy.target, vacancy.is_empty)
         if wanted != self._wanted:
@@ -91,7 +91,7 @@ class MoveWatch:
 
 
 def strongest_vacancy(standing: SwarmView, workload: Workload, rules: MoveRules) -> Vacancy | None:
-    """Returns the module of `move_s` that gains most by a move, with candidates; None if no move is worth it.
+    """Returns the module of `move_s` that gains most if a peer moves there, with candidates; None if no move pays.
 
     Data nodes never move.
     """
@@ -116,7 +116,7 @@ def strongest_vacancy(standing: SwarmView, workload: Workload, rules: MoveRules)
 def consider_move(
     standing: SwarmView, vacancy: Vacancy, wanted_s: float, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
-    """Decides whether this peer moves for the vacancy, which has lasted for `wanted_s` seconds."""
+    """Decides whether this peer moves to a module that has needed a peer for `wanted_s` seconds."""
     own, target = standing.own.peer, vacancy.target
     if own not in vacancy.movers or target not in standing.move_s:
         return Reasoned(None, f"module {target} needs a peer, but not this one")
@@ -136,7 +136,7 @@ def consider_move(
 def _if_it_pays(
     standing: SwarmView, target: ModuleId, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
-    """Decides whether a move trains more tokens within the horizon than no move."""
+    """Decides whether the swarm trains more tokens within `horizon_s` if this peer moves, download included."""
     hosts = standing.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
     own = next(host for host in hosts if host.peer == standing.own.peer)
@@ -153,7 +153,7 @@ def _if_it_pays(
 
 
 def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
-    """Returns peers whose module keeps another serving replica. We need a proven one to leave."""
+    """Returns the peers that may leave: another replica serves their module. To leave ourselves, it must be proven."""
     serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
     own = standing.own.peer
     proven_there = any(
@@ -172,7 +172,7 @@ def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...]) -> frozense
 def proven_by(
     claims: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int], least_share: float = LEAST_CONFIRMED
 ) -> frozenset[PeerId]:
-    """Returns the peers measured by data nodes that together gave us `least_share` of our work."""
+    """Returns peers with confirmed work: measured by data nodes that gave us at least `least_share` of our work."""
     # Data nodes are weighted by work, because identities are free and microbatches are not.
     votes: Counter[PeerId] = Counter()
     for data_node, measured in claims.items():
@@ -185,7 +185,7 @@ def proven_by(
 def _value(
     host: Host, target: ModuleId, allowed: Mapping[ModuleId, float], workload: Workload, rules: MoveRules
 ) -> float | None:
-    """Returns the throughput that the weaker module allows after the move; None if it gains too little."""
+    """Returns the weaker module's throughput after a move of `host` to `target`; None if `target` gains too little."""
     # An empty module takes the peer whose own module keeps the most throughput.
     leaves = 0.0 if host.state is PeerState.DRAINING else host.power / workload.work(host.module)
     left = allowed[host.module] - leaves

@@ -1,1 +1,1 @@
-"""A microbatch at one peer: custody, failover, settlement of gradients, the window, and the compute queue."""
+"""Microbatches at one peer: custody, failover, which gradients count, number in flight, and the compute queue."""

@@ -36,7 +36,7 @@ class Priority(enum.IntEnum):
 
 
 def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
-    """Decides whether a stage peer defers weight gradients to idle time."""
+    """Decides whether a peer defers the computation of weight gradients to idle time of its device."""
     if devices > 1:
         return Reasoned(False, "several devices compute each microbatch together")
     if staleness > 0:
@@ -46,7 +46,7 @@ def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
 
 
 class IdleWork:
-    """One piece of idle work, computed in chunks."""
+    """A low-priority computation for idle time of the device, split into chunks."""
 
     def __init__(self, waiting: dict[IdleWork, None], chunks: Iterator[None], name: str) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class IdleWork:
         self._error: Exception | None = None
 
     def compute_chunk(self) -> None:
-        """Computes the next chunk. An error ends the work; `finish` raises it."""
+        """Computes the next chunk. After an error no chunks follow, and `finish` raises the error."""
         try:
             next(self._chunks)
         except StopIteration:
@@ -65,7 +65,7 @@ class IdleWork:
             self.cancel()
 
     def finish(self) -> None:
-        """Computes the remaining chunks. Raises the work's error, also an earlier one."""
+        """Computes all remaining chunks. Raises their error, or the error of an earlier chunk."""
         chunks = self._chunks
         self.cancel()
         if self._error is not None:
@@ -73,13 +73,13 @@ class IdleWork:
         deque(chunks, maxlen=0)
 
     def cancel(self) -> None:
-        """Drops the remaining chunks and their memory. Does nothing after the end."""
+        """Drops the remaining chunks and their memory. Does nothing if all chunks are computed."""
         self._waiting.pop(self, None)
         self._chunks = iter(())
 
 
 class ComputeQueue:
-    """Jobs and idle work of one compute device. Not thread-safe: see `ComputeThread`."""
+    """Queue of one compute device: urgent jobs, and work for idle time. Not thread-safe: see `ComputeThread`."""
 
     def __init__(self, limit: int, idle_limit: int = MOST_WAITING) -> None:
         self._limit, self._idle_limit = limit, idle_limit
@@ -102,7 +102,7 @@ class ComputeQueue:
         heapq.heappush(self._jobs, (min(priority, Priority.TRAIN), place, number, job))
 
     def submit(self, chunks: Iterator[None], name: str) -> IdleWork:
-        """Adds idle work in chunks of about CHUNK_S. Raises ResourceExhausted if the queue is full."""
+        """Queues work for idle time, in chunks of about CHUNK_S. Raises ResourceExhausted if the queue is full."""
         if len(self._idle) >= self._idle_limit:
             raise ResourceExhausted(f"{self._idle_limit} pieces of work wait for idle time")
         work = IdleWork(self._idle, chunks, name)
@@ -110,18 +110,18 @@ class ComputeQueue:
         return work
 
     def take(self, now: float) -> Job | IdleWork | None:
-        """Removes the most urgent job. Without one, returns the oldest idle work, if no job is expected meanwhile."""
+        """Removes and returns the most urgent job; else returns the oldest idle work, unless a job is expected soon."""
         if self._jobs:
             *_, job = heapq.heappop(self._jobs)
             return job
         return next(iter(self._idle), None) if self._free_from(now) <= now else None
 
     def rest_s(self, now: float) -> float | None:
-        """Returns the seconds until `take` returns idle work, if no job arrives before; None without idle work."""
+        """Returns the seconds until `take` returns idle work, if no job arrives first; None without idle work."""
         return max(0.0, self._free_from(now) - now) if self._idle else None
 
     def _free_from(self, now: float) -> float:
-        """Returns the first time, not before `now`, at which no job is expected within a chunk."""
+        """Returns the earliest time, `now` or later, at which no job is expected within CHUNK_S."""
         for at in sorted(self.expected):
             if at - CHUNK_S < now < at + CHUNK_S:
                 now = at + CHUNK_S
@@ -158,7 +158,7 @@ class ArrivalForecast:
         return (*(each.expected for each in self._arriving.values()), self._latest)
 
     def announced(self, sender: PeerId, tensor: Hashable, size_bytes: int, now: float) -> None:
-        """Notes the header of an admitted tensor. Receive buffers bound the number of headers."""
+        """Expects a tensor whose header was admitted. Receive buffers bound the number of expected tensors."""
         known = self._seconds_per_byte.get(sender)
         expected = -math.inf if known is None else now + known.mean * size_bytes
         self._arriving[sender, tensor] = _Arriving(size_bytes, now, expected)

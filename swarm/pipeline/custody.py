@@ -111,11 +111,11 @@ _GUARDED_IN = {Direction.FORWARD: Phase.GUARDING, Direction.BACKWARD: Phase.GUAR
 
 
 class Replicas(Protocol):
-    """This peer's view of the replicas that can take a microbatch over."""
+    """Membership and planner as custody needs them: which replicas can take a microbatch over."""
 
     @property
     def fewest_hops(self) -> int:
-        """Fewest hops of a path after a repair skips one; MAX_HOPS: never skip."""
+        """Fewest hops that a path may have after a repair skips one; MAX_HOPS: repairs skip no hop."""
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         """Returns the best replica of a module, if any, except those in `without`."""
@@ -135,7 +135,7 @@ class Replicas(Protocol):
 
 
 class ResidenceTimes:
-    """Mean time from arrival to settlement of each data node's microbatches, which bounds their lifetime."""
+    """Mean time from admission of a microbatch until its gradient is passed on, by data node; bounds lifetimes."""
 
     def __init__(self) -> None:
         self._mean_s: dict[PeerId, float] = {}
@@ -155,7 +155,7 @@ class ResidenceTimes:
 
 
 class Custody:
-    """State machine of all entries of one peer. `slots`: most microbatches of other data nodes."""
+    """State machine of the microbatches that one peer holds. `slots`: most microbatches of other data nodes."""
 
     def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own
@@ -209,13 +209,13 @@ class Custody:
         return Forget(entry.key, reason)
 
     def _strand(self, entry: Entry, position: int, detail: str) -> list[Action]:
-        """Drops an entry that cannot reach `position`, and tells its data node, which abandons the microbatch."""
+        """Drops a microbatch that cannot reach `position`, and notifies its data node, which abandons it everywhere."""
         return [self._drop(entry, detail), _stranded(entry, position, detail)]
 
     # ---- admission ---------------------------------------------------------------------------------------------------
 
     def admit_forward(self, message: Forward, now: float) -> Reasoned[SlotState]:
-        """Decides on admission of hidden states and reserves a slot. The caller has checked manifest and signature."""
+        """Decides whether to accept hidden states; reserves a slot. The caller has checked manifest and signature."""
         entry = self.get(Key(message.microbatch, message.position))
         if entry is not None and entry.path.route != message.path.route:
             return Reasoned(SlotState.REFUSED, OTHER_ROUTE)
@@ -228,7 +228,7 @@ class Custody:
         return Reasoned(SlotState.FREE, "it has a slot")
 
     def admit_backward(self, message: Backward, now: float) -> Reasoned[SlotState]:
-        """Decides on admission of a gradient. An unexpected one may make this peer the substitute of a lost hop."""
+        """Decides whether to accept a gradient. An unexpected one may make this peer the substitute of a lost hop."""
         key = Key(message.microbatch, message.position)
         entry = self.get(key)
         if entry is not None and entry.path.route != message.path.route:
@@ -243,7 +243,7 @@ class Custody:
         return self._reserve(Entry(key, message.path, Purpose.TRAIN, phase, GRADIENT_LIFETIME_S, now, sender), now)
 
     def _is_from_neighbour(self, message: Forward | Backward) -> bool:
-        """Whether the sender announces the module of its position. If not, our view may be old, so answer BUSY."""
+        """Whether the sender announces the neighbouring module of the path. If not, our view may be old: say BUSY."""
         hops, position = message.path.hops, message.position + (-1 if isinstance(message, Forward) else 1)
         module = hops[position].module if 0 <= position < len(hops) else ModuleId(0)
         sender = _sender(message)
@@ -288,7 +288,7 @@ class Custody:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Returns the actions for an event. Events about unknown microbatches are answered or ignored."""
+        """Updates the entries by an event and returns the actions to take. Answers or ignores unknown microbatches."""
         match event:
             case Started(microbatch, path, purpose, lifetime_s):
                 key = Key(microbatch, -1)
@@ -400,7 +400,7 @@ class Custody:
                 self._renew(entry, now)
 
     def _moving(self, data_node: PeerId) -> list[Entry]:
-        """Returns the data node's entries with a deadline. Settling entries have none: they ask until answered."""
+        """Returns the data node's entries that have a deadline. Settling entries have none: they ask the data node."""
         return [e for e in self.entries() if e.path.data_node == data_node and e.phase is not Phase.SETTLING]
 
     # ---- arrival: hidden states --------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ class Custody:
         return [accepted, passed_on, *(self._offer(adopted, now) if entry.phase in ADDED else ())]
 
     def _has_turned(self, end: Entry) -> bool:
-        """Whether another copy has already reached the end of its path."""
+        """Whether another copy of this microbatch has already reached the end of its path here."""
         others = [other for other in self._of(end.key.microbatch) if other.key != end.key]
         return any(other.is_end and other.phase is not Phase.RECEIVING for other in others)
 
@@ -449,7 +449,7 @@ class Custody:
     # ---- arrival: gradients ------------------------------------------------------------------------------------------
 
     def _wants(self, entry: Entry, message: Backward) -> Reasoned[SlotState]:
-        """Decides whether an entry accepts this gradient. It accepts one, from any replica of the next module."""
+        """Decides whether a held microbatch accepts this gradient. Any replica of the next module may send it."""
         sender = _sender(message)
         if entry.purpose is Purpose.EVALUATE:
             return Reasoned(SlotState.REFUSED, "this microbatch is only evaluated")
@@ -516,7 +516,7 @@ class Custody:
     # * Backward, only the original peer has the input. We wait for it before a substitute recomputes the visit.
 
     def _offer(self, entry: Entry, now: float) -> list[Action]:
-        """Offers an entry's output to the next peer on its path, which becomes its target."""
+        """Sends an entry's output to the next peer on its path, which becomes the target of the entry."""
         phase, target = _OFFERED_IN[entry.direction], entry.path.peer_at(entry.next_position)
         offered = replace(_timed(entry, now), phase=phase, target=target, retry_at=None, failing_since=None)
         if entry.phase is phase:  # a different replica after a busy one is no progress, so keep the deadline
@@ -572,7 +572,7 @@ class Custody:
         return receipts
 
     def _release(self, guarded: Entry, now: float) -> None:
-        """Ends our custody: the target's successor has accepted the microbatch, or the target is the data node."""
+        """Ends our custody of a microbatch: the target has passed it on, or the target is the data node."""
         if guarded.direction is Direction.FORWARD:
             self._renew(replace(guarded, phase=Phase.AWAITING, target=None), now)
         elif guarded.is_end:
@@ -595,7 +595,7 @@ class Custody:
         return []
 
     def _target_failed(self, entry: Entry, detail: str, now: float) -> list[Action]:
-        """Replaces an unreachable target, or retries it for PATIENCE_S."""
+        """Offers the output of an unreachable target to another replica, or retries the target for PATIENCE_S."""
         since = now if entry.failing_since is None else entry.failing_since
         if actions := self._instead_of_waiting(entry, since, detail, now):
             return actions
@@ -606,7 +606,7 @@ class Custody:
         return []
 
     def _instead_of_waiting(self, entry: Entry, since: float, detail: str, now: float) -> list[Action]:
-        """Replaces an unreachable target or gives it up. Returns no action if a retry is better."""
+        """Offers the output to another replica, or gives the microbatch up. Returns no action if a retry is better."""
         is_replaced = entry.direction is Direction.FORWARD or now - since >= SUBSTITUTE_AFTER_S
         if not is_replaced and entry.target is not None:
             is_replaced = self._replicas.is_given_up(entry.target)
@@ -638,7 +638,7 @@ class Custody:
         return not self._replicas.has_other_expert(module)
 
     def _give_up(self, entry: Entry, detail: str, now: float) -> list[Action]:
-        """Skips the next hop, or tells the data node, because no peer can take the microbatch."""
+        """Skips the next hop, for which no peer is left, if allowed; else reports the microbatch as undeliverable."""
         position, is_forward = entry.next_position, entry.direction is Direction.FORWARD
         if is_forward and self._may_skip(entry):
             path = entry.path.without(position)
@@ -678,7 +678,7 @@ class Custody:
     # ---- failover in the backward pass: the previous hop -------------------------------------------------------------
 
     def _recalled(self, sender: PeerId, message: Recall, now: float) -> list[Action]:
-        """Sends the output to the substitute of the next hop, or refuses with a reason."""
+        """Answers a Recall: sends our output to the substitute of the next hop, or refuses with a reason."""
         entry = self.get(Key(message.microbatch, message.position))
 
         def answer(status: ReceiptStatus, detail: str, retry_s: float = 0.0) -> list[Action]:
@@ -724,7 +724,7 @@ class Custody:
     # ---- settlement: a hop -------------------------------------------------------------------------------------------
 
     def _await_settlement(self, entry: Entry, now: float) -> None:
-        """Frees the slot of a hop that has passed its gradient on, and waits for the data node's decision."""
+        """Frees the slot after the gradient is passed on. The data node will decide whether our gradient counts."""
         self._residence_times.note(entry.path.data_node, now - entry.since)
         waiting = replace(entry, phase=Phase.SETTLING, target=None, failing_since=None, asked=0)
         self._put(replace(waiting, retry_at=now + ASK_S, deadline=math.inf))
@@ -736,7 +736,7 @@ class Custody:
         return [SendControl(entry.path.data_node, Unsettled(entry.key.microbatch))]
 
     def _ask_again(self, data_node: PeerId, now: float) -> list[Action]:
-        """Asks a data node as soon as its link is back, because its decision may be lost and it may leave soon."""
+        """Asks a data node whose link is back which of our gradients count: its earlier answers may be lost."""
         asked: list[Action] = []
         for entry in self.entries():
             if entry.phase is Phase.SETTLING and entry.path.data_node == data_node:
@@ -838,7 +838,7 @@ def _stranded(entry: Entry, position: int, detail: str) -> SendControl:
 
 
 def _passed_on(entry: Entry, now: float) -> list[Action]:
-    """Builds the PASSED_ON receipts: for the peer that guards the microbatch, and for the data node's measurements."""
+    """Builds PASSED_ON receipts: for the previous peer, which may now forget, and for the data node's measurements."""
     receipt = Receipt(
         entry.key.microbatch,
         entry.direction,
@@ -858,13 +858,13 @@ def _passed_on(entry: Entry, now: float) -> list[Action]:
 
 
 def _timed(entry: Entry, now: float) -> Entry:
-    """Restarts the time of an offer. Time spent on an earlier offer that failed counts as waiting."""
+    """Starts to time a new offer of the output. Time spent on an earlier, failed offer counts as waiting."""
     in_vain_s = now - entry.handed if entry.phase in OFFERED | GUARDED else 0.0
     return replace(entry, handed=now, waited_s=entry.waited_s + in_vain_s)
 
 
 def put_off(entry: Entry, asked_s: float, now: float) -> Entry:
-    """Schedules the next offer while every replica is busy: exponential backoff from the requested retry time."""
+    """Schedules the next offer while every replica is busy, with exponential backoff from the requested retry time."""
     doublings = min(entry.refusals, MOST_DOUBLINGS)
     # Jitter by microbatch, so that microbatches refused together do not retry together.
     chance = zlib.crc32(f"{entry.key} {entry.refusals}".encode()) / 2**32 if doublings else 0.0
@@ -873,7 +873,7 @@ def put_off(entry: Entry, asked_s: float, now: float) -> Entry:
 
 
 def _same_hops(one: Path, other: Path, position: int) -> bool:
-    """Whether two paths agree up to `position`, inclusive. Repair may have changed later hops."""
+    """Whether two paths have equal hops up to `position`, inclusive. Repair may have changed later hops."""
     return one.hops[: position + 1] == other.hops[: position + 1]
 
 
@@ -884,5 +884,5 @@ def _same_modules(one: Path, other: Path, position: int) -> bool:
 
 
 def _joined(before: Path, after: Path, position: int) -> Path:
-    """Joins the hops before `position` of one path with the rest of another. Each side knows its own repairs."""
+    """Joins the hops of `before` below `position` with the later hops of `after`. Each path has its own repairs."""
     return replace(before, hops=(*before.hops[:position], *after.hops[position:]))

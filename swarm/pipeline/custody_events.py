@@ -50,7 +50,7 @@ class SlotState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """One microbatch at one position of its path. A data node holds the same microbatch at both ends."""
+    """Key of an `Entry`: a microbatch and a position on its path. A data node holds a microbatch at both ends."""
 
     microbatch: MicrobatchId
     position: int
@@ -125,7 +125,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A microbatch starts at this data node. Never caused by a message."""
+    """Event: a microbatch starts at this data node. Never caused by a message."""
 
     microbatch: MicrobatchId
     path: Path
@@ -140,7 +140,7 @@ class TensorArrived:
 
 @dataclass(frozen=True, slots=True)
 class BrokenOff:
-    """The tensor of an admitted message will not be completed."""
+    """Event: the transfer of an admitted tensor broke off."""
 
     message: Forward | Backward
 
@@ -153,7 +153,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class ComputeFailed:
-    """A Compute action failed (non-finite gradient, out of memory) and added no gradient."""
+    """Event: a Compute action failed (non-finite gradient, out of memory) and added no gradient."""
 
     key: Key
     detail: str
@@ -167,7 +167,7 @@ class ControlArrived:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The link to a peer broke, stalled, or could not be opened."""
+    """Event: the link to a peer broke, stalled, or could not be opened."""
 
     peer: PeerId
     detail: str
@@ -180,7 +180,7 @@ class PeerBack:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Event: time has passed."""
 
 
 Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | ControlArrived | PeerLost | PeerBack | Tick
@@ -204,7 +204,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class SendOutput:
-    """Send the result of the last Compute with this message. PeerLost reports a failure."""
+    """Action: send the result of the last Compute with this message. PeerLost reports a failure."""
 
     key: Key
     to: PeerId
@@ -219,21 +219,21 @@ class SendControl:
 
 @dataclass(frozen=True, slots=True)
 class KeepGradient:
-    """Keep the gradient that has just arrived, until its input arrives."""
+    """Action: keep a gradient that arrived before the input needed for the backward pass."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The gradient added for this entry counts."""
+    """Action: count the visit, because its data node has confirmed the gradient added for this entry."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Retract:
-    """Take back the gradient added for this entry, by recomputing it from the kept input and output gradient."""
+    """Action: subtract the gradient added for this entry, recomputed from the kept input and output gradient."""
 
     key: Key
 
@@ -246,7 +246,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """At the data node: the microbatch is complete. `path` names the replicas whose gradients count."""
+    """Action at the data node: complete a microbatch. `path`: the replicas whose gradients count."""
 
     microbatch: MicrobatchId
     path: Path

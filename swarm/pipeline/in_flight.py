@@ -1,4 +1,4 @@
-"""A data node's microbatches in flight: counts, complete steps, and the window.
+"""A data node's microbatches in flight: counts, completed steps, and the limit of their number (window).
 
 With staleness z, a microbatch of step s + 1 + z starts only after step s is complete.
 """
@@ -39,7 +39,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A complete step. `loss`: mean over its predicted tokens, in nats."""
+    """A completed training step. `loss`: mean over the step's predicted tokens, in nats."""
 
     step: int
     loss: float
@@ -48,7 +48,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class InFlightRules:
-    """The limits of microbatches in flight.
+    """Limits on a data node's microbatches in flight.
 
     Args:
         per_step: microbatches per step, if all have the largest size.
@@ -68,7 +68,7 @@ class InFlightRules:
 
     @property
     def most_by_staleness(self) -> int:
-        """Largest useful window, if all microbatches have the largest size."""
+        """Most microbatches in flight that the staleness allows, if all have the largest size."""
         return self.per_step * (1 + self.staleness)
 
 
@@ -77,7 +77,7 @@ class InFlightTable:
     """A data node's microbatches in flight, with their counts.
 
     Args:
-        first_number: first number that no earlier life of the node has used; other peers may still hold those.
+        first_number: number not used before a restart of this node: other peers may still hold those microbatches.
     """
 
     own: PeerId
@@ -117,7 +117,7 @@ class InFlightTable:
         return Reasoned(True, "the window has room")
 
     def start(self, path: Path, now: float, tokens: int = 1, scored: int | None = None) -> InFlight:
-        """Adds a new microbatch with the next number. `scored`: predicted tokens; None: all."""
+        """Adds a new microbatch with the next number. `scored`: predicted tokens; None: all tokens."""
         microbatch = MicrobatchId(self.own, self.next_number)
         self.next_number += 1
         entry = InFlight(microbatch, path, now, tokens, tokens if scored is None else scored)
@@ -131,7 +131,7 @@ class InFlightTable:
             self._flying[microbatch] = replace(entry, path=path, loss=loss)
 
     def complete(self, microbatch: MicrobatchId) -> StepDone | None:
-        """Completes a microbatch. Returns the step that this completes, if any."""
+        """Removes a completed microbatch. Returns the training step that ends with this microbatch, if any."""
         entry = self._flying.pop(microbatch, None)
         if entry is None:
             self.counts = replace(self.counts, duplicated=self.counts.duplicated + 1)
@@ -149,7 +149,7 @@ class InFlightTable:
         return StepDone(self.steps_done, sum(losses) / sum(each.scored for each in done), len(done))
 
     def abandon(self, microbatch: MicrobatchId) -> InFlight | None:
-        """Abandons a microbatch. If it has no loss yet, its text may be launched again under a new number."""
+        """Removes an abandoned microbatch. If it has no loss yet, its text may be launched again with a new number."""
         entry = self._flying.pop(microbatch, None)
         if entry is not None:
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
@@ -187,7 +187,7 @@ class _Epoch:
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """A running probe of the round trip without queueing."""
+    """A measurement in progress of the round trip without queueing."""
 
     pace: float  # Highest pace since the start of the probe
     known_s: float  # Round trip measured before
@@ -227,7 +227,7 @@ class Window:
         self._most = most
 
     def completed(self, started: float, now: float, flying: int) -> None:
-        """Measures a completed microbatch. `flying`: microbatches in flight until then, including itself."""
+        """Adds a microbatch's round trip. `flying`: microbatches in flight until its end, including itself."""
         if started < self._since:
             return
         self._sums.append((flying, max(0.0, now - started)))
@@ -274,7 +274,7 @@ class Window:
         self._want(GAIN * pace * self._unloaded_s, pace)
 
     def _seems_longer(self, epoch: _Epoch) -> bool:
-        """Whether links seem slower: the round trip did not shrink with the window, as queues would let it."""
+        """Whether links seem slower: the round trip did not shrink with the window, as it would because of queues."""
         # This can be noise (about 1 in 100). It only starts a probe, since trusting it doubled the window by mistake.
         before, self._lowered_from = self._lowered_from, None
         if before is None or epoch.flying > (1 - SAME) * before.flying:
@@ -282,7 +282,7 @@ class Window:
         return epoch.trip_s > UNMOVED * before.trip_s
 
     def _move(self, epoch: _Epoch, target: float) -> None:
-        """Moves the window to the target: up at once, if it is used; down after two lower targets."""
+        """Moves the window to `target`: up at once if the present window is used; down after two lower targets."""
         lower, self._target_before = max(target, self._target_before), target
         if target > self._wanted:
             wanted = target if epoch.flying >= USED * self.value.value else self._wanted
@@ -302,7 +302,7 @@ class Window:
 
 
 def room_at_hops(slots: Iterable[Sequence[int]], visited: float, data_nodes: int) -> Reasoned[int] | None:
-    """Returns the microbatches of one of `data_nodes` that find slots. `visited`: share of stages on a path."""
+    """Returns how many microbatches one of `data_nodes` can place in slots. `visited`: share of stages on a path."""
     rooms = [
         (sum(min(each - each // KEPT_FOR_OTHERS, each / max(1, data_nodes)) for each in replicas), stage)
         for stage, replicas in enumerate(slots, start=1)

@@ -1,1 +1,1 @@
-"""Path choice: legal orders of stages, prices, measured times and the search for the cheapest route. Pure."""
+"""Path choice: legal orders of stages, stage prices, measured times, search for the cheapest route. Without IO."""

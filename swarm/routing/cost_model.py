@@ -1,4 +1,4 @@
-"""Seconds and slots from which routes are priced."""
+"""Input of the route search: times of peers and links, and slots of peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PeerRoute = tuple[PeerId, ...]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of one microbatch, in seconds.
+    """Expected times of one microbatch at peers and on links, in seconds, and slots of peers.
 
     Args:
         forward_s: forward time of each peer.

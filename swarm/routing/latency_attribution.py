@@ -1,7 +1,7 @@
 """Turns the receipts of a microbatch's hops into measured times of peers and links, on this machine's clock.
 
 A hop claims how long it waited, computed and sent, but the time between two neighbouring receipts is observed. The
-part of it that no claim explains counts as computing of the later hop: false claims of speed make a peer look slow.
+part that no claim explains counts as the later hop's computing time: false claims of speed make a peer look slow.
 By the triangle inequality the claims of honest hops cover the delays of their receipts.
 """
 
@@ -41,9 +41,9 @@ class _Trace:
 
     Args:
         queue: our microbatches in flight through each peer at the launch.
-        size: cost in usual microbatches, by which measurements are divided.
+        size: cost relative to a usual microbatch, by which measurements are divided.
         elapsed_s: time of each hop's visit.
-        at_peers_s: waiting and computing at all peers.
+        at_peers_s: sum of waiting and computing times at all peers.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class _Trace:
         return 0 <= position < len(self.path.hops)
 
     def started(self, mark: _Mark) -> float | None:
-        """Returns when the previous hop passed it on; at the first hop of a pass our own clock also serves."""
+        """Returns when a hop's visit began: the previous hop's receipt, or for a pass's first hop our own start."""
         direction, position = mark
         before = self.passed.get((direction, position - _STEP[direction]))
         if before is not None:
@@ -79,7 +79,7 @@ def _next_position(mark: _Mark) -> int:
 
 
 class PathTimes:
-    """Receipts of a data node's microbatches, converted to samples for `MeasuredTimes`.
+    """Converter of the receipts of a data node's microbatches to samples for `MeasuredTimes`.
 
     Args:
         own: the data node.
@@ -93,11 +93,11 @@ class PathTimes:
     def launched(
         self, microbatch: MicrobatchId, path: Path, queue: Mapping[PeerId, int], now: float, size: float = 1.0
     ) -> None:
-        """Starts a trace.
+        """Starts the trace of a launched microbatch.
 
         Args:
             queue: our microbatches in flight through each peer.
-            size: cost in usual microbatches: longer documents must not make a peer look slow.
+            size: cost relative to a usual microbatch: longer documents must not make a peer look slow.
         """
         self._traces[microbatch] = _Trace(path, now, dict(queue), size)
         while len(self._traces) > MAX_TRACES:
@@ -109,18 +109,18 @@ class PathTimes:
         return self._times.sizes
 
     def path_of(self, microbatch: MicrobatchId) -> Path | None:
-        """Returns the path of a microbatch that is in flight or lacks receipts."""
+        """Returns the path of a microbatch that is in flight or whose receipts are incomplete; None if unknown."""
         trace = self._traces.get(microbatch)
         return None if trace is None else trace.path
 
     def loss_known(self, microbatch: MicrobatchId, now: float) -> None:
-        """Starts the backward pass of a trace."""
+        """Records when a microbatch's loss was known, which starts the backward pass."""
         trace = self._traces.get(microbatch)
         if trace is not None:
             trace.loss_known = now
 
     def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
-        """Adds a receipt. The sender may be a substitute; repeated receipts count once, and any order works."""
+        """Adds a hop's receipt. `sender` may be a substitute. Receipts may be repeated and in any order."""
         trace = self._traces.get(receipt.microbatch)
         direction, position = mark = receipt.direction, receipt.position
         if trace is None or mark in trace.passed or not -1 <= position <= len(trace.path.hops):
@@ -138,7 +138,7 @@ class PathTimes:
         self._add_completed(receipt.microbatch, trace)
 
     def completed(self, microbatch: MicrobatchId, now: float) -> None:
-        """Ends the backward pass. The last receipts may still arrive."""
+        """Records the end of a microbatch's backward pass. Its last receipts may still arrive."""
         trace = self._traces.get(microbatch)
         if trace is not None:
             trace.completed = now
@@ -147,7 +147,7 @@ class PathTimes:
     def lost(self, microbatch: MicrobatchId, now: float) -> None:
         """Counts a lost microbatch against every hop of its path.
 
-        We cannot tell which hop is at fault; the honest ones recover on other paths.
+        We cannot tell which hop is at fault; the times of honest peers recover by visits on other paths.
         """
         trace = self._traces.pop(microbatch, None)
         if trace is not None:
@@ -170,7 +170,7 @@ class PathTimes:
             self._times.computed(sender, Direction.FORWARD, receipt.computed_s / trace.size)
 
     def _add_visit(self, trace: _Trace, mark: _Mark) -> None:
-        """Measures a hop once its receipt and the previous hop's are known."""
+        """Measures the time of a hop's visit, once the receipts of this hop and of the previous hop are known."""
         passed, started = trace.passed.get(mark), trace.started(mark)
         if passed is None or started is None or mark in trace.elapsed_s or not trace.is_hop(mark[1]):
             return
@@ -179,14 +179,14 @@ class PathTimes:
         self._add_parts(trace, passed)
 
     def _add_total(self, trace: _Trace, passed: _Passed) -> None:
-        """Adds forward plus backward visit, with queue and sending, if both were done by one peer."""
+        """Adds a sample of forward plus backward time at a hop, with queueing and sending, if one peer did both."""
         marks = [(direction, passed.receipt.position) for direction in Direction]
         elapsed_s = [trace.elapsed_s[mark] for mark in marks if mark in trace.elapsed_s]
         if len(elapsed_s) == len(marks) and all(trace.passed[mark].sender == passed.sender for mark in marks):
             self._times.visited(passed.sender, sum(elapsed_s) / trace.size, trace.queue.get(passed.sender, 0))
 
     def _add_parts(self, trace: _Trace, passed: _Passed) -> None:
-        """Adds waiting and computing; claimed waiting counts up to the time of a full queue."""
+        """Adds samples of waiting and computing time. Claimed waiting counts up to the time of a full queue."""
         receipt, sender = passed.receipt, passed.sender
         elapsed_s = trace.elapsed_s[receipt.direction, receipt.position]
         claimed_s = min(receipt.computed_s, elapsed_s)
@@ -197,14 +197,14 @@ class PathTimes:
         trace.at_peers_s += waited_s + computed_s
 
     def _add_completed(self, microbatch: MicrobatchId, trace: _Trace) -> None:
-        """Ends a completed trace that has all its receipts."""
+        """Ends the trace of a completed microbatch once all receipts are known, and adds its time on links."""
         if trace.completed is not None and len(trace.elapsed_s) >= len(Direction) * len(trace.path.hops):
             del self._traces[microbatch]
             self._times.completed(trace.completed - trace.begun - trace.at_peers_s, trace.sent_s)
 
 
 def _as_repaired(path: Path, position: int, sender: PeerId) -> Path:
-    """Returns the path with `sender` at `position`: as a substitute, or as the next hop if this one was skipped."""
+    """Returns the path after its repair: `sender` is at `position`, as a substitute, or because a hop was skipped."""
     following = position + 1
     if path.hops[position].peer != sender and following < len(path.hops) and path.hops[following].peer == sender:
         return path.without(position)

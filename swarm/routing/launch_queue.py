@@ -1,6 +1,6 @@
 """Queue of a data node's texts that wait for a path: retried ones first, then new ones in reading order.
 
-A text whose replicas are unreachable for a moment does not block texts of other routes. Pure.
+A text whose replicas are unreachable for a moment does not block texts of other routes. Without IO.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MAX_TURNS: Final = 4096
 
 
 class RoutedText(Protocol):
-    """A microbatch of text as read."""
+    """Text of one microbatch, with router scores and route."""
 
     @property
     def route(self) -> Route:
-        """Experts of its documents; empty in a run without experts."""
+        """Best expert of each stage for the documents; empty in a run without experts."""
 
     @property
     def affinity(self) -> Affinity:
-        """Router scores, by which a substitute expert is chosen."""
+        """Router's score of each expert, by which a substitute expert is chosen."""
 
 
 Text = TypeVar("Text", bound=RoutedText)
 
 
 def current_route(text: RoutedText, planner: Planner, is_open: Callable[[ModuleId], bool]) -> Reasoned[Route]:
-    """Returns the text's experts, each replaced by its next best if not open; empty in a run without experts.
+    """Returns the text's route with the best open expert of each stage; empty in a run without experts.
 
     Args:
         is_open: true for at least one module of each stage (`Planner.open_modules`).
@@ -60,7 +60,7 @@ class Launch(Generic[Text]):
 
 
 class LaunchQueue(Generic[Text]):
-    """Launch queue of one data node.
+    """Queue of the texts that one data node will launch as microbatches.
 
     Args:
         ready: returns the next text that has been read, or None.
@@ -83,7 +83,7 @@ class LaunchQueue(Generic[Text]):
         self._retried.append(text)
 
     def next(self, number: int, in_flight: Mapping[PeerId, int], now: float) -> Launch[Text] | None:
-        """Removes and returns the first text that has a path, or None.
+        """Removes and returns the first text that has a path now; None if no text has a path.
 
         Args:
             number: number of the next microbatch.
@@ -113,7 +113,7 @@ class LaunchQueue(Generic[Text]):
         return None
 
     def _texts(self) -> Iterator[Text]:
-        """Yields the queued texts, then new ones, which are queued, up to the depth of the queue."""
+        """Yields the queued texts, then reads and queues new texts up to the depth of the queue."""
         yield from islice(chain(tuple(self._retried), tuple(self._waiting)), self._depth)
         while len(self._retried) + len(self._waiting) < self._depth and (text := self._ready()) is not None:
             self._drawn(text)

@@ -38,7 +38,7 @@ _MEDIAN_TO_MEAN: Final = 1.2533
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A replica to exclude from paths."""
+    """A replica to exclude from paths, because its microbatches have too great losses."""
 
     peer: PeerId
     module: ModuleId
@@ -51,7 +51,7 @@ class _Excess:
 
     Args:
         nats: excess, in nats per token.
-        usual: median loss through the others, in nats per token.
+        usual: median loss of microbatches through the other replicas, in nats per token.
     """
 
     hop: Hop
@@ -62,7 +62,7 @@ class _Excess:
 
 
 class LossOutliers:
-    """Losses by replica, as seen by one data node.
+    """Finder of outliers among replicas, by the losses of one data node's microbatches.
 
     Args:
         round_microbatches: microbatches that a replica gets between two rounds.
@@ -78,7 +78,7 @@ class LossOutliers:
         """Highest level of the last rounds; infinite until known, which excludes no replica."""
 
     def returned(self, path: Path, loss: float) -> Outlier | None:
-        """Adds a microbatch's loss, in nats per token, and its path after repairs. Returns a replica to exclude."""
+        """Adds a microbatch's loss, in nats per token, and its repaired path. Returns a replica to exclude, or None."""
         self._returned.append((path.hops, loss))
         self._remember(loss)
         if loss <= (1 + MARGIN) * self._highest:  # almost always: skips the costly part
@@ -122,7 +122,7 @@ class LossOutliers:
         return Outlier(excess.hop.peer, excess.hop.module, why)
 
     def _excess(self, hop: Hop, at_least: int) -> _Excess | None:
-        """Compares a replica with the others of its module; None if either has too few microbatches."""
+        """Compares losses through a replica and through its module's others; None for too few microbatches."""
         through = [
             (loss, hop in hops) for hops, loss in self._returned if any(other.module == hop.module for other in hops)
         ]
@@ -139,7 +139,7 @@ class LossOutliers:
 
 
 def _excesses(losses: Sequence[tuple[float, bool]]) -> Iterator[float]:
-    """Yields how far each marked loss is above the mean of its unmarked neighbours (of all, if all are marked).
+    """Yields how far each marked loss is above the mean of its unmarked neighbours (any neighbours if all are marked).
 
     Args:
         losses: losses in time order, each with its mark.

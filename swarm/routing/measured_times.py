@@ -1,7 +1,7 @@
-"""Smoothed times of peers and links as a data node measured them, or as announced where it has no measurement.
+"""Smoothed times of peers and links as measured by a data node, or as announced if not measured.
 
-A visit is forward plus backward time at a peer, with sending, divided by our microbatches that were there before.
-Its parts (forward, backward, waiting, sending) rest on claims too; `swarm.routing.latency_attribution` adds both.
+A visit is forward plus backward time at a peer, with sending, divided by the number of our microbatches there.
+Its parts (forward, backward, waiting, sending) also rely on claims. `swarm.routing.latency_attribution` adds samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ K = TypeVar("K")
 
 
 class _Averages(Generic[K]):
-    """Averages by key, least recently measured first; these are dropped first."""
+    """Table of moving averages. If full, the least recently measured key is dropped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -54,7 +54,7 @@ class _Averages(Generic[K]):
 
 
 class MeasuredTimes:
-    """Measured times of one data node.
+    """Mean times of peers and links, as measured by one data node.
 
     Args:
         own: the data node.
@@ -77,35 +77,35 @@ class MeasuredTimes:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def visited(self, peer: PeerId, seconds: float, queue: int = 0) -> None:
-        """Adds a visit that found `queue` of our microbatches at the peer."""
+        """Adds a sample of both passes' time at a peer, where `queue` of our microbatches were before."""
         service_s = max(0.0, seconds) / (1 + max(0, queue))
         self._visits.add(peer, service_s)
         self._completed.add(peer, service_s)
 
     def lost(self, peer: PeerId, seconds: float) -> None:
-        """Adds a lost microbatch as a visit."""
+        """Adds a lost microbatch as a visit of `seconds` to a peer; timeouts do not count it."""
         self._visits.add(peer, seconds)
 
     def computed(self, peer: PeerId, direction: Direction, seconds: float) -> None:
         (self._forward if direction is Direction.FORWARD else self._backward).add(peer, seconds)
 
     def waited(self, peer: PeerId, seconds: float) -> None:
-        """Adds the waiting time of a forward or backward pass."""
+        """Adds a sample of the time that a microbatch waited in a peer's queue before a pass."""
         self._waiting.add(peer, seconds)
 
     def sent(self, here: PeerId, there: PeerId, seconds: float) -> None:
-        """Adds the time from sending a tensor to its acknowledgement. Both directions of a link count as equal."""
+        """Adds a sample of the time from sending a tensor to its acknowledgement, for both directions of a link."""
         self._links.add(frozenset((here, there)), seconds)
 
     def completed(self, moving_s: float, sent_s: float) -> None:
-        """Adds a microbatch's observed time between peers, and the sum of their claimed sending times."""
+        """Adds a microbatch's observed time on links, and the sum of the sending times that peers claimed."""
         if sent_s > 0:
             self._link_share.add(min(1.0, max(LEAST_LINK_SHARE, moving_s / sent_s)))
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
     def visit(self, peer: PeerId) -> Ewma | None:
-        """Returns the measured seconds of a visit with an empty queue, or None."""
+        """Returns the measured seconds of a visit to a peer with an empty queue; None if not measured."""
         return self._visits.get(peer)
 
     def visit_s(self, peer: PeerId, announced: Speed) -> Reasoned[float]:
@@ -117,7 +117,7 @@ class MeasuredTimes:
         return Reasoned(self._announced_s(announced), source)
 
     def has_completed(self, peer: PeerId) -> bool:
-        """Whether the peer has ever completed a visit of ours."""
+        """Whether the peer has ever completed both passes of one of our microbatches."""
         return self._completed.get(peer) is not None
 
     def usual_s(self, peer: PeerId, announced: Speed) -> float:
@@ -133,22 +133,22 @@ class MeasuredTimes:
         return max(others) if others else self._announced_s(announced)
 
     def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
-        """Returns a peer that was never visited, or the one whose last visit is the oldest. `peers` is not empty."""
+        """Returns the one of `peers` (at least one) that was never visited, or whose last visit is the oldest."""
         unmeasured = next((peer for peer in peers if self._visits.get(peer) is None), None)
         return unmeasured or min(peers, key=list(self._visits.keys()).index)
 
     def waiting_s(self) -> Mapping[PeerId, float]:
-        """Returns the mean wait per pass at each peer, in seconds."""
+        """Returns the mean time in each peer's queue before a pass, in seconds."""
         return self._waiting.means()
 
     def wait_s(self, peer: PeerId) -> float:
-        """Returns the mean wait per pass at a peer, in seconds; 0 if unknown."""
+        """Returns the mean time in a peer's queue before a pass, in seconds; 0 if unknown."""
         known = self._waiting.get(peer)
         return 0.0 if known is None else known.mean
 
     @property
     def backward_factor(self) -> float:
-        """Median ratio of backward to forward time over peers with both."""
+        """Median ratio of backward to forward time, over the peers for which both were measured."""
         out, back = self._forward.means(), self._backward.means()
         both = [back[peer] / seconds for peer, seconds in out.items() if peer in back and seconds > 0]
         return median(both) if both else ASSUMED_BACKWARD_FACTOR
@@ -170,7 +170,7 @@ class MeasuredTimes:
         return self._announced_s(announced.speed) / (1 + factor)
 
     def _announced_s(self, announced: Speed) -> float:
-        """Returns the seconds of both passes of a usual microbatch."""
+        """Returns the seconds that a peer needs for both passes of a usual microbatch, by its announced speed."""
         known = announced if announced.tokens_per_s > 0 else replace(announced, tokens_per_s=UNKNOWN_TOKENS_PER_S)
         return known.seconds(self.sizes.tokens, self.sizes.squares)
 
@@ -186,7 +186,7 @@ class MeasuredTimes:
 
 
 class _MessageSeconds(Mapping[PeerId, float]):
-    """Seconds from one peer to the others; an unmeasured link counts as the slower of our links to its ends."""
+    """Sending times from one peer to others. An unmeasured link counts as the slower of our links to both peers."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class PathRules:
 
     @property
     def fewest(self) -> int:
-        """Number of stages that a path visits if one has no peer: one fewer, in a run that skips stages."""
+        """Number of stages that a path may visit while a stage has no peer: one fewer, in a run that skips stages."""
         return self.per_path - 1 if 1 < self.per_path < self.skippable else self.per_path
 
     def fault(self, order: Sequence[int]) -> str | None:
@@ -86,7 +86,7 @@ class PathRules:
         return None
 
     def fault_as_taken(self, order: Sequence[int]) -> str | None:
-        """Returns `fault` of a path in flight, from which a repair may have removed a stage."""
+        """Returns why a path in flight is illegal, or None. A repair may have removed one stage."""
         rules = replace(self, per_path=self.fewest) if len(order) == self.fewest else self
         return rules.fault(order)
 

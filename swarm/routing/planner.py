@@ -1,7 +1,7 @@
 """Chooses the cheapest stages and replicas for each microbatch (SkipPipe, arXiv 2502.19913; SWARM, arXiv 2301.11913).
 
-A route costs its links, service times, expected waits, stage prices and the risk of replicas without a free slot.
-Paths skip an unserved stage if the rules allow it. Documents of an unserved expert go to another one of its stage.
+A route's price sums link times, service times, expected waits, stage prices and the risk that no slot is free.
+Paths skip an unserved stage if the rules allow. Documents of an unserved expert go to another expert of its stage.
 Repair and evaluation, whose stages are fixed, choose the replica that should finish first (`Planner.replica`).
 """
 
@@ -48,13 +48,13 @@ Live = Mapping[ModuleId, Sequence[Announcement]]
 
 @dataclass(frozen=True, slots=True)
 class NoReplica:
-    """Modules without a reachable replica that prevent a path."""
+    """Result of planning without a path: the modules that have no reachable replica."""
 
     modules: tuple[ModuleId, ...]
 
 
 class Planner:
-    """Path choice of one peer."""
+    """Planner of paths and substitutes for one peer, from membership, measured times and stage prices."""
 
     def __init__(self, rules: PathRules, membership: Membership, times: MeasuredTimes) -> None:
         self.rules = rules
@@ -79,7 +79,7 @@ class Planner:
 
         Args:
             number: number of the microbatch.
-            route: its experts; all are served.
+            route: the microbatch's experts; all are served.
             in_flight: our microbatches in flight through each peer.
         """
         live = self._membership.all_replicas(now)
@@ -152,7 +152,7 @@ class Planner:
         return not self._has_gathered
 
     def open_modules(self, now: float, *, at_once: bool = False) -> Callable[[ModuleId], bool]:
-        """Returns whether documents may be routed to a module: if it is served, or if its whole stage is unserved.
+        """Returns a predicate of modules to which documents may be routed: served, or of a wholly unserved stage.
 
         Args:
             at_once: whether a module must also accept work now.
@@ -165,7 +165,7 @@ class Planner:
         return is_open
 
     def without(self, module: ModuleId, now: float) -> str:
-        """Describes the consequence of an unserved module to a person."""
+        """Describes, for a message to the user, how paths cope with an unserved module."""
         if self.leaves_out(module, now):
             until = "skipping it until one joins"
         elif self.has_other_expert(module, now) and not self.gathers(now):
@@ -217,7 +217,7 @@ class Planner:
     def _current_costs(
         self, live: Live, modules: Sequence[ModuleId], in_flight: Mapping[PeerId, int], now: float
     ) -> Costs:
-        """Returns costs of all live replicas; updates them and the prices if older than LOOK_S or incomplete."""
+        """Returns the costs of all live replicas. Updates costs and stage prices if older than LOOK_S or incomplete."""
         costs = self._costs
         known = costs is not None and all(a.peer in costs.forward_s for module in modules for a in live.get(module, ()))
         if costs is not None and known and now < self._look_at:
@@ -239,7 +239,7 @@ class Planner:
     def _candidates(
         self, modules: Sequence[ModuleId], live: Live, in_flight: Mapping[PeerId, int]
     ) -> list[Sequence[PeerId]]:
-        """Returns the replicas that may be chosen, by stage."""
+        """Returns the replicas that may be chosen, by stage: without replicas on trial, if others are left."""
         among: list[Sequence[PeerId]] = [()]
         for module in modules:
             peers = [a.peer for a in live.get(module, ())]
@@ -255,7 +255,7 @@ class Planner:
         in_flight: Mapping[PeerId, int],
         length: int,
     ) -> Priced | None:
-        """Returns the cheapest route; without stage prices if `route` is None."""
+        """Returns the cheapest peers for `length` stages; without prices of stages and slots if `route` is None."""
         if not length:
             return Priced(0.0, ())
         if route is None:
@@ -270,23 +270,23 @@ class Planner:
         return cheapest_route(costs, self._membership.own, price, among, length, self.rules.max_forward_jump)
 
     def _residence_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
-        """Returns the weighted residence time at a replica, both passes: service and waiting."""
+        """Returns the expected time of both passes at a replica, service and waiting, weighted by AT_PEERS."""
         queue = 1 + MET * in_flight.get(peer, 0)
         return AT_PEERS * (costs.service_s(peer) * queue + BY_OTHERS * 2 * self._times.wait_s(peer))
 
     def _slot_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
-        """Returns the expected cost of finding no free slot, in seconds, if other data nodes arrive at random."""
+        """Returns the price of the risk that a replica has no free slot, in seconds, if slots are taken at random."""
         free = costs.slots[peer] - in_flight.get(peer, 0)
         return FULL_ROUTES * self._route_s * at_least(free, self._taken.get(peer, 0.0) * costs.slots[peer])
 
     def _mean_taken(self, announced: Announcement, in_flight: Mapping[PeerId, int]) -> float:
-        """Returns the smoothed share of slots that other data nodes take; our own do not deter us."""
+        """Returns the smoothed share of a replica's slots that microbatches of other data nodes take."""
         others = announced.slots - announced.free_slots - in_flight.get(announced.peer, 0)
         now, before = max(0, others) / max(1, announced.slots), self._taken.get(announced.peer, 0.0)
         return before + FULL_GAIN * (now - before)
 
     def _stage_capacity(self, stage: int, live: Live) -> float:
-        """Returns the visits per second of a stage whose served experts get equally many."""
+        """Returns the visits per second that a stage can serve, if each served expert gets equally many visits."""
         capacities = [
             sum(1 / max(LEAST_SERVICE_S, self._times.visit_s(a.peer, a.speed).value) for a in live[module])
             for module in self.rules.modules_at(stage)
@@ -295,7 +295,7 @@ class Planner:
         return min(capacities, default=0.0) * len(capacities)
 
     def _on_trial(self, replicas: Sequence[PeerId], in_flight: Mapping[PeerId, int]) -> frozenset[PeerId]:
-        """Returns replicas with a first microbatch of ours in flight, if other replicas have completed some."""
+        """Returns untested replicas at which our first microbatch is in flight; none if all replicas are untested."""
         # A claim of any speed is free: without a trial a liar would get all our microbatches.
         unmeasured = frozenset(peer for peer in replicas if not self._times.has_completed(peer))
         if len(unmeasured) == len(replicas):
@@ -307,14 +307,14 @@ class Planner:
         return NO_SPEED if announcement is None else announcement.speed
 
     def _finish_s(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
-        """Returns the expected finish of a visit after the replica's announced or known queue, in seconds."""
+        """Returns the expected seconds until a replica would finish a new visit, after its announced or known queue."""
         queue = max(in_flight.get(announcement.peer, 0), announcement.slots - announcement.free_slots)
         service = self._times.visit_s(announcement.peer, announcement.speed)
         return Reasoned(service.value * (1 + queue), service.reason)
 
 
 def at_least(count: int, mean: float) -> float:
-    """Returns the probability that a Poisson variable is `count` or more."""
+    """Returns the probability that a Poisson variable of this mean is `count` or more."""
     if count <= 0:
         return 1.0
     term = below = math.exp(-mean)

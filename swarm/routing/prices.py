@@ -46,7 +46,7 @@ def visit_shares(rules: PathRules, capacities: Sequence[float]) -> list[float]:
         return [even] * stages
 
     def caps(rate: float) -> list[float]:
-        """Returns the largest shares at `rate` microbatches per second."""
+        """Returns the largest possible share of visits of each stage at `rate` microbatches per second."""
         full = [min(1.0, capacity / rate) for capacity in capacities]
         return [min(cap, rules.visit_ratio * min(*full, even)) for cap in full]
 
@@ -81,7 +81,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Known:
-    """Announced visits of another data node."""
+    """Visits of each stage that another data node announced, and its launch rate."""
 
     incarnation: int
     visits: tuple[int, ...]
@@ -89,7 +89,7 @@ class _Known:
 
 
 class StagePrices:
-    """Visit counts as one data node knows them, and the prices of stages."""
+    """Prices of stages, by the visits of this data node and those that others announced."""
 
     def __init__(self, rules: PathRules) -> None:
         self._rules = rules
@@ -106,7 +106,7 @@ class StagePrices:
 
     @property
     def visits_a_route(self) -> float:
-        """Excess visits at which a stage costs as much as a whole route."""
+        """Visits beyond a stage's share at which its price equals the cost of a whole route."""
         own = 0.0 if self._own_rate is None else self._own_rate.value
         rate = own + sum(known.rate.value for known in self._others.values())
         least, most = AHEAD
@@ -123,10 +123,10 @@ class StagePrices:
         return [route_s * each / self.visits_a_route for each in excess]
 
     def launch(self, stages: Iterable[int], route: Route, among: Collection[int]) -> None:
-        """Counts the visits of our microbatch.
+        """Counts the stages that a microbatch launched by us visits.
 
         Args:
-            among: the stages that it could have visited.
+            among: the stages that the microbatch could have visited.
         """
         visits = [0] * self._rules.skippable
         for stage in stages:
@@ -169,7 +169,7 @@ class StagePrices:
             self._add(self.excess, visits, min(1.0, most / (known.rate.value or 1.0)), among)
 
     def _add(self, excess: list[float], visits: Sequence[int], weight: float, among: Collection[int]) -> None:
-        """Adds visits to the excess of the stages in `among`; others could not be visited and keep their excess."""
+        """Adds visits to the excess of the stages in `among`. Other stages could not be visited and keep theirs."""
         total = weight * sum(visits[stage - 1] for stage in among)
         if not total:
             return

@@ -21,7 +21,7 @@ _Front = list[tuple[float, PeerId, PeerRoute]]
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A route and its price, in seconds."""
+    """A route, as the peers to visit in order, and its price in seconds."""
 
     price: float
     route: PeerRoute
@@ -79,7 +79,7 @@ def _extended(
     before: _Front,
     peers: Sequence[PeerId],
 ) -> _Front:
-    """Extends the cheapest of the routes to each peer."""
+    """Returns the cheapest extension of the routes in `before` to each of `peers`."""
     extended: _Front = []
     for peer in peers:
         best: PeerRoute = ()

@@ -1,4 +1,4 @@
-"""A peer's announcement, as plain data; `protocol.identity.signed_records` signs it."""
+"""A peer's announcement (module, addresses, speed), as plain data; `protocol.identity.signed_records` signs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_SPEED: Final = Speed()
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A peer's current record. The planner uses its figures only until it has measured its own."""
+    """Record that a peer publishes about itself. Planners use its speed only until they have measured the peer."""
 
     run: RunId
     peer: PeerId

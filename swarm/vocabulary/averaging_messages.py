@@ -38,7 +38,7 @@ class RoundId:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """From a replica to the possible leaders of the next round: its work since the anchor."""
+    """From a replica to the possible leaders of the next round: its inner steps and tokens since the anchor."""
 
     module: ModuleId
     base: AnchorVersion
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """From the leader: opens a round from an anchor."""
+    """From the leader: invites a replica to a round that starts from the anchor `base`."""
 
     round: RoundId
     base: AnchorVersion
@@ -56,14 +56,14 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Accepting:
-    """From a member: it prepares its entry. Sent at once, so that a slow replica does not look dead."""
+    """From an invited replica: it joins and prepares its entry. Sent at once, so that it does not look dead."""
 
     round: RoundId
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """Measured rate at which another replica's tensors arrive."""
+    """Rate at which another replica's tensors arrive, as measured by the sender of the entry."""
 
     mark: Annotated[int, Range(0, 2**24 - 1)]  # `swarm.averaging.trust.mark_of` the peer
     rate: Annotated[int, Range(1, MAX_RATE)]  # About 4**rate bytes per second
@@ -71,7 +71,7 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """From a member: its pseudo-gradient is fixed. Signed, so that the leader cannot change the entry."""
+    """From a member: steps, tokens, norm of its pseudo-gradient. Signed, so that the leader cannot change them."""
 
     peer: PeerId
     round: RoundId
@@ -102,7 +102,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a roster. It reduces the chunks `range(first_chunk, end_chunk)`, possibly none."""
+    """A member of a roster. It averages the chunks `range(first_chunk, end_chunk)`, possibly none, for all members."""
 
     peer: PeerId
     first_chunk: int
@@ -114,7 +114,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class SignedRoster:
-    """From the leader: fixes the members and starts the exchange. Each member derives the `Roster` from the entries."""
+    """From the leader: fixes a round's members and starts the exchange. Each derives the `Roster` from the entries."""
 
     round: RoundId
     base: AnchorVersion
@@ -123,14 +123,14 @@ class SignedRoster:
     codec_reason: Detail = ""
 
     def fault(self) -> str | None:
-        """Returns the reason why the roster is malformed. `swarm.averaging.roster.objection` checks the rest."""
+        """Returns a reason if a member is named twice. `swarm.averaging.roster.objection` makes the other checks."""
         once = len({entry.peer for entry in self.entries}) == len(self.entries)
         return None if once else "a member is named twice"
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The members and their shards, derived from the signed entries by `make_roster`."""
+    """A round's members, with weights and chunks to average, derived from signed entries by `make_roster`."""
 
     round: RoundId
     base: AnchorVersion
@@ -155,7 +155,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class _AboutPiece:
-    """A message about one piece: the chunks `range(first_chunk, end_chunk)`, at least one."""
+    """Base of messages about one piece of the parameters: the chunks `range(first_chunk, end_chunk)`, at least one."""
 
     round: RoundId
     first_chunk: ChunkNumber
@@ -169,7 +169,7 @@ class _AboutPiece:
 
 @dataclass(frozen=True, slots=True)
 class Contribution(_AboutPiece):
-    """To the reducer, later to auditors: the sender's encoded pseudo-gradient of these chunks (1-D)."""
+    """To the reducer (it averages these chunks), later to auditors: the sender's encoded pseudo-gradient (1-D)."""
 
     # Over the other fields and the tensor's hash
     signature: Signature = field(default=b"", compare=False)
@@ -177,7 +177,7 @@ class Contribution(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class Reduced(_AboutPiece):
-    """From the reducer to every other member: the encoded weighted mean, the same bytes for all."""
+    """From the reducer of these chunks to every other member: the encoded weighted mean, the same bytes for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """From a member to the leader: it has the complete result, which leads to this anchor."""
+    """From a member to the leader: it has the round's complete result, which leads to this anchor version."""
 
     round: RoundId
     version: AnchorVersion
@@ -199,7 +199,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A majority of the roster has the same result. Prepared members apply it, others fetch it from the `holders`."""
+    """From the leader: most members have this result. Prepared members apply it, others get it from `holders`."""
 
     round: RoundId
     version: AnchorVersion
@@ -208,7 +208,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Dissolved:
-    """From the leader: it gives this attempt up. Another attempt may follow."""
+    """From the leader: it gives up this attempt at the round. Another attempt may follow."""
 
     round: RoundId
     detail: Detail
@@ -219,12 +219,12 @@ class Dissolved:
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest(_AboutPiece):
-    """After a commit: asks a piece's reducer for Evidence, or a contributor for its Contribution."""
+    """After a commit: asks the reducer of a piece for Evidence, or another member for its Contribution to the piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignedHash:
-    """A contributor's signature of its part of a piece, with the part's hash."""
+    """Hash of a member's Contribution to a piece, with the member's signature."""
 
     peer: PeerId
     hash: Digest  # BLAKE3 of the encoded bytes
@@ -237,7 +237,7 @@ SignedHashes = Annotated[tuple[SignedHash, ...], Length(0, MAX_MEMBERS)]
 
 @dataclass(frozen=True, slots=True)
 class Evidence(_AboutPiece):
-    """From a piece's reducer: the signed hashes of the other contributors."""
+    """From the reducer of a piece to an auditor: the signed hashes of the contributions that it received."""
 
     signed: SignedHashes
 
@@ -249,7 +249,7 @@ class AuditRefused(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class Accusation(_AboutPiece):
-    """To all other members: asks them to audit a piece, with the signed hashes seen. Each one judges for itself."""
+    """To all other members: asks each of them to audit a piece. `signed`: the signed hashes that the sender has."""
 
     signed: SignedHashes
 
@@ -259,7 +259,7 @@ class Accusation(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Asks for chunks of a state. With n chunks of parameters, chunk i of the outer momentum has number n + i."""
+    """Asks for chunks of a module's state: n chunks of parameters, then those of the outer momentum from number n."""
 
     module: ModuleId
     digest: Digest
@@ -268,7 +268,7 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """One chunk of a state: float32 elements, losslessly encoded. The receiver checks it against the hash list."""
+    """One chunk of a module's state: float32, losslessly encoded. The receiver checks it against a list of hashes."""
 
     module: ModuleId
     digest: Digest

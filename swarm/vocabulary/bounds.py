@@ -1,4 +1,4 @@
-"""Bounds of message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`. A message's `fault` checks several fields."""
+"""Bounds of single message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`. `fault` methods compare fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DETAIL_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A number from `least` to `most`, inclusive; never NaN."""
+    """Bound: a number from `least` to `most`, inclusive; never NaN."""
 
     least: float
     most: float
@@ -19,7 +19,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """A number of bytes, characters or elements from `least` to `most`, inclusive."""
+    """Bound: a length in bytes, characters or elements from `least` to `most`, inclusive."""
 
     least: int
     most: int
@@ -28,17 +28,17 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """Elements are distinct."""
+    """Bound: all elements of a sequence are distinct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rising:
-    """Elements are strictly increasing."""
+    """Bound: the elements of a sequence are strictly increasing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inherits:
-    """Fields that each element takes from the enclosing message, so that the wire carries them once."""
+    """Fields that each element of a sequence takes from the enclosing message, so that they are sent once."""
 
     fields: tuple[str, ...]
 

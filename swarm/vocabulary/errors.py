@@ -91,7 +91,7 @@ class CorruptSnapshot(StateError):
 
 
 class NoQuorum(StateError):
-    """Fewer peers agree than required."""
+    """Too few peers agree on a state."""
 
     exit_code = 75
 

@@ -89,7 +89,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """To the data node: the hop at `position` can be neither reached nor replaced. `signature`: of the route."""
+    """To the data node: the hop at `position` can be neither reached nor replaced. `signature`: of `SignedRoute`."""
 
     microbatch: MicrobatchId
     direction: Direction
@@ -108,7 +108,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """From a substitute for `path.hops[position + 1]` that holds the gradient: asks `position` for the input."""
+    """From a substitute for `path.hops[position + 1]`, which has the gradient: asks hop `position` for the input."""
 
     microbatch: MicrobatchId
     path: Path

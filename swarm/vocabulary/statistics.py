@@ -1,4 +1,4 @@
-"""Moving averages, and the pauses of repeated attempts."""
+"""Moving averages, pauses between retries, and temporary exclusions of peers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Record:
 
 
 class Exclusions:
-    """Exclusions of peers for one kind of offence, longer each time. The count restarts after `forgiven_after_s`."""
+    """Temporary exclusions of peers for one kind of offence, longer each time; forgotten after `forgiven_after_s`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Exclusions:
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def add(self, peer: PeerId, now: float) -> float:
-        """Notes an offence. Returns the seconds for which the peer is excluded."""
+        """Records a peer's offence. Returns the seconds for which the peer is excluded."""
         before = self._records.pop(peer, None)
         stale = before is None or now - before.latest > self._forgiven_after_s + before.pause_s
         count = 1 if before is None or stale else before.count + 1

@@ -49,7 +49,7 @@ class Reasoned(Generic[Value]):
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModuleId:
-    """The weights at a stage. `expert` is 0 unless the run has several experts per stage (DiPaCo)."""
+    """Names the weights at a stage. `expert` is 0 unless the run has several experts per stage (DiPaCo)."""
 
     stage: int
     expert: int = 0
@@ -104,7 +104,7 @@ class SignedRoute:
             raise ProtocolViolation(f"a microbatch of {len(self.documents)} documents has more than {MAX_DOCUMENTS}")
 
     def allows(self, path: Path) -> bool:
-        """Whether the path visits these modules in this order. Repair may have removed some."""
+        """Whether the path visits these modules in this order. Repair may have removed some from the path."""
         left = iter(self.modules)
         return all(hop.module in left for hop in path.hops)
 
@@ -151,7 +151,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class AnchorVersion:
-    """Version of a module's agreed state. Replicas compare versions to choose between two states."""
+    """Version of a module's agreed state (anchor). Replicas compare versions to choose between two states."""
 
     round: Annotated[int, Range(0, MAX_ROUND)]  # 0 for the initial weights; never decreases on a peer
     steps: Count  # Sum over rounds of the mean over replicas; determines the learning rate

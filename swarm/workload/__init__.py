@@ -1,1 +1,1 @@
-"""Workload: packing into microbatches of equal cost, cost of a visit, and the split between devices."""
+"""Packing of documents into microbatches of equal cost, cost model of a visit, and split between devices."""

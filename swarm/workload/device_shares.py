@@ -1,6 +1,6 @@
 """Splits a microbatch's documents over the devices of one node, so that all finish at the same time.
 
-Whole documents need no communication. If they do not balance, the most expensive ones are cut. Each device gets a piece
+Whole documents need no communication. If loads differ, the most expensive documents are cut. Each device gets a piece
 of the head and the mirrored piece of the tail, which balances tokens and attention. Keys and values are exchanged.
 
 Sources: WLB-LLM (arXiv:2503.17924) section 5, sharding by document; longest first, Graham 1969
@@ -24,7 +24,7 @@ EXCHANGED: Final = 32  # Shortest documents per device that are tried for an exc
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """Documents of each device, and documents cut over all devices."""
+    """Assignment of a microbatch's documents: whole ones to single devices, cut ones to all devices."""
 
     whole: tuple[tuple[int, ...], ...]  # By device, ascending indices of documents
     cut: tuple[int, ...]
@@ -37,7 +37,7 @@ class Dealing:
 
 
 def deal(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Reasoned[Dealing]:
-    """Assigns documents to equal devices for the least predicted time. `cutting`: extra cost of cut ones, relative."""
+    """Assigns documents to equal devices for the least predicted time. `cutting`: relative extra cost of a cut one."""
     found = deal_whole(costs, devices)
     uncut = found.unevenness
     if cutting < float("inf"):

@@ -19,13 +19,13 @@ class Size:
 
     @property
     def squares(self) -> int:
-        """Sum of the squared tokens of its documents, which is proportional to the cost of attention."""
+        """Sum over documents of their squared tokens, which is proportional to the cost of attention."""
         return sum(tokens * tokens for tokens in self.documents)
 
 
 @dataclass(frozen=True, slots=True)
 class SizeSummary:
-    """Summary of several microbatches. Spreads are coefficients of variation: standard deviation over mean."""
+    """Mean sizes of several microbatches. Spreads are coefficients of variation: standard deviation over mean."""
 
     microbatches: int = 0
     tokens: float = 0.0
@@ -37,7 +37,7 @@ class SizeSummary:
 
 
 class MicrobatchSizes:
-    """Sizes of the latest microbatches. `most_tokens`: largest size."""
+    """Sizes of the latest microbatches. `most_tokens`: largest allowed size."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
@@ -52,7 +52,7 @@ class MicrobatchSizes:
         return self._mean(lambda size: size.squares)
 
     def add(self, size: Size) -> float:
-        """Adds a microbatch. Returns its cost relative to the mean, including itself."""
+        """Adds a microbatch's size. Returns its cost relative to the mean cost of the latest ones, including itself."""
         self._latest.append(size)
         usual = self._mean(lambda known: known.cost)
         return size.cost / usual if usual > 0 else 1.0
@@ -95,5 +95,5 @@ class StepRule:
     microbatch_tokens: int = 1
 
     def is_complete(self, tokens: int, steps: int = 1) -> bool:
-        """Whether `tokens` complete `steps` steps."""
+        """Whether completed microbatches with `tokens` tokens in all complete `steps` inner steps."""
         return 2 * tokens >= 2 * steps * self.inner_tokens - self.microbatch_tokens

@@ -49,7 +49,7 @@ class Capacity:
 
 @dataclass(slots=True)
 class Bin:
-    """A microbatch while it is filled."""
+    """A microbatch that is being filled with pieces of documents."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -58,12 +58,12 @@ class Bin:
 
     @property
     def beside(self) -> float:
-        """Cost minus `aim`, which should be equal for all microbatches."""
+        """Cost minus `aim`. This difference should be equal for all microbatches."""
         return self.cost - self.aim
 
 
 class Filling:
-    """Fills as few microbatches as possible with pieces, but at least one per element of `aims`.
+    """Fills as few microbatches as possible with pieces of documents, but at least one per element of `aims`.
 
     Args:
         cut: documents that may be cut further.
@@ -103,7 +103,7 @@ class Filling:
         return max(found.beside for found in self.bins) / self.mean
 
     def lower(self, bound: float) -> None:
-        """Cuts documents, if they may be cut, until no microbatch costs more than the bound."""
+        """Cuts documents that may be cut, until no microbatch costs more than the bound."""
         dear = [found for found in self.bins if found.beside > bound]
         for found in dear:
             for index in sorted(found.pieces, key=lambda index: (-self._lengths[index], index)):
@@ -117,7 +117,7 @@ class Filling:
     # ---- dealing -----------------------------------------------------------------------------------------------------
 
     def _deal(self, longest_first: Sequence[int]) -> list[int]:
-        """Assigns pieces, with new microbatches for whole documents that do not fit. Returns the other unfit pieces."""
+        """Assigns pieces to microbatches, new ones if whole documents do not fit. Returns cut pieces without space."""
         bins, lengths, costs, most_tokens = self.bins, self._lengths, self._costs, self._capacity.tokens
         left_tokens, left_cost = sum(lengths), math.fsum(costs(length) for length in lengths)
         rate, rate_until = 0.0, max(lengths)  # Mean cost per remaining token
@@ -153,7 +153,7 @@ class Filling:
         return left
 
     def _pour(self, poured: Sequence[int]) -> None:
-        """Fills all microbatches equally, the longest piece first, into the one that will be cheapest."""
+        """Fills all microbatches equally: adds the longest piece first, to the microbatch that will be cheapest."""
         if not poured:
             return
         tokens = sum(self._lengths[index] for index in poured)
@@ -177,7 +177,7 @@ class Filling:
                 heappush(open_ones, (found.beside - rate * found.tokens, place))
 
     def _by_cost(self, rate: float, full: int | None = None) -> list[tuple[float, int]]:
-        """Returns a heap of the microbatches with room, by their cost when full, minus a constant."""
+        """Returns a heap of (cost, index) of microbatches with space left. Cost: when full, minus a constant."""
         most = self._capacity.tokens if full is None else full
         heap = [
             (found.beside - rate * found.tokens, place)
@@ -200,7 +200,7 @@ class Filling:
     # ---- cutting -----------------------------------------------------------------------------------------------------
 
     def _cut_for(self, found: Bin, index: int, less: float) -> None:
-        """Cuts a piece so that the parts cost `less` less, or in halves. Parts of x and y tokens save 2xy squares."""
+        """Cuts a piece in two that cost `less` less than the piece, or in halves. Lengths x and y save 2xy squares."""
         length, squares = self._lengths[index], less / self._capacity.quadratic_share
         apart = math.isqrt(max(0, length * length - math.ceil(2 * squares)))
         found.cost -= self._costs(length)
@@ -219,7 +219,7 @@ class Filling:
     # ---- evening out -------------------------------------------------------------------------------------------------
 
     def _even_out(self) -> None:
-        """Exchanges documents between the most expensive and the cheapest microbatches while that lowers the gap."""
+        """Exchanges documents between the most expensive and the cheapest microbatches while costs become equal."""
         apart, tried = EVEN * self.mean, 0
         while tried < EXCHANGES:
             by_cost = sorted(self.bins, key=lambda found: found.beside)
@@ -247,7 +247,7 @@ class Filling:
         return next((index for index in found.pieces if self._lengths[index] == length), None)
 
     def _exchange(self, rich: Bin, poor: Bin) -> tuple[float, int, int] | None:
-        """Finds the best exchange. Returns (gain in the sum of squares, length given, length taken or 0)."""
+        """Finds the best pieces to exchange: (decrease of the squared costs' sum, length given, length taken or 0)."""
         costs, gap, left = self._costs, rich.beside - poor.beside, self._capacity.tokens - poor.tokens
         ours, theirs = (sorted({self._lengths[index] for index in found.pieces}) for found in (rich, poor))
         best: tuple[float, int, int] | None = None
@@ -275,7 +275,7 @@ _FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)  # Neighbours come from distant str
 
 
 def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
-    """Returns the highest ratio of largest to mean cost in any STRATA consecutive microbatches, with the last block."""
+    """Returns the highest ratio of largest to mean cost in STRATA consecutive microbatches. `level`: earlier cost."""
     if not costs:
         return 1.0
     before = [level] * (STRATA - 1) if level else []
@@ -317,7 +317,7 @@ def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -
 
 
 def _spread(main: Sequence[int], few: Sequence[int]) -> list[int]:
-    """Inserts the few at equal distances among the main ones."""
+    """Inserts the elements of `few` at equal distances into `main`."""
     bounds = [round(part * len(main) / (len(few) + 1)) for part in range(len(few) + 2)]
     parts = [main[low:high] for low, high in pairwise(bounds)]
     return [place for part, one in zip_longest(parts, few) for place in (*part, *([] if one is None else [one]))]
@@ -392,7 +392,7 @@ def _given_out(found: Filling, level: float, natural: float, chance: Callable[[i
 
 
 class _Block:
-    """A block's documents, with those to cut in pieces of the longest allowed length."""
+    """Documents of one block. Documents that may be cut are in pieces of the longest allowed length."""
 
     def __init__(self, lengths: Sequence[int], cut: frozenset[int], capacity: Capacity, level: float) -> None:
         self._cut, self._capacity, self._level = cut, capacity, level
@@ -412,7 +412,7 @@ class _Block:
         )
 
     def fewest_filled(self) -> tuple[Filling, float]:
-        """Returns the better of two fillings, and its mean cost before lowering."""
+        """Fills the fewest microbatches, in two ways. Returns the better filling and its mean cost before `lower`."""
         tried = list[tuple[float, Filling, float]]()
         ends = sum(self._pieces[index].stop - self._pieces[index].start for index in self._ends)
         for poured in (frozenset[int](), self._ends)[: 1 + (ends >= FEW_ENDS * self._tokens)]:
@@ -426,7 +426,7 @@ class _Block:
         return found, natural
 
     def more_filled(self) -> Filling | None:
-        """Adds as few microbatches as make costs even. None if that is impossible."""
+        """Fills more microbatches, as few as make costs even. None if more microbatches do not help."""
         for share in MORE:
             found = self._filled(frozenset(), math.ceil(share * self._fewest))
             if found.unevenness <= (1 + UNEVEN) / 2:
@@ -434,7 +434,7 @@ class _Block:
         return None
 
     def sloping(self, flat: Filling) -> Filling | None:
-        """Fills microbatches with costs from the last level to this block's. None if unnecessary or impossible."""
+        """Fills microbatches with costs from the previous block's to this block's. None if useless or impossible."""
         step = self._level - flat.mean
         step = math.copysign(min(abs(step), STEEPEST * flat.mean), step)
         if abs(step) <= FLAT * flat.mean:
@@ -448,7 +448,7 @@ class _Block:
         return Filling(self._pieces, self._cut, poured, self._capacity, [0.0] * count)
 
     def _bound(self, found: Filling) -> float:
-        """Returns the highest cost of a microbatch: just above the mean after lowering, and the previous level."""
+        """Returns the bound for `lower`: just above the resulting mean, or above the previous block's cost if less."""
         costs = [one.beside for one in found.bins]
         natural = mean = found.mean
         bound = math.inf
@@ -458,7 +458,7 @@ class _Block:
         return bound
 
     def _badness(self, found: Filling) -> float:
-        """Rates a filling: largest over mean cost, with the previous level, plus a penalty for unused tokens."""
+        """Rates a filling (1: best): largest over mean cost, with the previous block's; penalty for unused tokens."""
         level, mean, count = self._level or found.mean, found.mean, len(found.bins)
         empty = 1 - self._tokens / (count * self._capacity.tokens)
         uneven = max(level, *(one.cost for one in found.bins)) / min(level, mean)
@@ -466,7 +466,7 @@ class _Block:
 
 
 def slope(step: float, count: int) -> list[float]:
-    """Returns aims above the mean cost: `step` for the first microbatches, falling, and constant in the second half."""
+    """Returns each microbatch's wanted cost above the mean: falling from `step`, constant in the second half."""
     down = max(1, count // 2 // STRATA)
     aims = [step * max(-1 / 3, 1 - 4 / 3 * (place // STRATA + 0.5) / down) for place in range(count)]
     mean = math.fsum(aims) / count
@@ -491,7 +491,7 @@ def pack_and_end(
     level: float = 0.0,
     chance: Callable[[int], Sequence[int]] = range,
 ) -> tuple[Packing, int]:
-    """Packs all documents, or all but the last few if that is better. Returns their number too. Arguments as `pack`."""
+    """Packs all documents, or fewer if costs are more equal without the last ones. Returns the number packed too."""
     best, taken = pack(lengths, cut, capacity, level, chance), len(lengths)
     count = len(best.microbatches)
     if count < 2 or (wanted := _badness_of_end(best, capacity, level)) <= UNEVEN_AT_END:

@@ -26,7 +26,7 @@ _Vector = tuple[float, ...]
 
 
 class VisitCost:
-    """Fits one peer's visit times, forward and backward together. `quadratic_share`: 0 for rows of one stream."""
+    """Cost model fitted to one peer's visit times, both passes together. `quadratic_share`: expected b / a."""
 
     def __init__(self, quadratic_share: float) -> None:
         self._share = quadratic_share
