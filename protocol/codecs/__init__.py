@@ -110,7 +110,7 @@ def _encode_planes(values: Tensor) -> Encoded:
 
 
 def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_violates) -> None:
-    """Decodes into `out`, a contiguous tensor of the spec's shape and type.
+    """Decodes `data` into `out`, a contiguous tensor of the spec's shape and type.
 
     Raises:
         ProtocolViolation: `data` is malformed; `out` is unchanged, or with PLANES partly written.
@@ -146,8 +146,8 @@ def encoded_bytes(codec: Codec, elements: int) -> int:
 
 
 def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
-    """Encodes a vector into `out`. Raises StateError for inexpressible values (`out` is undefined), ValueError for a
-    wrong length."""
+    """Encodes a vector into `out`. Raises StateError if the codec cannot express a value (`out` is then undefined), and
+    ValueError if `out` has a wrong length."""
     _check(codec, values, out)
     if len(values):
         _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))

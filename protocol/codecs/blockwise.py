@@ -92,7 +92,7 @@ class Blockwise:
         out[code_bytes:].copy_(scales.to(self.scale_type).view(-1).view(torch.uint8))
 
     def decode(self, data: Tensor, out: Tensor, expect: Expect = or_violates) -> None:
-        """Decodes into `out` [n]. Raises ProtocolViolation for an impossible scale; `out` is then unchanged."""
+        """Decodes `data` into `out` [n]. Raises ProtocolViolation for an impossible scale; `out` is then unchanged."""
         elements, device, packed = len(out), out.device, self._is_packed
         scales = data[self._code_bytes(elements) :].clone().view(self.scale_type).float().view(-1, 1)
         check_received(scales.abs() if packed else scales, self.largest_scale, self.codec.name, expect)

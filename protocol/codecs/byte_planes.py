@@ -63,7 +63,7 @@ def _planes_of(words: Words) -> Iterator[Octets]:
 
 
 def decode(data: Tensor, out: Tensor) -> None:
-    """Decodes into `out` [n], with memory for two slices. Raises ProtocolViolation; `out` is then undefined."""
+    """Decodes `data` into `out` [n], with memory for two slices. Raises ProtocolViolation; `out` is then undefined."""
     words, octets = _words_of(out), data.numpy()
     lengths = _checked_lengths(octets, words)
     bodies = _bodies_of(octets, lengths)
@@ -100,7 +100,7 @@ def _checked_lengths(octets: Octets, words: Words) -> list[int]:
 
 
 def _plane(body: Octets, size: int, decompressor: zstandard.ZstdDecompressor) -> Octets:
-    """Returns the plane of `size` bytes, decompressed from `body` if shorter. Raises ProtocolViolation."""
+    """Returns the plane of `size` bytes, decompressed from `body` if `body` is shorter. Raises ProtocolViolation."""
     if len(body) == size:
         return body
     try:

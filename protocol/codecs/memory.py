@@ -1,4 +1,4 @@
-"""Views of one memory by numpy, torch and memoryview, and pinned memory for fast copies to GPUs."""
+"""Conversions between numpy, torch and memoryview, without a copy if possible; pinned memory for copies to GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensor_of(array: npt.NDArray[Any]) -> Tensor:
 
 
 def octets_of(data: memoryview) -> Tensor:
-    """Returns the bytes as a tensor, without a copy unless they are read-only."""
+    """Returns `data` as a tensor of bytes, without a copy unless `data` is read-only."""
     return tensor_of(np.frombuffer(data, dtype=np.uint8))
 
 

@@ -27,7 +27,7 @@ _FIGURES_BYTES: Final = 16
 
 
 def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
-    """Encodes a contiguous tensor. Returns its spec with the number of outliers, and the encoding on the CPU."""
+    """Encodes a tensor. Returns its spec with the number of outliers, and the bytes on the CPU. Raises StateError."""
     if not values.is_cpu:
         return encode_without_waiting(values, spec, codec)
     channels = _found(values)
@@ -40,7 +40,7 @@ def encode(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSp
 
 
 def encode_without_waiting(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
-    """Encodes with one wait for the device: copies space for all possible outliers, then cuts off the unused rest."""
+    """Encodes with one wait for the device: copies space for all possible outliers, then cuts off the unused part."""
     most, base = most_apart(values), spec.byte_length
     space = 2 * most * (1 + spec.rows)
     out = torch.empty(base + space + _FIGURES_BYTES, dtype=torch.uint8, device=values.device)
@@ -69,7 +69,7 @@ def _cut(octets: Tensor, base: int, space: int, used: int, rows: int) -> Tensor:
 
 
 def decode(spec: TensorSpec, octets: Tensor, codec: Blockwise, out: Tensor, expect: Expect) -> None:
-    """Decodes into `out`. Raises ProtocolViolation if the encoding is malformed; `out` is then unchanged."""
+    """Decodes `octets` into `out`. Raises ProtocolViolation if `octets` are malformed; `out` is then unchanged."""
     base = len(octets) - spec.apart_bytes
     apart = octets[base:]
     channels = _checked_channels(apart, spec.outliers, spec.shape[-1], expect) if spec.outliers else None
@@ -111,7 +111,7 @@ def find_without_looking(values: Tensor) -> tuple[Tensor, Tensor]:
     """Finds outlier channels without a wait for the device.
 
     Returns:
-        The largest outlier channels, ascending, padded with the number of channels; and how many are found (int64).
+        Indices of the largest outlier channels, ascending, padded with the number of channels; and their count (int64).
     """
     most, channels = most_apart(values), values.shape[-1]
     largest, stand_out = _standing_out(values)

@@ -63,7 +63,7 @@ class TopK:
             written = end
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Decodes into `out` [n]. Raises ProtocolViolation if `data` is malformed; `out` is then unchanged."""
+        """Decodes `data` into `out` [n]. Raises ProtocolViolation if `data` is malformed; `out` is then unchanged."""
         read = 0
         found: list[tuple[Piece, Tensor, Tensor]] = []
         for piece in pieces(len(out), SPARSE_CHUNK, span_elements(out.device)):
@@ -79,7 +79,7 @@ class TopK:
 
     @property
     def _highest_code(self) -> int:
-        """Largest code of a magnitude."""
+        """Largest code that an element's magnitude can have."""
         return 7 if self.codec is Codec.TOP_K_4 else 1
 
     def _encode_chunks(self, x: Tensor, chunk: SparseChunk, out: Tensor) -> None:

@@ -18,7 +18,7 @@ FEWEST_CHANNELS_AN_OUTLIER: Final = 16
 
 
 class DType(enum.Enum):
-    """Element types on the wire. The value is the one in link.proto."""
+    """Element types of tensors on the wire, with the values in link.proto."""
 
     FLOAT32 = 1
     BFLOAT16 = 2
@@ -77,7 +77,7 @@ class TensorSpec:
 
     @property
     def apart_bytes(self) -> int:
-        """Bytes of the outliers: two for each channel number, two for each element."""
+        """Bytes of the outlier channels: two bytes for each channel number, two bytes for each element."""
         return 2 * self.outliers * (1 + self.rows)
 
     def fault(self) -> str | None:
@@ -97,7 +97,7 @@ def blocks_of(elements: int, size: int) -> int:
 
 
 def most_outliers(shape: tuple[int, ...]) -> int:
-    """Returns the largest allowed number of outlier channels."""
+    """Returns the largest allowed number of outlier channels of a tensor with this shape."""
     return shape[-1] // FEWEST_CHANNELS_AN_OUTLIER
 
 
@@ -122,7 +122,7 @@ class SparseChunk:
 
     @property
     def high_bytes(self) -> int:
-        """Bytes of the high bits: one bit per position, and one per 2^PLACE_LOW_BITS elements."""
+        """Bytes of the positions' high bits: one bit per position, and one bit per 2^PLACE_LOW_BITS elements."""
         return -(-(self.kept + blocks_of(self.elements, 2**PLACE_LOW_BITS)) // 8)
 
     @property

@@ -28,7 +28,7 @@ class Contact:
 
 
 class AddressBook(Protocol):
-    """Source of contacts for the transport."""
+    """Source of addresses and certificates of peers (contacts) for the transport."""
 
     def contact(self, peer: PeerId) -> Contact | None:
         """Returns the peer's contact; None if unknown."""
@@ -107,7 +107,7 @@ class Tunnels(Protocol):
     """Tunnels through a relay, between two peers that cannot dial each other."""
 
     async def way_to(self, contact: Contact) -> str:
-        """Opens a tunnel to a peer. Returns the local `host:port` that leads to the peer. Raises Unreachable."""
+        """Opens a tunnel to a peer through a relay. Returns the local `host:port` of the tunnel. Raises Unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,13 @@ class LinkHandler(Protocol):
     """Handler of messages received on links. Its methods run on the event loop and must not block it."""
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
-        """Admits a tensor by its header. Returns a buffer of `tensor.byte_length` bytes, or a refusal. Raises
-        ProtocolViolation."""
+        """Returns a buffer of `tensor.byte_length` bytes for a tensor, or a refusal. Raises ProtocolViolation."""
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
         """Handles an admitted tensor that has arrived completely and is verified."""
 
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
-        """Takes back the buffer of an admitted tensor that will not be completed."""
+        """Takes back the buffer of an admitted tensor whose transfer broke off."""
 
     def serves(self, sender: PeerId) -> bool:
         """Whether the peer is known to host a module. Such peers may send more small frames."""
@@ -156,7 +155,7 @@ class LinkHandler(Protocol):
         """Handles a peer's signed announcement, which is not verified yet."""
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
-        """Answers a question. Raises PeerError to refuse; its message becomes `Answer.refused`."""
+        """Answers a peer's question. Raises PeerError to refuse; the text of this error becomes `Answer.refused`."""
 
     def link_up(self, peer: PeerId) -> None: ...
 

@@ -45,13 +45,13 @@ def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, st
 
 
 def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> dict[str, str]:
-    """Returns `child_environment` for a child that imports from `packages` first."""
+    """Returns the environment of a child (`child_environment`) that imports from the folder `packages` first."""
     kept = child_environment(inherited, **more)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (packages, kept.get("PYTHONPATH"))))}
 
 
 def main() -> None:
-    """Runs a command that ends with its parent: by PR_SET_PDEATHSIG on Linux; elsewhere the node kills its group."""
+    """Runs a command that ends with its parent: by PR_SET_PDEATHSIG on Linux; elsewhere the node kills the group."""
     import resource
 
     parent, command = int(sys.argv[1]), sys.argv[2:]

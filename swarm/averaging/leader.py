@@ -212,7 +212,7 @@ class Leader:
         return self._found()
 
     def _found(self) -> Commit | None:
-        """Returns a commit of an earlier attempt's result if a majority may have it: a peer may have committed it."""
+        """Returns a Commit of an earlier attempt's result if a majority may hold it: a peer may have committed it."""
         entries = self._entries()
         holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
         for peer, entry in entries.items():

@@ -128,14 +128,14 @@ def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attemp
 
 
 def exchange_limit_s(rules: RoundRules, signed: SignedRoster, own: float) -> float:
-    """Returns the seconds that a round's exchange may take, as for float32. `own`: goodput of our best link, or 0."""
+    """Returns the seconds that a round's exchange may take, if float32 is sent. `own`: our best goodput; 0: unknown."""
     entries = {entry.peer: entry for entry in signed.entries}
     slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
     return GRACE_S + SLACK * exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt) / slowest
 
 
 def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Callable[[Entry], bool]) -> str | None:
-    """Checks members, codec, figures and signatures of a leader's roster. Returns the fault, or None if it is valid."""
+    """Checks members, codec, figures and signatures of a leader's roster. Returns the fault, or None."""
     peers = [entry.peer for entry in signed.entries]
     if not 1 <= len(peers) <= MAX_MEMBERS or len(set(peers)) != len(peers):
         return "it has no members, too many, or the same one twice"
@@ -169,7 +169,7 @@ def contributors(roster: Roster) -> tuple[PeerId, ...]:
 
 
 def leads_to(rules: RoundRules, roster: Roster, version: AnchorVersion) -> bool:
-    """Whether a round with this roster can result in this anchor version. Only the digest is not known in advance."""
+    """Whether a round with this roster can result in this anchor version. The digest is not checked."""
     after = (roster.base.fragment + 1) % fragments_of(rules)
     expected = (roster.round.number, roster.steps, roster.tokens, after)
     return (version.round, version.steps, version.tokens, version.fragment) == expected

@@ -120,7 +120,7 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """Event and action: a replica that did something that no honest replica does, to report."""
+    """Event, then action: report a replica that did something that no honest replica does."""
 
     peer: PeerId
     round: int
@@ -189,7 +189,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Action: end any earlier exchange and start one by this roster. Keep the result until `Release` or a commit."""
+    """Action: end any earlier exchange and start this roster's. Keep the result until `Release` or a commit."""
 
     roster: Roster
 

@@ -1,4 +1,4 @@
-"""The state machine of one replica's rounds: events in, actions out (`swarm.averaging.round_events`).
+"""State machine of one replica's averaging rounds: takes events, returns actions (`swarm.averaging.round_events`).
 
 Invariants under any failure:
 
@@ -256,7 +256,7 @@ class RoundMachine:
         return []
 
     def _follow_up(self) -> Actions:
-        """Returns the next actions that are due by time or state. Called again until no action is due."""
+        """Returns the next actions of the round that are due by time or state. Called again until no action is due."""
         return (
             self._adopt_if_others_did()
             or self._notice_company()

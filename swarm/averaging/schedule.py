@@ -1,4 +1,4 @@
-"""Arithmetic of rounds: order of leaders, due rounds, round numbers, and the module's agreed version."""
+"""Arithmetic of averaging rounds: order of leaders, due rounds, round numbers, and the module's agreed anchor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORK_AT_MOST = 2  # Most steps counted of one replica, in equal shares, so that 
 
 
 def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:
-    """Returns the sort key by which replicas lead, smallest first: rendezvous hashing (Thaler and Ravishankar 1998)."""
+    """Returns the sort key of a replica in the order of leaders: rendezvous hashing (Thaler and Ravishankar 1998)."""
     # The digest is not known in advance, so that keys cannot be made to lead a certain round.
     header = struct.pack("<IIQ", module.stage, module.expert, number) + base.digest
     return hashlib.sha256(b"skipstone-convener:2\0" + header + peer.encode()).digest()

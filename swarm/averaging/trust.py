@@ -28,7 +28,7 @@ SMALLEST: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Norms and dot product of a reducer's result and our pseudo-gradient in one piece (range of chunks)."""
+    """Norms and dot product of the mean sent by a member (reducer) and our pseudo-gradient, in one range of chunks."""
 
     reducer: PeerId
     share: float
@@ -40,7 +40,7 @@ class Beside:
 def oddities(
     own: PeerId, pieces: Sequence[Beside], coefficient: float, norm: float, largest_norm: float
 ) -> dict[PeerId, str]:
-    """Maps reducers whose results cannot be the members' mean to reasons. Empty if our own result looks wrong too."""
+    """Returns the members that sent an impossible mean, with reasons. Empty if the mean we computed looks wrong too."""
     if coefficient * norm == 0:
         return {}
     scale = largest_norm / norm
@@ -68,7 +68,7 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
 
 
 def _length(piece: Beside, norm: float, scale: float) -> float:
-    """Returns the norm of a piece's result, relative to the largest norm that the members' declared norms allow in it.
+    """Returns the norm of the mean of a piece, relative to the largest norm that the members' declared norms allow.
 
     Assumes that each member's norm is distributed over pieces as ours, or evenly if that allows more.
     """
@@ -82,7 +82,7 @@ RESULT_ERROR: Final[Mapping[Codec, float]] = {Codec.NONE: 1e-4, Codec.BF16: 0.00
 
 @dataclass(frozen=True, slots=True)
 class Reckoning:
-    """Audit of one piece: our repetition of the reducer's sum, without the reducer's own contribution."""
+    """Our repetition of the sum that a member computed for one piece, without this member's own contribution."""
 
     elements: int
     rest: float  # Norm of the result minus the other members' contributions
@@ -91,12 +91,12 @@ class Reckoning:
 
 
 def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
-    """Returns a member's probability of auditing a piece, so that audits add AUDITED_BYTES of a round's traffic."""
+    """Returns the probability of auditing a piece, so that audits add the share AUDITED_BYTES to a round's traffic."""
     return min(1.0, AUDITED_BYTES * round_bytes / (members * audit_bytes)) if audit_bytes else 1.0
 
 
 def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Codec) -> str | None:
-    """Returns a fault if an audited mean minus the others' contributions is too large to be the reducer's own."""
+    """Returns a fault if an audited mean minus all other contributions is too large to be its sender's own one."""
     wider = (SLACK + 0.5 * math.sqrt(min(1.0, SMALLEST / reckoning.elements))) * max(reckoning.shares, default=1.0)
     own = coefficient * norm * min(1.0, wider)
     allowed = own + RESULT_ERROR[codec] * reckoning.result
@@ -124,7 +124,7 @@ def mark_of(peer: PeerId) -> int:
 
 
 def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[LinkRate, ...]:
-    """Selects up to MAX_MEASURED measured link rates for our entry, by the anchor's digest: other peers each round."""
+    """Selects up to MAX_MEASURED measured link rates to send to the leader: rates of different peers in each round."""
 
     def drawn(peer: PeerId) -> bytes:
         return hashlib.sha256(base.digest + peer.encode()).digest()
@@ -134,7 +134,7 @@ def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tup
 
 
 def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
-    """Returns each member's link rate (log4 of bytes/s): the lower median, which one accomplice cannot raise."""
+    """Returns each member's link rate (log4 of bytes/s): the lower median of other members' measurements."""
     said: dict[int, list[tuple[PeerId, int]]] = {}
     for by, entry in entries.items():
         for measured in entry.measured:
@@ -153,7 +153,7 @@ def _rate(bytes_per_s: float) -> int:
 
 
 class UsualLength:
-    """Usual norm per token of a module's pseudo-gradients, as seen by one replica."""
+    """Usual norm per token of a module's pseudo-gradients, to detect members that claim work they did not do."""
 
     def __init__(self) -> None:
         self._usual = 0.0
@@ -171,7 +171,7 @@ class UsualLength:
 
 
 class AnchorDrift:
-    """Bound on the distance of an honest replica's anchor from ours, estimated from the rounds that we took part in."""
+    """Largest credible distance of another replica's anchor from ours, estimated from our own past rounds."""
 
     def __init__(self) -> None:
         self._length = 0.0
@@ -230,5 +230,5 @@ class Penalties:
         return self.distrusted(now) | self.waiting.excluded(now) | self.silence.excluded(now)
 
     def distrusted(self, now: float) -> frozenset[PeerId]:
-        """Returns the excluded replicas whose announced anchor counts only if most replicas have it."""
+        """Returns the excluded replicas whose announced anchor counts only if most replicas have the same."""
         return self.rubbish.excluded(now) | self.fraud.excluded(now) | self.straying.excluded(now)

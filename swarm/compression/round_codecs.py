@@ -31,7 +31,7 @@ _LEAVE_LITTLE: Final = frozenset({Codec.NONE, Codec.BF16, Codec.INT8})
 
 @dataclass(frozen=True, slots=True)
 class RoundCodecs:
-    """The codecs of a round: of the members' contributions, and of the means that reducers return."""
+    """The codecs of a round: of the members' pseudo-gradients, and of the means that members get back."""
 
     contribution: Codec
 
@@ -42,7 +42,7 @@ class RoundCodecs:
 
     @property
     def leave_over(self) -> bool:
-        """Whether contributions omit so much that replicas keep the rest for the next round (error feedback)."""
+        """Whether encoding omits so much that replicas add the omitted part in the next round (error feedback)."""
         return self.contribution not in _LEAVE_LITTLE
 
     def of(self, message: RoundPiece) -> Codec:
@@ -73,7 +73,7 @@ def choose(
 
     Args:
         both_ways_bytes: float32 bytes that the slowest member sends and receives.
-        slowest_bytes_per_s: goodput of its link; 0 if unknown.
+        slowest_bytes_per_s: goodput of the slowest member's link; 0 if unknown.
         interval_s: seconds of local work between rounds.
     """
     if len(levels) == 1:

@@ -1,4 +1,4 @@
-"""One peer's view of the swarm: each peer's newest valid announcement and its failures. Times are monotonic."""
+"""One peer's view of the swarm: newest valid announcement and failures of every other peer. Times are monotonic."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Membership:
         self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
-        """Stores a peer's announcement. Ignores it if it is expired, old, our own, or from another run."""
+        """Stores a peer's announcement, unless it is expired, old, our own, or from another run."""
         remaining = announcement.expires_at - wall
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
             return Change.IGNORED

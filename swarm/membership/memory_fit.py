@@ -33,7 +33,7 @@ Needs = Mapping[ModuleId, Need]
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """A peer's free memory in bytes, with its source; None if unknown. `device`: None if it shares `memory`."""
+    """A peer's free memory in bytes with the source; None if unknown. `device`: None if the device uses `memory`."""
 
     memory: Reasoned[int | None]
     device: Reasoned[int | None] | None
@@ -45,7 +45,7 @@ class FreeMemory:
         return _lack(need.device, self.device) or _lack(need.memory, self.memory)
 
     def and_back(self, need: Need) -> FreeMemory:
-        """Returns the free memory as it will be when a module with this need is unloaded."""
+        """Returns the free memory after a module that needs `need` is unloaded."""
         device = self.device
         if device is None:
             return FreeMemory(_more(self.memory, need.all), None)
@@ -60,7 +60,7 @@ class FreeMemory:
         return FreeMemory(self.memory, _lesser(self.device, limit))
 
     def reaching(self, need: Need) -> FreeMemory:
-        """Returns the free memory raised to a need (in steps of STEP_BYTES), so that other peers see that it fits."""
+        """Returns the free memory, raised to `need` if less, so that other peers see that the module fits."""
         if self.device is None:
             return FreeMemory(_at_least(self.memory, need.all), None)
         return FreeMemory(_at_least(self.memory, need.memory), _at_least(self.device, need.device))

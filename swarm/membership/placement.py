@@ -1,4 +1,4 @@
-"""Throughput that each module allows, and placement of a newcomer at the module where it helps most."""
+"""Throughput that each module's replicas allow, and the choice of the module where a new peer helps most."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Workload:
         return module in self._work
 
     def work(self, module: ModuleId) -> float:
-        """Returns the module's mean work per training token, in units of cost."""
+        """Returns the mean compute work of the module per training token, in units of `cost`."""
         return self._work[module]
 
     def _demand(self, stage: int, experts: int) -> float:
@@ -61,8 +61,7 @@ class Host:
 def hosts_of(
     announcements: Iterable[Announcement], workload: Workload, proven: frozenset[PeerId] = frozenset()
 ) -> tuple[Host, ...]:
-    """Returns the hosts of the run's modules. Unknown speeds count as the median, those of peers outside `proven` are
-    capped."""
+    """Returns peers that host modules. Unknown speeds count as the median; speeds of peers not `proven` are capped."""
     hosting = [(a, a.module) for a in announcements if a.module is not None and a.module in workload]
     powers = [a.tokens_per_second * workload.cost[module.stage] for a, module in hosting]
     usual = usual_power(powers)

@@ -63,7 +63,7 @@ class Vacancy:
 
 
 class MoveWatch:
-    """Decides when this peer moves to another module, by how long that module has needed a peer."""
+    """Decision over time whether this peer moves to another module, by how long the module has needed a peer."""
 
     def __init__(self, workload: Workload, rules: MoveRules) -> None:
         self._workload = workload
@@ -136,7 +136,7 @@ def consider_move(
 def _if_it_pays(
     standing: SwarmView, target: ModuleId, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
-    """Decides whether the swarm trains more tokens within `horizon_s` if this peer moves, download included."""
+    """Decides whether the swarm trains more tokens within `horizon_s` if this peer moves, with its download counted."""
     hosts = standing.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
     own = next(host for host in hosts if host.peer == standing.own.peer)
@@ -153,7 +153,7 @@ def _if_it_pays(
 
 
 def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
-    """Returns the peers that may leave: another replica serves their module. To leave ourselves, it must be proven."""
+    """Returns the peers that may leave their module, because another replica (for us: a proven one) serves it."""
     serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
     own = standing.own.peer
     proven_there = any(

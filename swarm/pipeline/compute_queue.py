@@ -158,7 +158,7 @@ class ArrivalForecast:
         return (*(each.expected for each in self._arriving.values()), self._latest)
 
     def announced(self, sender: PeerId, tensor: Hashable, size_bytes: int, now: float) -> None:
-        """Expects a tensor whose header was admitted. Receive buffers bound the number of expected tensors."""
+        """Adds an admitted tensor to the forecast, at its header. Receive buffers bound the number of such tensors."""
         known = self._seconds_per_byte.get(sender)
         expected = -math.inf if known is None else now + known.mean * size_bytes
         self._arriving[sender, tensor] = _Arriving(size_bytes, now, expected)

@@ -111,7 +111,7 @@ _GUARDED_IN = {Direction.FORWARD: Phase.GUARDING, Direction.BACKWARD: Phase.GUAR
 
 
 class Replicas(Protocol):
-    """Membership and planner as custody needs them: which replicas can take a microbatch over."""
+    """Custody's view of membership and planner: which replicas can take a microbatch over."""
 
     @property
     def fewest_hops(self) -> int:
@@ -135,7 +135,7 @@ class Replicas(Protocol):
 
 
 class ResidenceTimes:
-    """Mean time from admission of a microbatch until its gradient is passed on, by data node; bounds lifetimes."""
+    """Mean time, by data node, that microbatches stay here. It bounds how long a lost microbatch is kept."""
 
     def __init__(self) -> None:
         self._mean_s: dict[PeerId, float] = {}
@@ -288,7 +288,7 @@ class Custody:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Updates the entries by an event and returns the actions to take. Answers or ignores unknown microbatches."""
+        """Updates held microbatches by an event and returns the actions to take. Answers or ignores unknown ones."""
         match event:
             case Started(microbatch, path, purpose, lifetime_s):
                 key = Key(microbatch, -1)
@@ -400,7 +400,7 @@ class Custody:
                 self._renew(entry, now)
 
     def _moving(self, data_node: PeerId) -> list[Entry]:
-        """Returns the data node's entries that have a deadline. Settling entries have none: they ask the data node."""
+        """Returns the data node's entries with a deadline: all but those that wait for its decision on a gradient."""
         return [e for e in self.entries() if e.path.data_node == data_node and e.phase is not Phase.SETTLING]
 
     # ---- arrival: hidden states --------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ class Custody:
         return [accepted, passed_on, *(self._offer(adopted, now) if entry.phase in ADDED else ())]
 
     def _has_turned(self, end: Entry) -> bool:
-        """Whether another copy of this microbatch has already reached the end of its path here."""
+        """Whether another copy of this microbatch has already returned to the data node for its loss."""
         others = [other for other in self._of(end.key.microbatch) if other.key != end.key]
         return any(other.is_end and other.phase is not Phase.RECEIVING for other in others)
 
@@ -516,7 +516,7 @@ class Custody:
     # * Backward, only the original peer has the input. We wait for it before a substitute recomputes the visit.
 
     def _offer(self, entry: Entry, now: float) -> list[Action]:
-        """Sends an entry's output to the next peer on its path, which becomes the target of the entry."""
+        """Sends a microbatch's output to the next peer on its path, which becomes the target of the entry."""
         phase, target = _OFFERED_IN[entry.direction], entry.path.peer_at(entry.next_position)
         offered = replace(_timed(entry, now), phase=phase, target=target, retry_at=None, failing_since=None)
         if entry.phase is phase:  # a different replica after a busy one is no progress, so keep the deadline
@@ -595,7 +595,7 @@ class Custody:
         return []
 
     def _target_failed(self, entry: Entry, detail: str, now: float) -> list[Action]:
-        """Offers the output of an unreachable target to another replica, or retries the target for PATIENCE_S."""
+        """Handles an unreachable target: sends the output to another replica, or retries the target for PATIENCE_S."""
         since = now if entry.failing_since is None else entry.failing_since
         if actions := self._instead_of_waiting(entry, since, detail, now):
             return actions
@@ -606,7 +606,7 @@ class Custody:
         return []
 
     def _instead_of_waiting(self, entry: Entry, since: float, detail: str, now: float) -> list[Action]:
-        """Offers the output to another replica, or gives the microbatch up. Returns no action if a retry is better."""
+        """Sends the output to another replica, or gives the microbatch up. Returns no action if a retry is better."""
         is_replaced = entry.direction is Direction.FORWARD or now - since >= SUBSTITUTE_AFTER_S
         if not is_replaced and entry.target is not None:
             is_replaced = self._replicas.is_given_up(entry.target)
@@ -736,7 +736,7 @@ class Custody:
         return [SendControl(entry.path.data_node, Unsettled(entry.key.microbatch))]
 
     def _ask_again(self, data_node: PeerId, now: float) -> list[Action]:
-        """Asks a data node whose link is back which of our gradients count: its earlier answers may be lost."""
+        """Asks a data node whose link is back which of our gradients count, because earlier answers may be lost."""
         asked: list[Action] = []
         for entry in self.entries():
             if entry.phase is Phase.SETTLING and entry.path.data_node == data_node:
@@ -838,7 +838,7 @@ def _stranded(entry: Entry, position: int, detail: str) -> SendControl:
 
 
 def _passed_on(entry: Entry, now: float) -> list[Action]:
-    """Builds PASSED_ON receipts: for the previous peer, which may now forget, and for the data node's measurements."""
+    """Builds PASSED_ON receipts: for the previous peer, whose custody ends, and for the data node's measurements."""
     receipt = Receipt(
         entry.key.microbatch,
         entry.direction,
@@ -858,13 +858,13 @@ def _passed_on(entry: Entry, now: float) -> list[Action]:
 
 
 def _timed(entry: Entry, now: float) -> Entry:
-    """Starts to time a new offer of the output. Time spent on an earlier, failed offer counts as waiting."""
+    """Starts the timer of a new attempt to send the output. Time of an earlier, failed attempt counts as waiting."""
     in_vain_s = now - entry.handed if entry.phase in OFFERED | GUARDED else 0.0
     return replace(entry, handed=now, waited_s=entry.waited_s + in_vain_s)
 
 
 def put_off(entry: Entry, asked_s: float, now: float) -> Entry:
-    """Schedules the next offer while every replica is busy, with exponential backoff from the requested retry time."""
+    """Schedules the next attempt to send an output if all replicas are busy: backoff from the requested retry time."""
     doublings = min(entry.refusals, MOST_DOUBLINGS)
     # Jitter by microbatch, so that microbatches refused together do not retry together.
     chance = zlib.crc32(f"{entry.key} {entry.refusals}".encode()) / 2**32 if doublings else 0.0

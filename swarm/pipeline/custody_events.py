@@ -50,7 +50,7 @@ class SlotState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """Key of an `Entry`: a microbatch and a position on its path. A data node holds a microbatch at both ends."""
+    """Key of an `Entry`: a microbatch and a position on its path. A data node holds it at both ends of the path."""
 
     microbatch: MicrobatchId
     position: int

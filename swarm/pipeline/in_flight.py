@@ -77,7 +77,7 @@ class InFlightTable:
     """A data node's microbatches in flight, with their counts.
 
     Args:
-        first_number: number not used before a restart of this node: other peers may still hold those microbatches.
+        first_number: above all numbers used before a restart, because other peers may still hold those microbatches.
     """
 
     own: PeerId
@@ -274,7 +274,7 @@ class Window:
         self._want(GAIN * pace * self._unloaded_s, pace)
 
     def _seems_longer(self, epoch: _Epoch) -> bool:
-        """Whether links seem slower: the round trip did not shrink with the window, as it would because of queues."""
+        """Whether links seem slower: with a smaller window the round trip did not shrink, as queueing time would."""
         # This can be noise (about 1 in 100). It only starts a probe, since trusting it doubled the window by mistake.
         before, self._lowered_from = self._lowered_from, None
         if before is None or epoch.flying > (1 - SAME) * before.flying:
@@ -302,7 +302,7 @@ class Window:
 
 
 def room_at_hops(slots: Iterable[Sequence[int]], visited: float, data_nodes: int) -> Reasoned[int] | None:
-    """Returns how many microbatches one of `data_nodes` can place in slots. `visited`: share of stages on a path."""
+    """Returns how many microbatches one of `data_nodes` may have at all peers. `visited`: share of stages on a path."""
     rooms = [
         (sum(min(each - each // KEPT_FOR_OTHERS, each / max(1, data_nodes)) for each in replicas), stage)
         for stage, replicas in enumerate(slots, start=1)

@@ -61,7 +61,7 @@ class _Trace:
         return 0 <= position < len(self.path.hops)
 
     def started(self, mark: _Mark) -> float | None:
-        """Returns when a hop's visit began: the previous hop's receipt, or for a pass's first hop our own start."""
+        """Returns when a hop's visit began: at the previous hop's receipt, or at our start of the pass."""
         direction, position = mark
         before = self.passed.get((direction, position - _STEP[direction]))
         if before is not None:
@@ -204,7 +204,7 @@ class PathTimes:
 
 
 def _as_repaired(path: Path, position: int, sender: PeerId) -> Path:
-    """Returns the path after its repair: `sender` is at `position`, as a substitute, or because a hop was skipped."""
+    """Returns the repaired path: `sender` is at `position`, as a substitute, or because a hop was skipped."""
     following = position + 1
     if path.hops[position].peer != sender and following < len(path.hops) and path.hops[following].peer == sender:
         return path.without(position)

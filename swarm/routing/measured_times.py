@@ -1,6 +1,6 @@
 """Smoothed times of peers and links as measured by a data node, or as announced if not measured.
 
-A visit is forward plus backward time at a peer, with sending, divided by the number of our microbatches there.
+A visit is forward plus backward time at a peer, with sending, divided by the number of our microbatches at the peer.
 Its parts (forward, backward, waiting, sending) also rely on claims. `swarm.routing.latency_attribution` adds samples.
 """
 
@@ -77,13 +77,13 @@ class MeasuredTimes:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def visited(self, peer: PeerId, seconds: float, queue: int = 0) -> None:
-        """Adds a sample of both passes' time at a peer, where `queue` of our microbatches were before."""
+        """Adds a sample of the time of both passes at a peer. `queue`: our microbatches that were already there."""
         service_s = max(0.0, seconds) / (1 + max(0, queue))
         self._visits.add(peer, service_s)
         self._completed.add(peer, service_s)
 
     def lost(self, peer: PeerId, seconds: float) -> None:
-        """Adds a lost microbatch as a visit of `seconds` to a peer; timeouts do not count it."""
+        """Adds a lost microbatch as a visit of `seconds` to a peer, which does not change timeouts."""
         self._visits.add(peer, seconds)
 
     def computed(self, peer: PeerId, direction: Direction, seconds: float) -> None:
@@ -148,7 +148,7 @@ class MeasuredTimes:
 
     @property
     def backward_factor(self) -> float:
-        """Median ratio of backward to forward time, over the peers for which both were measured."""
+        """Median ratio of backward to forward time, over the peers whose times of both passes were measured."""
         out, back = self._forward.means(), self._backward.means()
         both = [back[peer] / seconds for peer, seconds in out.items() if peer in back and seconds > 0]
         return median(both) if both else ASSUMED_BACKWARD_FACTOR

@@ -134,19 +134,19 @@ def spread_stages(rules: PathRules, shift: int = 0) -> tuple[int, ...]:
 
 
 def ring_of_subsets(rules: PathRules) -> tuple[tuple[int, ...], ...]:
-    """Returns the distinct results of `spread_stages` in order of shift. Each stage is in equally many of them."""
+    """Returns the distinct results of `spread_stages` in order of shift. Each stage is in equally many results."""
     skippable = rules.skippable
     distinct = skippable // math.gcd(skippable, rules.per_path) if skippable else 1
     return tuple(spread_stages(rules, shift) for shift in range(distinct))
 
 
 def chosen_subsets(stages: int, per_path: int | None, *, every: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the sets of stages on which a model is measured.
+    """Returns the sets of stages with which a model is evaluated.
 
     Args:
         stages: number of stages of the model, with stage 0.
         per_path: number of stages after stage 0 on a path; None: all.
-        every: whether all of `ring_of_subsets` are measured, or only the first.
+        every: whether all of `ring_of_subsets` are evaluated, or only the first.
 
     Raises:
         ConfigError: the model has no path of that length.

@@ -138,7 +138,7 @@ class Planner:
         return sum(self._times.usual_s(hop.peer, self._announced_speed(hop.peer)) for hop in path.hops)
 
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
-        """Returns the modules that no peer serves."""
+        """Returns the modules of the run that no live peer serves."""
         served = self._membership.served(now)
         stages = range(1, self.rules.stages)
         return tuple(module for stage in stages for module in self.rules.modules_at(stage) if module not in served)
@@ -152,7 +152,7 @@ class Planner:
         return not self._has_gathered
 
     def open_modules(self, now: float, *, at_once: bool = False) -> Callable[[ModuleId], bool]:
-        """Returns a predicate of modules to which documents may be routed: served, or of a wholly unserved stage.
+        """Returns a test whether documents may be routed to a module: it is served, or its whole stage is unserved.
 
         Args:
             at_once: whether a module must also accept work now.
@@ -200,7 +200,7 @@ class Planner:
     def replica(
         self, module: ModuleId, without: frozenset[PeerId], in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[PeerId | None]:
-        """Returns the replica of `module`, outside `without`, with the earliest expected finish, or None."""
+        """Returns the replica of `module`, not in `without`, that should finish a visit first; None if none is left."""
         candidates = [a for a in self._membership.replicas(module, now) if a.peer not in without]
         if not candidates:
             return Reasoned(None, f"module {module} has no peer left")
@@ -325,7 +325,7 @@ def at_least(count: int, mean: float) -> float:
 
 
 def in_flight_by_peer(paths: Sequence[Path]) -> dict[PeerId, int]:
-    """Counts the paths through each peer."""
+    """Returns how many of the paths visit each peer."""
     counts: dict[PeerId, int] = {}
     for path in paths:
         for hop in path.hops:

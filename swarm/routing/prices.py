@@ -33,9 +33,9 @@ _HALVINGS: Final = 40
 
 
 def visit_shares(rules: PathRules, capacities: Sequence[float]) -> list[float]:
-    """Returns the share of microbatches that should visit each stage after stage 0; they sum to the stages per path.
+    """Returns the share of microbatches that should visit each stage after stage 0. The sum is `rules.per_path`.
 
-    With unequal visits: the most equal of the shares that allow the highest throughput within `visit_ratio`.
+    If `visit_ratio` allows unequal shares: the most equal shares with the highest throughput.
 
     Args:
         capacities: visits per second that each stage can serve.

@@ -1,6 +1,6 @@
 """Searches the cheapest route by dynamic programming over stages and numbers of stages visited so far.
 
-Time is linear in the replicas and quadratic in the stages: at most NEAREST replicas of a stage are combined.
+The search time is linear in replicas and quadratic in stages: at most NEAREST replicas of a stage are combined.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Accepting:
-    """From an invited replica: it joins and prepares its entry. Sent at once, so that it does not look dead."""
+    """From an invited replica: it joins the round and prepares its `Entry`. Sent at once, as a sign of life."""
 
     round: RoundId
 
@@ -102,7 +102,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member of a roster. It averages the chunks `range(first_chunk, end_chunk)`, possibly none, for all members."""
+    """A member of a round. It averages the chunks `range(first_chunk, end_chunk)`, possibly none, for all members."""
 
     peer: PeerId
     first_chunk: int
@@ -259,7 +259,7 @@ class Accusation(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Asks for chunks of a module's state: n chunks of parameters, then those of the outer momentum from number n."""
+    """Asks for chunks of a module's state: numbers 0 to n - 1 are parameters, n to 2n - 1 the outer momentum."""
 
     module: ModuleId
     digest: Digest

@@ -74,7 +74,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Answer to the sender of a tensor. With PASSED_ON it includes measured times, in seconds."""
+    """Answer to the sender of a tensor. A receipt PASSED_ON includes measured times, in seconds."""
 
     microbatch: MicrobatchId
     direction: Direction
@@ -89,7 +89,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """To the data node: the hop at `position` can be neither reached nor replaced. `signature`: of `SignedRoute`."""
+    """To the data node: the hop at `position` can be neither reached nor replaced. `signature`: see `SignedRoute`."""
 
     microbatch: MicrobatchId
     direction: Direction

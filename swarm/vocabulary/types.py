@@ -104,7 +104,7 @@ class SignedRoute:
             raise ProtocolViolation(f"a microbatch of {len(self.documents)} documents has more than {MAX_DOCUMENTS}")
 
     def allows(self, path: Path) -> bool:
-        """Whether the path visits these modules in this order. Repair may have removed some from the path."""
+        """Whether the path visits these modules in this order; a repair may have removed some modules from the path."""
         left = iter(self.modules)
         return all(hop.module in left for hop in path.hops)
 
@@ -175,7 +175,7 @@ class VersionRange:
     highest: int
 
     def common(self, other: VersionRange) -> int | None:
-        """Returns the highest version that both support, or None."""
+        """Returns the highest protocol version in both ranges, or None."""
         highest = min(self.highest, other.highest)
         return highest if highest >= max(self.lowest, other.lowest) else None
 

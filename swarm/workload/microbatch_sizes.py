@@ -52,7 +52,7 @@ class MicrobatchSizes:
         return self._mean(lambda size: size.squares)
 
     def add(self, size: Size) -> float:
-        """Adds a microbatch's size. Returns its cost relative to the mean cost of the latest ones, including itself."""
+        """Adds a microbatch's size. Returns its cost relative to the mean cost of the latest microbatches."""
         self._latest.append(size)
         usual = self._mean(lambda known: known.cost)
         return size.cost / usual if usual > 0 else 1.0

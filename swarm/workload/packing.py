@@ -117,7 +117,7 @@ class Filling:
     # ---- dealing -----------------------------------------------------------------------------------------------------
 
     def _deal(self, longest_first: Sequence[int]) -> list[int]:
-        """Assigns pieces to microbatches, new ones if whole documents do not fit. Returns cut pieces without space."""
+        """Assigns pieces, adding microbatches for whole documents. Returns pieces of cut documents that do not fit."""
         bins, lengths, costs, most_tokens = self.bins, self._lengths, self._costs, self._capacity.tokens
         left_tokens, left_cost = sum(lengths), math.fsum(costs(length) for length in lengths)
         rate, rate_until = 0.0, max(lengths)  # Mean cost per remaining token
@@ -200,7 +200,7 @@ class Filling:
     # ---- cutting -----------------------------------------------------------------------------------------------------
 
     def _cut_for(self, found: Bin, index: int, less: float) -> None:
-        """Cuts a piece in two that cost `less` less than the piece, or in halves. Lengths x and y save 2xy squares."""
+        """Cuts a piece of `found` in two that cost `less` less, or in halves. Lengths x and y save 2xy of (x + y)^2."""
         length, squares = self._lengths[index], less / self._capacity.quadratic_share
         apart = math.isqrt(max(0, length * length - math.ceil(2 * squares)))
         found.cost -= self._costs(length)
@@ -219,7 +219,7 @@ class Filling:
     # ---- evening out -------------------------------------------------------------------------------------------------
 
     def _even_out(self) -> None:
-        """Exchanges documents between the most expensive and the cheapest microbatches while costs become equal."""
+        """Exchanges documents between the most expensive and the cheapest microbatches while this lowers the gap."""
         apart, tried = EVEN * self.mean, 0
         while tried < EXCHANGES:
             by_cost = sorted(self.bins, key=lambda found: found.beside)
@@ -275,7 +275,7 @@ _FAR_APART: Final = (0, 4, 2, 6, 1, 5, 3, 7)  # Neighbours come from distant str
 
 
 def worst_run(costs: Sequence[float], level: float = 0.0) -> float:
-    """Returns the highest ratio of largest to mean cost in STRATA consecutive microbatches. `level`: earlier cost."""
+    """Returns the highest ratio of largest to mean cost in STRATA consecutive microbatches, after some of `level`."""
     if not costs:
         return 1.0
     before = [level] * (STRATA - 1) if level else []
@@ -491,7 +491,7 @@ def pack_and_end(
     level: float = 0.0,
     chance: Callable[[int], Sequence[int]] = range,
 ) -> tuple[Packing, int]:
-    """Packs all documents, or fewer if costs are more equal without the last ones. Returns the number packed too."""
+    """Packs all documents, or fewer if costs are more equal without the last ones. Returns also the number packed."""
     best, taken = pack(lengths, cut, capacity, level, chance), len(lengths)
     count = len(best.microbatches)
     if count < 2 or (wanted := _badness_of_end(best, capacity, level)) <= UNEVEN_AT_END:

@@ -26,7 +26,7 @@ _Vector = tuple[float, ...]
 
 
 class VisitCost:
-    """Cost model fitted to one peer's visit times, both passes together. `quadratic_share`: expected b / a."""
+    """Cost model fitted to one peer's visit times, both passes together. `quadratic_share`: the manifest's b / a."""
 
     def __init__(self, quadratic_share: float) -> None:
         self._share = quadratic_share
