@@ -500,7 +500,7 @@ class Odd(ScenarioEvent):
 
     @property
     def oddities(self) -> tuple[str, ...]:
-        """Command-line options of `lab.faulty_node` for this event's clock and protocol versions."""
+        """Options of `lab.faulty_node`, which runs a node with this wrong clock or these protocol versions."""
         given = {"clock": self.clock_s and f"{self.clock_s:g}", "step": self.step_s and f"{self.step_s:g}"}
         return tuple(f"--{key}={value}" for key, value in (given | {"protocol": self.protocol}).items() if value)
 

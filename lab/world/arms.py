@@ -206,7 +206,7 @@ class SwarmRule:
         return WHOLE_VISIT * pace.seconds
 
     def launched(self, microbatch: MicrobatchId, path: Path, now: float) -> None:
-        """Advances the virtual time of each peer on the path by its expected seconds of a visit."""
+        """Moves the next turn of each peer on the path later by the time that it needs for a microbatch."""
         self._traces[microbatch] = _Trace(path, now)
         while len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)

@@ -350,7 +350,7 @@ def _config(place: HubPlace, configs: Sequence[Mapping[str, Any]]) -> Mapping[st
 
 
 def _patterns(data_files: Any, split: str) -> list[str]:
-    """Returns a split's file patterns. `data_files` is one pattern or several (for `train`), or a list of splits."""
+    """Returns a split's file patterns. `data_files` holds patterns of `train`, or entries with `split` and `path`."""
     entries = data_files if isinstance(data_files, list) else [data_files]
     patterns: list[str] = []
     for entry in entries:

@@ -67,7 +67,7 @@ def loss_alone(hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: i
 
 
 class SummedLoss(torch.autograd.Function):
-    """Autograd function `apply(hidden, matrix, labels, logits_at_once)` for `loss_and_gradient` (any float matrix)."""
+    """Summed cross-entropy as an autograd function: `apply(hidden, matrix, labels, logits_at_once)`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:

@@ -50,7 +50,7 @@ class Proofs:
 
     @property
     def proven(self) -> frozenset[PeerId]:
-        """Replicas with proven work as of the last `refresh` and the last averaging round."""
+        """Replicas that data nodes confirmed at the last `refresh`, or that contributed to our anchor's round."""
         return self._measured | self._in_round
 
     def shared_round(self, contributors: frozenset[PeerId]) -> None:

@@ -180,7 +180,7 @@ async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitab
 
 
 def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
-    """Wraps `far_end`, which looks up a link's remote end: hides its host while this node cannot be dialled."""
+    """Wraps the lookup of a link's remote address: leaves out the host while links to us come through tunnels."""
     # The caller may come through a tunnel: dialling its local end would probe our own ports.
 
     def found(peer: PeerId) -> FarEnd | None:

@@ -118,7 +118,7 @@ class FittingModules:
         return await self._most_needed(session, candidates)
 
     async def choose_smaller(self, error: OutOfMemory, failed: ModuleId, session: NetworkSession) -> Reasoned[ModuleId]:
-        """Chooses a module smaller than `failed`, which ran out of memory, by need. Raises `error` if none fits."""
+        """Chooses the module that most needs a replica, of those smaller than `failed`. Raises `error` if none fits."""
         self._ran_out(failed)
         asked = asked_modules(self._options, self._manifest)
         allowed = [module for module in asked or self._manifest.modules() if module.stage > 0]

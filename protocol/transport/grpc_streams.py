@@ -184,7 +184,7 @@ def _host_of_caller(name: str) -> str:
 
 
 def raise_if_cancelled() -> None:
-    """Raises CancelledError if this task was cancelled; grpc.aio reports a cancelled call in the same way."""
+    """Tells our cancellation from a cancelled call (grpc.aio raises the same): raises CancelledError for ours."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -130,7 +130,7 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """Returns a module's replicas that may get work: serving, compatible, not suspect; harmful only if all are."""
+        """Returns a module's replicas that may get work. Those that raised losses are left out, unless all did."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
         harmful = self._harmful.excluded(now)
         return [known for known in found if known.peer not in harmful] or found

@@ -115,7 +115,7 @@ class Replicas(Protocol):
 
     @property
     def fewest_hops(self) -> int:
-        """Fewest hops that a path may have after a repair skips one; MAX_HOPS: repairs skip no hop."""
+        """Fewest hops of a path. Repair may skip a lost hop of a longer path; at MAX_HOPS it never skips one."""
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         """Returns the best replica of a module, if any, except those in `without`."""

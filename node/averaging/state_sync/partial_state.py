@@ -65,7 +65,7 @@ class PartialState:
         self._thread = ThreadPoolExecutor(1, "catching-up")
 
     async def take_over(self, known: Anchor | None) -> frozenset[int]:
-        """Copies the chunks that the anchor `known` or the file already has. Returns their numbers."""
+        """Takes chunks from the anchor `known` and from an interrupted download's file. Returns their numbers."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._take_over, known)
 
     async def place(self, number: int, tensor: TensorSpec, data: memoryview) -> bool:

@@ -223,7 +223,7 @@ class Soap(InnerRule[Preconditioned]):
 
     @staticmethod
     def state_bytes(shape: Shape, largest_side: int) -> int:
-        """Returns the bytes of a matrix's SOAP state in a refresh: moments, and twice per side statistics and basis."""
+        """Returns the largest size of a matrix's SOAP state: two moments, and old and new statistics and bases."""
         squares = sum(length**2 for length in based_sides(shape, largest_side).values())
         return FLOAT_BYTES * (2 * math.prod(shape) + 4 * squares)
 
