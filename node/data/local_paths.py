@@ -56,7 +56,7 @@ def tokenizer_path(data: DataSection, chosen: Path | None, *, own: bool) -> Reas
 
 
 def local_paths(data: DataSection, options: LocalPathOptions, *, own: bool) -> Reasoned[LocalPaths | None]:
-    """Returns the local paths of the run's text, or None if its owner allows none. `own`: our key signed the manifest."""
+    """Returns the local paths of the run's text, or None if none is allowed. `own`: our key signed the manifest."""
     kind, rest = data.kind, data.source.partition(":")[2]
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
     if data.is_of_files:

@@ -76,7 +76,7 @@ class Wire:
             copied.synchronize()
 
     def received(self, tensor: Encoded | None, *, before_use: bool = False) -> Tensor:
-        """Decodes a received tensor. Checks that it is finite: at once on a CPU or with `before_use`, else in `output`."""
+        """Decodes a received tensor. Checks that it is finite: now on a CPU or with `before_use`, else in `output`."""
         assert tensor is not None, "custody requests no work before its tensors arrive"
         begun = time.perf_counter()
         received = _decoded(tensor, self.device, self.expect)

@@ -135,7 +135,7 @@ def tell_moments(context: ModuleContext, optimizer: InnerOptimizer) -> None:
 
 
 def link_codecs(context: ModuleContext, worker: Worker) -> LinkCodecs:
-    """Builds the codec choice per link, which compares transfer time with the compute time of the link's slower peer."""
+    """Builds the codec choice of links: compares transfer time with the compute time of the link's slower peer."""
     own, membership, transport = context.session.own, context.session.membership, context.session.transport
     tokens = context.manifest.microbatch_tokens
 
