@@ -404,6 +404,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["scenario.toml"]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
 def test_ctrl_c_ends_it_early_with_a_report(tmp_path: Path) -> None:
     (tmp_path / "scenario.toml").write_text(BASE + EVENTS)
@@ -424,7 +425,7 @@ def test_ctrl_c_ends_it_early_with_a_report(tmp_path: Path) -> None:
             assert line, f"{seen}{process.stderr.read() if process.stderr else ''}"
             seen += line
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
     assert "report.md" in rest
     report = (out / "report.md").read_text()
