@@ -125,7 +125,7 @@ def _use(options: NodeOptions) -> str:
     threads = "all CPU threads" if options.threads is None else _number(options.threads, "CPU thread")
     saved = "no disk" if options.checkpoint_dir is None else f"disk below {options.checkpoint_dir}"
     ports = " and ".join("any" if port == 0 else str(port) for port in (options.port, options.dht_port))
-    router = "and may ask the router to open one" if options.reach is ReachMode.AUTO else ""
+    router = ", and may ask the router to open one" if options.reach is ReachMode.AUTO else ""
     graphs = options.graph_bytes
     kept = "memory for its stage" if graphs is None else f"memory for its stage and {count(graphs)} bytes"
     carried = f"; relays up to {count(options.relay_bytes_per_hour)} bytes per hour" * bool(

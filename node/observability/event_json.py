@@ -42,7 +42,7 @@ class LineSink:
         try:
             self._stream.write(line + "\n")
             self._stream.flush()
-        except (BrokenPipeError, ValueError):  # ValueError: the stream is closed
+        except (OSError, ValueError):  # EIO: the terminal was closed; ValueError: the stream is closed
             self._stream = None
             self._on_closed()
 

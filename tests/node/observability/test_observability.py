@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import json
 import math
@@ -254,10 +255,11 @@ def test_what_is_not_an_event_is_refused(line: str, complaint: str) -> None:
         event_from_json(line)
 
 
-def test_a_reader_that_goes_away_is_told_once() -> None:
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "the terminal was closed")])
+def test_a_reader_that_goes_away_is_told_once(error: OSError) -> None:
     class _Gone(io.StringIO):
         def write(self, text: str) -> int:
-            raise BrokenPipeError
+            raise error
 
     calls: list[Any] = []
     sink = LineSink(_Gone(), lambda: calls.append("closed"))
