@@ -126,11 +126,11 @@ async def _serve(
 
 
 async def others_serve(context: ModuleContext) -> bool:
-    """Whether another replica, with proven work, answers that it serves the module."""
-    # Without the proof, a liar could announce itself and so empty the module.
+    """Whether another replica answers that it serves the module: one with proven work, unless we have no state."""
+    # Without the proof, a liar could announce itself and so empty the module of all that it learned.
     await context.proofs.refresh()
     session, proven = context.session, context.proofs.proven
-    asked = [a.peer for a in _replicas(context) if a.peer in proven][:MAX_ASKED]
+    asked = [a.peer for a in _replicas(context) if a.peer in proven or session.own.steps == 0][:MAX_ASKED]
     answers = await asyncio.gather(*(session.membership_sync.serves(peer, context.module) for peer in asked))
     return any(answers)
 

@@ -101,7 +101,9 @@ def strongest_vacancy(standing: SwarmView, workload: Workload, rules: MoveRules)
     if not goals:
         return None
     target = min(goals, key=lambda module: (allowed[module], module))
-    able = _who_can_be_spared(standing, hosts) & standing.have_memory(target)
+    # Before the first inner step there is no state to lose, and while a module is empty no work can prove a replica.
+    has_no_state = allowed[target] == 0 and standing.own.steps == 0
+    able = _who_can_be_spared(standing, hosts, has_no_state) & standing.have_memory(target)
     values = {
         host.peer: _value(host, target, allowed, workload, rules)
         for host in hosts
@@ -152,8 +154,11 @@ def _if_it_pays(
     return Reasoned(target, f"module {target} is the weakest; this peer there makes it {percent:.0f} % faster")
 
 
-def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
-    """Returns the peers that may leave their module, because another replica (for us: a proven one) serves it."""
+def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...], has_no_state: bool) -> frozenset[PeerId]:
+    """Returns the peers that may leave their module, because another replica serves it.
+
+    For us it must be a proven one, unless we have no state that could be lost with us.
+    """
     serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
     own = standing.own.peer
     proven_there = any(
@@ -165,7 +170,7 @@ def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...]) -> frozense
         for host in hosts
         if host.state in (PeerState.SERVING, PeerState.DRAINING)
         and serving[host.module] > (host.state is PeerState.SERVING)
-        and (host.peer != own or proven_there)
+        and (host.peer != own or proven_there or has_no_state)
     )
 
 

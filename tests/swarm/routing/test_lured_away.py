@@ -14,7 +14,7 @@ from tests.swarm.membership.announcements import announcement
 
 MODULES = tuple(ModuleId(stage) for stage in range(4))
 WORK = Workload(MODULES, (1.0, 2.0, 2.0, 2.0), 3)
-OWN = announcement("honest1", 1)
+OWN = replace(announcement("honest1", 1), steps=7)
 HONEST = (announcement("data", 0, speed=0.0), announcement("honest2", 2), announcement("honest3", 3))
 LIAR = announcement("liar", 1, speed=1e6)
 MANY_LIARS = tuple(announcement(f"liar{n}", 1, speed=1e6) for n in range(50))
@@ -45,6 +45,17 @@ def test_who_leaves_a_proven_replica_behind_goes() -> None:
     assert moves((*HONEST[:2], second), "honest4") == ModuleId(3)
     assert moves((*HONEST[:2], second)) is None
     assert moves((*HONEST[:2], replace(second, state=PeerState.DRAINING)), "honest4") is None
+
+
+def test_of_two_newcomers_that_took_the_same_module_one_fills_the_empty_one() -> None:
+    """No microbatch can prove either of them, because every path needs the empty module."""
+    pair = [announcement(name, 1) for name in ("a", "b")]
+    seen = [replace(each, steps=0) for each in pair]
+    goals = [moves((*HONEST[:2], other), own=own) for own, other in (seen, seen[::-1])]
+    assert set(goals) == {ModuleId(3)}, "the second one if the first one does not go"
+    trained = replace(seen[0], steps=1)
+    assert moves((*HONEST[:2], seen[1]), own=trained) is None, "it may be the last one that knows what was learned"
+    assert moves((*HONEST, seen[1]), own=seen[0]) is None, "no module is empty"
 
 
 def test_what_a_peer_announces_counts_up_to_four_times_the_median() -> None:
