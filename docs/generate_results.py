@@ -90,11 +90,11 @@ def _claims(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from _row("claim", "ours", "best peer", "bar", "missed?", "command", "day")
     yield from _row(*["---"] * 7)
     subject = ""
-    for result in found:
-        if result["subject"] != subject:
-            subject = result["subject"]
+    for each in found:
+        if each["subject"] != subject:
+            subject = each["subject"]
             yield from _row(f"**{subject}**", *[""] * 6)
-        for claim in result["claims"]:
+        for claim in each["claims"]:
             peer = claim["peer"]
             yield from _row(
                 claim["claim"],
@@ -102,20 +102,20 @@ def _claims(found: Sequence[dict[str, Any]]) -> Iterator[str]:
                 "" if peer is None else f"{peer['name']}: {value(peer['value'])}",
                 value(claim["bar"]),
                 "missed" if claim["missed"] else "",
-                f"`{_short(claim.get('command', result['command']))}`",
-                claim.get("date", result["date"])[-2:] + ("†" if OLD in claim.get("note", "") else ""),
+                f"`{_short(claim.get('command', each['command']))}`",
+                claim.get("date", each["date"])[-2:] + ("†" if OLD in claim.get("note", "") else ""),
             )
 
 
 def _figures(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from _row("question", "Skipstone", "peer", "measured")
     yield from _row(*["---"] * 4)
-    for result in found:
-        for claim in result["claims"]:
+    for each in found:
+        for claim in each["claims"]:
             if "question" in claim:
                 peer, unit = claim["peer"], claim["unit"]
                 ours, theirs = value(claim["ours"], unit), f"{peer['name']}: {value(peer['value'], unit)}"
-                yield from _row(claim["question"], ours, theirs, claim.get("date", result["date"]))
+                yield from _row(claim["question"], ours, theirs, claim.get("date", each["date"]))
 
 
 def _pictures() -> Iterator[str]:
@@ -125,8 +125,8 @@ def _pictures() -> Iterator[str]:
 
 def _dropped(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from ("## Tried and dropped", "")
-    for result in found:
-        yield from (f"* {line}" for line in result.get("dropped", ()))
+    for each in found:
+        yield from (f"* {line}" for line in each.get("dropped", ()))
 
 
 def _short(command: str) -> str:

@@ -85,12 +85,18 @@ def python_texts(source: str) -> Iterator[Text]:
             parts = [part.value if isinstance(part, ast.Constant) else "`x`" for part in node.values]
             inner.update(id(part) for part in ast.walk(node) if part is not node)
             yield from long_enough(node.lineno, "".join(map(str, parts)))
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            inner.add(id(node.value))
-            yield node.lineno, node.value.value
+        elif (doc := docstring(node)) is not None:
+            inner.add(id(doc))
+            yield doc.lineno, str(doc.value)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
             yield from long_enough(node.lineno, node.value)
     yield from comments(source)
+
+
+def docstring(node: ast.AST) -> ast.Constant | None:
+    """Returns the string if the node is a docstring or a string under a field."""
+    found = node.value if isinstance(node, ast.Expr) else None
+    return found if isinstance(found, ast.Constant) and isinstance(found.value, str) else None
 
 
 def long_enough(line: int, text: str) -> Iterator[Text]:
@@ -170,12 +176,8 @@ def share(path: Path) -> str:
         total["lines"] += source.count("\n")
         total["comments"] += sum(line.lstrip().startswith("#") or "  # " in line for line in source.splitlines())
         for node in ast.walk(ast.parse(source)):
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
-                total["docstrings"] += (node.end_lineno or node.lineno) - node.lineno + 1
+            if (doc := docstring(node)) is not None:
+                total["docstrings"] += (doc.end_lineno or doc.lineno) - doc.lineno + 1
     lines = max(1, total["lines"])
     shares = (100 * total[kind] / lines for kind in ("docstrings", "comments"))
     return "docstrings {:5.1f} %, comments {:4.1f} %".format(*shares) + f" of {lines} lines"

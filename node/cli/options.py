@@ -37,6 +37,11 @@ PathChoice: Final[Any] = typer.Option(
     "--path", metavar="S.E,...", help="Path through a run with experts: one module per stage, such as 1.0,2.1."
 )
 
+ManifestChoice: Final[Any] = typer.Option(help="Manifest of the run [default: a small demo]")
+StepsChoice: Final[Any] = typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
+DataChoice: Final[Any] = typer.Option(help="Text to train on [default: the manifest's]")
+SeedChoice: Final[Any] = typer.Option(help="Seed of weights and data order [default: the manifest's]")
+
 MomentsChoice: Final[Any] = typer.Option(
     "--moments", help="How to keep AdamW's moments; 8bit needs a quarter of float32's memory."
 )

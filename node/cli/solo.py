@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import MomentsChoice
+from node.cli.options import DataChoice, ManifestChoice, MomentsChoice, SeedChoice, StepsChoice
 from node.cli.views.interrupts import Interrupts, leave_at_once
 from node.cli.views.output import announce, event_sink
 from node.model.moments import MomentType
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 
 
 def solo(
-    manifest: Annotated[Path | None, typer.Option(help="Manifest of the run [default: a small demo]")] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None,
+    manifest: Annotated[Path | None, ManifestChoice] = None,
+    steps: Annotated[int | None, StepsChoice] = None,
+    data: Annotated[str | None, DataChoice] = None,
+    seed: Annotated[int | None, SeedChoice] = None,
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None,
     device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all]")] = None,

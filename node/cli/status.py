@@ -26,9 +26,9 @@ def status(
 ) -> None:
     """Show a swarm's stages, replicas, throughput, loss and paths."""
     announce("skipstone status: asking the swarm", as_json=json)
-    from protocol.manifest.join_link import link_in, parse_link
+    from protocol.manifest.join_link import read_link
 
-    where = link_in(link) or parse_link(link)
+    where = read_link(link)
     from node.network.client import query_status
 
     answer = run_loop(query_status(where))

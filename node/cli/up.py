@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import MomentsChoice, VisitedPerPath, VisitRatio
+from node.cli.options import (
+    DataChoice,
+    ManifestChoice,
+    MomentsChoice,
+    SeedChoice,
+    StepsChoice,
+    VisitedPerPath,
+    VisitRatio,
+)
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, run_loop
 from node.model.moments import MomentType
@@ -31,17 +39,15 @@ STATE_LOST = "the swarm has ended and its state is lost; use --checkpoint-dir FO
 
 def up(
     peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one per module]")] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None,
-    manifest: Annotated[Path | None, typer.Option(help="Manifest of the run [default: a small demo]")] = None,
+    steps: Annotated[int | None, StepsChoice] = None,
+    data: Annotated[str | None, DataChoice] = None,
+    manifest: Annotated[Path | None, ManifestChoice] = None,
     model: Annotated[
         Path | None, typer.Option(help="Folder of the model that the run starts from; the first node reads it.")
     ] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None,
+    seed: Annotated[int | None, SeedChoice] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")

@@ -65,6 +65,11 @@ def link_in(text: str) -> JoinLink | None:
     return parse_link(inside) if is_link(inside) else None
 
 
+def read_link(text: str) -> JoinLink:
+    """Parses the join link in `text` or in the file that it names. Raises ConfigError."""
+    return link_in(text) or parse_link(text)
+
+
 def parse_link(text: str) -> JoinLink:
     """Parses a join link, ignoring surrounding white space. Raises ConfigError with an example of a link."""
     link = text.strip()

@@ -277,7 +277,7 @@ class Planner:
     def _slot_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
         """Returns the price of the risk that a replica has no free slot, in seconds, if slots are taken at random."""
         free = costs.slots[peer] - in_flight.get(peer, 0)
-        return FULL_ROUTES * self._route_s * at_least(free, self._taken.get(peer, 0.0) * costs.slots[peer])
+        return FULL_ROUTES * self._route_s * _at_least(free, self._taken.get(peer, 0.0) * costs.slots[peer])
 
     def _mean_taken(self, announced: Announcement, in_flight: Mapping[PeerId, int]) -> float:
         """Returns the smoothed share of a replica's slots that microbatches of other data nodes take."""
@@ -313,7 +313,7 @@ class Planner:
         return Reasoned(service.value * (1 + queue), service.reason)
 
 
-def at_least(count: int, mean: float) -> float:
+def _at_least(count: int, mean: float) -> float:
     """Returns the probability that a Poisson variable of this mean is `count` or more."""
     if count <= 0:
         return 1.0

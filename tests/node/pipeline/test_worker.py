@@ -531,6 +531,13 @@ def inline(manifest: Manifest | None = None) -> Peer:
     return peer
 
 
+def train_alike(*peers: Peer, numbers: Sequence[int] = (1,)) -> None:
+    for number in numbers:
+        for peer in peers:
+            peer.forward(number)
+            peer.backward(number)
+
+
 def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-9) -> None:
     for mine, theirs in zip(one, other, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
@@ -593,10 +600,7 @@ def test_the_first_half_leaves_out_half_of_the_products() -> None:
 
 def test_what_is_put_off_is_computed_in_the_step_that_needs_it() -> None:
     peer, other = Peer(), inline()
-    for number in (1, 2):
-        for each in (peer, other):
-            each.forward(number)
-            each.backward(number)
+    train_alike(peer, other, numbers=(1, 2))
     peer.idle_time(3)
     assert peer.worker.deferred.waiting == 2
     assert peer.worker.step() is not None
@@ -620,9 +624,7 @@ def test_where_no_work_is_taken_it_is_computed_in_the_step() -> None:
 
 def test_buffers_may_be_written_again_and_parameters_may_change_before_it_is_computed() -> None:
     peer, other = Peer(), inline()
-    for each in (peer, other):
-        each.forward(1)
-        each.backward(1)
+    train_alike(peer, other)
     for buffer in peer.buffers:
         buffer[:] = bytes(len(buffer))
     with torch.no_grad():
@@ -636,10 +638,7 @@ def test_buffers_may_be_written_again_and_parameters_may_change_before_it_is_com
 @pytest.mark.parametrize("when", ["in idle time", "in the step"])
 def test_where_there_is_no_memory_nothing_is_lost_or_added_twice(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peer, other = Peer(), inline()
-    for number in (1, 2):
-        for each in (peer, other):
-            each.forward(number)
-            each.backward(number)
+    train_alike(peer, other, numbers=(1, 2))
     peer.idle_time(2)
     add_to, calls = peer.worker.unapplied.add_to, []
 
