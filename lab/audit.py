@@ -454,7 +454,7 @@ class RouteCount(LogCheck):
         self.count("rerouted", is_rerouted(event))
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the counts by module and by route as JSON values; empty for a run without experts."""
+        """Returns the completed microbatches by module and by route, for JSON; empty for a run without experts."""
         if not self._routes:
             return {}
         routes = [

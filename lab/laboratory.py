@@ -57,7 +57,7 @@ class Held:
 
 @dataclass(slots=True)
 class Accused:
-    """Accusers of one replica, the number of their later rounds, and the number of those that included the replica."""
+    """Accusers of a replica, and their later rounds: all of them, and those that it took part in."""
 
     by: set[str] = field(default_factory=set)
     commits: int = 0

@@ -161,7 +161,7 @@ def pace_before(times: Sequence[float], until_s: float) -> float:
 def pace_back_after(
     times: Sequence[float], since_s: float, pace: float, end_s: float, share: float = PACE_SHARE
 ) -> float:
-    """Returns the seconds from `since_s` until the pace is at least `share * pace`; infinite if not before `end_s`."""
+    """Returns the seconds after `since_s` until `times` reach `share` of the earlier rate `pace`; infinite if never."""
     needed = share * pace * WINDOW_S
     first = bisect_left(times, since_s)
     for start in (since_s, *times[first:]):

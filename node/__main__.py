@@ -1,4 +1,4 @@
-"""Entry point `python -m node`: the commands of `node`, and those of `lab` in a checkout."""
+"""Entry point `python -m node`. In a checkout it also has the commands of `lab`."""
 
 from __future__ import annotations
 

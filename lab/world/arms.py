@@ -217,7 +217,7 @@ class SwarmRule:
                 queue[hop.peer] = (time + self.expected_s(hop.peer), self._chance.random())
 
     def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
-        """Measures a peer's pass as the time since the microbatch's previous receipt. Repeated receipts count once."""
+        """Records how long `sender` took: the time since the microbatch's last receipt. Repeated ones are ignored."""
         trace = self._traces.get(receipt.microbatch)
         mark = (receipt.direction, receipt.position)
         if trace is None or mark in trace.passed or not -1 <= receipt.position <= len(trace.path.hops):

@@ -81,7 +81,7 @@ class ManifestChanges:
     ] = None
 
     def keys(self) -> dict[str, Any]:
-        """Returns the changed values by dotted manifest key."""
+        """Returns the values that the options set, by dotted manifest key."""
         hints = typing.get_type_hints(type(self), include_extras=True)
         found = {hint.__metadata__[0]: getattr(self, name) for name, hint in hints.items()}
         if self.blocks is not None:

@@ -194,7 +194,7 @@ class HubStream:
                 logger.debug("prefetching %s failed: %s", name, error)  # retry in this thread
 
     def _added(self, name: str) -> Future[Path] | None:
-        """Evicts unused cached files until file `name` fits, else returns None. The caller must hold the lock."""
+        """Adds a file to the cache and evicts unused ones; None if it cannot fit. The caller must hold the lock."""
         # Least recently used first.
         for old, file in list(self._files.items()):
             if self.bytes + self._sizes[name] <= self._most:

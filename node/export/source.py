@@ -160,7 +160,7 @@ class RoutedModel:
         return served_route(best_route(affinity), affinity, lambda module: module in there).value
 
     def route_for(self, route: Route) -> Route | None:
-        """Returns the argument of `decoder` for a text's route: None if the model has a single path."""
+        """Returns the route whose decoder computes this text; None if the model has a single path."""
         return None if self._router is None else route
 
     async def decoder(self, route: Route | None) -> Decoder:

@@ -133,7 +133,7 @@ class LocalSwarm:
             self._children[index].signal_group(number)
 
     def terminate(self, index: int) -> None:
-        """Sends SIGTERM to a node alone, as a service manager does."""
+        """Sends SIGTERM to a node's process, not to its children, as a service manager does."""
         if index in self._children:
             self._children[index].terminate()
 

@@ -43,7 +43,7 @@ class Linear(nn.Module):
         return self.weight.to(dtype)
 
     def split(self) -> None:
-        """Moves the weight to a SplitWeight for bfloat16 products. `weight` becomes NaN that takes no memory."""
+        """Stores the weight as bfloat16 parts (SplitWeight). `weight` keeps its shape only: one NaN without memory."""
         matrix = self.weight.detach()
         # Keep a parameter of the same shape, because names, shapes and optimizers refer to it.
         self.narrow = SplitWeight(matrix)

@@ -260,7 +260,7 @@ class DeferredWeights:
         ended: Callable[[float | None], None],
         labels: int = 0,
     ) -> Addition:
-        """Defers the weight gradients of `half`. `ended` later gets their compute seconds, or None if cancelled."""
+        """Defers the weight gradients that `half` still lacks. `ended` gets the compute seconds, None if cancelled."""
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
         self._sums.promise(microbatch, tokens, labels)

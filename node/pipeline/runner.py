@@ -258,7 +258,7 @@ class PathEnds:
         """Called when a microbatch cannot be completed, with the reason in `detail`."""
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        """Tells whether the peer may hold the microbatch: hosts a module of its path, since repairs change replicas."""
+        """Whether the peer may hold the microbatch. Any replica of a module on its path may, because of repairs."""
         return False
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:

@@ -31,7 +31,7 @@ from swarm.vocabulary.types import PeerId
 
 def judge(attempts: Sequence[Attempt], port: int, advertised_host: str | None) -> Standing:
     """Derives the node's reachability from peers' attempts to dial `port`. Never replaces an `advertised_host`."""
-    # A peer in our own network proves little: prefer those that see a public address.
+    # A peer in our own network proves little. Peers that see a public address count first.
     tried = [t for t in attempts if t.result.outcome is not DialBackOutcome.NOT_TRIED]
     if not tried:
         return Standing(ReachStep.UNKNOWN, "no peer of the run could test this node")

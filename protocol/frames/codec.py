@@ -282,7 +282,7 @@ def packed(measured: LinkRate) -> int:
 
 @lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """Returns `text` if it has the form of a peer id, which only a certificate proves. Raises ProtocolViolation."""
+    """Returns `text` if it has the form of a peer id; a certificate must prove it. Raises ProtocolViolation."""
     if not _PEER_ID.fullmatch(text):
         raise ProtocolViolation("a peer id does not have the form 12D3Koo... with 52 characters")
     return PeerId(text)

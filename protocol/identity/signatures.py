@@ -63,7 +63,7 @@ def _version(version: AnchorVersion) -> bytes:
 
 
 class PieceSignatures:
-    """Signs this peer's pieces of pseudo-gradients, and verifies those of the other members of a round."""
+    """Signs our pieces of a round's pseudo-gradients, and verifies the pieces of other members."""
 
     def __init__(self, run: RunId, identity: Identity) -> None:
         self._run = bytes.fromhex(run)

@@ -339,7 +339,7 @@ class Leader:
 
 
 def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
-    """Maps accused peers to their accusers. Ignores accused peers that accuse all others, unless no accuser is left."""
+    """Maps accused peers to their accusers. An accused peer that accuses all others is no accuser, if others are."""
     accused = frozenset[PeerId]().union(*accusations.values())
     sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
     credible = {peer: named for peer, named in accusations.items() if peer not in sweeping}

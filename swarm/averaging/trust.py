@@ -230,5 +230,5 @@ class Penalties:
         return self.distrusted(now) | self.waiting.excluded(now) | self.silence.excluded(now)
 
     def distrusted(self, now: float) -> frozenset[PeerId]:
-        """Returns the excluded replicas whose announced anchor counts only if most replicas have the same."""
+        """Returns the replicas excluded for wrong results. Their anchor counts only if most replicas have the same."""
         return self.rubbish.excluded(now) | self.fraud.excluded(now) | self.straying.excluded(now)

@@ -42,7 +42,7 @@ class RoundCodecs:
 
     @property
     def leave_over(self) -> bool:
-        """Whether encoding omits so much that replicas add the omitted part in the next round (error feedback)."""
+        """Whether the codec needs error feedback: replicas add the part that it dropped to their next contribution."""
         return self.contribution not in _LEAVE_LITTLE
 
     def of(self, message: RoundPiece) -> Codec:

@@ -400,7 +400,7 @@ class Custody:
                 self._renew(entry, now)
 
     def _moving(self, data_node: PeerId) -> list[Entry]:
-        """Returns the data node's entries with a deadline: all but those that wait for its decision on a gradient."""
+        """Returns a data node's entries that are still in work. Entries that wait for its decision are left out."""
         return [e for e in self.entries() if e.path.data_node == data_node and e.phase is not Phase.SETTLING]
 
     # ---- arrival: hidden states --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Finds replicas whose microbatches have greater losses than those of the module's other replicas.
+"""Finds replicas that raise losses: their microbatches lose more than microbatches through other replicas.
 
 A data node computes every loss itself, so replicas cannot claim a small one. Losses fall during training: each
 microbatch is compared with its neighbours in time that visited other replicas, and medians ignore odd documents.

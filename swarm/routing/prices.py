@@ -89,7 +89,7 @@ class _Known:
 
 
 class StagePrices:
-    """Prices of stages, by the visits of this data node and those that others announced."""
+    """Prices of stages. They follow from our visits and from the visits that other data nodes announced."""
 
     def __init__(self, rules: PathRules) -> None:
         self._rules = rules

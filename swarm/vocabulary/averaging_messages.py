@@ -177,7 +177,7 @@ class Contribution(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class Reduced(_AboutPiece):
-    """From the reducer of these chunks to every other member: the encoded weighted mean, the same bytes for all."""
+    """Message from a reducer to the other members: one piece's encoded weighted mean, the same bytes for all."""
 
 
 @dataclass(frozen=True, slots=True)

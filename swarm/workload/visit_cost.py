@@ -57,7 +57,7 @@ class VisitCost:
         return math.fsum(each * one for each, one in zip(self._coefficients(), features, strict=True))
 
     def speed(self) -> Speed:
-        """Returns the speed to announce: exact for a mean microbatch, scaled to the latest visits."""
+        """Returns the speed to announce: of a microbatch of mean cost, corrected by the latest measured visits."""
         if not self._samples:
             return NO_SPEED
         tokens, squares, documents, _ = (mean.mean for mean in self._means)

@@ -45,7 +45,7 @@ class SentParts:
         return self._sent.get((part.start, part.stop))
 
     def rewrite(self, base: SharedVector, snapshot: Vector | SharedVector) -> None:
-        """Replaces the snapshot's values by those that the other members decoded. A second call has no effect."""
+        """Writes into the snapshot what the other members decoded from our contribution. A second call does nothing."""
         if self._rewritten:
             return
         self._rewritten = True

@@ -125,7 +125,7 @@ class RefreshClock:
     offset: int
 
     def begun(self, steps: int) -> int:
-        """Returns the step (1 or later) after which the latest refresh began."""
+        """Returns the step after which the latest refresh of the eigenbases began, when `steps` steps are done."""
         # No refresh begins while the first one runs.
         latest = steps - (steps - self.offset) % self.every
         return latest if latest > self.lag else 1
