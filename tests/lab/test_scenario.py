@@ -409,7 +409,11 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_early_with_a_report(tmp_path: Path) -> None:
     (tmp_path / "scenario.toml").write_text(BASE + EVENTS)
     out = tmp_path / "out"
-    code = f"{WITH_STAND_INS}from node.__main__ import main; main()"
+    # A process that a shell started in the background ignores SIGINT, and so do its children.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"{WITH_STAND_INS}from node.__main__ import main; main()"
+    )
     arguments = ["wan", str(tmp_path / "scenario.toml"), "--out", str(out), "--profile", "mobile", "--compare"]
     with subprocess.Popen(
         [sys.executable, "-c", code, *arguments],

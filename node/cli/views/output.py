@@ -63,7 +63,7 @@ def plain_line(event: events.Event) -> str | None:
         case events.Abandoned():
             return f"microbatch {harmless(event.microbatch)} abandoned: {harmless(event.reason)}"
         case events.Note():
-            return harmless(event.message) if event.level == "info" else f"{event.level}: {harmless(event.message)}"
+            return f"{event.level}: {harmless(event.message)}".removeprefix("info: ") or None
         case events.LastPeer():
             line = f"this was the last peer of module {module}; its state is"
             if event.saved_in is not None:

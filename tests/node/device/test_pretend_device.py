@@ -135,7 +135,7 @@ with pretended():
         try:
             hop.worker.compute(job)
         except ProtocolViolation as error:
-            assert "no encoding" in str(error)
+            assert "malformed" in str(error)
         else:
             raise SystemExit(f"taken: {wrong}")
         job.input.data[place : place + len(wrong)] = right

@@ -108,14 +108,17 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
     async with place() as there:
         replica = Other(there.clock)
         there.meets(replica)
-        session = SimpleNamespace(
-            membership=there.membership, membership_sync=there.membership_sync, own=SimpleNamespace(clock=there.clock)
-        )
+        own = SimpleNamespace(clock=there.clock, steps=1)
+        session = SimpleNamespace(membership=there.membership, membership_sync=there.membership_sync, own=own)
         proofs = proofs_of(Asked())
         given = cast(ModuleContext, SimpleNamespace(session=session, module=MODULE, proofs=proofs))
         there.links.outcome.set_result(json.dumps({"module": str(MODULE), "state": "serving"}).encode())
         assert not await others_serve(given), "it has only announced itself"
         assert there.links.asked == []
+        own.steps = 0
+        assert await others_serve(given), "without a state there is nothing to lose"
+        own.steps = 1
+        there.links.asked.clear()
         proofs.shared_round(frozenset({replica.peer}))
         assert await others_serve(given)
         assert there.links.asked == [replica.peer]
