@@ -39,8 +39,7 @@ from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import level_of
-from node.averaging.replica_sync import ReplicaSync
-from node.averaging.round_runner import RoundRunner
+from node.averaging.round_runner import ReplicaSync, RoundRunner
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher

@@ -41,7 +41,7 @@ from node.model import passes
 from node.model.blocks import Linear
 from node.model.device import flush_denormals
 from node.model.optimizers.adamw import AdamW
-from node.model.parts import build_block_stack
+from node.model.passes import build_block_stack
 from protocol.manifest.manifest import InnerSection, Manifest
 from swarm.pipeline.custody_events import Work
 from swarm.vocabulary.types import ModuleId, PeerId

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from benchmarks import kit
 from benchmarks.kit import tell
-from node.model.head_loss import HeadSum, loss_and_gradient
 from node.model.optimizer import fold
-from node.model.parts import LOGITS_AT_ONCE
+from node.model.passes import LOGITS_AT_ONCE, HeadSum, loss_and_gradient
 
 SAMPLE: Final = 997  # rows of the matrix between two that are compared
 

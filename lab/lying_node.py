@@ -18,8 +18,7 @@ import numpy as np
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pieces import Piece
 from node.averaging.exchange.reduction import Reduction, UpdateSource
-from node.averaging.replica_sync import ReplicaSync, Snapshot
-from node.averaging.round_runner import RoundRunner
+from node.averaging.round_runner import ReplicaSync, RoundRunner, Snapshot
 from node.network.local_peer import LocalPeer
 from protocol.codecs import encode_into
 from protocol.identity.signatures import EntrySigner

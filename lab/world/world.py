@@ -41,7 +41,7 @@ from swarm.pipeline.custody_events import (
     Work,
 )
 from swarm.pipeline.in_flight import InFlight, InFlightRules, InFlightTable
-from swarm.routing.latency_attribution import PathTimes
+from swarm.routing.attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer

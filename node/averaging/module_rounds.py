@@ -18,8 +18,7 @@ from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.replica_sync import InnerWork, ReplicaSync
-from node.averaging.round_runner import RoundRunner
+from node.averaging.round_runner import InnerWork, ReplicaSync, RoundRunner
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
 from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace

@@ -17,7 +17,7 @@ from torch import Tensor
 from node.data.packing import Microbatch
 from node.data.tokenizers import Tokenizer
 from node.model.blocks import Block, Past
-from node.model.parts import EmbeddingPart, HeadPart
+from node.model.passes import EmbeddingPart, HeadPart
 from node.model.shapes import EMBEDDING, HEAD
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError

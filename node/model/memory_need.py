@@ -13,7 +13,7 @@ from node.model.free_memory import available_memory
 from node.model.moments import MomentType
 from node.model.optimizer import optimizer_bytes
 from node.model.optimizers.adamw import AdamW, EightBitAdamW
-from node.model.parts import HIDDEN_TYPES
+from node.model.passes import HIDDEN_TYPES
 from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
 from swarm.membership.memory_fit import FreeMemory, Need, Needs, size_text

@@ -1,4 +1,7 @@
-"""Forward and backward passes of one model part for one microbatch."""
+"""Parts of the model (block stacks, and stage 0's embedding and head) and their passes for one microbatch.
+
+Parameters have their names in the whole model (`model.layers.5.mlp.up_proj.weight`).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,272 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
-from node.model.head_loss import HeadSum, loss_and_gradient
+from node.model.blocks import Block, Documents, Embedding, Linear, RMSNorm, Rotary
+from node.model.initialization import initialise
 from node.model.optimizers.packed import NarrowCopy
-from node.model.parts import HeadPart
+from node.model.shapes import EMBEDDING
+from protocol.manifest.manifest import Manifest, ModelSection
+from swarm.vocabulary.types import ModuleId
+
+IGNORED: Final = -100
+STRIP: Final = 2**22
+"""Elements of the matrix gradient computed at a time if the product cannot accumulate into the sum directly."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSum:
+    """Tensor `matrix` (float32 or wider) to which `weight` times the gradient of the head's matrix is added."""
+
+    matrix: Tensor
+    weight: float
+
+
+@torch.no_grad()
+def loss_and_gradient(
+    hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int, into: HeadSum | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes the summed cross entropy in nats (float32 scalar) and its gradient for `hidden`.
+
+    The logits of each chunk are computed only once (unlike Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009).
+
+    Args:
+        hidden: [positions, hidden].
+        matrix: [vocabulary, hidden], same dtype as `hidden`.
+        labels: [positions] int64; IGNORED positions have no loss.
+        into: accumulates the gradient of `matrix`. If the pass fails, it is restored up to rounding.
+    """
+    gradient = torch.empty_like(hidden)
+    done = 0
+    workspace = _Workspace(hidden, matrix, logits_at_once, into)
+    loss = hidden.new_zeros((), dtype=torch.float32)
+    try:
+        for piece in workspace.pieces(len(hidden)):
+            found, of_logits = workspace.loss_and_gradient_of_logits(hidden[piece], labels[piece])
+            torch.mm(of_logits, matrix, out=gradient[piece])
+            workspace.add(of_logits, hidden[piece])
+            loss.add_(found)
+            done = piece.stop
+    except BaseException:
+        # Subtract the chunks that were added before the failure.
+        if into is not None and done:
+            undo = HeadSum(into.matrix, -into.weight)
+            loss_and_gradient(hidden[:done], matrix, labels[:done], logits_at_once, undo)
+        raise
+    return loss, gradient
+
+
+@torch.no_grad()
+def loss_alone(hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
+    workspace = _Workspace(hidden, matrix, logits_at_once, None)
+    loss = hidden.new_zeros((), dtype=torch.float32)
+    for piece in workspace.pieces(len(hidden)):
+        loss.add_(workspace.loss(hidden[piece], labels[piece]))
+    return loss
+
+
+class SummedLoss(torch.autograd.Function):
+    """Summed cross-entropy as an autograd function: `apply(hidden, matrix, labels, logits_at_once)`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, matrix: Tensor, labels: Tensor, logits_at_once: int) -> Tensor:
+        narrow = matrix.to(hidden.dtype)
+        if not any(ctx.needs_input_grad):
+            return loss_alone(hidden, narrow, labels, logits_at_once)
+        total = torch.zeros_like(matrix)
+        into = HeadSum(total, 1.0) if ctx.needs_input_grad[1] else None
+        loss, gradient = loss_and_gradient(hidden, narrow, labels, logits_at_once, into)
+        ctx.gradients = [gradient, total]
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gradient, total = ctx.gradients
+        ctx.gradients = None  # scaled in place below, so they can be used only once
+        return gradient.mul_(factor), total.mul_(factor), None, None
+
+
+class _Workspace:
+    """Buffers for the chunks of one pass over the head, all allocated before the first sum changes."""
+
+    def __init__(self, hidden: Tensor, matrix: Tensor, logits_at_once: int, into: HeadSum | None) -> None:
+        vocabulary, width = matrix.shape
+        self._matrix, self._into = matrix, into
+        self._at_once = max(1, min(len(hidden), logits_at_once // vocabulary))
+        self._logits = hidden.new_empty(self._at_once, vocabulary)
+        self._floats = self._logits if hidden.dtype is torch.float32 else self._logits.float()
+        self._strip = max(1, STRIP // width)
+        if into is not None and into.matrix.dtype is not hidden.dtype:
+            self._products = hidden.new_empty(self._strip, width)
+            self._wide = torch.empty_like(self._products, dtype=into.matrix.dtype)
+
+    def pieces(self, positions: int) -> list[slice]:
+        return [slice(start, min(start + self._at_once, positions)) for start in range(0, positions, self._at_once)]
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return self._losses(hidden, labels)[0].sum()
+
+    def loss_and_gradient_of_logits(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a chunk's summed loss and the gradient of its logits. The next call overwrites this gradient."""
+        losses, odds, total, is_scored, places = self._losses(hidden, labels)
+        odds.mul_(is_scored / total).scatter_add_(1, places, -is_scored)  # softmax minus one-hot
+        if odds.dtype is not hidden.dtype:
+            odds = self._logits[: len(hidden)].copy_(odds)
+        return losses.sum(), odds
+
+    def _losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Returns losses [positions, 1], exponentials of logits, their sums, 1 or 0 (IGNORED), and label indices."""
+        count = len(hidden)
+        logits = torch.mm(hidden, self._matrix.t(), out=self._logits[:count])
+        floats = self._floats[:count]
+        if floats.dtype is not logits.dtype:
+            floats.copy_(logits)
+        ignored = (labels == IGNORED).unsqueeze(1)
+        places = labels.unsqueeze(1).masked_fill(ignored, 0)
+        # Subtract the maximum, so that exp cannot overflow.
+        floats.sub_(floats.amax(1, keepdim=True))
+        of_label = floats.gather(1, places)
+        total = floats.exp_().sum(1, keepdim=True)
+        losses = (total.log() - of_label).masked_fill(ignored, 0.0)
+        return losses, floats, total, (~ignored).to(floats.dtype), places
+
+    def add(self, of_logits: Tensor, hidden: Tensor) -> None:
+        if self._into is None:
+            return
+        total, weight = self._into.matrix, self._into.weight
+        if total.dtype is hidden.dtype:
+            total.addmm_(of_logits.t(), hidden, alpha=weight)
+            return
+        # Mixed dtypes: multiply in the narrow one, accumulate in the wide one, a strip of the vocabulary at a time.
+        for start in range(0, len(total), self._strip):
+            strip = total[start : start + self._strip]
+            products, wide = self._products[: len(strip)], self._wide[: len(strip)]
+            torch.mm(of_logits[:, start : start + len(strip)].t(), hidden, out=products)
+            strip.add_(wide.copy_(products), alpha=weight)
+
+
+LOGITS_AT_ONCE: Final = 2**25
+"""Logits in memory at a time, in elements (128 MiB in float32)."""
+
+HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Dtype of hidden states and matrix products by `model.dtype`."""
+
+
+class BlockStack(nn.Module):
+    """Consecutive transformer blocks, from the model's block `first`. Maps [rows, tokens, hidden] to the same shape."""
+
+    def __init__(self, section: ModelSection, first: int, count: int) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"layers": _layers(section, first, count)})
+        self.rotary = Rotary(section)
+
+    def forward(self, hidden: Tensor, documents: Documents = ()) -> Tensor:
+        return _through(self.model["layers"], hidden, self.rotary, documents)
+
+    def split_weights(self) -> None:
+        """Calls `Linear.split` on every linear layer, to store its weight in two 16-bit halves."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.split()
+
+
+class EmbeddingPart(nn.Module):
+    """First part of stage 0, computed at the start of every path: the embedding, and stage 0's blocks if any."""
+
+    def __init__(self, section: ModelSection, blocks: int) -> None:
+        super().__init__()
+        embedding = Embedding(section.vocabulary, section.hidden)
+        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": _layers(section, 0, blocks)})
+        self.rotary = Rotary(section)
+        self.hidden_type = HIDDEN_TYPES[section.dtype]
+
+    def forward(self, tokens: Tensor, documents: Documents = ()) -> Tensor:
+        """Maps int64 tokens [rows, tokens] to hidden states [rows, tokens, hidden]."""
+        hidden = self.model["embed_tokens"](tokens).to(self.hidden_type)
+        return _through(self.model["layers"], hidden, self.rotary, documents)
+
+
+class HeadPart(nn.Module):
+    """Second part of stage 0, computed at the end of every path: final norm, LM head and loss."""
+
+    def __init__(self, section: ModelSection, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"norm": RMSNorm(section.hidden, section.norm_epsilon)})
+        self.lm_head = Linear(section.hidden, section.vocabulary)
+        self.logits_at_once = logits_at_once
+
+    @property
+    def norm(self) -> RMSNorm:
+        norm = self.model["norm"]
+        assert isinstance(norm, RMSNorm)
+        return norm
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Maps hidden states [..., hidden] to float32 logits [..., vocabulary]."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits.float()
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Returns the mean cross entropy in nats per token (float32 scalar).
+
+        `hidden` is [rows, tokens, hidden], `labels` int64 [rows, tokens].
+        """
+        normed = self.norm(hidden).flatten(0, -2)
+        loss: Tensor = SummedLoss.apply(normed, self.lm_head.weight, labels.flatten(), self.logits_at_once)  # type: ignore[no-untyped-call]
+        return loss / labels.numel()
+
+
+def _layers(section: ModelSection, first: int, count: int) -> nn.ModuleDict:
+    return nn.ModuleDict({str(index): Block(section) for index in range(first, first + count)})
+
+
+def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary, documents: Documents) -> Tensor:
+    angles = rotary(hidden.shape[1], documents, dtype=hidden.dtype)
+    for block in layers.children():  # a ModuleDict keeps insertion order, which is by depth
+        hidden = block(hidden, angles, documents)
+    return hidden
+
+
+def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
+    """Builds and initialises a module of any stage but 0. Raises ValueError if the manifest has no such module."""
+    if module.stage == 0 or not manifest.has(module):
+        raise ValueError(f"module {module} is not a stack of blocks of this run")
+    blocks = manifest.stages.blocks
+    stack = BlockStack(manifest.model, sum(blocks[: module.stage]), blocks[module.stage])
+    _fill(manifest, stack)
+    return stack
+
+
+def build_embedding(manifest: Manifest) -> EmbeddingPart:
+    part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
+    _fill(manifest, part)
+    return part
+
+
+def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> HeadPart:
+    """Builds and initialises stage 0's head. With tied embeddings, it shares the matrix of `embedding`."""
+    part = HeadPart(manifest.model)
+    if not manifest.model.tied_embeddings:
+        _fill(manifest, part)
+        return part
+    assert embedding is not None, "tied embeddings are one matrix"
+    _fill(manifest, part.model)
+    part.lm_head.weight = embedding.get_parameter(EMBEDDING)
+    return part.to(part.lm_head.weight.device)
+
+
+@torch.no_grad()
+def _fill(manifest: Manifest, part: nn.Module) -> None:
+    """Initialises a part from the run's seed. If the run starts from a model, fills it with zeros, replaced later."""
+    if manifest.start is None:
+        initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
+    else:
+        for parameter in part.parameters():
+            parameter.zero_()
+
 
 FAR_FROM_OVERFLOW: Final = 1e30
 """Limit of a gradient bound, far below the largest float32 and bfloat16 (3e38)."""

@@ -30,8 +30,18 @@ from node.model.device import device_errors
 from node.model.optimizer import Accumulator, Addition, are_finite, fold
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
 from node.model.optimizers.packed import NarrowCopy
-from node.model.parts import BlockStack, HeadPart
-from node.model.passes import Around, Gradients, HeadPasses, HeadVisit, OneDevice, OneHead, Passes, PassState
+from node.model.passes import (
+    Around,
+    BlockStack,
+    Gradients,
+    HeadPart,
+    HeadPasses,
+    HeadVisit,
+    OneDevice,
+    OneHead,
+    Passes,
+    PassState,
+)
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
 from swarm.workload.device_shares import CUTTING, Dealing, deal, pieces

@@ -20,21 +20,32 @@ from node.model.memory_need import require_memory
 from node.model.moments import ORDINARY, Allowance
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.optimizers.inner_rule import AtDeadline, Submit
-from node.model.parts import HIDDEN_TYPES, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
-from node.model.passes import Around, HeadPasses, OneDevice, Passes, PassState
+from node.model.passes import (
+    HIDDEN_TYPES,
+    Around,
+    EmbeddingPart,
+    HeadPart,
+    HeadPasses,
+    OneDevice,
+    Passes,
+    PassState,
+    build_block_stack,
+    build_embedding,
+    build_head,
+)
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice, body_passes, head_passes
-from node.pipeline.runner import Job, Output
+from node.pipeline.runner import Job, MicrobatchRunner, Output
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest, quadratic_share
 from swarm.pipeline.compute_queue import puts_weights_off
-from swarm.pipeline.custody_events import Work
+from swarm.pipeline.custody_events import Started, Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import MicrobatchId, ModuleId, Reasoned
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
 
@@ -683,3 +694,44 @@ def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> S
             gradients.source.sum().item()  # synchronises with an asynchronous device
             fastest = min(fastest, time.perf_counter() - begun)
     return Speed((tokens + share * Size(tokens, documents).squares) / fastest, share)
+
+
+Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], Path]
+"""Signs a microbatch's path: purpose, lifetime in seconds, lengths of documents, labels (`Routes.signed`)."""
+
+
+class Launches:
+    """Launcher of this data node's microbatches. The worker keeps a microbatch's tokens until the microbatch ends.
+
+    `tells_labels`: whether hops receive the number of labels of a training microbatch.
+    """
+
+    def __init__(
+        self, worker: DataWorker, runner: MicrobatchRunner, sign: Signing, *, tells_labels: bool = False
+    ) -> None:
+        self._tells_labels = tells_labels
+        self._worker = worker
+        self._runner = runner
+        self._sign = sign
+
+    def launch(
+        self, microbatch: MicrobatchId, text: Microbatch, path: Path, purpose: Purpose, lifetime_s: float
+    ) -> None:
+        self._worker.texts[microbatch] = text
+        labels = text.scored if self._tells_labels and purpose is Purpose.TRAIN else 0
+        path = self._sign(microbatch, path, purpose, lifetime_s, text.documents, labels)
+        self._runner.handle(Started(microbatch, path, purpose, lifetime_s))
+
+    def text_of(self, microbatch: MicrobatchId) -> Microbatch | None:
+        """Returns the tokens of a microbatch; None if it is not in flight."""
+        return self._worker.texts.get(microbatch)
+
+    def end(self, microbatch: MicrobatchId) -> Microbatch | None:
+        """Removes and returns the tokens of a microbatch; None if the microbatch ended before."""
+        return self._worker.texts.pop(microbatch, None)
+
+    def abandon(self, microbatch: MicrobatchId, detail: str) -> Microbatch | None:
+        """Abandons a microbatch and returns its tokens; None if the microbatch ended before."""
+        text = self.end(microbatch)
+        self._runner.abandon(microbatch, detail)
+        return text

@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from node.concurrency.task_groups import task_scope
 from node.data.documents import Documents
 from node.data.feed import held_out_microbatches
 from node.data.packing import Microbatch
 from node.network.loss_report import answer_of, held_out_loss
-from node.pipeline.runner import MicrobatchRunner
-from node.pipeline.worker import DataWorker
+from node.pipeline.worker import Launches
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_events import Started
 from swarm.routing.launch_queue import current_route
 from swarm.routing.planner import NoReplica, Planner
 from swarm.vocabulary.errors import ConfigError, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Route
+from swarm.vocabulary.types import MicrobatchId, PeerId, Route
 from swarm.workload.microbatch_sizes import summary_of
 
 log = logging.getLogger(__name__)
@@ -35,50 +33,7 @@ WINDOW = 8
 """Evaluated microbatches in flight, below a hop's slots. Each queues behind training at every hop, so one at a time
 would be many times slower.
 """
-
-
-Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], Path]
-"""Signs a microbatch's route: purpose, lifetime in seconds, lengths of documents, labels
-(`protocol.identity.signatures.Routes.signed`).
-"""
 MAX_MICROBATCHES = 256
-
-
-class Launches:
-    """Launcher of this data node's microbatches. The worker keeps a microbatch's tokens until the microbatch ends.
-
-    `tells_labels`: whether hops receive the number of labels of a training microbatch.
-    """
-
-    def __init__(
-        self, worker: DataWorker, runner: MicrobatchRunner, sign: Signing, *, tells_labels: bool = False
-    ) -> None:
-        self._tells_labels = tells_labels
-        self._worker = worker
-        self._runner = runner
-        self._sign = sign
-
-    def launch(
-        self, microbatch: MicrobatchId, text: Microbatch, path: Path, purpose: Purpose, lifetime_s: float
-    ) -> None:
-        self._worker.texts[microbatch] = text
-        labels = text.scored if self._tells_labels and purpose is Purpose.TRAIN else 0
-        path = self._sign(microbatch, path, purpose, lifetime_s, text.documents, labels)
-        self._runner.handle(Started(microbatch, path, purpose, lifetime_s))
-
-    def text_of(self, microbatch: MicrobatchId) -> Microbatch | None:
-        """Returns the tokens of a microbatch; None if it is not in flight."""
-        return self._worker.texts.get(microbatch)
-
-    def end(self, microbatch: MicrobatchId) -> Microbatch | None:
-        """Removes and returns the tokens of a microbatch; None if the microbatch ended before."""
-        return self._worker.texts.pop(microbatch, None)
-
-    def abandon(self, microbatch: MicrobatchId, detail: str) -> Microbatch | None:
-        """Abandons a microbatch and returns its tokens; None if the microbatch ended before."""
-        text = self.end(microbatch)
-        self._runner.abandon(microbatch, detail)
-        return text
 
 
 class UndeliverableError(Exception):

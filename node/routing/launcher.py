@@ -16,14 +16,14 @@ from node.observability.events import Abandoned, Completed, Note, Resumed, Step,
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
 from node.pipeline.runner import PathEnds
-from node.routing.evaluation import Evaluator, Launches
+from node.pipeline.worker import Launches
+from node.routing.evaluation import Evaluator
 from node.routing.window_finder import WindowFinder
 from swarm.experts.route_tally import MAX_ROUTES, RouteTally
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.in_flight import InFlight, InFlightTable
-from swarm.routing.latency_attribution import PathTimes
+from swarm.routing.attribution import LossOutliers, Outlier, PathTimes
 from swarm.routing.launch_queue import LaunchQueue
-from swarm.routing.loss_outliers import LossOutliers, Outlier
 from swarm.routing.planner import Planner, in_flight_by_peer
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Route, short

@@ -22,8 +22,8 @@ from node.observability.events import Continued, Load, MicrobatchCounts
 from node.observability.status import Account, PathStatus, RouteStatus, StagePrice
 from node.pipeline.admission import path_rules
 from node.pipeline.runner import MicrobatchRunner
-from node.pipeline.worker import DataWorker, host_stage_zero
-from node.routing.evaluation import Evaluator, HeldOut, Launches
+from node.pipeline.worker import DataWorker, Launches, host_stage_zero
+from node.routing.evaluation import Evaluator, HeldOut
 from node.routing.launcher import DataNode, Training
 from node.routing.window_finder import WindowFinder
 from node.runtime.resume import (
@@ -41,7 +41,7 @@ from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
 from swarm.experts.route_tally import RouteTally
 from swarm.pipeline.in_flight import Counts, InFlightRules, InFlightTable
-from swarm.routing.latency_attribution import PathTimes
+from swarm.routing.attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
 from swarm.vocabulary.announcement import MAX_VISITED_STAGES

@@ -39,7 +39,7 @@ from node.model.initialization import parameters_of
 from node.model.memory_need import require_memory
 from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, inner_optimizer
-from node.model.parts import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
+from node.model.passes import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
 from node.network.loss_report import answer_of, held_out_loss, summed_loss
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules

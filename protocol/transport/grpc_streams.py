@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import grpc
 
 from protocol.frames.codec import printable
-from protocol.frames.tensors import MAX_CHUNK_FRAME_BYTES
+from protocol.frames.frames import MAX_CHUNK_FRAME_BYTES
 from protocol.identity.certificates import TlsCredentials, pem_of
 from protocol.interfaces.transport import Contact, FarEnd
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unreachable

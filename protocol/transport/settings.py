@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.frames.tensors import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from protocol.frames.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from swarm.vocabulary.errors import ConfigError
 
 MAX_OPEN_TRANSFERS: Final = 64  # Per sender, including refused ones

@@ -1,7 +1,7 @@
 """Smoothed times of peers and links as measured by a data node, or as announced if not measured.
 
 A visit is forward plus backward time at a peer, with sending, divided by the number of our microbatches at the peer.
-Its parts (forward, backward, waiting, sending) also rely on claims. `swarm.routing.latency_attribution` adds samples.
+Its parts (forward, backward, waiting, sending) also rely on claims. `swarm.routing.attribution` adds samples.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 A route's price sums link times, service times, expected waits, stage prices and the risk that no slot is free.
 Paths skip an unserved stage if the rules allow. Documents of an unserved expert go to another expert of its stage.
+The search is dynamic programming over stages and stages visited so far, linear in replicas and quadratic in stages.
 Repair and evaluation, whose stages are fixed, choose the replica that should finish first (`Planner.replica`).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +16,10 @@ from itertools import chain
 
 from swarm.experts.routes import module_at
 from swarm.membership.membership import Membership
-from swarm.routing.cost_model import Costs
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.prices import LEAST_SERVICE_S, StagePrices, visit_shares
-from swarm.routing.route_search import Priced, cheapest_route
 from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
 
@@ -331,3 +332,85 @@ def in_flight_by_peer(paths: Sequence[Path]) -> dict[PeerId, int]:
         for hop in path.hops:
             counts[hop.peer] = counts.get(hop.peer, 0) + 1
     return counts
+
+
+# ---- search --------------------------------------------------------------------------------------------------------
+
+
+NEAREST = 6
+"""Largest number of replicas per stage in a search: those with the cheapest detour from the data node."""
+
+_Front = list[tuple[float, PeerId, PeerRoute]]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A route, as the peers to visit in order, and its price in seconds."""
+
+    price: float
+    route: PeerRoute
+
+
+def cheapest_route(
+    costs: Costs,
+    data_node: PeerId,
+    price: Mapping[PeerId, float],
+    among: Sequence[Sequence[PeerId]],
+    length: int,
+    max_jump: int,
+) -> Priced | None:
+    """Returns the cheapest route through `length` stages in ascending order, or None.
+
+    Args:
+        price: seconds of a visit to each peer, without links.
+        among: allowed replicas by stage; empty for a stage that is not visited. Entry 0 is not read.
+        max_jump: largest step between stages.
+    """
+    message, from_data_node = costs.message_s, costs.message_s[data_node]
+    # By stage and number of stages visited so far: the cheapest route to each of the stage's peers.
+    fronts: list[list[_Front]] = [[[(0.0, data_node, ())]]]
+    best: Priced | None = None
+    for stage in range(1, len(among)):
+        near = _nearest(from_data_node, price, among[stage])
+        here: list[_Front] = [[]]
+        for visited in range(1, length + 1):
+            before = [
+                entry
+                for front in fronts[max(0, stage - max_jump) : stage]
+                if len(front) >= visited
+                for entry in front[visited - 1]
+            ]
+            here.append(_extended(message, price, before, near) if before else [])
+        for cost, peer, route in here[length]:
+            total = cost + 2 * from_data_node[peer]
+            if best is None or total < best.price:
+                best = Priced(total, route)
+        fronts.append(here)
+    return best
+
+
+def _nearest(
+    from_data_node: Mapping[PeerId, float], price: Mapping[PeerId, float], peers: Sequence[PeerId]
+) -> Sequence[PeerId]:
+    if len(peers) <= NEAREST:
+        return peers
+    return heapq.nsmallest(NEAREST, peers, key=lambda peer: 2 * from_data_node[peer] + price[peer])
+
+
+def _extended(
+    message: Mapping[PeerId, Mapping[PeerId, float]],
+    price: Mapping[PeerId, float],
+    before: _Front,
+    peers: Sequence[PeerId],
+) -> _Front:
+    """Returns the cheapest extension of the routes in `before` to each of `peers`."""
+    extended: _Front = []
+    for peer in peers:
+        best: PeerRoute = ()
+        links, least = message[peer], math.inf
+        for cost, last, route in before:
+            total = cost + 2 * links[last]
+            if total < least:
+                least, best = total, route
+        extended.append((least + price[peer], peer, (*best, peer)))
+    return extended

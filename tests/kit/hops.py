@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from node.model.parts import HIDDEN_TYPES
+from node.model.passes import HIDDEN_TYPES
 from node.pipeline.runner import Job, Output
 from node.pipeline.tensor_io import tensor_of
 from node.pipeline.worker import HopWorker

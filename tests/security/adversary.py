@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import grpc
 
 from protocol.dht.directory import DhtDirectory, DirectorySettings
-from protocol.frames.frames import Hello
-from protocol.frames.tensors import MAX_CHUNK_BYTES, TensorFrame
+from protocol.frames.frames import MAX_CHUNK_BYTES, Hello, TensorFrame
 from protocol.identity.certificates import pem_of
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes

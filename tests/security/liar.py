@@ -23,7 +23,7 @@ from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pieces import Piece
 from node.averaging.exchange.reduction import Reduction, UpdateSource
-from node.averaging.replica_sync import ReplicaSync, Snapshot
+from node.averaging.round_runner import ReplicaSync, Snapshot
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker
 from protocol.identity.signatures import EntrySigner

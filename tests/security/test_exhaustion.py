@@ -21,8 +21,7 @@ import pytest
 from node.network.client import query_status
 from node.network.session import NetworkSession, visit
 from node.pipeline.runner import MAX_WAITING_MESSAGES
-from protocol.frames.frames import Cancel, Farewell, FarewellReason, Frame, Ping
-from protocol.frames.tensors import TensorFrame, encode_chunk
+from protocol.frames.frames import Cancel, Farewell, FarewellReason, Frame, Ping, TensorFrame, encode_chunk
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink

@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong
-from protocol.frames.tensors import TensorFrame, encode_chunk
+from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong, TensorFrame, encode_chunk
 from swarm.pipeline.custody import STRANGER
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import (

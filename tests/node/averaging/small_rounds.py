@@ -24,8 +24,7 @@ from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.pieces import Arrivals, Plan
 from node.averaging.exchange.reduction import UpdateSource
 from node.averaging.module_rounds import level_of, levels_up_to
-from node.averaging.replica_sync import ReplicaSync
-from node.averaging.round_runner import RoundRunner
+from node.averaging.round_runner import ReplicaSync, RoundRunner
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures

@@ -13,7 +13,7 @@ from node.averaging.anchor.anchor import Anchor, hash_all, version_of
 from node.averaging.anchor.shared_vector import SharedVector
 from node.averaging.exchange.pieces import Plan, piece_spec
 from node.averaging.module_rounds import PROGRESS_S, RoundReports
-from node.averaging.replica_sync import SteppedTo
+from node.averaging.round_runner import SteppedTo
 from node.observability.events import CatchingUp, CaughtUp, RoundCommitted
 from node.observability.status import DownloadStatus, RoundStatus
 from protocol.interfaces.transport import Refusal

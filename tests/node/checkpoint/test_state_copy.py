@@ -35,7 +35,7 @@ from node.model.initialization import digest_of_tensors, parameters_of
 from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.model.optimizers.adamw import AdamW
-from node.model.parts import build_block_stack
+from node.model.passes import build_block_stack
 from node.observability.events import Event, Note
 from node.pipeline.worker import host_hop
 from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop

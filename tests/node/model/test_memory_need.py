@@ -22,7 +22,7 @@ from node.model.memory_need import (
 )
 from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, inner_optimizer
-from node.model.parts import build_block_stack
+from node.model.passes import build_block_stack
 from node.pipeline.worker import host_hop, host_stage_zero
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest

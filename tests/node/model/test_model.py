@@ -15,12 +15,23 @@ from torch import Tensor
 
 import node.model.initialization as initial
 from node.data.packing import Microbatch
-from node.model import head_loss
+from node.model import passes
 from node.model.document_attention import document_attention, kernel_for
-from node.model.head_loss import IGNORED, HeadSum, SummedLoss, loss_alone, loss_and_gradient
 from node.model.initialization import digest_of_tensors, near_normal, parameters_of, standard_deviation
-from node.model.parts import BlockStack, build_block_stack, build_embedding, build_head
-from node.model.passes import OneHead, backward, forward
+from node.model.passes import (
+    IGNORED,
+    BlockStack,
+    HeadSum,
+    OneHead,
+    SummedLoss,
+    backward,
+    build_block_stack,
+    build_embedding,
+    build_head,
+    forward,
+    loss_alone,
+    loss_and_gradient,
+)
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.vocabulary.types import ModuleId
@@ -201,7 +212,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 def test_the_gradients_are_those_of_all_logits_at_once(
     positions_at_once: int, sums: torch.dtype, strip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_loss, "STRIP", strip)
+    monkeypatch.setattr(passes, "STRIP", strip)
     head = Head()
     before = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(6)).to(sums)
     total = before.clone()
@@ -242,9 +253,9 @@ def test_bfloat16_products_and_a_float32_loss() -> None:
 @contextmanager
 def no_memory_at(piece: int) -> Iterator[None]:
     """Lets the product of that piece, counted from 1, find no memory for its gradient."""
-    add, pieces = head_loss._Workspace.add, 0
+    add, pieces = passes._Workspace.add, 0
 
-    def failing(self: head_loss._Workspace, of_logits: Tensor, hidden: Tensor) -> None:
+    def failing(self: passes._Workspace, of_logits: Tensor, hidden: Tensor) -> None:
         nonlocal pieces
         pieces += 1
         if pieces == piece:
@@ -252,7 +263,7 @@ def no_memory_at(piece: int) -> Iterator[None]:
         add(self, of_logits, hidden)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_loss._Workspace, "add", failing)
+        patch.setattr(passes._Workspace, "add", failing)
         yield
 
 

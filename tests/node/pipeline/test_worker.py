@@ -17,8 +17,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from node.concurrency.device_threads import DeviceThreads
 from node.model import passes
 from node.model.optimizer import Accumulator, InnerOptimizer, inner_optimizer
-from node.model.parts import BlockStack, build_block_stack, build_embedding, build_head
-from node.model.passes import Gradients, OneDevice, OneHead, Passes
+from node.model.passes import (
+    BlockStack,
+    Gradients,
+    OneDevice,
+    OneHead,
+    Passes,
+    build_block_stack,
+    build_embedding,
+    build_head,
+)
 from node.pipeline import device_passes
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import (

@@ -12,9 +12,9 @@ import torch
 
 from node.data.packing import Microbatch
 from node.pipeline.runner import MicrobatchRunner
-from node.pipeline.worker import DataWorker
+from node.pipeline.worker import DataWorker, Launches
 from node.routing import evaluation
-from node.routing.evaluation import WINDOW, Evaluator, Launches
+from node.routing.evaluation import WINDOW, Evaluator
 from protocol.interfaces.clock import SystemClock
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody_events import Started

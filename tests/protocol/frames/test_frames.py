@@ -25,6 +25,7 @@ from protocol.frames.frames import (
     AnnouncementFrame,
     AnswerFrame,
     Cancel,
+    Chunk,
     Farewell,
     FarewellReason,
     HashList,
@@ -33,14 +34,17 @@ from protocol.frames.frames import (
     Pong,
     QuestionFrame,
     SmallFrame,
+    TensorFrame,
+    checksum_of,
     decode,
+    decode_chunk,
     decode_hash_list,
     encode,
+    encode_chunk,
     encode_hash_list,
     is_chunk,
     topic_of,
 )
-from protocol.frames.tensors import Chunk, TensorFrame, checksum_of, decode_chunk, encode_chunk
 from protocol.generated import link_pb2 as wire
 from protocol.identity.keys import peer_id_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.frames.tensors import (
+from protocol.frames.frames import (
     MIN_CHUNK_BYTES,
     Arrival,
     Assembly,

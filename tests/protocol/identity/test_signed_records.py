@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import protocol.identity.signed_records
-from protocol.frames.frames import decode, encode
-from protocol.frames.tensors import TensorFrame
+from protocol.frames.frames import TensorFrame, decode, encode
 from protocol.generated import records_pb2
 from protocol.identity import signatures as routes
 from protocol.identity.certificates import make_credentials

@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from protocol.frames import tensors as transfers
-from protocol.frames.frames import MAX_SMALL_FRAME_BYTES, Cancel, decode
-from protocol.frames.tensors import Chunk, OutgoingTransfer
-from protocol.transport.link import MOST_ON_THE_WAY, Goodput, Meter
+from protocol.frames import frames as transfers
+from protocol.frames.frames import MAX_SMALL_FRAME_BYTES, Cancel, Chunk, OutgoingTransfer, decode
+from protocol.transport.link import MAX_WAITING_BYTES, MOST_ON_THE_WAY, ByteBudget, Goodput, Meter, Outbox, TrafficClass
 from protocol.transport.rate_limits import (
     BYTES_A_FRAME,
     COMMON_A_SECOND,
@@ -25,7 +24,6 @@ from protocol.transport.rate_limits import (
     CommonPatience,
     Patience,
 )
-from protocol.transport.send_queue import MAX_WAITING_BYTES, ByteBudget, Outbox, TrafficClass
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import Stalled, Unreachable
 from tests.kit.waiting import ManualClock

@@ -16,6 +16,7 @@ import pytest
 
 from protocol.codecs import decode_into, encode_into
 from protocol.frames.frames import (
+    MAX_CHUNK_BYTES,
     AnswerFrame,
     Cancel,
     Farewell,
@@ -26,9 +27,11 @@ from protocol.frames.frames import (
     Pong,
     QuestionFrame,
     SmallFrame,
+    TensorFrame,
+    checksum_of,
     encode,
+    encode_chunk,
 )
-from protocol.frames.tensors import MAX_CHUNK_BYTES, TensorFrame, checksum_of, encode_chunk
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Ask, Contact, Question, QuestionAbout, Refusal, Topic
@@ -36,6 +39,7 @@ from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, R
 from protocol.transport.dialer import NoTunnels, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
 from protocol.transport.handshake import MAX_STREAMS_PER_PEER
+from protocol.transport.link import MAX_WAITING_BYTES
 from protocol.transport.rate_limits import (
     COMMON_A_SECOND,
     COMMON_SAVED,
@@ -43,7 +47,6 @@ from protocol.transport.rate_limits import (
     IN_ADVANCE,
     PAUSE_AFTER,
 )
-from protocol.transport.send_queue import MAX_WAITING_BYTES
 from protocol.transport.settings import MAX_OPEN_TRANSFERS, TransportSettings
 from swarm.vocabulary.averaging_messages import Accepting, Contribution, Pulse, RoundId, StateChunk
 from swarm.vocabulary.errors import (

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from swarm.routing.loss_outliers import AT_LEAST, EARLIEST, LossOutliers, Outlier
+from swarm.routing.attribution import AT_LEAST, EARLIEST, LossOutliers, Outlier
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
 
 ROUND = 20

@@ -16,11 +16,11 @@ from node.averaging.anchor.local_replica import LocalReplica, anchor_of
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import KEPT, STRETCH, SpareArrays, Vector
 from node.averaging.exchange.reduction import SentParts, UpdateSource
-from node.averaging.replica_sync import InnerWork, ReplicaSync
+from node.averaging.round_runner import InnerWork, ReplicaSync
 from node.checkpoint.saver import capture_module, restore_module
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
-from node.model.parts import build_block_stack
+from node.model.passes import build_block_stack
 from node.solo.trainer import SoloReplica
 from protocol.codecs import decode_into, encoded_bytes
 from swarm.averaging.round_events import RoundRules

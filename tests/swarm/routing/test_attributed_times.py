@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.routing.latency_attribution import LOST_S, MAX_TRACES, PathTimes
+from swarm.routing.attribution import LOST_S, MAX_TRACES, PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, PeerId
