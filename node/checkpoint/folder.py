@@ -163,10 +163,19 @@ def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
 
 
+MAX_HEADER_BYTES: Final = 2**24
+"""Longest accepted header of a safetensors file."""
+
+
 @contextmanager
 def opened_tensors(path: Path) -> Iterator[Any]:
     """Opens a safetensors file. Raises StateError if it is missing, CorruptSnapshot if it is damaged."""
     try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+        # safetensors accepts 100 MB, which takes seconds and gigabytes to parse.
+        if header_bytes > MAX_HEADER_BYTES:
+            raise CorruptSnapshot(f"{path}: the header has {header_bytes} bytes, more than {MAX_HEADER_BYTES}")
         with safe_open(path, framework="pt") as opened:
             yield opened
     except FileNotFoundError:

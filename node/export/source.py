@@ -207,7 +207,6 @@ def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
 
 
 _MAX_JSON_BYTES: Final = 1 << 20
-_MAX_SHARDS: Final = 99_999
 _LEFT_TO_THE_TOKENIZER: Final = {"bos_token_id", "eos_token_id"}
 
 
@@ -228,7 +227,7 @@ class ExportedSource:
         self._path = path
         self.modules = _modules_in(path, origin, self.signed.manifest)
         self._digests = _digests(path, origin)
-        self._files = None if by_module else _files_by_parameter(path, origin)
+        self._files = None if by_module else _files_by_parameter(path, origin, self.signed.manifest)
         for module in self.modules:
             for file, shapes in self._by_file(module).items():
                 check_header(file, shapes)
@@ -284,10 +283,12 @@ def is_exported(path: Path) -> bool:
     return (path / ORIGIN).is_file()
 
 
-def _files_by_parameter(path: Path, origin: Mapping[str, Any]) -> dict[str, Path]:
+def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifest) -> dict[str, Path]:
     count = origin.get("shards")
-    if not isinstance(count, int) or not 1 <= count <= _MAX_SHARDS:
-        raise StateError(f"{path / ORIGIN}: `shards` must be a number from 1 to {_MAX_SHARDS}")
+    # Each file has at least one parameter.
+    most = sum(len(parameter_shapes(manifest, module)) for module in manifest.modules())
+    if not isinstance(count, int) or not 1 <= count <= most:
+        raise StateError(f"{path / ORIGIN}: `shards` must be a number from 1 to {most}")
     found: dict[str, Path] = {}
     for file in shard_files(count):
         with opened_tensors(path / file) as opened:

@@ -269,7 +269,8 @@ class SwarmStatus:
     ) -> SwarmStatus:
         """Combines the statuses of all peers. `modules` lists all modules of a run with experts."""
         data = [peer.answered for peer in peers if peer.answered is not None and peer.hosts(0)]
-        losses = [each.loss_last for each in data if each.loss_last is not None]
+        # Peers report these figures, so they are bounded before they enter a mean.
+        losses = [each.loss_last for each in data if each.loss_last is not None and abs(each.loss_last) <= MOST_NATS]
         return cls(
             run=run,
             name=name,
@@ -301,7 +302,6 @@ def _one_route(experts: tuple[int, ...], routes: Sequence[RouteStatus], complete
     known = [
         (route.loss, route.visits)
         for route in routes
-        # Peers report these figures, so they are bounded before they enter a mean.
         if route.loss is not None and abs(route.loss) <= MOST_NATS and 0 < route.visits <= MAX_COUNT
     ]
     # Weighted by visits, so that a rarely used data node does not distort the mean.

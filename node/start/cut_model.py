@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, version_of
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.shared_vector import Vector, empty_vector
+from node.checkpoint.folder import MAX_HEADER_BYTES
 from node.data.files import open_regular
 from node.model.shapes import HEAD, Shape, parameter_shapes
 from protocol.manifest.manifest import Manifest
@@ -151,7 +152,6 @@ SINGLE: Final = "model.safetensors"
 TOKENIZER: Final = "tokenizer.json"
 MAX_CONFIG_BYTES: Final = 2**20
 MAX_INDEX_BYTES: Final = 2**24
-MAX_HEADER_BYTES: Final = 2**24
 MAX_FILES: Final = 4096
 TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # A constant that old exports contain; it is computed, not read.

@@ -17,7 +17,7 @@ from typing import Final, Self
 from protocol.dht.child import KEYS_PER_FIND, DhtChild, running_child
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
-from protocol.identity.signed_records import decode_announced, directory_key, encode_record
+from protocol.identity.signed_records import decode_announced, directory_key, encode_record, is_verified
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
 from protocol.nat.relay import RelayFigures, read_figures
@@ -39,6 +39,7 @@ HEARTBEAT_TIMEOUT_S = 10.0
 RESTART_PAUSE_S = (0.1, 30.0)  # First and longest pause; doubled each time, with up to 50 % jitter
 STEADY_S = 60.0  # Lifetime of a child after which the pause is reset
 MAX_REMEMBERED_PEERS = 8192
+MAX_NEW_RECORDS = 256  # Records per look-up whose signatures are checked; known records cost nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +159,18 @@ class DhtDirectory:
         """Finds the newest records of these modules' replicas and of peers without a module. Raises Unreachable."""
         child = self._running()
         keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
-        newest: dict[PeerId, Announcement] = {}
+        records: list[bytes] = []
         for start in range(0, len(keys), KEYS_PER_FIND):
             find = dht_process_pb2.DhtFind(keys=keys[start : start + KEYS_PER_FIND])
             reply = await child.ask(dht_process_pb2.DhtRequest(find=find), self._settings.look_up_timeout_s)
-            for announcement in self._checked(reply.records):
+            records += reply.records
+        now = self._clock.wall()
+        # Signatures take about a millisecond each, so they are checked beside the event loop.
+        valid = await asyncio.to_thread(self._decoded, records, now)
+        newest: dict[PeerId, Announcement] = {}
+        for announcement in sorted(valid, key=lambda each: -each.sequence):
+            if self._sequences.is_current(announcement, now):
                 newest.setdefault(announcement.peer, announcement)
-                if announcement.sequence > newest[announcement.peer].sequence:
-                    newest[announcement.peer] = announcement
         return list(newest.values())
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
@@ -216,17 +221,20 @@ class DhtDirectory:
             raise Unreachable("the DHT is being restarted", hint="Try again in a moment.")
         return self._child
 
-    def _checked(self, records: Sequence[bytes]) -> list[Announcement]:
-        """Decodes records. Returns the valid announcements that are not older than a known one of the same peer."""
-        now = self._clock.wall()
+    def _decoded(self, records: Sequence[bytes], now: float) -> list[Announcement]:
+        """Decodes the valid records, among them at most MAX_NEW_RECORDS that were not verified before."""
+        new = [record for record in records if not is_verified(record)]
+        # A random choice: a stranger's thousands of records cannot keep the same honest ones out for ever.
+        left_out = set(random.sample(new, max(0, len(new) - MAX_NEW_RECORDS)))
         valid: list[Announcement] = []
         for record in records:
+            if record in left_out:
+                continue
             try:
                 valid.append(decode_announced(record, run=self._run, now=now))
             except ProtocolViolation as violation:
                 log.debug("ignoring a record from the DHT: %s", violation)
-        newest_first = sorted(valid, key=lambda announcement: -announcement.sequence)
-        return [announcement for announcement in newest_first if self._sequences.is_current(announcement, now)]
+        return valid
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
         pause_s, longest_s = RESTART_PAUSE_S

@@ -22,13 +22,18 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from protocol.identity.signed_records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announced, directory_key
+from protocol.identity.signed_records import (
+    MAX_LIFETIME_S,
+    MAX_RECORD_BYTES,
+    MAX_RECORDS,
+    decode_announced,
+    directory_key,
+)
 from protocol.transport.rate_limits import TokenBuckets
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, RunId
 
-MAX_RECORDS = 16_384
 MAX_OWNERS_OF_KEY = 256
 MIN_OWNERS_OF_KEY = 8
 MAX_KEYS_OF_OWNER = 8

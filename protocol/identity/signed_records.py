@@ -31,7 +31,7 @@ MAX_SLOTS = 65_536
 MAX_INCARNATION = 2**48 - 1
 
 _DOMAIN = b"skipstone-record:"
-_REMEMBERED_RECORDS: Final = 4096
+MAX_RECORDS: Final = 16_384  # Records that a DHT node stores, and verified ones that we remember
 # Fields with the same name in announcement and record
 _SAME = (
     *("run", "peer", "certificate", "tokens_per_second", "quadratic_share", "slots", "free_slots", "steps", "relay"),
@@ -71,6 +71,11 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
 _verified: OrderedDict[bytes, Announcement] = OrderedDict()
 
 
+def is_verified(record: bytes) -> bool:
+    """Tells whether a record with these bytes was verified before."""
+    return record in _verified
+
+
 def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
     """Decodes a peer's announcement; checks run, dates, fields, signature and certificate. Raises ProtocolViolation."""
     # `now`: Unix time in seconds, or None on a link from the owner, where a record is always fresh.
@@ -88,7 +93,7 @@ def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcem
     _check_signature(envelope, announcement)
     _check_certificate(announcement)
     _verified[data] = announcement
-    if len(_verified) > _REMEMBERED_RECORDS:
+    if len(_verified) > MAX_RECORDS:
         _verified.popitem(last=False)
     return announcement
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from node.checkpoint.folder import MAX_HEADER_BYTES
 from node.data.feed import held_out_microbatches
 from node.data.local_paths import LocalPathOptions
 from node.export import source as source_module
@@ -308,6 +309,13 @@ class TestExportedSource:
         origin = json.loads((folder / "skipstone.json").read_text())
         (folder / "skipstone.json").write_text(json.dumps(origin | change))
         with pytest.raises(StateError):
+            decoder_of(folder)
+
+    def test_a_header_of_many_megabytes_is_not_parsed(self, folder: Path) -> None:
+        file = next(folder.glob("*.safetensors"))
+        with file.open("r+b") as opened:
+            opened.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+        with pytest.raises(CorruptSnapshot, match="header"):
             decoder_of(folder)
 
 

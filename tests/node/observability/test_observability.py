@@ -178,6 +178,8 @@ def test_a_swarm_is_the_sum_of_its_data_nodes() -> None:
     assert peers[0]["answered"] == RECORDED
     assert (peers[3]["addresses"], peers[3]["steps"], peers[3]["answered"]) == ([], 0, None)
     assert SwarmStatus.of("9f86", "demo", 3, (hop, silent)).step is None
+    absurd = PeerStatus(peer="x", module="0.0", state="serving", answered=Status(loss_last=1.7e308))
+    assert SwarmStatus.of("9f86", "demo", 3, (*data, absurd, absurd)).loss == 3.25
 
 
 def test_the_routes_of_a_swarm_are_those_of_its_data_nodes() -> None:

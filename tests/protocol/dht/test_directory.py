@@ -36,6 +36,7 @@ from protocol.dht.guards import node_id_of
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import directory_key, encode_record
+from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Contact
 from swarm.vocabulary.errors import ConfigError, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerState
@@ -56,6 +57,18 @@ pytestmark = pytest.mark.e2e
 
 FIRST = Identity.generate()
 SECOND = Identity.generate()
+
+
+def test_a_flood_of_new_records_costs_few_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.dht.directory.MAX_NEW_RECORDS", 3)
+    looking = DhtDirectory(DirectorySettings(), FIRST, RUN, SystemClock())
+    known = encode_record(announced(SECOND), SECOND)
+    assert len(looking._decoded([known], time.time())) == 1
+    owners = [Identity.generate() for _ in range(8)]
+    flood = [encode_record(announced(owner), owner) for owner in owners]
+    decoded = [each.peer for each in looking._decoded([*flood, known], time.time())]
+    assert len(decoded) == 4
+    assert SECOND.peer in decoded, "a verified record costs nothing"
 
 
 async def found(looking: DhtDirectory, *modules: ModuleId) -> dict[str, int]:

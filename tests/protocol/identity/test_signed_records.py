@@ -273,7 +273,7 @@ def test_of_another_run_and_out_of_date_is_found_before_any_signature_is_checked
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.identity.signed_records._REMEMBERED_RECORDS", 3)
+    monkeypatch.setattr("protocol.identity.signed_records.MAX_RECORDS", 3)
     monkeypatch.setattr(
         "protocol.identity.signed_records._verified", remembered := type(protocol.identity.signed_records._verified)()
     )
