@@ -74,14 +74,11 @@ class Replica:
         self.total = Accumulator(self.part)
         self.optimizer = InnerOptimizer(small_manifest().training, [self.total], moments=moments)
 
-    def add(self, number: int) -> None:
-        numbers = torch.Generator().manual_seed(number)
-        gradients: list[Tensor] = [torch.randn(p.shape, generator=numbers) for p in self.total.parameters]
-        self.total.add(MicrobatchId(PeerId("a"), number), 32, gradients)
-
-    def steps(self, first: int, count: int) -> None:
+    def steps(self, first: int, count: int, peer: str = "a") -> None:
         for number in range(first, first + count):
-            self.add(number)
+            numbers = torch.Generator().manual_seed(number)
+            gradients: list[Tensor] = [torch.randn(p.shape, generator=numbers) for p in self.total.parameters]
+            self.total.add(MicrobatchId(PeerId(peer), number), 32, gradients)
             self.optimizer.step()
 
 
@@ -154,12 +151,7 @@ def test_an_optimizer_that_has_not_stepped_has_an_empty_state() -> None:
     assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
     one.steps(0, 2)
     other.total.start_over()
-    other.steps(10, 0)
-    fresh = [MicrobatchId(PeerId("b"), number) for number in range(2)]
-    for number, microbatch in enumerate(fresh):
-        numbers = torch.Generator().manual_seed(number)
-        other.total.add(microbatch, 32, [torch.randn(p.shape, generator=numbers) for p in other.total.parameters])
-        other.optimizer.step()
+    other.steps(0, 2, "b")
     assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
 
 
@@ -326,7 +318,6 @@ async def test_two_writes_never_overlap_and_the_last_one_waits_for_the_one_befor
     assert bench.newest() == 2
 
 
-LONG_S = 30.0
 TENSORS = {"local/a": torch.arange(1000.0), "local/b": torch.arange(6.0).view(2, 3).T, "exp_avg/a": torch.ones(())}
 
 
@@ -386,43 +377,24 @@ def test_a_compute_thread_that_has_stopped_ends_the_writing(compute: ComputeThre
         list(pieces)
 
 
-def written_meanwhile(replica: Replica, compute: ComputeThread, path: Path) -> tuple[ReplicaState, ReplicaState]:
-    """The replica when a write of it began, and what was read again."""
-    began, stepped = threading.Event(), threading.Event()
-
-    def disk(step: str) -> None:
-        if step == "written":
-            began.set()
-
-    def on_compute(job):  # type: ignore[no-untyped-def]
-        found = []
-        compute.post(Priority.UPKEEP, lambda: found.append(job())).result(LONG_S)
-        return found[0]
-
-    post = partial(compute.post, Priority.UPKEEP)
-    as_it_was = on_compute(lambda: capture_module((replica.part,), replica.optimizer, visits=3, tokens=96))
-    state = on_compute(lambda: capture_module((replica.part,), replica.optimizer, post, visits=3, tokens=96))
-
-    def step() -> None:
-        stepped.set()
-        replica.steps(3, 2)
-
-    going_on = threading.Thread(target=lambda: (began.wait(LONG_S), on_compute(step)))
-    going_on.start()
-    save_state(folder_at(path, SteppedStorage(disk)), PEER, ONE, state)
-    going_on.join(LONG_S)
-    assert stepped.is_set()
-    found = load_newest(folder_at(path), PEER)
-    assert found is not None
-    return as_it_was, found.state
-
-
 @pytest.mark.usefixtures("small_slices")
 def test_what_is_written_is_the_replica_at_one_moment(compute: ComputeThread, tmp_path: Path) -> None:
     replica = Replica()
     replica.steps(0, 3)
-    as_it_was, read = written_meanwhile(replica, compute, tmp_path)
-    assert same(read, as_it_was)
+    post = partial(compute.post, Priority.UPKEEP)
+    capture = partial(capture_module, (replica.part,), replica.optimizer, visits=3, tokens=96)
+    as_it_was, captured, stepping = capture(), list[ReplicaState](), list[Future[None]]()
+    post(lambda: captured.append(capture(post))).result(LONG_S)
+
+    def disk(step: str) -> None:
+        if step == "written" and not stepping:
+            stepping.append(post(lambda: replica.steps(3, 2)))
+
+    save_state(folder_at(tmp_path, SteppedStorage(disk)), PEER, ONE, captured.pop())
+    stepping.pop().result(LONG_S)
+    found = load_newest(folder_at(tmp_path), PEER)
+    assert found is not None
+    assert same(found.state, as_it_was)
     assert replica.optimizer.steps == 5
 
 
@@ -531,14 +503,9 @@ def test_when_all_are_damaged_each_is_named(tmp_path: Path) -> None:
     (tmp_path / PEER / "state-2.safetensors").unlink()
     with pytest.raises(CorruptSnapshot, match=r"state-2\.safetensors.*state-1\.safetensors"):
         load_newest(folder, PEER)
-
-
-def test_without_a_json_there_is_no_snapshot(tmp_path: Path) -> None:
-    folder = folder_at(tmp_path)
-    assert load_newest(folder, PEER) is None
-    save_state(folder, PEER, ONE, OLD)
-    (tmp_path / PEER / "state-1.json").unlink()
-    assert load_newest(folder, PEER) is None
+    for file in (tmp_path / PEER).glob("*.json"):
+        file.unlink()
+    assert load_newest(folder, PEER) is None, "without a JSON there is no snapshot"
 
 
 @pytest.mark.parametrize("kinds", [("json",), ("safetensors",), ("json", "safetensors")])
@@ -686,11 +653,6 @@ def steps_of_a_save(path: Path) -> list[str]:
     return countdown.steps
 
 
-def child(arguments: list[str]) -> None:
-    path, at = arguments
-    save_state(folder_at(Path(path), SteppedStorage(Countdown(int(at), die))), PEER, ONE, state_of(3.0))
-
-
 def test_a_process_killed_at_any_step_of_a_save(tmp_path: Path) -> None:
     steps = steps_of_a_save(tmp_path / "counted")
     assert steps.count("rename") == 2
@@ -727,7 +689,7 @@ def die_at_every_step(folders: list[str]) -> None:
     for at, folder in enumerate(folders, start=1):
         pid = os.fork()
         if pid == 0:
-            child([folder, str(at)])
+            save_state(folder_at(Path(folder), SteppedStorage(Countdown(at, die))), PEER, ONE, state_of(3.0))
             os._exit(0)
         status = os.waitpid(pid, 0)[1]
         if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):

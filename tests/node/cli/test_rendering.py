@@ -9,9 +9,10 @@ import math
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def test_the_view_shows_the_run() -> None:
         assert expected in row
     assert remaining_s(swarm()) == pytest.approx(16.0)
     assert remaining_s(replace(swarm(), target=None)) is None
+    assert all(words in drawn(SwarmProgress(stages=2)) for words in ("step 0", "loss -"))
 
 
 def committed(number: int, members: tuple[str, ...]) -> events.RoundCommitted:
@@ -108,23 +110,17 @@ def row_of(state: SwarmProgress) -> str:
     return next(line for line in drawn(state).splitlines() if "er1abc" in line).rstrip()
 
 
-def test_status_shows_rounds() -> None:
+def test_status_shows_rounds_reachability_and_relayed_bytes() -> None:
     said = {"last_round": {"members": 2, "seconds_ago": 61}, "catching_up": None}
     assert "3  2 peers  1m01s ago" in status_of(said)
     said = {"last_round": None, "catching_up": {"bytes": 5_000_000, "total_bytes": 20_000_000}}
     assert "5.0 MB of 20.0 MB" in status_of(said)
     assert "no answer" in status_of(None)
-
-
-def test_status_shows_how_a_peer_is_reached() -> None:
     assert "(mapped)" in status_of({"reach": {"step": "mapped", "reason": "because"}})
     assert "(" not in status_of({"reach": {"step": "unknown", "reason": "nobody"}})
-
-
-def test_status_shows_what_a_relay_has_carried() -> None:
-    said = {"at": "/ip4/25.0.0.1/tcp/4001/p2p/12D3KooWpeer1abc", "carried_bytes": 12_300_000}
-    assert "relay: 12.3 MB carried" in status_of({"relay": said})
-    assert "relay" not in status_of({"relay": {**said, "at": ""}})
+    relay = {"at": "/ip4/25.0.0.1/tcp/4001/p2p/12D3KooWpeer1abc", "carried_bytes": 12_300_000}
+    assert "relay: 12.3 MB carried" in status_of({"relay": relay})
+    assert "relay" not in status_of({"relay": {**relay, "at": ""}})
 
 
 def peer_of(name: str, module: str, answered: Any) -> PeerStatus:
@@ -141,15 +137,19 @@ def status_of(answered: object) -> str:
     return printed(status_table(swarm_of(2, peer)))
 
 
+def views_of(views: Callable[[SwarmStatus], Iterable[Any]], answered: object, module: str = "1.0") -> str:
+    return printed(*views(swarm_of(4, peer_of("12D3KooWpeer1abc", module, answered))), width=160)
+
+
+paths_of, codecs_of = partial(views_of, path_tables, module="0.0"), partial(views_of, codec_tables)
+computing_of, moments_of = partial(views_of, compute_tables), partial(views_of, moment_lines)
+
+
 def test_status_shows_what_stages_cost_a_data_node() -> None:
     prices = {"1": {"launched": 1200, "share": 0.5, "ahead": 3.0, "price_s": 0.25}, "2": {"ahead": -3.0}}
     rows = [line.split() for line in paths_of({"paths": {"stages": prices, "waiting_s": {"p1": 0.012}}}).splitlines()]
     assert ["1", "1,200", "50%", "+3.0", "+0.250", "s"] in rows
     assert paths_of({"paths": None}) == paths_of(None) == ""
-
-
-def paths_of(answered: object) -> str:
-    return printed(*path_tables(swarm_of(4, peer_of("12D3KooWdata1abc", "0.0", answered))))
 
 
 def test_the_view_names_the_stage_without_a_peer() -> None:
@@ -160,12 +160,6 @@ def test_the_view_names_the_stage_without_a_peer() -> None:
     assert "stage 2 has no peer left" in text
     assert any(line.split() == ["2", "none"] for line in text.splitlines())
     assert text.index("step 2 of 10") < text.index("\n") < text.index("loss 4.0000")
-
-
-def test_the_view_of_a_swarm_that_has_not_started() -> None:
-    text = drawn(SwarmProgress(stages=2))
-    assert "step 0" in text
-    assert "loss -" in text
 
 
 def test_peers_cannot_draw_on_the_terminal() -> None:
@@ -221,10 +215,6 @@ def test_durations() -> None:
     assert [duration(s) for s in (0.4, 61, 3725, math.inf)] == ["0s", "1m01s", "1h02m", "-"]
 
 
-def codecs_of(answered: object) -> str:
-    return printed(*codec_tables(swarm_of(4, peer_of("12D3KooWhop1abcdef", "1.0", answered))), width=160)
-
-
 def choice(codec: str, why: str = "because") -> dict[str, str]:
     return {"codec": codec, "why": why}
 
@@ -246,22 +236,14 @@ def test_the_codec_of_the_newest_round_of_each_module_is_shown_with_the_reason()
     assert rows == [["1.0", "int4", "int4", "fits"], ["2.0", "top_k_2", "top_k_2", "fits"]]
 
 
-def test_where_rounds_have_no_choice_nothing_is_shown() -> None:
-    assert not codecs_of(in_round("none", NO_CHOICE))
-    assert not codecs_of(in_round("none", ""))
-
-
-def test_of_a_run_that_compresses_nothing_no_codecs_are_shown() -> None:
+def test_where_no_codec_is_chosen_nothing_is_shown() -> None:
     link = {"bytes_per_s": 1, "activations": choice("none")}
-    assert not codecs_of({"codecs": {"allowed": {"activations": ["none"]}, "links": {"next": link}}})
+    uncompressed = {"codecs": {"allowed": {"activations": ["none"]}, "links": {"next": link}}}
+    assert not any(map(codecs_of, (in_round("none", NO_CHOICE), in_round("none", ""), uncompressed)))
 
 
 COMPUTE = {"busy_s": 50.0, "idle_work_s": 30.0, "idle_s": 20.0, "idle_waiting": 2}
 WEIGHTS = {"put_off": True, "reason": "steps wait for each other", "visits": 1234, "waiting": 1, "held_bytes": 10}
-
-
-def computing_of(answered: object) -> str:
-    return printed(*compute_tables(swarm_of(2, peer_of("12D3KooWpeer1abc", "1.0", answered))), width=120)
 
 
 def test_status_shows_what_idle_time_is_filled_with_and_why() -> None:
@@ -274,12 +256,9 @@ def test_status_shows_what_idle_time_is_filled_with_and_why() -> None:
 
 
 def test_status_shows_who_keeps_moments_in_8_bits_and_why() -> None:
-    def shown(answered: object) -> str:
-        return printed(*moment_lines(swarm_of(2, peer_of("12D3KooWpeer1abc", "1.0", answered))), width=120).strip()
-
     kept = {"form": "8bit", "reason": "--moments 8bit", "bytes": 10}
-    assert shown({"moments": kept}) == "moments in 8bit at er1abc (--moments 8bit)"
-    assert shown({"moments": kept | {"form": "float32"}}) == shown({}) == ""
+    assert moments_of({"moments": kept}).strip() == "moments in 8bit at er1abc (--moments 8bit)"
+    assert moments_of({"moments": kept | {"form": "float32"}}) == moments_of({}) == ""
 
 
 def test_status_names_who_is_accused() -> None:
@@ -450,13 +429,9 @@ async def test_nobody_is_asked_who_has_said_it_or_made_the_run(how: dict[str, bo
     assert "[y/N]" not in said
 
 
-async def test_without_a_terminal_it_says_it_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await answer()
-    assert "author" in capsys.readouterr().out
-
-
-async def test_standard_output_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await answer(as_json=True)
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_without_a_terminal_it_says_it_and_goes_on(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    assert await answer(as_json=as_json)
     said = capsys.readouterr()
-    assert said.out == ""
-    assert "author" in said.err
+    assert "author" in (said.err if as_json else said.out)
+    assert not (as_json and said.out), "standard output stays JSON"

@@ -87,6 +87,8 @@ def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -
 
     async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
         seen.append(options)
+        if options.link_file != OTHER_VALUES["link_file"]:
+            events.emit(serving(LINK))
 
     monkeypatch.setitem(sys.modules, "node.runtime.node", types.SimpleNamespace(run_node=run_node))
     monkeypatch.setattr("node.cli.join.stop_on_end_of_input", lambda ask: None)  # this process's input may have ended
@@ -138,16 +140,6 @@ class TestNodeSettings:
         empty = {variable(setting): "" for setting in SETTINGS}
         assert joined(monkeypatch, LINK, **empty) == joined(monkeypatch, LINK)
 
-    def test_a_bad_one_is_wrong_usage(self) -> None:
-        result = CliRunner().invoke(app, ["join", LINK], env={"SKIPSTONE_PORT": "many"})
-        assert result.exit_code == 2
-        assert "SKIPSTONE_PORT" in result.stderr or "--port" in result.stderr
-
-    def test_the_help_tells_of_them_in_a_sentence(self) -> None:
-        said = CliRunner().invoke(app, ["join", "--help"]).stdout
-        assert "SKIPSTONE_DHT_PORT" in said
-        assert "env var" not in said
-
     def test_the_nodes_of_a_local_swarm_are_told_everything_else_themselves(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -168,13 +160,10 @@ class TestLinks:
         assert str(joined(monkeypatch, SKIPSTONE_LINK=str(file)).link) == OTHER_LINK
 
     @pytest.mark.parametrize("content", [b"protocol = 1", b"", b"\xff\x00"])
-    def test_another_file_is_none(self, tmp_path: Path, content: bytes) -> None:
+    def test_another_file_or_none_has_no_link(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "file").write_bytes(content)
-        assert link_in(str(tmp_path / "file")) is None
-
-    def test_neither_a_link_nor_a_file(self, tmp_path: Path) -> None:
-        assert link_in(str(tmp_path / "nowhere")) is None
-        assert link_in("\0") is None
+        for place in (str(tmp_path / "file"), str(tmp_path / "nowhere"), "\0"):
+            assert link_in(place) is None
         with pytest.raises(ConfigError):
             link_in("skipstone:short@x")
 
@@ -204,13 +193,9 @@ class TestLinkFile:
             assert str(link_in(str(tmp_path / "link"))) == link
         assert heard.events == [serving(LINK), serving(OTHER_LINK)]
         assert [file.name for file in tmp_path.iterdir()] == ["link"]
-
-    def test_the_same_link_is_not_written_again(self, tmp_path: Path) -> None:
-        sink = LinkFile(tmp_path / "link", KeptEvents())
-        sink.emit(serving(LINK))
         (tmp_path / "link").unlink()
-        sink.emit(serving(LINK))
-        assert not (tmp_path / "link").exists()
+        sink.emit(serving(OTHER_LINK))
+        assert not (tmp_path / "link").exists(), "the same link is not written again"
 
     @pytest.mark.parametrize("trap", [".link.part", "link"])
     def test_a_link_that_another_user_laid_there_is_not_followed(self, tmp_path: Path, trap: str) -> None:
@@ -236,12 +221,7 @@ class TestLinkFile:
         assert "cannot write the join link" in caplog.text
 
     def test_the_node_writes_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
-            events.emit(serving(LINK))
-
-        monkeypatch.setitem(sys.modules, "node.runtime.node", types.SimpleNamespace(run_node=run_node))
-        result = CliRunner().invoke(app, ["join", LINK], env={"SKIPSTONE_LINK_FILE": str(tmp_path / "link")})
-        assert result.exit_code == 0, result.output
+        joined(monkeypatch, LINK, SKIPSTONE_LINK_FILE=str(tmp_path / "link"))
         assert str(link_in(str(tmp_path / "link"))) == LINK
 
 
@@ -265,17 +245,21 @@ class Probe:
 
 class TestAddresses:
     @pytest.mark.parametrize(
-        "hosts", [["ip4/203.0.113.7"], ["dns4/node.example"], ["dns4/unknown.example", "dns4/node.example"]]
+        ("hosts", "own"),
+        [
+            (["ip4/203.0.113.7"], "192.0.2.5"),
+            (["dns4/unknown.example", "dns4/node.example"], "192.0.2.5"),
+            (["dns4/unknown.example", "ip6/::1"], "127.0.0.1"),
+        ],
     )
-    def test_the_way_to_a_peer_tells_our_own(self, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> None:
+    def test_our_address_is_that_of_the_route_to_a_peer(
+        self, monkeypatch: pytest.MonkeyPatch, hosts: list[str], own: str
+    ) -> None:
         monkeypatch.setattr(socket, "socket", Probe)
         peers = tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)
-        assert Whereabouts("0.0.0.0").advertised_host(peers) == "192.0.2.5"
-
-    def test_without_a_way_it_is_this_machine_s_loopback(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(socket, "socket", Probe)
-        peers = (f"/dns4/unknown.example/tcp/4001/p2p/{PEER}", f"/ip6/::1/tcp/4001/p2p/{PEER}")
-        assert Whereabouts("0.0.0.0").advertised_host(peers) == "127.0.0.1"
+        assert Whereabouts("0.0.0.0").advertised_host(peers) == own
+        assert Whereabouts("0.0.0.0").local(4002) == "127.0.0.1:4002"
+        assert Whereabouts("25.0.0.9").local(4002) == "25.0.0.9:4002"
 
 
 BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("key")}
@@ -292,7 +276,6 @@ BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("
         ({"window": -3}, "window must be"),
         ({"steps": 0}, "steps must be"),
         ({"stage": "-1"}, "stage must be a stage or STAGE.EXPERT"),
-        ({"stage": "1."}, "stage must be a stage"),
         ({"memory": "-1"}, "is not a size"),
     ],
 )

@@ -28,7 +28,7 @@ from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.packing import Microbatch
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import Manifest
-from swarm.vocabulary.errors import ConfigError, ManifestError
+from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving
 from tests.node.small_manifest import small_manifest
@@ -56,18 +56,15 @@ def documents(*texts: bytes | OSError) -> Documents:
 
 
 @given(peers, st.integers(0, 2**63 - 1))
-def test_data_nodes_partition_the_documents_whatever_order_they_are_named_in(nodes: list[PeerId], seed: int) -> None:
-    for name in NAMES[:20]:
-        assert owner(seed, name, nodes) == owner(seed, name, nodes[::-1])
-        assert owner(seed, name, nodes) in nodes
-
-
-@given(peers, st.integers(0, 100))
-def test_only_the_documents_of_a_leaving_data_node_change_hands(nodes: list[PeerId], seed: int) -> None:
+def test_every_document_has_one_owner_and_only_those_of_a_leaving_data_node_get_another(
+    nodes: list[PeerId], seed: int
+) -> None:
     newcomer = PeerId("newcomer")
-    for name in NAMES[:50]:
-        after = owner(seed, name, [*nodes, newcomer])
-        assert after in (owner(seed, name, nodes), newcomer)
+    for name in NAMES[:20]:
+        before = owner(seed, name, nodes)
+        assert before in nodes
+        assert before == owner(seed, name, nodes[::-1])
+        assert owner(seed, name, [*nodes, newcomer]) in (before, newcomer)
 
 
 def test_every_data_node_gets_about_its_share() -> None:
@@ -97,11 +94,6 @@ def test_every_epoch_is_a_permutation(count: int, epoch: int) -> None:
     assert sorted(epoch_order(3, epoch, count).tolist()) == list(range(count))
 
 
-def test_each_document_ends_with_the_end_of_document() -> None:
-    fragments = list(documents(b"ab", b"cd").epoch(StreamPosition(), everything))
-    assert sorted(fragment.tokens.tolist() for fragment in fragments) == [[97, 98, 256], [99, 100, 256]]
-
-
 def test_empty_and_vanished_documents_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     fragments = list(documents(b"", b"x", FileNotFoundError(2, "No such file")).epoch(StreamPosition(), everything))
     assert [fragment.tokens.tolist() for fragment in fragments] == [[120, 256]]
@@ -117,14 +109,9 @@ def test_a_document_that_was_begun_is_finished_though_it_is_not_wanted_any_more(
 
 
 def test_epochs_follow_one_another() -> None:
-    places = [fragment.start for fragment in islice(documents(b"a", b"b").endless(StreamPosition(), everything), 5)]
-    assert places == [
-        StreamPosition(0, 0),
-        StreamPosition(0, 1),
-        StreamPosition(1, 0),
-        StreamPosition(1, 1),
-        StreamPosition(2, 0),
-    ]
+    found = islice(documents(b"a", b"b").endless(StreamPosition(), everything), 5)
+    places = [(fragment.start.epoch, fragment.start.position) for fragment in found]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
 
 
 def test_text_that_has_nothing_for_this_data_node_is_an_error_and_no_endless_search() -> None:
@@ -295,8 +282,3 @@ def test_nothing_for_this_data_node_is_said(few: LoopbackHub) -> None:
         few.files[name] = b'{"other": 1}\n'
     with pytest.raises(ConfigError, match=f"none of the {FILES_EACH} files"):
         TrainingFeed(manifest_of(), open_documents(manifest_of()), A).next()
-
-
-def test_only_a_data_set_of_the_hub_is_dealt_by_files() -> None:
-    with pytest.raises(ManifestError, match="dealt_by"):
-        small_manifest(data__dealt_by="files")

@@ -210,14 +210,9 @@ def position_after(sent: int, back: int) -> ReadingPosition:
     return position
 
 
-def test_it_begins_at_the_start_and_ends_behind_what_is_applied() -> None:
+def test_what_is_in_flight_or_not_applied_is_read_again() -> None:
     assert ReadingPosition(at(3), 8).resume_at(among()) == at(3)
-    assert position_after(5, 5).resume_at(among(0, 1, 2, 3, 4)) == at(5)
-
-
-def test_what_is_under_way_or_not_applied_is_read_again() -> None:
     assert position_after(5, 3).resume_at(among(0, 1, 2)) == at(3)
-    assert position_after(5, 3).resume_at(among(0)) == at(1)
     assert position_after(5, 3).resume_at(among(0, 2, 3, 4)) == at(1)
 
 
@@ -334,15 +329,8 @@ def test_every_token_is_a_label_once_and_follows_its_own_document(lengths: list[
             for one in whole
             for at in range(len(one))
         )
-
-
-@given(LENGTHS, BLOCK)
-def test_what_fits_is_never_cut(lengths: list[int], block: int) -> None:
-    documents = texts_of(lengths)
-    found = list(pieces_of(documents, block))
-    for one in (fragment.tokens.tolist() for fragment in documents.epoch(StreamPosition(), everything)):
-        if len(one) <= LONGEST:
-            assert ([END, *one[:-1]], one) in found
+    for one in whole:
+        assert len(one) > LONGEST or ([END, *one[:-1]], one) in found, "what fits is never cut"
 
 
 @given(LENGTHS, BLOCK)
@@ -503,14 +491,10 @@ def test_no_token_is_lost_or_repeated(lengths: list[int], rows: int, sequence: i
     whole = (sum(lengths) - 1) // (rows * sequence)  # the last token is nobody's input: nothing follows it
     assert len(microbatches) == whole
     assert tokens == list(range(whole * rows * sequence))
-
-
-@given(ROW_LENGTHS, ROWS, SEQUENCE, ROW_BLOCK)
-def test_labels_are_the_tokens_that_follow(lengths: list[int], rows: int, sequence: int, block: int) -> None:
-    for microbatch in all_of(row_packer(fragments_of(lengths), rows, sequence, block)):
+    for microbatch in microbatches:
         assert microbatch.tokens.shape == microbatch.labels.shape == (rows, sequence)
         assert microbatch.size == rows * sequence
-        assert (microbatch.labels == microbatch.tokens + 1).all()
+        assert (microbatch.labels == microbatch.tokens + 1).all(), "labels are the tokens that follow"
 
 
 @given(ROW_LENGTHS, ROWS, SEQUENCE, ROW_BLOCK, st.integers(0, 10))

@@ -28,7 +28,11 @@ def test_a_folder_gives_its_visible_files_sorted_by_relative_name(tmp_path: Path
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text)
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
-    source = files_at(tmp_path)
+    (tmp_path / "folder").symlink_to(tmp_path / "b")
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.path.relpath(tmp_path / "socket"))
+        source = files_at(tmp_path)
     assert list(source.names) == ["a.txt", "b/y.txt"]
     assert [source.read(name) for name in source.names] == [b"1\xff", b"2"]
 
@@ -79,20 +83,12 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="not installed") as caught:
         open_source(DataSection(source="huggingface:some/set", revision="0" * 40, dealt_by="files"), None)
     assert "skipstone[datasets]" in caught.value.hint
+    with pytest.raises(ConfigError) as caught:
+        newest_commit("some/set")
+    assert "--revision" in caught.value.hint
 
 
 class TestOnlyFilesOfItsOwn:
-    def test_what_is_no_regular_file_is_left_out(self, tmp_path: Path) -> None:
-        (tmp_path / "text").mkdir()
-        (tmp_path / "secret").write_bytes(b"secret")
-        (tmp_path / "text" / "a.txt").write_bytes(b"a")
-        os.mkfifo(tmp_path / "text" / "fifo")
-        (tmp_path / "text" / "link").symlink_to(tmp_path / "secret")
-        (tmp_path / "text" / "folder").symlink_to(tmp_path)
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(os.path.relpath(tmp_path / "text" / "socket"))
-            assert list(files_at(tmp_path / "text").names) == ["a.txt"]
-
     @pytest.mark.timeout(10)
     def test_a_fifo_or_a_device_that_is_named_itself_is_refused_at_once(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "fifo")
@@ -238,16 +234,12 @@ class TestHub:
         with pytest.raises(ManifestError, match="of the hub is no longer fetched whole; make a new manifest"):
             small_manifest(data__source="huggingface:some/set", **more)
 
-    def test_without_the_hub_the_option_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-        with pytest.raises(ConfigError) as caught:
-            newest_commit("some/set")
-        assert "--revision" in caught.value.hint
-
     def test_a_revision_is_a_commit_of_the_hub(self) -> None:
         for source, revision in (("huggingface:some/set", "main"), ("path:x", COMMIT)):
             with pytest.raises(ManifestError, match="revision"):
                 small_manifest(data__source=source, data__revision=revision)
+        with pytest.raises(ManifestError, match="dealt_by"):
+            small_manifest(data__dealt_by="files")
 
 
 def test_lines_of_all_files_are_documents_in_the_order_of_names(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from node.doctor.examination import (
     look_at_memory,
     look_at_port,
     look_at_stage_memory,
-    matmul_flops,
     reach_finding,
     satisfies,
     versions,
@@ -96,13 +95,6 @@ def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() ->
     assert "not installed" in found["hivemind"].found
 
 
-def memory_of(folder: Path, available: int, limit: str = "max", used: int = 0) -> tuple[Path, Path]:
-    (folder / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n")
-    (folder / "memory.max").write_text(limit)
-    (folder / "memory.current").write_text(str(used))
-    return folder / "meminfo", folder
-
-
 @pytest.mark.parametrize(
     ("available", "limit", "level"),
     [
@@ -116,8 +108,10 @@ def memory_of(folder: Path, available: int, limit: str = "max", used: int = 0) -
 def test_memory_is_what_the_machine_and_the_container_leave(
     tmp_path: Path, available: int, limit: str, level: Level
 ) -> None:
-    files = memory_of(tmp_path, available, limit, used=GIB // 4)
-    assert look_at_memory(lambda: available_memory(*files))[0].level is level
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n")
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(str(GIB // 4))
+    assert look_at_memory(lambda: available_memory(tmp_path / "meminfo", tmp_path))[0].level is level
 
 
 def test_memory_without_linuxs_files_is_what_posix_says(tmp_path: Path) -> None:
@@ -185,15 +179,6 @@ def test_the_stages_of_a_run_are_named(size_bytes: int, level: Level, said: str)
     assert (finding.level, finding.found[: len(said)]) == (level, said)
 
 
-def test_a_cpu_is_measured_and_is_well() -> None:
-    flops = matmul_flops(torch.device("cpu"), 64)
-    assert flops is not None
-    assert flops > 0
-    finding = look_at_device("cpu")[0]
-    assert finding.level is Level.OK
-    assert "GFLOP/s" in finding.found
-
-
 def test_a_device_that_multiplies_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.doctor.examination.matmul_flops", lambda device, size: None)
     assert look_at_device("cpu")[0].level is Level.FAIL
@@ -231,22 +216,18 @@ def test_a_port_that_is_taken_fails_and_a_free_one_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offsets", "level"),
+    ("offsets", "level", "said"),
     [
-        ([], Level.SKIP),
-        ([0.1, -0.3], Level.OK),
-        ([10.0, 11.0, 0.0], Level.WARN),
-        ([-90.0], Level.FAIL),
-        ([0.0, 0.1, 4000.0], Level.OK),
+        ([], Level.SKIP, ""),
+        ([0.1, -0.3], Level.OK, ""),
+        ([10.0, 11.0, 0.0], Level.WARN, "10.0 s behind"),
+        ([-90.0], Level.FAIL, "90.0 s ahead"),
+        ([0.0, 0.1, 4000.0], Level.OK, ""),
     ],
 )
-def test_the_clock_is_compared_with_the_median(offsets: Sequence[float], level: Level) -> None:
+def test_the_clock_is_compared_with_the_median(offsets: Sequence[float], level: Level, said: str) -> None:
     assert clock_finding(offsets).level is level
-
-
-def test_a_clock_ahead_is_told_from_one_behind() -> None:
-    assert "20.0 s behind" in clock_finding([20.0]).found
-    assert "20.0 s ahead" in clock_finding([-20.0]).found
+    assert said in clock_finding(offsets).found
 
 
 async def test_an_offset_is_taken_at_half_the_round_trip() -> None:
@@ -325,6 +306,7 @@ def test_the_command_ends_with_1_only_when_a_check_fails(tmp_path: Path) -> None
     said = json.loads(well.stdout)
     levels = {line["check"]: line["level"] for line in said["checks"]}
     assert (levels["device"], levels["port"], levels["reach"], levels["clock"]) == ("ok", "ok", "skip", "skip")
+    assert any("GFLOP/s" in line["found"] for line in said["checks"])
     assert well.exit_code == (0 if said["ok"] else 1)
     with socket.create_server((HERE, 0)) as taken:
         ill = CliRunner().invoke(app, [*arguments, "--port", str(taken.getsockname()[1])])
@@ -337,13 +319,9 @@ def test_the_command_ends_with_1_only_when_a_check_fails(tmp_path: Path) -> None
 
 def test_the_report_is_well_with_warnings() -> None:
     findings = [Finding("a", Level.WARN, "so so", "better"), Finding("b", Level.SKIP, "not looked at")]
-    assert report(findings) == {
-        "ok": True,
-        "checks": [
-            {"check": "a", "level": "warn", "found": "so so", "fix": "better"},
-            {"check": "b", "level": "skip", "found": "not looked at", "fix": ""},
-        ],
-    }
+    said = report(findings)
+    assert said["ok"]
+    assert said["checks"][0] == {"check": "a", "level": "warn", "found": "so so", "fix": "better"}
 
 
 def test_a_run_with_experts_and_fewer_peers_than_modules_is_a_warning() -> None:

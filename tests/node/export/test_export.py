@@ -38,7 +38,7 @@ from swarm.vocabulary.errors import (
     StateError,
     Unreachable,
 )
-from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary.types import ModuleId, PeerId
 from tests.node.checkpoint.saved_states import (
     CPU,
     decoder_of,
@@ -47,6 +47,7 @@ from tests.node.checkpoint.saved_states import (
     logits_of,
     noisy_model,
     save_checkpoint,
+    version,
 )
 from tests.node.small_manifest import small_manifest
 
@@ -378,27 +379,14 @@ MODULE = ModuleId(2)
 A, B, C = (PeerId(name) for name in "abc")
 
 
-def version(number: int, digest: int = 1) -> AnchorVersion:
-    return AnchorVersion(number, 10 * number, 100 * number, 0, bytes([digest]) * 32)
-
-
-def test_the_state_of_most_is_taken_from_those_who_stand_on_it() -> None:
+def test_the_newest_state_that_replicas_agree_on_is_taken() -> None:
     announced = {A: version(7), B: version(8), C: version(8)}
     assert state_to_take(MODULE, announced, 50) == (version(8), (B, C))
-
-
-def test_of_two_that_differ_the_one_with_more_work_is_taken() -> None:
     assert state_to_take(MODULE, {A: version(7), B: version(8)}, 50) == (version(8), (B,))
-
-
-def test_a_module_that_nobody_serves_is_named() -> None:
+    with pytest.raises(NoQuorum, match=r"module 2\.0: 3 replicas have 3 states"):
+        state_to_take(MODULE, announced | {C: version(8, 2)}, 50)
     with pytest.raises(Unreachable, match=r"no peer serves module 2\.0"):
         state_to_take(MODULE, {}, 50)
-
-
-def test_replicas_that_do_not_agree_are_no_source() -> None:
-    with pytest.raises(NoQuorum, match=r"module 2\.0: 3 replicas have 3 states"):
-        state_to_take(MODULE, {A: version(7), B: version(8), C: version(8, 2)}, 50)
 
 
 def test_initial_weights_are_not_handed_out_as_a_model() -> None:

@@ -156,8 +156,10 @@ def test_small_messages_go_to_whom_they_concern() -> None:
     with at_work(receives) as (microbatches, rounds):
         for word in (Close(MICROBATCH, "over"), *ROUND_WORDS):
             receives.received_control(A, word)  # type: ignore[arg-type]
-    assert microbatches.calls == [("receive", (A, Close(MICROBATCH, "over")))]
-    assert rounds.calls == [("receive", (A, word)) for word in ROUND_WORDS]
+        receives.link_down(A, ERROR)
+    lost = ("link_down", (A, ERROR))
+    assert microbatches.calls == [("receive", (A, Close(MICROBATCH, "over"))), lost]
+    assert rounds.calls == [*(("receive", (A, word)) for word in ROUND_WORDS), lost]
 
 
 def test_nobody_takes_what_another_takes_already() -> None:
@@ -179,13 +181,6 @@ async def test_a_node_is_a_witness_and_a_visitor_is_none() -> None:
         assert await receives.answer(A, question) == f"{A}: 4002".encode()
     with pytest.raises(Rejected, match="dial_back"):
         await receives.answer(A, question)
-
-
-def test_both_hear_of_a_lost_link() -> None:
-    receives = dispatcher()
-    with at_work(receives) as (microbatches, rounds):
-        receives.link_down(A, ERROR)
-    assert microbatches.calls == rounds.calls == [("link_down", (A, ERROR))]
 
 
 @pytest.mark.parametrize("message", [*MICROBATCH_TENSORS, *ROUND_TENSORS])
@@ -299,33 +294,20 @@ def test_as_much_travels_as_a_file_may_have() -> None:
     assert MAX_TOKENIZER_PIECES * TOKENIZER_PIECE_BYTES == MAX_TOKENIZER_BYTES
 
 
-async def test_without_a_tokenizer_nothing_is_given() -> None:
-    peers = FilePeers({})
-    with tokenizer_given(peers, None):
-        assert peers.answers == {}
-
-
-async def fetched(answers: Mapping[str, bytes | None]) -> bytes:
-    found = await fetch_router(FilePeers(answers), MANIFEST, 0.0)
-    assert found is not None
-    return found.to_bytes()
-
-
 async def test_the_one_whose_hash_is_right_is_taken() -> None:
-    answers = {"none": None, "other": some_router(seed=4).to_bytes(), "long": bytes(10**5), "good": ROUTER.to_bytes()}
-    assert await fetched(answers) == ROUTER.to_bytes()
-
-
-async def test_when_nobody_has_it_that_is_said() -> None:
+    wrong = {"none": None, "other": some_router(seed=4).to_bytes(), "long": bytes(10**5)}
+    found = await fetch_router(FilePeers({**wrong, "good": ROUTER.to_bytes()}), MANIFEST, 0.0)
+    assert found is not None
+    assert found.to_bytes() == ROUTER.to_bytes()
     with pytest.raises(Unreachable, match="no peer gave this run's router"):
-        await fetched({"none": None, "other": some_router(seed=4).to_bytes()})
+        await fetch_router(FilePeers(wrong), MANIFEST, 0.0)
 
 
 async def test_a_run_without_a_router_asks_nobody() -> None:
     session = FilePeers({"good": ROUTER.to_bytes()})
     assert await fetch_router(session, small_manifest(), 1.0) is None
     assert not session.asked
-    with router_given(session, None):
+    with router_given(session, None), tokenizer_given(session, None):
         assert session.answers == {}
 
 

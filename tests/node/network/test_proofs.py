@@ -32,6 +32,7 @@ class Asked:
         self.answers: dict[PeerId, bytes] = {}
         self.asked: list[PeerId] = []
         self.transport = self
+        self.proofs = Proofs(cast(NetworkSession, self))
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         assert question.about is QuestionAbout.STATUS
@@ -41,57 +42,49 @@ class Asked:
         return self.answers[peer]
 
 
-def proofs_of(session: Asked) -> Proofs:
-    return Proofs(cast(NetworkSession, session))
-
-
 def says(*measured: Any) -> bytes:
     return json.dumps({"measured": measured}).encode()
 
 
 async def test_only_data_nodes_that_gave_us_work_have_a_say() -> None:
     session = Asked("d1", "d2", "sybil")
-    proofs = proofs_of(session)
     session.answers = {PeerId("d1"): says(OTHER, 7), PeerId("sybil"): says(LIAR)}
     for data_node in ("d1", "d2", "stranger"):
-        proofs.worked_on(MicrobatchId(PeerId(data_node), 1))
-    assert proofs.proven == frozenset()
-    await proofs.refresh()
-    assert proofs.proven == {OTHER}
+        session.proofs.worked_on(MicrobatchId(PeerId(data_node), 1))
+    assert session.proofs.proven == frozenset()
+    await session.proofs.refresh()
+    assert session.proofs.proven == {OTHER}
     assert set(session.asked) == {"d1", "d2"}, "neither one that never gave us work, nor one that hosts no stage 0"
 
 
 async def test_who_was_given_no_work_yet_hears_all_data_nodes() -> None:
     """Else a replica that came just before its run stopped could never go where it stopped."""
     session = Asked("d1", "d2", "d3")
-    proofs = proofs_of(session)
     session.answers = {PeerId("d1"): says(OTHER), PeerId("d2"): says(OTHER), PeerId("d3"): says(LIAR)}
-    await proofs.refresh()
-    assert proofs.proven == {OTHER}
+    await session.proofs.refresh()
+    assert session.proofs.proven == {OTHER}
 
 
 async def test_nonsense_is_no_word_and_rounds_count_besides() -> None:
     session = Asked("d1", "d2")
-    proofs = proofs_of(session)
-    proofs.shared_round(frozenset({OTHER}))
+    session.proofs.shared_round(frozenset({OTHER}))
     session.answers = {PeerId("d1"): b'{"measured": 5}', PeerId("d2"): b"[" * 10_000}
     for data_node in session.answers:
-        proofs.worked_on(MicrobatchId(data_node, 1))
-    await proofs.refresh()
-    assert proofs.proven == {OTHER}
+        session.proofs.worked_on(MicrobatchId(data_node, 1))
+    await session.proofs.refresh()
+    assert session.proofs.proven == {OTHER}
 
 
 async def test_they_are_few_and_asked_seldom() -> None:
     names = [f"d{number}" for number in range(20)]
     session = Asked(*names)
-    proofs = proofs_of(session)
     for name in names:
-        proofs.worked_on(MicrobatchId(PeerId(name), 1))
+        session.proofs.worked_on(MicrobatchId(PeerId(name), 1))
     for _ in range(3):
-        await proofs.refresh()
+        await session.proofs.refresh()
     assert len(session.asked) == ASKED_DATA_NODES
     session.own.clock.now += ASK_AGAIN_S
-    await proofs.refresh()
+    await session.proofs.refresh()
     assert len(session.asked) == 2 * ASKED_DATA_NODES
 
 
@@ -110,7 +103,7 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
         there.meets(replica)
         own = SimpleNamespace(clock=there.clock, steps=1)
         session = SimpleNamespace(membership=there.membership, membership_sync=there.membership_sync, own=own)
-        proofs = proofs_of(Asked())
+        proofs = Asked().proofs
         given = cast(ModuleContext, SimpleNamespace(session=session, module=MODULE, proofs=proofs))
         there.links.outcome.set_result(json.dumps({"module": str(MODULE), "state": "serving"}).encode())
         assert not await others_serve(given), "it has only announced itself"

@@ -132,10 +132,8 @@ def test_what_is_no_object_is_no_answer(answer: bytes) -> None:
 @pytest.mark.parametrize("odd", [None, True, "x", 1e400, 10**400, -(2**63), [], {}, [[]], {"a": []}])
 def test_malformed_fields_have_their_defaults(odd: Any) -> None:
     for key in RECORDED:
-        read, others = parsed({**RECORDED, key: odd}), to_json(TYPED)
-        assert {name: value for name, value in to_json(read).items() if name != key} == {
-            name: value for name, value in others.items() if name != key
-        }
+        read = parsed({**RECORDED, key: odd})
+        assert to_json(read) | {key: None} == to_json(TYPED) | {key: None}
         assert type(getattr(read, key)) in (type(getattr(TYPED, key)), type(None))
     assert parsed({"tokens_per_s": odd}).tokens_per_s == 0.0
     assert parsed({"steps": odd}).steps == 0
@@ -367,22 +365,14 @@ def test_every_point_is_somewhere_and_every_place_has_a_known_name() -> None:
     assert found == POINTS.keys()
 
 
-def test_nothing_added_is_no_rate() -> None:
-    clock = ManualClock()
-    rate = Rate(clock)
-    clock.now += 10
-    assert rate.per_second() == 0.0
-    assert rate.mean() == 0.0
-
-
 def test_young_rates_are_divided_by_their_age() -> None:
     clock = ManualClock()
     rate = Rate(clock)
-    for _ in range(4):
-        clock.now += 1
-        rate.add(50)
-    assert rate.per_second() == pytest.approx(50)
-    assert rate.mean() == pytest.approx(50)
+    clock.now += 2
+    assert rate.per_second() == rate.mean() == 0.0
+    clock.now += 2
+    rate.add(200)
+    assert rate.per_second() == rate.mean() == pytest.approx(50)
 
 
 def test_old_amounts_leave_the_window_but_not_the_mean() -> None:

