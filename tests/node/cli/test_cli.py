@@ -23,17 +23,17 @@ from lab.commands import app as laboratory
 from node.__main__ import EXPERIMENTS, app
 from node.cli.views.text import harmless_lines
 from node.context.options import NodeOptions
-from node.data.tokenizers import ByteTokenizer, Tokens
+from node.data.tokenizers import ByteTokenizer
 from node.experts.router import load_router
 from node.local_swarm import local_swarm
 from node.network.loss_report import AskedPaths
-from node.observability.events import EventSink, MicrobatchCounts, Note, Step
+from node.observability.events import EventSink, MicrobatchCounts, Note
 from node.observability.status import PeerStatus, Status, SwarmStatus
 from node.observability.typed_json import to_json
 from protocol.manifest.signing import read_signed_manifest
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
-from tests.node.checkpoint.saved_states import file_of, save_checkpoint
+from tests.node.checkpoint.saved_states import save_checkpoint
 from tests.node.small_manifest import small_manifest
 from tests.node.start.tiny_models import write_folder
 
@@ -65,10 +65,6 @@ def corpus(tmp_path: Path, *texts: bytes) -> Path:
     for number, text in enumerate(texts):
         (tmp_path / "corpus" / f"{number}.txt").write_bytes(text)
     return tmp_path / "corpus"
-
-
-def opening_of(file: Path) -> Tokens:
-    return ByteTokenizer().encode(file.read_bytes())
 
 
 HEARS_SIGNALS = """
@@ -139,7 +135,8 @@ class TestNew:
         assert manifest.stages.experts == (1, 2, 1)
         router = load_router(file, manifest)
         assert router is not None
-        routes = {best_route(router.affinity("", opening_of(text / f"{number}.txt"))) for number in (0, 1)}
+        openings = [ByteTokenizer().encode((text / f"{number}.txt").read_bytes()) for number in (0, 1)]
+        routes = {best_route(router.affinity("", opening)) for opening in openings}
         assert routes == {(0, 0), (1, 0)}
         assert "4 modules; documents are routed to experts by" in result.stdout
         assert run("new", str(tmp_path / "again.toml"), "--from", str(file), "--seed", "2").exit_code == 0
@@ -198,6 +195,10 @@ class TestNew:
             (("--size", "10m", "--card", "much"), 78, "is not a size"),
             (("--size", "7b", "--card", "1GB"), 78, "one block of this model needs more"),
             (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both set"),
+            (("--experts", "two"), 78, "not a list of numbers"),
+            (("--experts", "1,2"), 65, "one for each of the 5 stages"),
+            (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
+            (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
             (("--size", "10m", "--total-tokens", "0"), 78, "at least 1"),
             (("--card", "12GB"), 78, "--card goes with --size"),
             (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "nowhere.json"),
@@ -234,32 +235,17 @@ class TestNew:
 
 class TestJoin:
     def test_its_options_reach_the_node(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        seen: list[NodeOptions] = []
-
-        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
-            seen.append(options)
-            events.emit(Step(1, 5.5, 10, 2.0, "me"))
-
-        pretend(monkeypatch, run_node=run_node)
-        words = ("--stage", "2", "--memory", "1MiB", "--steps", "3", "--port", "9", "--serve-relay", "50")
-        result = run("join", LINK, *words, "--json")
-        assert result.exit_code == 0, result.output
-        (options,) = seen
-        assert (str(options.link), options.manifest_path) == (LINK, None)
-        assert (options.stage, options.graph_bytes, options.steps, options.port) == ("2", 2**20, 3, 9)
-        assert options.relay_bytes_per_hour == 50_000_000
-        assert options.identity_path == tmp_path / "home" / "identity.key"
-        assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["step"]
-
-    def test_plain_lines_without_json(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
             assert options.manifest_path == tmp_path / "run.toml"
+            assert (options.graph_bytes, options.relay_bytes_per_hour) == (2**20, 50_000_000)
+            assert options.identity_path == tmp_path / "home" / "identity.key"
             events.emit(Note("info", "hello"))
 
         (tmp_path / "run.toml").write_text("")
         pretend(monkeypatch, run_node=run_node)
-        result = run("join", str(tmp_path / "run.toml"))
-        assert result.stdout.splitlines() == ["skipstone join: starting a node", "hello"]
+        words = ("join", str(tmp_path / "run.toml"), "--memory", "1MiB", "--serve-relay", "50")
+        assert run(*words).stdout.splitlines() == ["skipstone join: starting a node", "hello"]
+        assert [json.loads(line)["event"] for line in run(*words, "--json").stdout.splitlines()] == ["note"]
 
     @pytest.mark.parametrize("error", [IdentityError("bad key"), Unreachable("nobody there"), SkipstoneError("oops")])
     @pytest.mark.parametrize("grouped", [False, True])
@@ -315,14 +301,17 @@ def until(process: subprocess.Popen[str], text: str) -> None:
 
 
 class TestSignals:
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-    def test_the_first_stops_in_good_order(self, number: signal.Signals) -> None:
-        with command("join", LINK, code=PATIENT) as process:
-            until(process, "up")
-            process.send_signal(number)
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, None])
+    def test_the_first_or_the_end_of_input_stops_in_good_order(self, number: signal.Signals | None) -> None:
+        # Its input is /dev/null: at its end already.
+        words = ("join", LINK) if number else ("join", LINK, "--stop-on-eof")
+        with command(*words, code=PATIENT) as process:
+            if number:
+                until(process, "up")
+                process.send_signal(number)
             out, err = process.communicate()
         assert "stopped in good order" in out
-        assert "once more to stop at once" in err
+        assert ("once more to stop at once" in err) is (number is not None)
         assert process.returncode == 0
 
     @pytest.mark.parametrize("code", [DEAF, STUCK])
@@ -334,13 +323,6 @@ class TestSignals:
             assert "once more" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
         assert process.returncode == 130
-
-    def test_the_end_of_input_is_no_signal(self) -> None:
-        # Its input is /dev/null: at its end already.
-        with command("join", LINK, "--stop-on-eof", code=PATIENT) as process:
-            out, _ = process.communicate()
-        assert "stopped in good order" in out
-        assert process.returncode == 0
 
     def test_a_reader_that_goes_away_stops_it(self) -> None:
         body = 'while not stop.is_set(): events.emit(Note("info", "x")); await asyncio.sleep(0.01)'
@@ -527,13 +509,6 @@ class TestModels:
         assert result.exit_code == code
         assert message in result.stderr
         assert "Traceback" not in result.stderr
-
-    def test_a_damaged_checkpoint(self, checkpoint: Path) -> None:
-        file = file_of(checkpoint, "1.0")
-        file.write_bytes(file.read_bytes()[:-1])
-        result = run("generate", str(checkpoint), "prompt")
-        assert result.exit_code == 74
-        assert file.name in result.stderr
 
 
 def test_what_a_model_writes_moves_no_cursor() -> None:

@@ -305,15 +305,11 @@ def labels_of(text: Microbatch) -> Iterator[Tokens]:
         yield labels.numpy()
 
 
-def pieces_in(microbatch: Microbatch) -> Iterator[tuple[list[int], list[int]]]:
-    tokens, labels = (row.split(microbatch.documents) for row in (microbatch.tokens[0], microbatch.labels[0]))
-    for some, following in zip(tokens, labels, strict=True):
-        yield some.tolist(), following.tolist()
-
-
 def pieces_of(documents: Documents, block: int) -> Iterator[tuple[list[int], list[int]]]:
     for text in all_of(packer_of(documents, block)):
-        yield from pieces_in(text)
+        tokens, labels = (row.split(text.documents) for row in (text.tokens[0], text.labels[0]))
+        for some, following in zip(tokens, labels, strict=True):
+            yield some.tolist(), following.tolist()
 
 
 @given(LENGTHS, BLOCK)

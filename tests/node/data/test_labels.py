@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from node.data.documents import UNSCORED, Documents, MalformedDocumentError, conversation
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
-from node.data.packing import Microbatch
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
@@ -94,17 +93,13 @@ def chat_manifest(folder: Path, **changes: Any) -> Manifest:
     return small_manifest(data__source=f"path:{folder}", data__labels="assistant", **changes)
 
 
-def answers_in(texts: list[Microbatch]) -> Counter[int]:
-    return Counter(label for text in texts for label in text.labels.flatten().tolist() if label != UNSCORED)
-
-
 @pytest.mark.parametrize("attention", ["causal", "documents"])
 def test_every_answer_is_a_label_once_an_epoch(tmp_path: Path, attention: str) -> None:
     """Digits and brackets stand in answers alone; the rest of the last microbatch is missing."""
     manifest = chat_manifest(talks(tmp_path / "talks"), model__attention=attention, data__held_out=1 - 1e-9)
     texts = list(held_out_microbatches(manifest, 10_000))
     assert all(text.scored == int((text.labels >= 0).sum()) for text in texts)
-    found = answers_in(texts)
+    found = Counter(label for text in texts for label in text.labels.flatten().tolist() if label != UNSCORED)
     missing = 2 if attention == "causal" else 0
     assert 60 - missing <= found[ord("[")] <= 60
     assert 60 - missing <= found[ord("]")] <= 60

@@ -96,33 +96,18 @@ def test_there_and_back_gives_the_logits_of_the_parts(tmp_path: Path, shard_byte
 def test_an_export_of_an_export_is_the_same(tmp_path: Path, folder: Path) -> None:
     exported(folder, tmp_path / "again", shard_bytes=A_FEW_TENSORS)
     assert contents(tmp_path / "again") == contents(folder)
-
-
-def test_whoever_may_read_one_file_may_read_all(folder: Path) -> None:
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "whoever may read one file may read all"
 
 
 def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
     manifest = small_manifest(stages__per_path=1)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest)
+    (tmp_path / "folder").mkdir()  # an empty folder is taken
     done = exported(checkpoint, tmp_path / "folder")
     origin = json.loads((tmp_path / "folder" / "skipstone.json").read_text())
     assert origin["run"] == done.run
     assert origin["stages"] == {"blocks": [1, 2, 1], "visited_per_path": 1, "trained_with_skipping": True}
     assert (tmp_path / "folder" / "manifest.toml").read_bytes() == (checkpoint / "manifest.toml").read_bytes()
-
-
-def test_an_export_has_the_held_out_loss_of_its_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
-    checkpoint = save_checkpoint(tmp_path / "checkpoint", small_manifest(data__source=f"path:{tmp_path / 'text'}"))
-    exported(checkpoint, tmp_path / "folder")
-    told = LocalPathOptions(text=tmp_path / "text")
-    losses = [
-        asyncio.run(evaluate_model(str(path), 3, local_path_options=told)) for path in (checkpoint, tmp_path / "folder")
-    ]
-    assert losses[0] == losses[1]
-    assert (losses[0]["tokens"], losses[0]["microbatches"]) == (96, 3)
-    assert losses[0]["subsets"] == [{"stages": [1, 2], "loss": losses[0]["loss"]}]
 
 
 def test_a_downloaded_folder_opens_nothing_here_and_one_s_own_does(
@@ -168,11 +153,6 @@ def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
 
 
 class TestTarget:
-    def test_an_empty_folder_is_taken(self, tmp_path: Path, checkpoint: Path) -> None:
-        (tmp_path / "folder").mkdir()
-        exported(checkpoint, tmp_path / "folder")
-        assert decoder_of(tmp_path / "folder").vocabulary == 257
-
     def test_an_export_gives_way_only_when_asked_for(self, tmp_path: Path, folder: Path) -> None:
         other = save_checkpoint(tmp_path / "other", small_manifest(seed=9))
         before = contents(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -215,7 +215,6 @@ class SmallSwarm:
         self.clock = ManualClock()
         self.gates: dict[Spot, Gate] = {}
         self.dead: set[PeerId] = set()
-        self.lost_messages: Callable[[PeerId, PeerId, MicrobatchControl], bool] = lambda sender, to, message: False
         self.refused: list[tuple[PeerId, Refusal]] = []
         self.sent: list[tuple[PeerId, int]] = []
         data_worker = host_stage_zero(manifest, CPU)
@@ -324,8 +323,7 @@ class MemoryTransport(NoLinks):
 
     async def send_control(self, peer: PeerId, message: MicrobatchControl) -> None:
         await self._reach(peer)
-        if not self._swarm.lost_messages(self._own, peer, message):
-            self._swarm[peer].runner.receive(self._own, message)
+        self._swarm[peer].runner.receive(self._own, message)
 
     async def _reach(self, peer: PeerId) -> None:
         await asyncio.sleep(0)

@@ -59,6 +59,7 @@ from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
 from protocol.nat.dial_back import DialBackOutcome, DialBackResult, decode_dial_back, encode_dial_back
 from protocol.transport.rate_limits import MAX_REMEMBERED, TokenBuckets
 from swarm.membership.membership import Membership
+from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import Busy, Rejected, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 from tests.kit.events import KeptEvents
@@ -835,8 +836,10 @@ class HoldingBench:
         state = LocalPeer(RUN, own, b"", self.clock, state=PeerState.SERVING, module=MODULE)
         self.attachments = Attachments(state, self.membership, self.links, connect_s)
         for _ in range(count):
-            announcement = announced(Identity.generate())
-            self.membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
+            self.meets(announced(Identity.generate()))
+
+    def meets(self, announcement: Announcement) -> None:
+        self.membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
 
 
 async def test_who_is_lost_is_replaced_and_the_others_stay() -> None:
@@ -982,13 +985,9 @@ async def test_who_cannot_be_dialled_dials_nobody_back_at_a_tunnels_end() -> Non
 
 
 async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
-    own = LocalPeer(RUN, ME, b"", ManualClock(), state=PeerState.SERVING, module=MODULE)
-    membership = Membership(RUN, ME)
-    relaying = Identity.generate()
+    bench, relaying = HoldingBench(5), Identity.generate()
     relay = f"/ip4/25.0.0.1/tcp/4001/p2p/{relaying.peer}"
-    far = announced(relaying, module=ModuleId(4), relay=relay)
-    for announcement in (*(announced(Identity.generate()) for _ in range(5)), far):
-        membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
-    held = await Attachments(own, membership, HeldLinks()).hold()
+    bench.meets(announced(relaying, module=ModuleId(4), relay=relay))
+    held = await bench.attachments.hold()
     assert held[0] == relaying.peer
     assert len(held) == 3

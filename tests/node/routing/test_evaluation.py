@@ -41,7 +41,6 @@ class Road:
 
     texts: dict[MicrobatchId, Microbatch] = field(default_factory=dict)
     visited: list[str] = field(default_factory=list)
-    numbers: dict[MicrobatchId, int] = field(default_factory=dict)
     away: list[MicrobatchId] = field(default_factory=list)
     most_away: int = 0
     meets: Callable[[MicrobatchId], None] = lambda microbatch: None
@@ -50,7 +49,6 @@ class Road:
         assert event.purpose is Purpose.EVALUATE
         assert event.microbatch in self.texts
         self.away.append(event.microbatch)
-        self.numbers[event.microbatch] = len(self.visited)
         self.visited += [str(hop.module) for hop in event.path.hops]
         self.most_away = max(self.most_away, len(self.away))
         asyncio.get_running_loop().call_soon(self.meets, event.microbatch)
