@@ -60,6 +60,12 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments, prog_name="skipstone")
 
 
+def ran(*arguments: str) -> Any:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def corpus(tmp_path: Path, *texts: bytes) -> Path:
     (tmp_path / "corpus").mkdir()
     for number, text in enumerate(texts):
@@ -100,8 +106,7 @@ class TestNew:
     def test_it_writes_a_signed_manifest_with_the_changes(self, tmp_path: Path) -> None:
         file, text = tmp_path / "run.toml", corpus(tmp_path, b"abc")
         words = ("--name", "mine", "--seed", "7", "--stages", "0,1,1", "--data", f"path:{text}", "--inner", "soap")
-        result = run("new", str(file), *words, "--stages-per-path", "1", "--visit-ratio", "1.5")
-        assert result.exit_code == 0, result.output
+        result = ran("new", str(file), *words, "--stages-per-path", "1", "--visit-ratio", "1.5")
         signed = read_signed_manifest(file.read_bytes(), None)
         assert (signed.manifest.name, signed.manifest.seed) == ("mine", 7)
         assert signed.manifest.stages.blocks == (0, 1, 1)
@@ -109,11 +114,10 @@ class TestNew:
         assert signed.manifest.stages.visit_ratio == 1.5
         assert signed.manifest.training.inner.name == "soap"
         assert signed.manifest.data.source == f"path:{text}"
-        assert signed.manifest.data.files is not None
         assert (signed.manifest.data.files.count, signed.manifest.data.files.bytes) == (1, 3)
         assert signed.run in result.stdout
         assert (tmp_path / "home" / "identity.key").stat().st_mode & 0o777 == 0o600
-        assert run("new", str(tmp_path / "second.toml"), "--from", str(file), "--name", "again").exit_code == 0
+        ran("new", str(tmp_path / "second.toml"), "--from", str(file), "--name", "again")
         manifest = read_signed_manifest((tmp_path / "second.toml").read_bytes(), None).manifest
         assert (manifest.seed, manifest.name) == (7, "again")
 
@@ -121,25 +125,23 @@ class TestNew:
         ("file", "name"), [("my run.toml", "my-run"), ("first.run.toml", "first.run"), ("__.toml", "stdlib-demo")]
     )
     def test_a_run_is_named_after_its_file(self, tmp_path: Path, file: str, name: str) -> None:
-        assert run("new", str(tmp_path / file)).exit_code == 0
+        ran("new", str(tmp_path / file))
         assert f'name = "{name}"' in (tmp_path / file).read_text()
 
     def test_a_run_with_experts_has_a_router_beside_it(self, tmp_path: Path) -> None:
         file, text = tmp_path / "run.toml", corpus(tmp_path, *[b"some prose " * 40, b"int i = 0;\n" * 40] * 20)
         source = f"path:{text}"
-        result = run(
+        result = ran(
             "new", str(file), "--data", source, "--stages", "0,1,1", "--experts", "1,2,1", "--route-from", source
         )
-        assert result.exit_code == 0, result.output
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         assert manifest.stages.experts == (1, 2, 1)
         router = load_router(file, manifest)
-        assert router is not None
         openings = [ByteTokenizer().encode((text / f"{number}.txt").read_bytes()) for number in (0, 1)]
         routes = {best_route(router.affinity("", opening)) for opening in openings}
         assert routes == {(0, 0), (1, 0)}
         assert "4 modules; documents are routed to experts by" in result.stdout
-        assert run("new", str(tmp_path / "again.toml"), "--from", str(file), "--seed", "2").exit_code == 0
+        ran("new", str(tmp_path / "again.toml"), "--from", str(file), "--seed", "2")
         assert (tmp_path / "again.router").read_bytes() == router.to_bytes()
         (tmp_path / "run.router").unlink()
         lost = run("solo", "--manifest", str(file), "--steps", "1")
@@ -149,14 +151,11 @@ class TestNew:
     def test_a_run_may_start_from_a_model(self, tmp_path: Path) -> None:
         file, model, text = tmp_path / "run.toml", tmp_path / "model", corpus(tmp_path, *[b"some prose " * 40] * 40)
         write_folder(model, "qwen2, tied")
-        result = run("new", str(file), "--from-model", str(model), "--data", f"path:{text}", "--stages", "0,3,1")
-        assert result.exit_code == 0, result.output
+        result = ran("new", str(file), "--from-model", str(model), "--data", f"path:{text}", "--stages", "0,3,1")
         assert f"skipstone join {file} --model {model}" in result.stdout
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         assert (manifest.model.family, manifest.model.sequence, manifest.stages.blocks) == ("qwen2", 96, (0, 3, 1))
-        assert manifest.start is not None
-        trained = run("solo", "--manifest", str(file), "--steps", "1", "--json", "--model", str(model))
-        assert trained.exit_code == 0, trained.output
+        ran("solo", "--manifest", str(file), "--steps", "1", "--json", "--model", str(model))
         lost = run("solo", "--manifest", str(file), "--steps", "1")
         assert lost.exit_code == 78
         assert "--model DIR" in lost.stderr
@@ -164,12 +163,11 @@ class TestNew:
         assert cut.exit_code == 78
         assert "--from-model" in cut.stderr
         again = ("new", str(tmp_path / "again.toml"), *f"--from {file} --stages 0,2,2 --from-model {model}".split())
-        assert run(*again).exit_code == 0
+        ran(*again)
         assert run("new", str(tmp_path / "odd.toml"), "--from-model", str(text)).exit_code == 78
 
     def test_experts_without_a_router_are_dealt_by_chance(self, tmp_path: Path) -> None:
-        result = run("new", str(tmp_path / "run.toml"), "--experts", "2")
-        assert result.exit_code == 0, result.output
+        result = ran("new", str(tmp_path / "run.toml"), "--experts", "2")
         assert "9 modules; documents are routed to experts at random" in result.stdout
         assert "memory: stage 0 needs" in result.stdout
         assert not (tmp_path / "run.router").exists()
@@ -180,7 +178,7 @@ class TestNew:
         result = run("new", str(file))
         assert result.exit_code == 78
         assert file.read_text() == "precious"
-        assert run("new", str(file), "--force").exit_code == 0
+        ran("new", str(file), "--force")
 
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
@@ -214,8 +212,7 @@ class TestNew:
     def test_the_dial_says_every_choice_with_its_reason_and_what_to_expect(self, tmp_path: Path) -> None:
         file = tmp_path / "run.toml"
         words = ("--size", "60m", "--card", "4GB", "--total-tokens", "500000000", "--seed", "5", "--inner", "muon")
-        result = run("new", str(file), *words)
-        assert result.exit_code == 0, result.output
+        result = ran("new", str(file), *words)
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         lines = [line.split() for line in result.stdout.splitlines()]
         assert ["width", str(manifest.model.hidden)] in [line[:2] for line in lines]
@@ -293,7 +290,6 @@ STUCK = WAITING_NODE.format(body="while True: pass")
 
 
 def until(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
     for line in process.stdout:
         if text in line:
             return
@@ -319,7 +315,6 @@ class TestSignals:
         with command("join", LINK, code=code) as process:
             until(process, "up")
             process.send_signal(signal.SIGINT)
-            assert process.stderr is not None
             assert "once more" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
         assert process.returncode == 130
@@ -328,15 +323,13 @@ class TestSignals:
         body = 'while not stop.is_set(): events.emit(Note("info", "x")); await asyncio.sleep(0.01)'
         with command("join", LINK, "--json", code=WAITING_NODE.format(body=body)) as process:
             until(process, "up")
-            assert process.stdout is not None
             process.stdout.close()
         assert process.returncode == 0
 
 
 class TestUp:
     def test_json(self, stand_ins: None) -> None:
-        result = run("up", "--peers", "6", "--steps", "3", "--json")
-        assert result.exit_code == 0, result.output
+        result = ran("up", "--peers", "6", "--steps", "3", "--json")
         events = [json.loads(line) for line in result.stdout.splitlines()]
         assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
         assert events[-1]["event"] == "summary"
@@ -370,7 +363,6 @@ class TestUp:
         with command("up", "--json", code=code) as process:
             until(process, '"step":2')
             process.send_signal(signal.SIGINT)
-            assert process.stderr is not None
             assert any("once more" in line for line in process.stderr)
             if presses == 2:
                 process.send_signal(signal.SIGINT)
@@ -416,8 +408,7 @@ class TestQuestions:
             return STATUS
 
         pretend(monkeypatch, query_status=query_status)
-        result = run("status", LINK)
-        assert result.exit_code == 0, result.output
+        result = ran("status", LINK)
         for expected in ("demo", "step 12", "loss 3.2500", "abcdef", "3/4", "127.0.0.1:5000", "no peer serves 1.0"):
             assert expected in result.stdout
         assert any(line.split() == ["1", "none"] for line in result.stdout.splitlines())
@@ -454,8 +445,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 class TestModels:
     def test_export(self, tmp_path: Path, checkpoint: Path) -> None:
-        result = run("export", str(checkpoint), str(tmp_path / "folder"))
-        assert result.exit_code == 0, result.output
+        result = ran("export", str(checkpoint), str(tmp_path / "folder"))
         assert "bytes of parameters in 1 file" in result.stdout
         assert run("export", str(checkpoint), str(tmp_path / "folder")).exit_code == 78
         result = run("export", str(checkpoint), str(tmp_path / "folder"), "--force", "--json")
@@ -464,7 +454,7 @@ class TestModels:
         assert answer["bytes"] < (tmp_path / "folder" / "model.safetensors").stat().st_size
 
     def test_generate(self, tmp_path: Path, checkpoint: Path) -> None:
-        assert run("export", str(checkpoint), str(tmp_path / "folder")).exit_code == 0
+        ran("export", str(checkpoint), str(tmp_path / "folder"))
         asked = ("the cat", "--tokens", "30", "--seed", "5", "--device", "cpu")
         answers = [
             json.loads(run("generate", str(path), *asked, "--json").stdout)
@@ -489,8 +479,7 @@ class TestModels:
         assert run(*asked, "--stages-per-path", "3").exit_code == ConfigError.exit_code
 
     def test_a_prompt_longer_than_what_the_model_sees_is_said(self, checkpoint: Path) -> None:
-        result = run("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")
-        assert result.exit_code == 0, result.output
+        result = ran("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")
         assert "the prompt has 40 tokens; the model sees the last 16" in result.stderr
 
     @pytest.mark.parametrize(
@@ -518,8 +507,7 @@ def test_what_a_model_writes_moves_no_cursor() -> None:
 def test_solo_trains_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None:
     text = corpus(tmp_path, *[b"the quick brown fox jumps over the lazy dog\n" * 60] * 60)
     arguments = ("--data", f"path:{text}", "--threads", "1", "--device", "cpu")
-    result = run("solo", "--steps", "2", "--checkpoint-dir", str(tmp_path / "out"), "--json", *arguments)
-    assert result.exit_code == 0, result.output
+    result = ran("solo", "--steps", "2", "--checkpoint-dir", str(tmp_path / "out"), "--json", *arguments)
     events = [json.loads(line) for line in result.stdout.splitlines()]
     assert [event["event"] for event in events] == ["step", "step", "summary"]
     assert events[-1]["peers"] == []
@@ -535,12 +523,10 @@ def test_leave_without_a_running_node(tmp_path: Path) -> None:
 
 def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
     text = corpus(tmp_path, b"hello", b"you")
-    made = run("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}", "--shard-tokens", "5")
-    assert made.exit_code == 0, made.output
+    made = ran("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}", "--shard-tokens", "5")
     assert "2 documents, 10 tokens, 2 shards" in made.output
-    assert run("new", str(tmp_path / "run.toml"), "--data", f"tokens:{tmp_path / 'shards'}").exit_code == 0
+    ran("new", str(tmp_path / "run.toml"), "--data", f"tokens:{tmp_path / 'shards'}")
     manifest = read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest
-    assert manifest.data.files is not None
     assert manifest.data.files.count == 4
     again = run("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}")
     assert again.exit_code == 78

@@ -186,7 +186,6 @@ def test_lines_say_what_happened() -> None:
     peer = events.PeerSummary("12D3KooWabcdef", "0.0", 3, 12, 137)
     summary = events.Summary(3, 5.5, 2.5, 9000, 100.0, events.MicrobatchCounts(4, 3, 1, 0), (peer,))
     text = plain_line(summary)
-    assert text is not None
     assert text.splitlines() == [
         "3 steps  loss 5.5000 -> 2.5000  9,000 tokens  100 tokens/s",
         "microbatches: 4 started, 3 completed, 1 abandoned, 0 counted twice",

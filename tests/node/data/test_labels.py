@@ -42,14 +42,12 @@ def test_a_conversation_is_written_in_chatml_and_the_answers_are_labels() -> Non
         b"<|im_start|>assistant\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
     )
     assert marked.tokens[-1] == BYTES.end_of_document
-    assert marked.wanted is not None
     assert said(marked.wanted) == b"A<|im_end|>B<|im_end|>"
 
 
 @given(TALK)
 def test_labels_are_the_tokens_at_their_places(talk: list[tuple[str, str]]) -> None:
     marked = conversation(document(*talk), BYTES)
-    assert marked.wanted is not None
     assert marked.tokens.dtype == marked.wanted.dtype == np.int64
     assert np.all((marked.wanted == marked.tokens) | (marked.wanted == UNSCORED))
     answers = [content.encode(errors="replace") + b"<|im_end|>" for role, content in talk if role == "assistant"]

@@ -67,7 +67,6 @@ def test_a_score_is_the_sum_of_the_pairs_entries_and_the_bias() -> None:
     opening = tokens(b"a document that is longer than the prefix")
     found = ROUTER.affinity("", opening)
     for table, scores in zip(ROUTER.tables, found, strict=True):
-        assert table is not None
         for expert, score in enumerate(scores):
             pairs = zip(opening[: PREFIX - 1].tolist(), opening[1:PREFIX].tolist(), strict=True)
             entries = [
@@ -211,7 +210,6 @@ def test_each_kind_of_document_has_a_route_of_its_own() -> None:
     assert len(routes) == 4
     assert {route for _, route in routes} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for table in fitted.router.tables:
-        assert table is not None
         assert table.shares == (0.5, 0.5)
 
 
@@ -237,7 +235,6 @@ def test_experts_have_equal_shares_of_the_tokens_and_not_of_the_documents() -> N
     fitted_to = [(random.integers(97, 123, 64), size) for size in sizes]
     fitted = fit_router(fitted_to, (1, 1, 2), 64, seed=1, restarts=1)
     table = fitted.router.tables[1]
-    assert table is not None
     assert max(table.shares) <= 0.52
     of_tokens = [0, 0]
     for size, (_, expert) in zip(sizes, fitted.routes.tolist(), strict=True):

@@ -301,7 +301,6 @@ async def test_nodes_stop_when_their_owner_is_killed(tmp_path: Path) -> None:
     code = OWNER.format(tests=str(Path(__file__).parent))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent.parent), "TMPDIR": str(tmp_path)}
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE, env=environment)
-    assert owner.stdout is not None
     pids = [int(pid) for pid in (await owner.stdout.readline()).split()]
     assert len(pids) == 3
     owner.kill()

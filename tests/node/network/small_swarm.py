@@ -136,7 +136,6 @@ class Ends(PathEnds):
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
         if self._texts.pop(microbatch, None) is not None:
-            assert self.runner is not None
             self.given_up[microbatch] = detail
             self.runner.abandon(microbatch, detail)
 

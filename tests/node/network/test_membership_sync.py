@@ -186,7 +186,6 @@ async def test_a_peer_that_is_not_known_yet_is_looked_up_at_once() -> None:
         await until(lambda: there.may_use(other))
         assert there.links.asked == []
         contact = there.book.contact(other.peer)
-        assert contact is not None
         assert contact.addresses == other.state.addresses
 
 

@@ -287,7 +287,6 @@ async def test_a_router_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("node.reachability.port_mapping.ASK_ROUTER_S", 0.05)
     answer = await Router((Hangs([mapping()]),)).open(PORT)
     let_go.set()
-    assert isinstance(answer, NotMapped)
     assert "no answer" in answer.reason
 
 
@@ -492,7 +491,6 @@ def test_nat_pmp_maps_renews_and_takes_back() -> None:
 def test_nat_pmp_takes_no_other_answer(answer: Callable[[bytes], bytes], why: str) -> None:
     with gateway(answer) as port:
         mapped = NatPmp(lambda: HERE, port).map(PORT, PORT, 600)
-    assert isinstance(mapped, NotMapped)
     assert why in mapped.reason
 
 
@@ -501,13 +499,11 @@ def test_a_router_that_does_not_speak_nat_pmp(monkeypatch: pytest.MonkeyPatch) -
         closed.bind((HERE, 0))
         port = closed.getsockname()[1]
     refused = NatPmp(lambda: HERE, port).map(PORT, PORT, 600)
-    assert isinstance(refused, NotMapped)
     assert "does not support it" in refused.reason
     monkeypatch.setattr("node.reachability.port_mapping.WAITS_S", (0.01, 0.01))
     asked: list[bytes] = []
     with gateway(lambda request: asked.append(request)) as silent:
         unanswered = NatPmp(lambda: HERE, silent).map(PORT, PORT, 600)
-        assert isinstance(unanswered, NotMapped)
         assert "did not answer" in unanswered.reason
     assert isinstance(NatPmp(lambda: None).map(PORT, PORT, 600), NotMapped)
 
@@ -546,7 +542,6 @@ def test_upnp_maps_for_everybody_and_takes_back() -> None:
     mapped = way.map(PORT, PORT, 600)
     assert mapped == Mapping("UPnP", PORT, PORT, "25.0.0.1", 600)
     assert device.added == [(PORT, "TCP", Device.lanaddr, PORT, "skipstone", "", 600)]
-    assert isinstance(mapped, Mapping)
     assert way.unmap(mapped) is None
     assert device.deleted == [(PORT, "TCP")]
 
@@ -554,11 +549,9 @@ def test_upnp_maps_for_everybody_and_takes_back() -> None:
 def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to() -> None:
     taken = Device("ConflictInMappingEntry")
     mapped = upnp(taken).map(PORT, PORT, 600)
-    assert isinstance(mapped, Mapping)
     assert mapped.external_port != PORT
     for_ever = Device("OnlyPermanentLeasesSupported")
     mapped = upnp(for_ever).map(PORT, PORT, 600)
-    assert isinstance(mapped, Mapping)
     assert mapped.lease_s == float("inf")
     assert for_ever.added[-1][-1] == 0
 
@@ -574,7 +567,6 @@ def test_upnp_gives_up_with_the_routers_reason() -> None:
 def test_upnp_speaks_to_the_gateway_alone() -> None:
     device = Device()
     elsewhere = upnp(device, "http://10.0.0.66:5000/ctl").map(PORT, PORT, 600)
-    assert isinstance(elsewhere, NotMapped)
     assert "another host" in elsewhere.reason
     assert device.added == []
     assert not leads_to(HERE, f"http://{HERE}.evil.example/")
@@ -589,7 +581,6 @@ def test_without_miniupnpc_or_a_gateway_there_is_a_reason() -> None:
         raise ImportError
 
     unable = Upnp(lambda: HERE, lambda gateway: "http://x/", missing).map(PORT, PORT, 600)
-    assert isinstance(unable, NotMapped)
     assert "skipstone[nat]" in unable.reason
     assert isinstance(Upnp(lambda: None).map(PORT, PORT, 600), NotMapped)
     assert isinstance(Upnp(lambda: HERE, lambda gateway: None).map(PORT, PORT, 600), NotMapped)
@@ -790,7 +781,6 @@ class Bearing(Recorder):
     witness: Witness | None = None
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
-        assert self.witness is not None
         return await self.witness.answer(sender, question)
 
 

@@ -226,7 +226,6 @@ class Subscriber(Recorder):
     board: Switchboard | None = None
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
-        assert self.board is not None
         if question.about is QuestionAbout.CALL:
             return await self.board.pass_on(sender, question)
         if question.about is QuestionAbout.CALLED:
@@ -338,7 +337,6 @@ async def test_a_call_in_vain_says_why() -> None:
 async def test_a_peer_that_does_not_come_is_given_up_after_the_dial_timeout() -> None:
     async with subscriber(settings=IMPATIENT) as (caller, _), subscriber() as (through, _):
         introduce(caller, through)
-        assert isinstance(through.handler, Subscriber)
         lines = Lines(linked={(absent := Persona()).peer}, hosts={caller.peer: "127.0.0.1"})
         lines.gate.set()
         through.handler.board = Switchboard(RUN, through.peer, lines, lambda *_: None, SystemClock())

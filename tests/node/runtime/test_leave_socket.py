@@ -41,7 +41,6 @@ def key(tmp_path: Path) -> Path:
 
 async def test_a_second_node_with_the_key_is_told_who_has_it(key: Path) -> None:
     holder = await asyncio.create_subprocess_exec(sys.executable, "-c", HOLDER, str(key), stdout=subprocess.PIPE)
-    assert holder.stdout is not None
     assert await holder.stdout.readline() == b"held\n"
     with pytest.raises(IdentityError, match=rf"another node \(process {holder.pid}\).*{key}") as told:
         async with sole_use(key):
