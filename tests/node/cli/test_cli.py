@@ -179,6 +179,9 @@ class TestNew:
         assert result.exit_code == 78
         assert file.read_text() == "precious"
         ran("new", str(file), "--force")
+        lost = run("new", str(tmp_path / "nowhere" / "run.toml"))
+        assert lost.exit_code == 78
+        assert "cannot write" in lost.stderr
 
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
@@ -223,11 +226,6 @@ class TestNew:
         assert manifest.training.schedule.total_tokens == 500_000_000
         assert (manifest.seed, manifest.training.inner.name) == (5, "muon")
         assert manifest.name == "run"
-
-    def test_a_folder_that_does_not_exist(self, tmp_path: Path) -> None:
-        result = run("new", str(tmp_path / "nowhere" / "run.toml"))
-        assert result.exit_code == 78
-        assert "cannot write" in result.stderr
 
 
 class TestJoin:
@@ -434,9 +432,6 @@ class TestQuestions:
         assert run("eval", LINK, "--microbatches", "0").exit_code == 2
         assert run("eval", "nowhere").exit_code == 78
 
-    def test_version(self) -> None:
-        assert "protocol 2 to 2" in run("version").stdout
-
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
@@ -575,6 +570,7 @@ def test_options_in_documents_exist() -> None:
 
 
 def test_help_shows_every_command_and_how_to_begin() -> None:
+    assert "protocol 2 to 2" in run("version").stdout
     said = run("--help").stdout
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert all(f"\n  {name} " in said for name in commands), "each command is in a panel"

@@ -131,12 +131,12 @@ class TestNodeSettings:
                 variables[option.envvar] = str(words[at] == declared[0]) if switch else words[at + 1]
         assert joined(monkeypatch, LINK, "--stop-on-eof", **variables) == changed
 
-    def test_what_is_typed_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_typed_comes_first_and_an_empty_variable_counts_as_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         variables = {"SKIPSTONE_LINK": OTHER_LINK, "SKIPSTONE_STAGE": "2", "SKIPSTONE_DATA": "0"}
         options = joined(monkeypatch, LINK, "--stage", "1", "--data", **variables)
         assert (str(options.link), options.stage, options.reads_text) == (LINK, "1", True)
-
-    def test_an_empty_one_counts_as_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         empty = {variable(setting): "" for setting in SETTINGS}
         assert joined(monkeypatch, LINK, **empty) == joined(monkeypatch, LINK)
 

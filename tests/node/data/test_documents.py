@@ -139,15 +139,12 @@ def serve(files: int) -> LoopbackHub:
     return LoopbackHub(held)
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
-    with serving(serve(FILES), tmp_path / "home") as serves:
-        yield serves
+FEW = pytest.mark.parametrize("hub", [FILES_EACH], indirect=True)
 
 
 @pytest.fixture
-def few(tmp_path: Path) -> Iterator[LoopbackHub]:
-    with serving(serve(FILES_EACH), tmp_path / "home") as serves:
+def hub(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LoopbackHub]:
+    with serving(serve(getattr(request, "param", FILES)), tmp_path / "home") as serves:
         yield serves
 
 
@@ -204,9 +201,10 @@ def test_an_epoch_has_every_row_once_and_the_files_in_an_order_of_its_own(hub: L
     assert names[0] != names[1]
 
 
-def test_few_files_are_dealt_by_rows(few: LoopbackHub) -> None:
-    of_a, of_b = read_of_two(manifest_of(), few)
-    assert of_a == of_b == set(few.files)
+@FEW
+def test_few_files_are_dealt_by_rows(hub: LoopbackHub) -> None:
+    of_a, of_b = read_of_two(manifest_of(), hub)
+    assert of_a == of_b == set(hub.files)
 
 
 def test_a_newcomer_takes_files_and_no_others_change_hands() -> None:
@@ -239,21 +237,18 @@ def test_a_feed_goes_on_at_its_cursor_and_fetches_only_what_is_due_there(hub: Lo
             assert sorted(hub.files)[due] in hub.fetched[:2], "beside the next one, which is fetched ahead"
 
 
-def test_the_first_document_comes_after_one_file(hub: LoopbackHub) -> None:
+def test_held_out_text_and_the_first_document_come_from_one_file(hub: LoopbackHub) -> None:
     manifest = manifest_of()
     first = sorted(hub.files)[epoch_order(manifest.seed, 0, FILES)[0]]
+    assert rows_in(held_out_microbatches(manifest, 1))
+    assert hub.fetched == [first]
+    hub.fetched.clear()
     hub.gates = {name: threading.Event() for name in hub.files if name != first}
     document = next(open_documents(manifest).endless(StreamPosition(), everything))
     assert document.name.startswith(first)
     assert hub.fetched == [first]
     for gate in hub.gates.values():
         gate.set()
-
-
-def test_held_out_text_is_of_the_first_files_and_no_more_are_fetched(hub: LoopbackHub) -> None:
-    manifest = manifest_of()
-    assert rows_in(held_out_microbatches(manifest, 1))
-    assert hub.fetched == [sorted(hub.files)[epoch_order(manifest.seed, 0, FILES)[0]]]
 
 
 def test_a_file_that_is_another_s_by_now_is_left_and_a_document_that_was_begun_is_finished(hub: LoopbackHub) -> None:
@@ -277,8 +272,9 @@ def test_a_row_that_is_none_is_left_out(hub: LoopbackHub, caplog: pytest.LogCapt
     assert "data/000.jsonl@0: the line is not JSON" in caplog.text
 
 
-def test_nothing_for_this_data_node_is_said(few: LoopbackHub) -> None:
-    for name in few.files:
-        few.files[name] = b'{"other": 1}\n'
+@FEW
+def test_nothing_for_this_data_node_is_said(hub: LoopbackHub) -> None:
+    for name in hub.files:
+        hub.files[name] = b'{"other": 1}\n'
     with pytest.raises(ConfigError, match=f"none of the {FILES_EACH} files"):
         TrainingFeed(manifest_of(), open_documents(manifest_of()), A).next()

@@ -82,14 +82,11 @@ def test_without_the_tokenizers_library_the_extra_is_named(tmp_path: Path, monke
     assert "skipstone[tokenizers]" in caught.value.hint
 
 
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_or_unnamed_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for place in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
         with pytest.raises(ConfigError, match=r"not a regular file|are not read"):
             open_tokenizer(manifest_with(tmp_path / "t.json", b"{}"), place)
-
-
-def test_no_file_is_opened_that_nobody_has_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown on this machine"):
         open_tokenizer(manifest_with(tmp_path / "t.json", b"{}"), None)
 

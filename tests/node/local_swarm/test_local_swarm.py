@@ -421,15 +421,12 @@ class Swarm:
         return [event for event in self.told if isinstance(event, Step)]
 
 
-def test_one_data_node_is_the_swarm() -> None:
+def test_a_step_is_done_when_every_data_node_has_reported_it_and_its_loss_is_weighted_by_tokens() -> None:
     swarm = Swarm(0, 1)
     swarm.step(0, 1, 5.0, 100, now=10.0)
     swarm.step(0, 2, 4.0, 200, now=12.0)
     assert swarm.steps == [Step(1, 5.0, 100, 10.0, "peer-0"), Step(2, 4.0, 200, 50.0, "peer-0")]
     assert (swarm.state.loss_first, swarm.state.loss_last) == (5.0, 4.0)
-
-
-def test_a_step_is_done_when_every_data_node_has_reported_it_and_its_loss_is_weighted_by_tokens() -> None:
     swarm = Swarm(0, 1, 0)
     swarm.step(0, 1, 5.0, 300)
     assert not swarm.steps

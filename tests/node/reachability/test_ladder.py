@@ -267,23 +267,20 @@ async def test_a_mapping_without_end_is_asked_for_again_all_the_same() -> None:
     assert waits.waited == [300.0, 150.0]
 
 
-async def test_a_machine_that_cannot_ask_has_no_mapping() -> None:
+async def test_a_router_that_hangs_or_cannot_be_asked_gives_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+
     class NoSocket(MadeUp):
         def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
             raise OSError(24, "Too many open files")
-
-    answer = await Router((NoSocket([mapping()]),)).open(PORT)
-    assert answer == NotMapped("made up: cannot ask the router: Too many open files")
-
-
-async def test_a_router_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go = threading.Event()
 
     class Hangs(MadeUp):
         def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
             let_go.wait(30)
             return self.maps[0]
 
+    answer = await Router((NoSocket([mapping()]),)).open(PORT)
+    assert answer == NotMapped("made up: cannot ask the router: Too many open files")
     monkeypatch.setattr("node.reachability.port_mapping.ASK_ROUTER_S", 0.05)
     answer = await Router((Hangs([mapping()]),)).open(PORT)
     let_go.set()
@@ -546,7 +543,7 @@ def test_upnp_maps_for_everybody_and_takes_back() -> None:
     assert device.deleted == [(PORT, "TCP")]
 
 
-def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to() -> None:
+def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to_or_says_why_not() -> None:
     taken = Device("ConflictInMappingEntry")
     mapped = upnp(taken).map(PORT, PORT, 600)
     assert mapped.external_port != PORT
@@ -554,9 +551,6 @@ def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to() -> No
     mapped = upnp(for_ever).map(PORT, PORT, 600)
     assert mapped.lease_s == float("inf")
     assert for_ever.added[-1][-1] == 0
-
-
-def test_upnp_gives_up_with_the_routers_reason() -> None:
     refused = upnp(Device("Action Not Authorized")).map(PORT, PORT, 600)
     assert refused == NotMapped("the router refused: Action Not Authorized")
     crowded = Device(*["ConflictInMappingEntry"] * 9)
@@ -744,18 +738,13 @@ async def test_three_are_asked_and_who_does_not_answer_is_replaced() -> None:
     assert len(found) == WITNESSES
 
 
-async def test_not_everybody_is_asked_when_nobody_answers() -> None:
-    membership, _ = membership_of(*(f"25.0.{n}.1" for n in range(MAX_ASKED + 5)))
-    links = Links({})
-    assert await witnesses_of(membership, links)(4002) == []
-    assert len(links.asked) == MAX_ASKED
-
-
-async def test_visitors_and_peers_without_an_address_are_not_asked() -> None:
-    for membership, _ in (membership_of("25.0.0.1", state=PeerState.VISITING), membership_of("")):
+async def test_few_peers_are_asked_and_no_visitors_and_none_without_an_address() -> None:
+    many = membership_of(*(f"25.0.{n}.1" for n in range(MAX_ASKED + 5)))
+    visiting = membership_of("25.0.0.1", state=PeerState.VISITING)
+    for (membership, _), asked in ((many, MAX_ASKED), (visiting, 0), (membership_of(""), 0)):
         links = Links({})
         assert await witnesses_of(membership, links)(4002) == []
-        assert links.asked == []
+        assert len(links.asked) == asked
 
 
 async def test_peers_that_have_to_be_called_are_asked_last() -> None:
@@ -842,6 +831,10 @@ async def test_who_is_lost_is_replaced_and_the_others_stay() -> None:
     assert len(now) == WANTED
     assert {held[0], held[2]} < set(now)
     assert held[1] not in now
+    bench.membership.give_up(held[0], bench.clock.now)
+    bench.links.asked.clear()
+    assert held[0] not in await bench.attachments.hold()
+    assert held[0] not in bench.links.asked, "it was given up"
 
 
 async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
@@ -858,15 +851,6 @@ async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
     bench.clock.now += AVOIDED_S + 1
     bench.links.broken = {held[-1]}
     assert best in await bench.attachments.hold()
-
-
-async def test_who_was_given_up_is_not_tried() -> None:
-    bench = HoldingBench(12)
-    held = await bench.attachments.hold()
-    bench.membership.give_up(held[0], bench.clock.now)
-    bench.links.asked.clear()
-    assert held[0] not in await bench.attachments.hold()
-    assert held[0] not in bench.links.asked
 
 
 async def test_not_everybody_is_tried() -> None:

@@ -173,13 +173,9 @@ async def test_who_is_called_learns_the_caller_and_connects() -> None:
     bench = Bench()
     assert await bench.follow(bench.caller) == b""
     assert [peer for peer, _ in bench.learnt] == bench.lines.connected == [bench.caller.peer]
-
-
-async def test_who_is_linked_already_need_not_connect() -> None:
-    bench = Bench()
     bench.lines.linked.add(bench.caller.peer)
     assert await bench.follow(bench.caller) == b""
-    assert bench.lines.connected == []
+    assert bench.lines.connected == [bench.caller.peer], "it is linked already"
 
 
 async def test_a_call_that_leads_nowhere_is_not_followed() -> None:
