@@ -599,7 +599,9 @@ def test_replicas_of_a_module_become_one(
     assert found.problems == ()
 
 
-def test_a_damaged_snapshot_is_passed_over_and_named(path: Path) -> None:
+def test_a_damaged_snapshot_is_passed_over_and_a_missing_one_named(path: Path) -> None:
+    with pytest.raises(StateError, match=r"no snapshot of module 1\.0"):
+        gather_modules(path)
     save(path, PEER, 1.0, None)
     save(path, PEER, 2.0, None)
     file = path / PEER / "state-2.safetensors"
@@ -609,11 +611,6 @@ def test_a_damaged_snapshot_is_passed_over_and_named(path: Path) -> None:
     assert [problem.file for problem in found.problems] == [file]
     (path / PEER / "state-1.safetensors").unlink()
     with pytest.raises(CorruptSnapshot, match=r"module 1\.0 is intact.*state-2"):
-        gather_modules(path)
-
-
-def test_a_module_that_nobody_saved_is_named(path: Path) -> None:
-    with pytest.raises(StateError, match=r"no snapshot of module 1\.0"):
         gather_modules(path)
 
 

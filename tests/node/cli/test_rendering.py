@@ -360,18 +360,14 @@ def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
     assert "(this machine)" in told(run, options(), own=True)
 
 
-def test_it_says_why_no_text_is_read() -> None:
+def test_it_says_why_no_text_is_read_or_which_files_are() -> None:
     run = signed(data__source="path:~/.ssh")
     assert "reads     no text: another machine's key signed the manifest" in told(run, options())
     for asked in (options(reads_text=False), options(stage="1")):
         assert "reads     no text\n" in told(run, asked)
     assert "this machine's Python" in told(signed(), options())
-
-
-def test_it_names_the_files_that_must_be_there() -> None:
     files = FilesSection(count=3, bytes=12_345, sha256="0" * 64).model_dump()
-    run = signed(data__source="path:text", data__files=files)
-    assert "3 files, 12,345 bytes" in told(run, options(), own=True)
+    assert "3 files, 12,345 bytes" in told(signed(data__source="path:text", data__files=files), options(), own=True)
 
 
 def test_a_manifest_cannot_write_to_the_terminal() -> None:

@@ -120,111 +120,109 @@ async def place() -> AsyncIterator[Place]:
         assert running.cancelled()
 
 
-async def test_a_peer_whose_link_broke_is_asked_at_once_and_given_up_without_an_answer() -> None:
-    async with place() as there:
-        other = Other(there.clock)
-        there.meets(other)
-        assert there.may_use(other)
+@pytest.fixture
+async def there() -> AsyncIterator[Place]:
+    async with place() as running:
+        yield running
+
+
+async def test_a_peer_whose_link_broke_is_asked_at_once_and_given_up_without_an_answer(there: Place) -> None:
+    other = Other(there.clock)
+    there.meets(other)
+    assert there.may_use(other)
+    there.membership_sync.link_down(other.peer, GONE)
+    assert not there.may_use(other)
+    assert there.membership.is_served(MODULE, there.clock.now), "it is only suspect"
+    await until(lambda: there.links.asked == [other.peer])
+    there.membership_sync.changed.clear()
+    there.links.outcome.set_exception(Stalled("no answer"))
+    await there.membership_sync.changed.wait()
+    assert not there.membership.is_served(MODULE, there.clock.now)
+    there.clock.now += 10 * FIRST_PAUSE_S
+    assert not there.may_use(other), "time alone does not bring it back"
+    there.membership_sync.announced(other.peer, other.record())
+    assert there.may_use(other)
+
+
+async def test_a_peer_that_answers_was_only_cut_off_and_is_asked_once_for_an_outage(there: Place) -> None:
+    other = Other(there.clock)
+    there.meets(other)
+    for _ in range(5):
         there.membership_sync.link_down(other.peer, GONE)
-        assert not there.may_use(other)
-        assert there.membership.is_served(MODULE, there.clock.now), "it is only suspect"
-        await until(lambda: there.links.asked == [other.peer])
-        there.membership_sync.changed.clear()
-        there.links.outcome.set_exception(Stalled("no answer"))
-        await there.membership_sync.changed.wait()
-        assert not there.membership.is_served(MODULE, there.clock.now)
-        there.clock.now += 10 * FIRST_PAUSE_S
-        assert not there.may_use(other), "time alone does not bring it back"
-        there.membership_sync.announced(other.peer, other.record())
-        assert there.may_use(other)
+    await until(lambda: there.links.asked)
+    await asyncio.sleep(0)
+    assert there.links.asked == [other.peer]
+    there.membership_sync.link_up(other.peer)
+    there.links.outcome.set_result(b"{}")
+    await asyncio.sleep(0)
+    assert there.may_use(other)
+    changes = [event.change for event in there.events.events if isinstance(event, PeerChange)]
+    assert changes == ["up", "down", "up"]
 
 
-async def test_a_peer_that_answers_was_only_cut_off_and_is_asked_once_for_an_outage() -> None:
-    async with place() as there:
-        other = Other(there.clock)
-        there.meets(other)
-        for _ in range(5):
-            there.membership_sync.link_down(other.peer, GONE)
-        await until(lambda: there.links.asked)
-        await asyncio.sleep(0)
-        assert there.links.asked == [other.peer]
-        there.membership_sync.link_up(other.peer)
-        there.links.outcome.set_result(b"{}")
-        await asyncio.sleep(0)
-        assert there.may_use(other)
-        changes = [event.change for event in there.events.events if isinstance(event, PeerChange)]
-        assert changes == ["up", "down", "up"]
+async def test_nobody_can_speak_for_another(there: Place) -> None:
+    honest, liar = Other(there.clock), Other(there.clock)
+    there.membership_sync.announced(liar.peer, honest.record())
+    assert there.membership.get(honest.peer) is None
+    there.meets(honest)
+    honest.state.state = PeerState.DRAINING
+    there.membership_sync.announced(liar.peer, honest.record())
+    assert there.may_use(honest)
 
 
-async def test_nobody_can_speak_for_another() -> None:
-    async with place() as there:
-        honest, liar = Other(there.clock), Other(there.clock)
-        there.membership_sync.announced(liar.peer, honest.record())
-        assert there.membership.get(honest.peer) is None
-        there.meets(honest)
-        honest.state.state = PeerState.DRAINING
-        there.membership_sync.announced(liar.peer, honest.record())
-        assert there.may_use(honest)
+async def test_a_record_that_is_damaged_or_of_another_run_changes_nothing(there: Place) -> None:
+    other, stranger = Other(there.clock), Other(there.clock, RunId("8" * 64))
+    for record in (b"", other.record()[:-1], other.record() + b"\0"):
+        there.membership_sync.announced(other.peer, record)
+    there.membership_sync.announced(stranger.peer, stranger.record())
+    assert list(there.membership.peers()) == []
 
 
-async def test_a_record_that_is_damaged_or_of_another_run_changes_nothing() -> None:
-    async with place() as there:
-        other, stranger = Other(there.clock), Other(there.clock, RunId("8" * 64))
-        for record in (b"", other.record()[:-1], other.record() + b"\0"):
-            there.membership_sync.announced(other.peer, record)
-        there.membership_sync.announced(stranger.peer, stranger.record())
-        assert list(there.membership.peers()) == []
+async def test_a_peer_that_is_not_known_yet_is_looked_up_at_once(there: Place) -> None:
+    other = Other(there.clock)
+    there.membership_sync._look_now.clear()
+    there.membership_sync.link_down(other.peer, GONE)
+    assert there.membership_sync._look_now.is_set()
+    there.store.found = [other.state.announcement()]
+    await until(lambda: there.may_use(other))
+    assert there.links.asked == []
+    contact = there.book.contact(other.peer)
+    assert contact.addresses == other.state.addresses
 
 
-async def test_a_peer_that_is_not_known_yet_is_looked_up_at_once() -> None:
-    async with place() as there:
-        other = Other(there.clock)
-        there.membership_sync._look_now.clear()
-        there.membership_sync.link_down(other.peer, GONE)
-        assert there.membership_sync._look_now.is_set()
-        there.store.found = [other.state.announcement()]
-        await until(lambda: there.may_use(other))
-        assert there.links.asked == []
-        contact = there.book.contact(other.peer)
-        assert contact.addresses == other.state.addresses
+async def test_what_has_run_out_leaves_the_view_and_the_book(there: Place) -> None:
+    other = Other(there.clock)
+    there.meets(other)
+    assert there.book.contact(other.peer) is not None
+    there.clock.now += 3600
+    there.membership_sync._look_now.set()
+    await until(lambda: there.book.contact(other.peer) is None)
+    assert list(there.membership.peers()) == []
 
 
-async def test_what_has_run_out_leaves_the_view_and_the_book() -> None:
-    async with place() as there:
-        other = Other(there.clock)
-        there.meets(other)
-        assert there.book.contact(other.peer) is not None
-        there.clock.now += 3600
+async def test_a_directory_that_is_out_of_reach_is_asked_again(there: Place) -> None:
+    there.store.error = Unreachable("the DHT is being restarted")
+    before = there.store.look_ups
+    for _ in range(2):
         there.membership_sync._look_now.set()
-        await until(lambda: there.book.contact(other.peer) is None)
-        assert list(there.membership.peers()) == []
-
-
-async def test_a_directory_that_is_out_of_reach_is_asked_again() -> None:
-    async with place() as there:
-        there.store.error = Unreachable("the DHT is being restarted")
+        await until(lambda before=before: there.store.look_ups > before)
         before = there.store.look_ups
-        for _ in range(2):
-            there.membership_sync._look_now.set()
-            await until(lambda before=before: there.store.look_ups > before)
-            before = there.store.look_ups
-        there.store.error = None
-        published = len(there.store.published)
-        there.membership_sync.announce()
-        await until(lambda: len(there.store.published) > published)
+    there.store.error = None
+    published = len(there.store.published)
+    there.membership_sync.announce()
+    await until(lambda: len(there.store.published) > published)
 
 
-async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with_its_link() -> None:
-    async with place() as there:
-        other = Other(there.clock)
-        there.meets(other)
-        other.state.state = PeerState.VISITING
-        there.membership_sync.announced(other.peer, other.record())
-        assert not there.may_use(other)
-        there.membership_sync.link_down(other.peer, GONE)
-        assert there.membership.get(other.peer) is None
-        assert there.book.contact(other.peer) is None
-        assert there.links.asked == [], "nobody asks whether it is still there"
+async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with_its_link(there: Place) -> None:
+    other = Other(there.clock)
+    there.meets(other)
+    other.state.state = PeerState.VISITING
+    there.membership_sync.announced(other.peer, other.record())
+    assert not there.may_use(other)
+    there.membership_sync.link_down(other.peer, GONE)
+    assert there.membership.get(other.peer) is None
+    assert there.book.contact(other.peer) is None
+    assert there.links.asked == [], "nobody asks whether it is still there"
 
 
 async def test_proof_that_another_process_has_our_key_ends_the_node() -> None:
@@ -251,42 +249,44 @@ STEPS_S = [-7200.0, -45.0, 300.0]
 
 
 @pytest.mark.parametrize("step_s", STEPS_S)
-async def test_a_node_whose_clock_is_set_hears_those_it_is_linked_with_and_is_heard_by_them(step_s: float) -> None:
-    async with place() as there:
-        other = Other(ManualClock())
-        there.meets(other)
-        there.clock.set_by_s = step_s
-        for _ in range(60):  # two minutes: no record of before holds any more
-            there.clock.now += 2.0
-            other.state.clock.now += 2.0  # type: ignore[attr-defined]
-            there.membership_sync.announced(other.peer, other.record())
-            assert there.membership.expire(there.clock.now) == []
-        assert there.may_use(other)
-        listening = Place()
-        for _ in range(60):
-            listening.clock.now += 2.0
-            there.clock.now += 2.0
-            listening.membership_sync.announced(there.own.peer, there.membership_sync.record.fresh())
-            assert listening.membership.expire(listening.clock.now) == []
-        assert listening.membership.get(there.own.peer) is not None
+async def test_a_node_whose_clock_is_set_hears_those_it_is_linked_with_and_is_heard_by_them(
+    step_s: float, there: Place
+) -> None:
+    other = Other(ManualClock())
+    there.meets(other)
+    there.clock.set_by_s = step_s
+    for _ in range(60):  # two minutes: no record of before holds any more
+        there.clock.now += 2.0
+        other.state.clock.now += 2.0  # type: ignore[attr-defined]
+        there.membership_sync.announced(other.peer, other.record())
+        assert there.membership.expire(there.clock.now) == []
+    assert there.may_use(other)
+    listening = Place()
+    for _ in range(60):
+        listening.clock.now += 2.0
+        there.clock.now += 2.0
+        listening.membership_sync.announced(there.own.peer, there.membership_sync.record.fresh())
+        assert listening.membership.expire(listening.clock.now) == []
+    assert listening.membership.get(there.own.peer) is not None
 
 
-async def test_what_cannot_be_said_is_a_warning_and_the_last_record_stays(caplog: pytest.LogCaptureFixture) -> None:
-    async with place() as there:
-        last, published = there.membership_sync.record.fresh(), len(there.store.published)
-        there.own.steps = 2**48 + 1
-        for _ in range(2):
-            said = len(there.links.announced)
-            there.membership_sync.announce()
-            await until(lambda said=said: len(there.links.announced) > said)
-            assert there.membership_sync.record.fresh() == last == there.links.announced[-1]
-        assert len(there.store.published) == published
-        assert [record.levelno for record in caplog.records] == [logging.WARNING], "said once"
-        assert "step 281474976710657 is out of range" in caplog.text
-        there.own.steps = 3
+async def test_what_cannot_be_said_is_a_warning_and_the_last_record_stays(
+    caplog: pytest.LogCaptureFixture, there: Place
+) -> None:
+    last, published = there.membership_sync.record.fresh(), len(there.store.published)
+    there.own.steps = 2**48 + 1
+    for _ in range(2):
+        said = len(there.links.announced)
         there.membership_sync.announce()
-        await until(lambda: len(there.store.published) > published)
-        assert decode_announced(there.links.announced[-1], run=RUN, now=None).steps == 3
+        await until(lambda said=said: len(there.links.announced) > said)
+        assert there.membership_sync.record.fresh() == last == there.links.announced[-1]
+    assert len(there.store.published) == published
+    assert [record.levelno for record in caplog.records] == [logging.WARNING], "said once"
+    assert "step 281474976710657 is out of range" in caplog.text
+    there.own.steps = 3
+    there.membership_sync.announce()
+    await until(lambda: len(there.store.published) > published)
+    assert decode_announced(there.links.announced[-1], run=RUN, now=None).steps == 3
 
 
 async def test_a_clock_that_jumps_is_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

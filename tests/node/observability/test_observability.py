@@ -224,15 +224,12 @@ def test_a_loss_that_is_not_finite_travels_as_null() -> None:
     assert math.isnan(read.loss)
 
 
-def test_a_key_that_an_older_node_did_not_write_has_its_default() -> None:
+def test_what_a_newer_node_adds_is_ignored_and_what_an_older_one_lacks_has_its_default() -> None:
+    assert event_from_json('{"event":"aurora","x":1}') is None
+    assert event_from_json('{"event":"resumed","module":"1.0","colour":"green"}') == events.Resumed("1.0")
     table = json.loads(event_to_json(events.CaughtUp("p", "1.0", 3, "ab", 10, 0.5, ("q",), (10,))))
     del table["donor_bytes"]
     assert event_from_json(json.dumps(table)) == events.CaughtUp("p", "1.0", 3, "ab", 10, 0.5, ("q",))
-
-
-def test_what_a_newer_node_adds_is_ignored() -> None:
-    assert event_from_json('{"event":"aurora","x":1}') is None
-    assert event_from_json('{"event":"resumed","module":"1.0","colour":"green"}') == events.Resumed("1.0")
 
 
 @pytest.mark.parametrize(

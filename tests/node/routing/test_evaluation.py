@@ -23,16 +23,10 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.swarm.membership.announcements import RUN, announcement
 
 OWN = PeerId("own")
-
-
-def unsigned(
-    microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float, documents: tuple[int, ...], labels: int
-) -> Path:
-    return path
 
 
 @dataclass
@@ -62,7 +56,7 @@ def evaluator_on(road: Road, served: Sequence[ModuleId] = (ModuleId(1),), expert
     for module in served:
         members.observe(announcement(str(module), module), now=0, wall=0)
     planner = Planner(PathRules(2, 1, experts=(1, experts)), members, MeasuredTimes(OWN, 1000))
-    launches = Launches(cast(DataWorker, road), cast(MicrobatchRunner, road), unsigned)
+    launches = Launches(cast(DataWorker, road), cast(MicrobatchRunner, road), lambda _, path, *rest: path)
     return Evaluator(OWN, planner, launches, SystemClock(), 2**47)
 
 
