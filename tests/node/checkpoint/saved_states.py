@@ -146,6 +146,12 @@ class Countdown:
             self._then()
 
 
+def flip(file: Path, at: int = -1, by: int = 1) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= by
+    file.write_bytes(content)
+
+
 def die() -> None:
     """As a machine that loses power, as far as a process can: nothing of this one is run any more."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -52,6 +52,7 @@ from tests.node.checkpoint.saved_states import (
     Countdown,
     SteppedStorage,
     die,
+    flip,
     folder_at,
     same,
     state_of,
@@ -449,12 +450,6 @@ def test_a_damaged_one_is_not_counted_among_the_two(tmp_path: Path) -> None:
     flip(tmp_path / PEER / "state-2.safetensors", -1)
     save_state(folder_at(tmp_path), PEER, ONE, NEW)  # another process: what this one has written, it believes
     assert sorted(file.name for file in (tmp_path / PEER).glob("*.json")) == ["state-1.json", "state-3.json"]
-
-
-def flip(file: Path, at: int, by: int = 1) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= by
-    file.write_bytes(content)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)

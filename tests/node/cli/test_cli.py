@@ -66,6 +66,12 @@ def ran(*arguments: str) -> Any:
     return result
 
 
+def refused(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 78
+    return str(result.output)
+
+
 def corpus(tmp_path: Path, *texts: bytes) -> Path:
     (tmp_path / "corpus").mkdir()
     for number, text in enumerate(texts):
@@ -144,9 +150,7 @@ class TestNew:
         ran("new", str(tmp_path / "again.toml"), "--from", str(file), "--seed", "2")
         assert (tmp_path / "again.router").read_bytes() == router.to_bytes()
         (tmp_path / "run.router").unlink()
-        lost = run("solo", "--manifest", str(file), "--steps", "1")
-        assert lost.exit_code == 78
-        assert "run's router" in lost.stderr
+        assert "run's router" in refused("solo", "--manifest", str(file), "--steps", "1")
 
     def test_a_run_may_start_from_a_model(self, tmp_path: Path) -> None:
         file, model, text = tmp_path / "run.toml", tmp_path / "model", corpus(tmp_path, *[b"some prose " * 40] * 40)
@@ -156,15 +160,11 @@ class TestNew:
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         assert (manifest.model.family, manifest.model.sequence, manifest.stages.blocks) == ("qwen2", 96, (0, 3, 1))
         ran("solo", "--manifest", str(file), "--steps", "1", "--json", "--model", str(model))
-        lost = run("solo", "--manifest", str(file), "--steps", "1")
-        assert lost.exit_code == 78
-        assert "--model DIR" in lost.stderr
-        cut = run("new", str(tmp_path / "again.toml"), "--from", str(file), "--stages", "0,2,2")
-        assert cut.exit_code == 78
-        assert "--from-model" in cut.stderr
+        assert "--model DIR" in refused("solo", "--manifest", str(file), "--steps", "1")
+        assert "--from-model" in refused("new", str(tmp_path / "again.toml"), "--from", str(file), "--stages", "0,2,2")
         again = ("new", str(tmp_path / "again.toml"), *f"--from {file} --stages 0,2,2 --from-model {model}".split())
         ran(*again)
-        assert run("new", str(tmp_path / "odd.toml"), "--from-model", str(text)).exit_code == 78
+        refused("new", str(tmp_path / "odd.toml"), "--from-model", str(text))
 
     def test_experts_without_a_router_are_dealt_by_chance(self, tmp_path: Path) -> None:
         result = ran("new", str(tmp_path / "run.toml"), "--experts", "2")
@@ -175,13 +175,10 @@ class TestNew:
     def test_it_does_not_overwrite(self, tmp_path: Path) -> None:
         file = tmp_path / "run.toml"
         file.write_text("precious")
-        result = run("new", str(file))
-        assert result.exit_code == 78
+        refused("new", str(file))
         assert file.read_text() == "precious"
         ran("new", str(file), "--force")
-        lost = run("new", str(tmp_path / "nowhere" / "run.toml"))
-        assert lost.exit_code == 78
-        assert "cannot write" in lost.stderr
+        assert "cannot write" in refused("new", str(tmp_path / "nowhere" / "run.toml"))
 
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
@@ -262,10 +259,9 @@ class TestJoin:
         assert "Traceback" in run("--debug", "join", LINK).stderr
 
     def test_bad_targets(self) -> None:
-        assert "neither a join link nor a manifest" in run("join", "nowhere").stderr
-        assert run("join", "nowhere").exit_code == 78
-        assert run("join", "skipstone:short@x").exit_code == 78
-        assert run("join", LINK, "--memory", "much").exit_code == 78
+        assert "neither a join link nor a manifest" in refused("join", "nowhere")
+        refused("join", "skipstone:short@x")
+        refused("join", LINK, "--memory", "much")
         assert run("join", LINK, "--no-such-option").exit_code == 2
         assert run("join").exit_code == 2
 
@@ -430,7 +426,7 @@ class TestQuestions:
         assert "held-out loss 2.5000" in run("eval", LINK, "--microbatches", "4").stdout
         assert json.loads(run("eval", LINK, "--microbatches", "4", "--json").stdout)["tokens"] == 2048
         assert run("eval", LINK, "--microbatches", "0").exit_code == 2
-        assert run("eval", "nowhere").exit_code == 78
+        refused("eval", "nowhere")
 
 
 @pytest.fixture
@@ -442,7 +438,7 @@ class TestModels:
     def test_export(self, tmp_path: Path, checkpoint: Path) -> None:
         result = ran("export", str(checkpoint), str(tmp_path / "folder"))
         assert "bytes of parameters in 1 file" in result.stdout
-        assert run("export", str(checkpoint), str(tmp_path / "folder")).exit_code == 78
+        refused("export", str(checkpoint), str(tmp_path / "folder"))
         result = run("export", str(checkpoint), str(tmp_path / "folder"), "--force", "--json")
         answer = json.loads(result.stdout)
         assert (answer["files"], answer["path"]) == (1, str(tmp_path / "folder"))
@@ -511,9 +507,7 @@ def test_solo_trains_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None
 
 
 def test_leave_without_a_running_node(tmp_path: Path) -> None:
-    result = run("leave", "--identity", str(tmp_path / "identity.key"))
-    assert result.exit_code == 78
-    assert "no node runs here" in result.output
+    assert "no node runs here" in refused("leave", "--identity", str(tmp_path / "identity.key"))
 
 
 def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
@@ -523,9 +517,7 @@ def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
     ran("new", str(tmp_path / "run.toml"), "--data", f"tokens:{tmp_path / 'shards'}")
     manifest = read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest
     assert manifest.data.files.count == 4
-    again = run("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}")
-    assert again.exit_code == 78
-    assert "not empty" in again.output
+    assert "not empty" in refused("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}")
 
 
 # ---- help and documents ----------------------------------------------------------------------------------------------

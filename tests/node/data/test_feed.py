@@ -305,17 +305,19 @@ def labels_of(text: Microbatch) -> Iterator[Tokens]:
         yield labels.numpy()
 
 
-def pieces_of(documents: Documents, block: int) -> Iterator[tuple[list[int], list[int]]]:
-    for text in all_of(packer_of(documents, block)):
-        tokens, labels = (row.split(text.documents) for row in (text.tokens[0], text.labels[0]))
-        for some, following in zip(tokens, labels, strict=True):
-            yield some.tolist(), following.tolist()
-
-
 @given(LENGTHS, BLOCK)
-def test_every_token_is_a_label_once_and_follows_its_own_document(lengths: list[int], block: int) -> None:
+def test_every_token_is_a_label_once_and_follows_its_own_document_in_rows_that_are_not_too_long(
+    lengths: list[int], block: int
+) -> None:
     documents = texts_of(lengths)
-    found = list(pieces_of(documents, block))
+    found = list[tuple[list[int], list[int]]]()
+    for text in all_of(packer_of(documents, block)):
+        assert text.tokens.shape == text.labels.shape == (1, sum(text.documents))
+        assert 1 <= min(text.documents) <= max(text.documents) <= LONGEST
+        assert text.size <= MOST
+        assert text.cost == pytest.approx(sum(document_cost(MANIFEST.model, tokens) for tokens in text.documents))
+        pieces = (row[0].split(text.documents) for row in (text.tokens, text.labels))
+        found += [(tokens.tolist(), labels.tolist()) for tokens, labels in zip(*pieces, strict=True)]
     whole = [fragment.tokens.tolist() for fragment in documents.epoch(StreamPosition(), everything)]
     assert Counter(label for _, labels in found for label in labels) == Counter(token for one in whole for token in one)
     for tokens, labels in found:
@@ -327,15 +329,6 @@ def test_every_token_is_a_label_once_and_follows_its_own_document(lengths: list[
         )
     for one in whole:
         assert len(one) > LONGEST or ([END, *one[:-1]], one) in found, "what fits is never cut"
-
-
-@given(LENGTHS, BLOCK)
-def test_a_microbatch_is_one_row_that_is_not_too_long(lengths: list[int], block: int) -> None:
-    for text in all_of(packer_of(texts_of(lengths), block)):
-        assert text.tokens.shape == text.labels.shape == (1, sum(text.documents))
-        assert 1 <= min(text.documents) <= max(text.documents) <= LONGEST
-        assert text.size <= MOST
-        assert text.cost == pytest.approx(sum(document_cost(MANIFEST.model, tokens) for tokens in text.documents))
 
 
 def state_of(text: Microbatch) -> tuple[object, ...]:

@@ -44,6 +44,7 @@ from tests.node.checkpoint.saved_states import (
     decoder_of,
     exported,
     file_of,
+    flip,
     logits_of,
     noisy_model,
     save_checkpoint,
@@ -194,16 +195,10 @@ class TestTarget:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "folder"]
 
     def test_a_damaged_source_leaves_nothing(self, tmp_path: Path, checkpoint: Path) -> None:
-        damage(file_of(checkpoint, "2.0"))
+        flip(file_of(checkpoint, "2.0"))
         with pytest.raises(CorruptSnapshot, match=r"module 2\.0"):
             exported(checkpoint, tmp_path / "folder")
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def damage(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
 
 
 class TestCheckpointSource:
@@ -241,7 +236,7 @@ class TestExportedSource:
     def test_every_file_of_parameters_is_guarded(self, folder: Path) -> None:
         for file in sorted(folder.glob("*.safetensors")):
             whole = file.read_bytes()
-            damage(file)
+            flip(file)
             with pytest.raises(CorruptSnapshot, match=file.name):
                 decoder_of(folder)
             file.write_bytes(whole[:-1])
