@@ -205,12 +205,9 @@ def test_a_sparkline_fits_its_width(points: list[float], width: int) -> None:
     assert len(sparkline(points, width)) == min(len(points), width)
 
 
-def test_a_sparkline_goes_down_with_the_loss() -> None:
+def test_a_sparkline_goes_down_with_the_loss_and_durations_are_short() -> None:
     assert sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
     assert sparkline([2.0, 2.0], 4) == "▁▁"
-
-
-def test_durations() -> None:
     assert [duration(s) for s in (0.4, 61, 3725, math.inf)] == ["0s", "1m01s", "1h02m", "-"]
 
 

@@ -86,9 +86,6 @@ def test_held_out_microbatches_end_with_the_text_and_repeat_nothing(manifest: Ma
     ]
     assert max(per_document) <= LENGTH
     assert len(list(held_out_microbatches(manifest, 2))) == 2
-
-
-def test_too_little_held_out_text_is_said(manifest: Manifest) -> None:
     none = manifest.model_copy(update={"data": manifest.data.model_copy(update={"held_out": 0.0})})
     with pytest.raises(ConfigError, match="held_out"):
         list(held_out_microbatches(none, 1))

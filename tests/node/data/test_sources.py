@@ -63,14 +63,13 @@ def test_an_unknown_kind_of_source_is_named(source: str) -> None:
         small_manifest(data__source=source)
 
 
-def test_a_missing_or_empty_place_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_empty_place_or_one_with_too_many_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         files_at(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no text"):
         files_at(tmp_path)
-
-
-def test_a_folder_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "MAX_FILES", 2)
     for number in range(3):
         (tmp_path / str(number)).write_bytes(b"x")

@@ -302,16 +302,12 @@ async def test_the_one_whose_hash_is_right_is_taken() -> None:
         await fetch_router(FilePeers(wrong), MANIFEST, 0.0)
 
 
-async def test_a_run_without_a_router_asks_nobody() -> None:
+async def test_a_run_without_a_router_asks_nobody_and_a_peer_with_one_gives_it() -> None:
     session = FilePeers({"good": ROUTER.to_bytes()})
     assert await fetch_router(session, small_manifest(), 1.0) is None
     assert not session.asked
     with router_given(session, None), tokenizer_given(session, None):
         assert session.answers == {}
-
-
-async def test_whoever_has_it_gives_it() -> None:
-    session = FilePeers({})
     with router_given(session, ROUTER):
         answer = session.answers[QuestionAbout.ROUTER]
         assert await answer(PeerId("asker"), Question(QuestionAbout.ROUTER)) == ROUTER.to_bytes()
@@ -338,12 +334,9 @@ class Asked:
         return "the manifest"
 
 
-async def test_one_honest_peer_is_enough() -> None:
+async def test_one_honest_peer_is_enough_and_without_one_the_reason_is_known() -> None:
     ask = Asked()
     assert await first_good((SILENT, LIAR, REFUSING, HONEST), ask) == Answered("the manifest")
     assert ask.let_go == [SILENT]
-
-
-async def test_without_a_good_answer_one_is_told_why() -> None:
     assert await first_good((LIAR,), Asked()) == "a-liar: another run's manifest"
     assert await first_good((), Asked()) == "no peer was asked"

@@ -106,19 +106,15 @@ class Bench:
         return await self.board.follow(PeerId("whoever"), question)
 
 
-async def test_a_call_is_passed_on_with_the_record_of_who_calls() -> None:
-    bench = Bench()
-    question = bench.call()
-    assert await bench.pass_on(question) == b""
-    assert bench.lines.asked == [(bench.called.peer, Question(QuestionAbout.CALLED, record=question.record))]
-
-
-async def test_only_who_is_linked_is_called() -> None:
+async def test_a_call_is_passed_on_to_linked_peers_only_with_the_record_of_who_calls() -> None:
     bench = Bench()
     for stranger in (Identity.generate().peer, bench.own.peer, None):
         with pytest.raises(Rejected, match="no link"):
             await bench.pass_on(replace(bench.call(), peer=stranger))
     assert bench.lines.asked == []
+    question = bench.call()
+    assert await bench.pass_on(question) == b""
+    assert bench.lines.asked == [(bench.called.peer, Question(QuestionAbout.CALLED, record=question.record))]
 
 
 async def test_nobody_calls_in_the_name_of_another() -> None:
