@@ -72,6 +72,12 @@ class HopBench:
     def backward(self, number: int, **more: object) -> Tensor:
         return self.compute(Work.BACKWARD, number, **more)
 
+    def visit(self, *numbers: int, **more: object) -> None:
+        """All of them forward, then all of them back."""
+        for work in (Work.FORWARD, Work.BACKWARD):
+            for number in numbers:
+                self.compute(work, number, **more)
+
     def retract(self, number: int) -> bool:
         return self.worker.retract(self.job(Work.BACKWARD, number, whole=True))
 

@@ -79,10 +79,6 @@ class Stage(HopBench):
         optimizer = InnerOptimizer(manifest.training, [self.total])
         super().__init__(HopWorker(self.part, self.total, optimizer, TENSOR, CPU, graph_budget_bytes), manifest)
 
-    def visit(self, number: int) -> None:
-        self.forward(number)
-        self.backward(number)
-
     def expected(self, number: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Output, gradient of the input and of the parameters, by autograd alone."""
         source = self.source(number).requires_grad_()
@@ -245,8 +241,7 @@ class Replica(HopBench):
 
     def step(self, number: int) -> None:
         while not self.worker.optimizer.due:
-            self.forward(number)
-            self.backward(number)
+            self.visit(number)
             number += 1
         assert self.worker.step() is not None
 
@@ -542,8 +537,7 @@ def inline(manifest: Manifest | None = None) -> Peer:
 def train_alike(*peers: Peer, numbers: Sequence[int] = (1,)) -> None:
     for number in numbers:
         for peer in peers:
-            peer.forward(number)
-            peer.backward(number)
+            peer.visit(number)
 
 
 def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-9) -> None:
@@ -582,8 +576,7 @@ def test_documents_are_masked_as_ever() -> None:
     manifest, documents = small_manifest(training__rows=1, model__attention="documents"), (5, 11)
     peer, other = Peer(manifest), inline(manifest)
     for each in (peer, other):
-        each.forward(1, documents=documents)
-        each.backward(1, documents=documents)
+        each.visit(1, documents=documents)
     peer.idle_time()
     assert_same(peer.sums(), other.sums(), 1e-5)
 
@@ -623,8 +616,7 @@ def test_what_is_put_off_is_computed_in_the_step_that_needs_it() -> None:
 def test_where_no_work_is_taken_it_is_computed_in_the_step() -> None:
     peer = Peer(idle_limit=ROOM_FOR_NO_WORK)
     for number in (1, 2):
-        peer.forward(number)
-        peer.backward(number)
+        peer.visit(number)
     assert peer.worker.deferred.waiting == 2
     assert peer.worker.step() is not None
     assert peer.worker.deferred.waiting == 0
@@ -671,11 +663,9 @@ def test_where_there_is_no_memory_nothing_is_lost_or_added_twice(when: str, monk
 
 def test_a_microbatch_that_comes_twice_counts_once_computed_or_not() -> None:
     peer, other = Peer(), inline()
-    other.forward(1)
-    other.backward(1)
+    other.visit(1)
     for chunks in (0, None):
-        peer.forward(1)
-        peer.backward(1)
+        peer.visit(1)
         peer.idle_time(chunks)
     assert_same(peer.sums(), other.sums(), 1e-5)
     assert peer.worker.accumulated == 1
@@ -685,8 +675,7 @@ def test_a_microbatch_that_comes_twice_counts_once_computed_or_not() -> None:
 @pytest.mark.parametrize("chunks", [0, 1, 4, None], ids=["waits", "begun", "half", "computed"])
 def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
     peer = Peer()
-    peer.forward(1)
-    peer.backward(1)
+    peer.visit(1)
     peer.idle_time(chunks)
     assert peer.retract(1)
     assert not peer.retract(1), "once"
@@ -696,8 +685,7 @@ def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
     for total in peer.sums():
         torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-4)
     assert peer.worker._graphs._kept == 0
-    peer.forward(1)
-    peer.backward(1)
+    peer.visit(1)
     assert peer.worker.accumulated == 1, "afterwards it may be added again"
 
 
@@ -734,8 +722,7 @@ def test_what_is_kept_has_the_place_of_the_graph() -> None:
     assert deferred.peak_bytes <= 2 * graph
     peer.idle_time()
     assert deferred.held_bytes == peer.worker._graphs._kept == 0
-    peer.forward(4)
-    peer.backward(4)
+    peer.visit(4)
     assert deferred.visits == 3
 
 
@@ -752,8 +739,7 @@ def test_weights_are_put_off_where_nothing_else_fills_idle_time() -> None:
     assert not puts_weights_off(staleness=1, devices=1).value
     assert not puts_weights_off(staleness=0, devices=2).value
     running_ahead = Peer(small_manifest(training__staleness=1))
-    running_ahead.forward(1)
-    running_ahead.backward(1)
+    running_ahead.visit(1)
     assert running_ahead.worker.deferred.waiting == 0
     assert "staleness of 1" in running_ahead.worker.deferred.chosen.reason
 
@@ -864,11 +850,6 @@ class BlockPeer(HopBench):
         optimizer = inner_optimizer(manifest, MODULE, [total])
         worker = HopWorker(part, total, optimizer, hidden_tensor(manifest), CPU, budget, passes=passes)
         super().__init__(worker, manifest)
-
-    def visit(self, *numbers: int) -> None:
-        for work in (Work.FORWARD, Work.BACKWARD):
-            for number in numbers:
-                self.compute(work, number)
 
 
 @pytest.fixture(scope="module")
