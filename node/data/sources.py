@@ -214,7 +214,7 @@ READ_AS: Final = np.dtype("<i4")
 _MAGIC: Final = b"MMIDIDX\0\0"
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _TYPES: Final = {code: np.dtype(name) for code, name in ((4, "<i4"), (8, "<u2"))}
-"""Token types of the format that can be read."""
+"""Readable types of token ids, by their code in an index file."""
 
 
 class TokenShards:

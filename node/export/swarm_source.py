@@ -132,7 +132,10 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 def state_to_take(
     module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int, *, is_model: bool = False
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-    """Returns the agreed anchor (round 0 only if `is_model`) and its peers. Raises Unreachable, NoQuorum."""
+    """Returns the agreed anchor and its peers. Raises Unreachable, NoQuorum.
+
+    `is_model`: whether round 0 counts, because the run started from a trained model.
+    """
     if not announced:
         raise Unreachable(
             f"no peer serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."

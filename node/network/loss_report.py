@@ -44,7 +44,7 @@ class RouteLoss:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLoss(RouteLoss):
-    """Held-out loss on paths through one set of stages, in total and by route."""
+    """Held-out loss on paths through one set of stages, in total and by route (the documents' experts)."""
 
     sizes: SizeSummary | None = None  # Number of microbatches, if known
     routes: Mapping[str, RouteLoss] = field(default_factory=dict)

@@ -282,7 +282,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A data node resumed from a checkpoint, with these numbers of microbatches."""
+    """A data node resumed from a checkpoint, with the counts of microbatches that it had reached."""
 
     NAME: ClassVar[str] = "continued"
     peer: str

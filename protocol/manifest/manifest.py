@@ -82,7 +82,7 @@ class ModelSection(Section):
     attention_bias: bool = False
     """Biases of all four attention projections, as in some models of the families `llama` and `qwen3`."""
     positions: Annotated[int, Field(ge=8, le=2**31)] | None = None
-    """Longest sequence the model is made for, repeated by an export. Default: sequence."""
+    """Longest sequence that the model supports, as an export states it. Default: `sequence`."""
     sliding_window: Annotated[int, Field(ge=8, le=2**31)] | None = None
     """For `mistral`: tokens that attention looks back. Rows may not be longer, so it has no effect in training."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -145,7 +145,7 @@ def block_parameters(model: ModelSection) -> int:
 
 
 def quadratic_share(model: ModelSection) -> float:
-    """Returns a factor f: attention in n tokens costs f * n^2 tokens of other work (arXiv:2001.08361, section 2.1)."""
+    """Returns f: attention over n tokens takes as long as other work on f * n^2 tokens (arXiv:2001.08361, sec. 2.1)."""
     return model.query_size / block_parameters(model)
 
 

@@ -27,7 +27,7 @@ TomlValue = Scalar | tuple["TomlValue", ...]
 
 
 def toml_of(manifest: Manifest) -> str:
-    """Renders all keys as TOML, including defaults; keys that newer versions added are comments at their default."""
+    """Renders all keys as TOML, including defaults; a default of a later version's key is a comment."""
     head = toml_comment("A Skipstone run. These values are equal on all peers. Changing a value makes a different run.")
     return "\n\n".join([head, *_table(manifest, "")]) + "\n"
 

@@ -110,7 +110,7 @@ async def splice(
     spend: Spend,
     idle_s: float,
 ) -> str:
-    """Copies bytes between two streams until one ends, `spend` objects, or `idle_s` pass without bytes. Returns why."""
+    """Copies bytes between two streams until one ends, `spend` refuses, or `idle_s` pass without bytes. Returns why."""
     # Reading pauses while the other side does not accept the bytes. The callers close the streams.
     loop = asyncio.get_running_loop()
     try:

@@ -96,7 +96,7 @@ def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
 
 
 def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Codec) -> str | None:
-    """Returns a fault if an audited mean minus all other contributions is too large to be its sender's own one."""
+    """Returns a fault if a reducer's mean, less the other members' parts, is longer than its own part can be."""
     wider = (SLACK + 0.5 * math.sqrt(min(1.0, SMALLEST / reckoning.elements))) * max(reckoning.shares, default=1.0)
     own = coefficient * norm * min(1.0, wider)
     allowed = own + RESULT_ERROR[codec] * reckoning.result

@@ -125,7 +125,7 @@ class PathTimes:
             trace.loss_known = now
 
     def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
-        """Adds a hop's receipt. `sender` may be a substitute. Receipts may be repeated and in any order."""
+        """Adds a hop's receipt. `sender` may have replaced the planned peer. Repeats and any order are fine."""
         trace = self._traces.get(receipt.microbatch)
         direction, position = mark = receipt.direction, receipt.position
         if trace is None or mark in trace.passed or not -1 <= position <= len(trace.path.hops):

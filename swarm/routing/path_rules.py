@@ -14,7 +14,7 @@ from swarm.vocabulary.errors import ConfigError, ManifestError
 from swarm.vocabulary.types import MAX_VISIT_RATIO, ModuleId
 
 FAR = 1024
-"""A forward jump to any later stage."""
+"""Value of `max_forward_jump` that allows a jump to any later stage."""
 
 
 @dataclass(frozen=True, slots=True)
