@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import random
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -45,10 +44,6 @@ LOOKED_UP_AT_ONCE = 256  # Bounds the load on the directory
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
-GREET_S = 1.0
-GREET_AGAIN_S = 60.0
-GREETED_AT_ONCE = 8
-MOST_GREETED = 128  # Links beyond which no more are opened for possible work
 CLOCK_STEP_S = 5.0  # Jump of the wall clock that is logged
 # Modules with this few replicas are probed before a decision.
 FEW_REPLICAS = 2
@@ -90,6 +85,7 @@ class MembershipSync:
     _modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
     _publish_now: asyncio.Event = field(default_factory=asyncio.Event)
     _look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    _linked: set[PeerId] = field(default_factory=set)
     _tasks: TaskTracker = field(default_factory=TaskTracker)
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
@@ -112,7 +108,6 @@ class MembershipSync:
             loops.create_task(self._look_up_for_ever())
             loops.create_task(self._publish_for_ever())
             loops.create_task(self._push_for_ever())
-            loops.create_task(self._greet_for_ever())
 
     # ---- input from links ----------------------------------------------------------------------------------------
 
@@ -132,6 +127,7 @@ class MembershipSync:
             self._tasks.begin(end_for(announcement))
 
     def link_up(self, peer: PeerId) -> None:
+        self._linked.add(peer)
         self.membership.recover(peer)
         self.events.emit(PeerChange(peer, "up", ""))
         self.changed.set()
@@ -147,9 +143,9 @@ class MembershipSync:
         # One probe of a suspect peer is enough.
         elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):
             self._tasks.begin(self._probe(peer))
-        was_linked = peer in self.membership.linked
         self.membership.fail(peer, self.own.clock.monotonic())
-        if was_linked:
+        if peer in self._linked:
+            self._linked.remove(peer)
             self.events.emit(PeerChange(peer, "down", str(error)))
         self.changed.set()
 
@@ -232,28 +228,6 @@ class MembershipSync:
                 )
                 self.announce()
             self.transport.announce(self.record.fresh())
-
-    async def _greet_for_ever(self) -> None:
-        """Opens links to the replicas that we work with, a few at a time, until cancelled.
-
-        Only linked replicas get work while one of them serves: a name whose address is silent delays no microbatch.
-        """
-        asked: dict[PeerId, float] = {}
-        while True:
-            await asyncio.sleep(GREET_S)
-            now = self.own.clock.monotonic()
-            asked = {peer: at for peer, at in asked.items() if now - at < GREET_AGAIN_S}
-            known = [a for a in self.membership.peers() if a.state is PeerState.SERVING and self._works_with(a.module)]
-            strangers = [a.peer for a in known if a.is_reachable and a.peer not in self.membership.linked]
-            strangers = [peer for peer in strangers if peer not in asked and not self.membership.is_given_up(peer)]
-            room = min(GREETED_AT_ONCE, MOST_GREETED - len(self.membership.linked))
-            # A random choice: many silent names cannot keep an honest replica waiting for ever.
-            chosen = random.sample(strangers, max(0, min(room, len(strangers))))
-            asked |= dict.fromkeys(chosen, now)
-            await asyncio.gather(*(self._probe(peer) for peer in chosen))
-
-    def _works_with(self, module: ModuleId | None) -> bool:
-        return module is not None and (self.own.module == module or self.own.module == ModuleId(0))
 
     def _clock_offset_s(self) -> float:
         return self.own.clock.wall() - self.own.clock.monotonic()

@@ -24,7 +24,6 @@ MAX_LINKS: Final = 200_000
 UNKNOWN_TOKENS_PER_S: Final = 1000.0
 """Speed assumed if a peer has neither measurements nor an announced speed, in tokens per second."""
 ASSUMED_BACKWARD_FACTOR: Final = 2.0
-SLOWER_AT_MOST: Final = 4.0
 LEAST_LINK_SHARE: Final = 0.5
 """Smallest share of the sending time that the tensor takes; the answer takes the rest."""
 
@@ -124,15 +123,14 @@ class MeasuredTimes:
     def usual_s(self, peer: PeerId, announced: Speed) -> float:
         """Returns the seconds of a completed visit with an empty queue, from which timeouts follow.
 
-        A peer without completed visits counts as the slowest of the others, or up to SLOWER_AT_MOST times slower if it
-        announces that.
+        A peer without completed visits counts as slow as the slowest of the others.
         """
         # Lost microbatches are left out: otherwise each one that a peer keeps would lengthen its timeout.
         known = self._completed.get(peer)
         if known is not None:
             return known.mean
-        slowest, own = max(self._completed.means().values(), default=None), self._announced_s(announced)
-        return own if slowest is None else max(slowest, min(SLOWER_AT_MOST * slowest, own))
+        others = self._completed.means().values()
+        return max(others) if others else self._announced_s(announced)
 
     def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
         """Returns the one of `peers` (at least one) that was never visited, or whose last visit is the oldest."""
