@@ -57,7 +57,7 @@ class Held:
 
 @dataclass(slots=True)
 class Accused:
-    """Accusers of a replica, and their later rounds: all of them, and those that it took part in."""
+    """Accusers of a replica, and how many rounds they committed after that: in all, and together with it."""
 
     by: set[str] = field(default_factory=set)
     commits: int = 0

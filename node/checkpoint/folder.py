@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
 from blake3 import blake3
@@ -167,15 +167,20 @@ MAX_HEADER_BYTES: Final = 2**24
 """Longest accepted header of a safetensors file."""
 
 
+def check_header_size(file: BinaryIO) -> None:
+    """Raises SafetensorError if a safetensors file, opened at its start, has a header of more than MAX_HEADER_BYTES."""
+    # safetensors accepts 100 MB, which takes seconds and gigabytes to parse.
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise SafetensorError(f"the header has {header_bytes} bytes, more than {MAX_HEADER_BYTES}")
+
+
 @contextmanager
 def opened_tensors(path: Path) -> Iterator[Any]:
     """Opens a safetensors file. Raises StateError if it is missing, CorruptSnapshot if it is damaged."""
     try:
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-        # safetensors accepts 100 MB, which takes seconds and gigabytes to parse.
-        if header_bytes > MAX_HEADER_BYTES:
-            raise CorruptSnapshot(f"{path}: the header has {header_bytes} bytes, more than {MAX_HEADER_BYTES}")
+            check_header_size(file)
         with safe_open(path, framework="pt") as opened:
             yield opened
     except FileNotFoundError:

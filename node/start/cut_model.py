@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, version_of
 from node.averaging.anchor.layout import Layout, layout_of
 from node.averaging.anchor.shared_vector import Vector, empty_vector
-from node.checkpoint.folder import MAX_HEADER_BYTES
+from node.checkpoint.folder import check_header_size
 from node.data.files import open_regular
 from node.model.shapes import HEAD, Shape, parameter_shapes
 from protocol.manifest.manifest import Manifest
@@ -247,9 +247,7 @@ class ModelFolder:
         try:
             file_path = self._place(name)
             with open_regular(file_path) as file:
-                header = int.from_bytes(file.read(8), "little")
-            if header > MAX_HEADER_BYTES:
-                raise ConfigError(f"{self.path / name}: the header has {header} bytes, more than {MAX_HEADER_BYTES}")
+                check_header_size(file)
             opened: Any = safe_open(file_path, framework="pt")
             names = list(opened.keys())
         except (OSError, SafetensorError) as error:

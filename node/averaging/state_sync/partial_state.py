@@ -95,7 +95,7 @@ class PartialState:
         return frozenset(self._placed)
 
     def _shared(self, known: Anchor, first_number: int) -> set[int]:
-        """Returns the fragments that equal those of the anchor `known` by their hashes. Their arrays can be shared."""
+        """Returns the fragments whose hashes equal those of the anchor `known`. Their arrays can be shared."""
         same = set()
         for place, (first, end) in enumerate(self._layout.fragments):
             numbers = range(first_number + first, first_number + end)
