@@ -418,7 +418,8 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         own, roster = staged.snapshot, action.roster
         of_all = roster.steps - roster.base.steps
         share = own.since_anchor.steps / of_all if of_all > 0 else 0.0
-        self._drift.committed(own.norm, share, roster.largest_norm, len(roster.peers) > 1, self.clock.wall())
+        together = (peer for peer in roster.peers if peer != self._own)
+        self._drift.committed(own.norm, share, roster.largest_norm, together, self.clock.wall())
         self._host.anchored(staged.anchor)
         self.stepped()
         self.begin(self._settle(action, before, staged))
@@ -472,7 +473,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         if not action.by_most:
             measure = partial(distance_between, self._store.current, anchor)
             distance = await self._means.thread.run(Priority.UPKEEP, measure)
-            farthest = self._drift.farthest(self.clock.wall())
+            farthest = self._drift.farthest(action.donors, self.clock.wall())
             if not distance <= farthest:
                 why = f"its distance from ours is {distance:.3g}, more than the {farthest:.3g} that training explains"
                 log.warning("not adopting the anchor of round %d: %s", action.version.round, why)

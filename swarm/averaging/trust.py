@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 from swarm.averaging.schedule import lower_median
-from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_RATE, Entry, LinkRate
+from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_MEMBERS, MAX_RATE, Entry, LinkRate
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
@@ -116,7 +118,8 @@ FADING: Final = 0.9  # Decay of the usual norm per round, so that it follows a f
 # Largest distance between anchors, in rounds like ours, with a margin for momentum and faster replicas
 DRIFT_LIMIT: Final = 8.0
 FEWEST_APART: Final = 2.0  # Rounds by which two anchors may always differ
-LATEST_WEIGHT: Final = 0.1  # Weight of the latest interval between rounds in its mean
+LATEST_INTERVALS: Final = 9  # Their median is the usual time between rounds: a cut network makes one of them long
+SHORTEST_ROUND_S: Final = 0.1
 
 
 def mark_of(peer: PeerId) -> int:
@@ -175,29 +178,36 @@ class AnchorDrift:
 
     def __init__(self) -> None:
         self._length = 0.0
-        self._between_s = 0.0
         self._round_at: float | None = None
-        self._shared_at: float | None = None
+        self._between_s: deque[float] = deque(maxlen=LATEST_INTERVALS)
+        self._shared_at: dict[PeerId, float] = {}
+        self._latest_shared_at: float | None = None
 
-    def committed(self, norm: float, steps_share: float, mean_norm: float, shared: bool, at: float) -> None:
-        """Adds a committed round: norm of our update, our share of steps, upper bound on the clipped mean's norm."""
+    def committed(self, norm: float, steps_share: float, mean_norm: float, others: Iterable[PeerId], at: float) -> None:
+        """Adds a round: our update's norm, our share of steps, the clipped mean's largest norm, the other members."""
         own = norm / min(1.0, steps_share) if steps_share > 0 else 0.0
         # Our norm is too small if we did little work, or early in the warm-up. The mean's norm is clipped to the usual
         # one, so it is too small if the other members did little work.
         self._length = max(own, mean_norm, FADING * self._length)
         if self._round_at is not None:
-            between_s = max(0.0, at - self._round_at)
-            self._between_s += (between_s - self._between_s) * (LATEST_WEIGHT if self._between_s else 1.0)
+            self._between_s.append(max(0.0, at - self._round_at))
         self._round_at = at
-        if shared or self._shared_at is None:
-            self._shared_at = at
+        shared = dict.fromkeys(others, at)
+        if shared or self._latest_shared_at is None:
+            self._latest_shared_at = at
+        # The latest last, so that the replicas forgotten first are those met longest ago.
+        kept = {peer: met for peer, met in self._shared_at.items() if peer not in shared}
+        self._shared_at = dict([*kept.items(), *shared.items()][-MAX_MEMBERS:])
 
-    def farthest(self, at: float) -> float:
-        """Returns the largest credible distance of an anchor, with momentum, from ours; infinite before two rounds."""
-        if not self._between_s or self._shared_at is None:
+    def farthest(self, donors: Iterable[PeerId], at: float) -> float:
+        """Returns the largest credible distance, with momentum, of these donors' anchor; infinite before two rounds."""
+        if not self._between_s or self._latest_shared_at is None:
             return math.inf
-        rounds = max(FEWEST_APART, (at - self._shared_at) / self._between_s)
-        return DRIFT_LIMIT * self._length * rounds
+        # A replica that we never met counts as the one met last: otherwise a new name could bring any anchor. The upper
+        # median, so that one liar among many donors neither widens the limit nor keeps us apart from the others.
+        met = sorted(self._shared_at.get(peer, self._latest_shared_at) for peer in donors) or [self._latest_shared_at]
+        apart_s = at - met[len(met) // 2]
+        return DRIFT_LIMIT * self._length * max(FEWEST_APART, apart_s / max(median(self._between_s), SHORTEST_ROUND_S))
 
 
 def _norm_per_token(entry: Entry) -> float:
