@@ -36,11 +36,14 @@ def simulate(
     kill: Annotated[
         float, typer.Option(min=0, max=5, help="Share of peers that fail and return per minute (0: none).")
     ] = 0.0,
+    lie: Annotated[
+        float, typer.Option(min=0, help="Factor on the visits that the first data node announces (1: the truth).")
+    ] = 1.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run a swarm described in a file in virtual time, and count its microbatches."""
     announce("skipstone simulate: virtual time", as_json=json)
-    report = asdict(simulated(read_instance(instance), arm, seconds, seed, staleness, kill))
+    report = asdict(simulated(read_instance(instance), arm, seconds, seed, staleness, kill, lie))
     if json:
         print_json(report)
         return
@@ -53,6 +56,7 @@ class Simulated:
     """Results of a simulated swarm.
 
     Args:
+        honest: completed microbatches of the data nodes that announce their true visits.
         pace: completed microbatches per second.
         visits: completed visits by stage after stage 0; then those of the least and the most visited stage.
         planning_cpu_seconds: CPU time spent on planning, per data node.
@@ -65,7 +69,9 @@ class Simulated:
     seed: int
     staleness: int
     kill: float
+    lie: float
     completed: int
+    honest: int
     pace: float
     visits: dict[str, int]
     visits_least: int
@@ -80,7 +86,7 @@ class Simulated:
 
 
 def simulated(
-    problem: Instance, arm: str, seconds: float, seed: int, staleness: int = 1, kill: float = 0.0
+    problem: Instance, arm: str, seconds: float, seed: int, staleness: int = 1, kill: float = 0.0, lie: float = 1.0
 ) -> Simulated:
     """Simulates a swarm whose paths `arm` plans. Raises ConfigError for an unknown arm or an unusable schedule."""
     from lab.world.arms import RULES, planner_of
@@ -92,7 +98,7 @@ def simulated(
         raise ConfigError(
             f"{arm!r} is not an arm of simulate", hint=f"Choose one of {', '.join(RULES)} or {REPLAY}FILE."
         )
-    done = run_churn(problem, seconds, kill, seed, staleness, planner_of(arm, seed, TOKENS, schedule))
+    done = run_churn(problem, seconds, kill, seed, staleness, planner_of(arm, seed, TOKENS, schedule), lie)
     visits = {str(stage): done.accumulated.get(stage, 0) for stage in range(1, problem.rules.stages)}
     return Simulated(
         instance=problem.name,
@@ -101,7 +107,9 @@ def simulated(
         seed=seed,
         staleness=staleness,
         kill=kill,
+        lie=lie,
         completed=done.completed,
+        honest=done.honest,
         pace=done.completed / seconds,
         visits=visits,
         visits_least=min(visits.values(), default=0),

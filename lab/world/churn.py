@@ -30,6 +30,7 @@ class Throughput:
     """Counts of microbatches, repairs and failures in a simulated training.
 
     Args:
+        honest: completed microbatches of the data nodes that announce their true visits.
         repaired: hops of completed microbatches that a substitute served.
         alive_share: mean share of the swarm's compute that was alive.
         accumulated: completed microbatches of each stage.
@@ -39,6 +40,7 @@ class Throughput:
 
     launched: int
     completed: int
+    honest: int
     abandoned: int
     in_flight: int
     repaired: int
@@ -55,6 +57,7 @@ def run_churn(
     seed: int,
     staleness: int = 1,
     planner_of: PlannerOf = Planner,
+    lie: float = 1.0,
 ) -> Throughput:
     """Simulates training for `seconds` of virtual time while peers fail and return.
 
@@ -62,9 +65,12 @@ def run_churn(
         share_a_minute: share of the peers that fail per minute.
         staleness: 0: a data node finishes a step before the next one; 1: only its slots limit it.
         planner_of: makes a data node's planner (`lab.world.arms`).
+        lie: factor by which the first data node overstates the visits that it announces.
     """
     random = Random(seed)  # noqa: S311 - a repeatable world, not a secret
     world = World(InstanceEnvironment(instance, staleness, random), instance.stages, random, Ledger(), planner_of)
+    if lie != 1.0:
+        world.overstated[instance.stages[0][0]] = lie
     return _Failures(world, instance, share_a_minute / 60).run(seconds)
 
 
@@ -147,6 +153,7 @@ class _Failures:
         return Throughput(
             launched=launched,
             completed=completed,
+            honest=sum(microbatch.data_node not in self._world.overstated for microbatch in ledger.completed),
             abandoned=launched - completed - flying,
             in_flight=flying,
             repaired=ledger.repaired_at.total(),

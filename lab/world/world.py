@@ -310,7 +310,9 @@ class Peer:
             RUN, self.id, PeerState.SERVING, self.module, (), b"", VersionRange(2, 2),
             TOKENS / self.world.environment.service_s(self.id), slots, slots - self.custody.used_slots, 0, None,
             self.incarnation, int(now * 1000) + self.incarnation, now + RECORD_LIFETIME_S,
-            visits=() if self.data_node is None else tuple(self.data_node.planner.prices.launched),
+            visits=() if self.data_node is None else tuple(
+                int(visits * self.world.overstated.get(self.id, 1.0)) for visits in self.data_node.planner.prices.launched
+            ),
         )  # fmt: skip
 
     # ---- swarm.pipeline.custody.Replicas --------------------------------------------------------------------------
@@ -489,6 +491,8 @@ class World:
         self.time = VirtualTime()
         self.links = Links(self.time, environment.message_s)
         self.peers: dict[PeerId, Peer] = {}
+        self.overstated: dict[PeerId, float] = {}
+        """Factor on the visits that a lying data node announces."""
         self._incarnations: Counter[PeerId] = Counter()
         for stage, peers in enumerate(stages):
             for own in peers:

@@ -40,6 +40,12 @@ def test_peers_that_die_cost_pace(tmp_path: Path) -> None:
     assert deadly.duplicated == 0
 
 
+def test_the_microbatches_of_a_data_node_that_overstates_its_visits_are_counted_apart() -> None:
+    honest, lied = (simulated(read_instance(TWENTY), "ours", SECONDS, 1, lie=lie) for lie in (1.0, 10.0))
+    assert honest.honest == honest.completed
+    assert 0 < lied.honest < lied.completed
+
+
 def test_a_schedule_is_replayed(tmp_path: Path) -> None:
     done = simulated(read_instance(TWENTY), f"replay:{schedule(tmp_path, (1, 2, 4))}", SECONDS, 1)
     assert done.completed > 10
