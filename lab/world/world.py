@@ -310,10 +310,12 @@ class Peer:
             RUN, self.id, PeerState.SERVING, self.module, (), b"", VersionRange(2, 2),
             TOKENS / self.world.environment.service_s(self.id), slots, slots - self.custody.used_slots, 0, None,
             self.incarnation, int(now * 1000) + self.incarnation, now + RECORD_LIFETIME_S,
-            visits=() if self.data_node is None else tuple(
-                int(visits * self.world.overstated.get(self.id, 1.0)) for visits in self.data_node.planner.prices.launched
-            ),
+            visits=self._announced_visits(),
         )  # fmt: skip
+
+    def _announced_visits(self) -> tuple[int, ...]:
+        visits = [] if self.data_node is None else self.data_node.planner.prices.launched
+        return tuple(int(each * self.world.overstated.get(self.id, 1.0)) for each in visits)
 
     # ---- swarm.pipeline.custody.Replicas --------------------------------------------------------------------------
 
