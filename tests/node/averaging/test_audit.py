@@ -16,7 +16,7 @@ from node.averaging.auditor import PATIENCE, Auditor
 from node.averaging.exchange.all_reduce import AllReduce
 from node.averaging.exchange.reduction import Reduction
 from swarm.compression.round_codecs import RoundCodecs, codec_levels
-from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence
+from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence, SignedHash
 from swarm.vocabulary.types import Codec, PeerId
 from tests.kit.waiting import LONG_S, until
 from tests.node.averaging.small_rounds import Hall, hall
@@ -47,15 +47,18 @@ def audit_always(here: Hall) -> None:
         replica.runner.auditor._random = Always(number)
 
 
-def lie_of(monkeypatch: pytest.MonkeyPatch, change: Callable[[Reduction, np.ndarray], np.ndarray]) -> None:
+Lie = Callable[[np.ndarray], np.ndarray]
+
+
+def lie_of(monkeypatch: pytest.MonkeyPatch, change: Lie, *, in_one_piece: bool = False) -> None:
     """The liar sends everybody, itself included, another mean."""
     honestly = Reduction.finish
 
     def finish(self: Reduction, piece: Any) -> memoryview:
         data = honestly(self, piece)
-        if self._plan.own != LIAR:
+        if self._plan.own != LIAR or (in_one_piece and piece is not self._plan.shards[LIAR][0]):
             return data
-        return change(self, np.frombuffer(data, np.float32).copy()).astype(np.float32).view(np.uint8).data
+        return change(np.frombuffer(data, np.float32).copy()).astype(np.float32).view(np.uint8).data
 
     monkeypatch.setattr(Reduction, "finish", finish)
 
@@ -126,19 +129,14 @@ async def test_honest_rounds_bear_audits(codecs: RoundCodecs, members: int) -> N
             assert replica.runner.auditor.verdicts >= 1
 
 
-def stretched(reduction: Reduction, mean: np.ndarray) -> np.ndarray:
-    return mean * 1.5
-
-
-def turned(reduction: Reduction, mean: np.ndarray) -> np.ndarray:
-    length = np.linalg.norm(mean)
+def rotated(mean: np.ndarray) -> np.ndarray:
     other = mean * 0.5 + np.roll(mean, 4099) * 0.87
-    return other / np.linalg.norm(other) * length
+    return other / np.linalg.norm(other) * np.linalg.norm(mean)
 
 
-@pytest.mark.parametrize("lie", [stretched, turned])
+@pytest.mark.parametrize("lie", [lambda mean: mean * 1.5, rotated], ids=["stretched", "rotated"])
 async def test_a_reducer_whose_mean_is_another_is_caught_and_left_out(
-    monkeypatch: pytest.MonkeyPatch, lie: Callable[[Reduction, np.ndarray], np.ndarray]
+    monkeypatch: pytest.MonkeyPatch, lie: Lie
 ) -> None:
     lie_of(monkeypatch, lie)
     async with hall(6, inner_steps=INNER, elements=160_000) as here:
@@ -153,15 +151,7 @@ async def test_a_reducer_whose_mean_is_another_is_caught_and_left_out(
 
 async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.averaging.exchange.pieces.SMALLEST_PIECE", 4096)
-    honestly = Reduction.finish
-
-    def finish(self: Reduction, piece: Any) -> memoryview:
-        data = honestly(self, piece)
-        if self._plan.own != LIAR or piece is not self._plan.shards[LIAR][0]:
-            return data
-        return np.roll(np.frombuffer(data, np.float32), 4099).view(np.uint8).data
-
-    monkeypatch.setattr(Reduction, "finish", finish)
+    lie_of(monkeypatch, lambda mean: np.roll(mean, 4099), in_one_piece=True)
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         audit_always(here)
         await until_left_out(here, LIAR, rounds=40)
@@ -183,23 +173,32 @@ async def test_a_contributor_that_shows_an_auditor_other_bytes_is_caught() -> No
         await until_left_out(here, LIAR)
 
 
+VICTIM, OTHER = PeerId("peer-0"), PeerId("peer-1")
+
+
+def last_piece(here: Hall, own: PeerId, reducer: PeerId) -> tuple[Contribution, SignedHash]:
+    """What `own` contributed to the reducer's first piece of the last round, as message and as signed record."""
+    record = here.replicas[own].runner.auditor._records[-1]
+    piece = record.plan.shards[reducer][0]
+    return record.plan.contribution(piece), record.own[piece]
+
+
+def accuse(here: Hall, piece: Contribution, *shown: SignedHash) -> None:
+    accusation = Accusation(piece.round, piece.first_chunk, piece.end_chunk, shown)
+    here.replicas[VICTIM].dispatcher.received_control(LIAR, accusation)
+
+
 async def test_a_contributor_that_signs_two_things_is_caught() -> None:
     """It lets another believe that the reducer used something else than what it has shown."""
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         await here.a_round(1, INNER)
-        liar = here.replicas[LIAR].runner.auditor
-        record = liar._records[-1]
-        reducer, victim = PeerId("peer-0"), PeerId("peer-1")
-        piece = record.plan.shards[reducer][0]
-        message = record.plan.contribution(piece)
-        other = replace(record.own[piece], hash=bytes(32))
-        other = replace(other, signature=liar._means.signatures.sign(message, other.hash))
-        shown = (other, here.replicas[victim].runner.auditor._records[-1].own[piece])
-        accusation = Accusation(message.round, message.first_chunk, message.end_chunk, shown)
-        here.replicas[victim].dispatcher.received_control(LIAR, accusation)
-        await until(lambda: here.replicas[victim].accused)
-        assert certain(here, victim) == {LIAR}
-        assert "two different" in here.replicas[victim].accused[0].why
+        piece, signed = last_piece(here, LIAR, OTHER)
+        signatures = here.replicas[LIAR].runner.auditor._means.signatures
+        other = replace(signed, hash=bytes(32), signature=signatures.sign(piece, bytes(32)))
+        accuse(here, piece, other, last_piece(here, VICTIM, OTHER)[1])
+        await until(lambda: here.replicas[VICTIM].accused)
+        assert certain(here, VICTIM) == {LIAR}
+        assert "two different" in here.replicas[VICTIM].accused[0].why
 
 
 async def test_a_contribution_that_its_sender_did_not_sign_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,38 +246,27 @@ async def test_a_reducer_that_refuses_audits_is_left_out_after_a_while(monkeypat
 async def test_slander_costs_the_slanderer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Well-founded in form: the signatures hold. Who hears it finds nothing, again and again."""
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
-        victim, slandered = PeerId("peer-0"), PeerId("peer-1")
-        here[0].runner.auditor._random = Never()
+        auditor = here.replicas[VICTIM].runner.auditor
+        auditor._random = Never()
         for number in range(1, PATIENCE + 1):
             await work(here, number)
-            auditor = here.replicas[victim].runner.auditor
-            piece = auditor._records[-1].plan.shards[slandered][0]
-            message = auditor._records[-1].plan.contribution(piece)
             before = auditor.verdicts
             for _ in range(3):  # only the first in a round is heard
-                here.replicas[victim].dispatcher.received_control(
-                    LIAR, Accusation(message.round, message.first_chunk, message.end_chunk, ())
-                )
+                accuse(here, last_piece(here, VICTIM, OTHER)[0])
             await until(lambda: auditor.verdicts > before and not auditor.busy)  # noqa: B023
             assert auditor.verdicts == before + 1
-        accused = here.replicas[victim].accused
+        accused = here.replicas[VICTIM].accused
         assert [(caught.peer, caught.certain) for caught in accused] == [(LIAR, False)]
-        assert all(slandered not in {c.peer for c in r.accused} for r in here.replicas.values())
+        assert all(OTHER not in {c.peer for c in r.accused} for r in here.replicas.values())
 
 
 async def test_an_accusation_with_signatures_that_do_not_hold_costs_its_author() -> None:
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         await here.a_round(1, INNER)
-        victim, slandered = PeerId("peer-0"), PeerId("peer-1")
-        auditor = here.replicas[victim].runner.auditor
-        piece = auditor._records[-1].plan.shards[slandered][0]
-        message = auditor._records[-1].plan.contribution(piece)
-        forged = replace(auditor._records[-1].own[piece], hash=bytes(32))
-        here.replicas[victim].dispatcher.received_control(
-            LIAR, Accusation(message.round, message.first_chunk, message.end_chunk, (forged,))
-        )
-        await until(lambda: here.replicas[victim].accused)
-        assert certain(here, victim) == {LIAR}
+        piece, signed = last_piece(here, VICTIM, OTHER)
+        accuse(here, piece, replace(signed, hash=bytes(32)))
+        await until(lambda: here.replicas[VICTIM].accused)
+        assert certain(here, VICTIM) == {LIAR}
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.TOP_K_2])
