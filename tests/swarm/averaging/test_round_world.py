@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_replicas_come_together_and_go_on_whatever_goes_wrong(chunk: int) -> Non
         seen["commits"] += len(world.commits)
         seen["catch-ups"] += sum(world.caught_up.values())
         seen["second attempts"] += sum(attempts > 1 for attempts in world.attempts.values())
-        if harm_of(seed).forks:
+        if harm_of(seed):
             seen["forks"] += len(world.forks())
     # Else the faults were not what they are meant to be, and the above has shown nothing.
     assert seen["commits"] > 4 * SEEDS_A_CHUNK
@@ -59,22 +59,12 @@ SLOW = Shape(
 NOTICED_S = 5.0
 
 
-@dataclass(slots=True)
-class Watch:
-    """Notes when the first exchange begins and with whom."""
-
-    world: RoundWorld
-    rosters: list[Roster] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.world.on_exchange = self._began
-
-    def _began(self, replica: VirtualReplica, roster: Roster) -> None:
-        self.rosters.append(roster)
-
-    def wait(self) -> Roster:
-        assert self.world.run_until(lambda: bool(self.rosters), 60.0)
-        return self.rosters[0]
+def first_exchange(world: RoundWorld) -> Roster:
+    """Runs until the first exchange begins."""
+    rosters: list[Roster] = []
+    world.on_exchange = lambda replica, roster: rosters.append(roster)
+    assert world.run_until(lambda: bool(rosters), 60.0)
+    return rosters[0]
 
 
 def committed_by(world: RoundWorld, peers: set[PeerId]) -> bool:
@@ -84,7 +74,7 @@ def committed_by(world: RoundWorld, peers: set[PeerId]) -> bool:
 def undisturbed_s() -> float:
     """From the roster to the last commit."""
     world = RoundWorld(5, SLOW)
-    Watch(world).wait()
+    first_exchange(world)
     start = world.time.now
     assert world.run_until(lambda: committed_by(world, set(world.peers)), 60.0)
     return world.time.now - start
@@ -97,7 +87,7 @@ def test_survivors_commit_within_five_seconds_and_a_round(share: float, who: str
     round_s = undisturbed_s()
     assert round_s > 1.0
     world = RoundWorld(5, SLOW)
-    roster = Watch(world).wait()
+    roster = first_exchange(world)
     world.run(share * round_s)
     convener = roster.round.convener
     victim = (
