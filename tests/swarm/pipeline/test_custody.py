@@ -14,18 +14,6 @@ from tests.swarm.pipeline.custody_desk import Desk
 
 TRACES = """
 == the way everything goes well
-# a hop takes, computes and hands on
-a
-forward 0                   | data < accepted out 0; compute FORWARD 0
-computed 0                  | b < hidden 1 by a b c
-b accepted out 1            | data < passed_on out 0
-b passed_on out 1
-= 0 AWAITING
-# a hop in the middle tells its predecessor and the data node
-b
-handed 1                    | c < hidden 2 by a b c
-c accepted out 2            | a < passed_on out 1; data < passed_on out 1
-= 1 GUARDING
 # a hop says how long it let the microbatch wait, computed and sent
 b
 forward 1                   | a < accepted out 1; compute FORWARD 1
@@ -56,14 +44,6 @@ a accepted back 0           | c < passed_on back 1; data < passed_on back 1
 a passed_on back 0
 data settled                | count 1; forget 1, complete
 = gone
-# the first hop is done as soon as the data node has its gradient
-a
-handed 0                    | b < hidden 1 by a b c
-b passed_on out 1           | data < passed_on out 0
-backward 0                  | b < accepted back 0; compute BACKWARD 0
-computed 0                  | data < gradient -1 by a b c
-data accepted back -1       | b < passed_on back 0; data < passed_on back 0
-= 0 SETTLING
 # a data node starts, turns round and finishes
 data
 start                       | compute FORWARD -1
@@ -78,11 +58,6 @@ backward -1                 | a < accepted back -1; compute BACKWARD -1
 computed -1                 | finished by a b c; forget -1, completed; forget 3, completed; a < settled by a b c;
                             | b < settled by a b c; c < settled by a b c
 = gone
-# the last hop awaits its gradient as soon as the data node has accepted
-c
-handed 2                    | data < hidden 3 by a b c
-data accepted out 3         | b < passed_on out 2; data < passed_on out 2
-= 2 AWAITING
 # a path without hops goes from the data node to itself
 data
 start by                    | compute FORWARD -1
@@ -107,11 +82,6 @@ a
 handed 0 evaluate           | b < hidden 1 by a b c
 admit backward 0            | REFUSED
 b accepted out 1            | data < passed_on out 0; forget 0, passed on
-= gone
-# an evaluated microbatch is gone at the last hop, too
-c
-handed 2 evaluate           | data < hidden 3 by a b c
-data accepted out 3         | b < passed_on out 2; data < passed_on out 2; forget 2, passed on
 = gone
 # an evaluated microbatch ends with its loss
 data
@@ -159,12 +129,6 @@ backward 0                  | b < accepted back 0
 data accepted back -1       | b < passed_on back 0; data < passed_on back 0
 backward 0                  | b < accepted back 0; b < passed_on back 0
 = 0 SETTLING
-# a gradient comes along a path that was repaired further on
-a: handed 0
-admit backward 0 by a b c2  | FREE
-backward 0 by a b c2        | b < accepted back 0; compute BACKWARD 0
-computed 0                  | data < gradient -1 by a b c2
-= 0 HANDING_BACK
 # a gradient comes only from a replica of the next module, by the same stages
 b: handed 1
 lose c                      | c2 < hidden 2 by a b c2
@@ -231,10 +195,6 @@ computed 2                  | c < gradient 1 by a c
 forward 3                   | forget 3, another copy arrived first; c < accepted out 3; c < passed_on out 3
 c accepted back 1           | data < passed_on back 2
 = -1 HANDING_ON, 2 GUARDING_BACK
-# the receipt of the last hop may be late: the end is over with its start
-data: start, computed -1, a passed_on out 0, forward 3, computed 3, c accepted back 2, backward -1, computed -1
-lose c
-= gone
 # the end has no deadline once its gradient was passed on
 data: start, computed -1, a passed_on out 0, forward 3, computed 3, c passed_on back 2
 lose c
@@ -245,10 +205,6 @@ wait 1                      | forget -1, no progress for 30 s; data < stranded o
 = 3 GUARDING_BACK
 
 == the way out goes wrong
-# a lost successor is replaced from the kept output
-a: handed 0
-lose b                      | b2 < hidden 1 by a b2 c
-= 0 HANDING_ON
 # a lost successor that guards it is replaced from the kept output
 a: handed 0, b accepted out 1
 lose b                      | b2 < hidden 1 by a b2 c
@@ -294,11 +250,6 @@ wait 3.1                    | b2 < hidden 1 by a b2 c
 a: handed 0, b accepted out 1
 b busy out 1 1
 = 0 GUARDING
-# without another replica it strands
-a: handed 0, dead b2 b3
-lost b                      | forget 0, the link broke; module 2.0 has no other replica;
-                            | data < stranded out 1, the link broke; module 2.0 has no other replica
-= gone
 # a lone successor that comes back gets it, and a later outage has the whole patience
 a: handed 0, dead b2 b3
 lose b
@@ -338,10 +289,6 @@ a
 forward 0                   | data < accepted out 0; compute FORWARD 0
 failed 0                    | forget 0, out of memory; data < stranded out 0, out of memory
 = gone
-# results for unknown entries are ignored
-a: computed 0
-failed 0
-= gone
 
 == a hop that nobody replaces is skipped where the run allows it
 # the hop after gets what the lost one cannot take
@@ -351,10 +298,6 @@ c passed_on out 1           | data < passed_on out 0 waited 5.27
 admit backward 0            | REFUSED
 backward 0 by a c           | c < accepted back 0; compute BACKWARD 0
 = 0 BACKWARD
-# a refusing hop without a replacement is skipped at once
-a fewest 2: dead b2 b3 c2, handed 0
-b refused out 1             | c < hidden 1 by a c
-= 0 HANDING_ON
 # a module that new paths avoid is skipped without waiting
 a fewest 2: dead b2 b3 c2, handed 0
 lose b
@@ -419,12 +362,6 @@ gone 2
 lose b                      | forget 0, the link broke; module 2.0 has no other replica;
                             | data < stranded out 1, the link broke; module 2.0 has no other replica
 = gone
-# a refusing hop of such a stage strands the microbatch
-a fewest 2: dead b2 b3, handed 0
-elsewhere 2
-b refused out 1             | forget 0, refused: ; module 2.0 has no other replica;
-                            | data < stranded out 1, refused: ; module 2.0 has no other replica
-= gone
 
 == the way back goes wrong
 # a lost predecessor is tried again, then replaced from the kept gradient
@@ -454,11 +391,6 @@ b: handed 1, backward 1, computed 1
 given_up a
 lose a                      | a2 < gradient 0 by a2 b c
 = 1 HANDING_BACK
-# without a substitute the data node is told, and asked what counts
-b: dead a2, handed 1, backward 1, computed 1, a accepted back 0
-lost a                      | data < stranded back 0, the link broke; c < passed_on back 1
-wait 3                      | data < asks
-= 1 SETTLING
 # a gradient that the data node refuses may have arrived: both hops ask
 a: handed 0, backward 0, computed 0
 data refused back -1        | data < stranded back -1, refused: ; b < passed_on back 0
@@ -668,10 +600,6 @@ a: handed 0, backward 0
 b close
 data close                  | take back 0; forget 0, closed: abandoned
 = gone
-# a close takes back what was added
-a: handed 0, backward 0, computed 0
-data close                  | take back 0; forget 0, closed: abandoned
-= gone
 # a close takes back what is not settled
 a: handed 0, backward 0, computed 0, data accepted back -1
 data close                  | take back 0; forget 0, closed: abandoned
@@ -688,11 +616,6 @@ abandon
 = gone
 
 == deadlines
-# a hop forgets in silence when nothing happens any more
-a: handed 0, b passed_on out 1
-wait 29
-wait 1                      | forget 0, no progress for 30 s
-= gone
 # whatever happens renews the deadline
 a: handed 0
 wait 29
@@ -701,13 +624,6 @@ wait 29
 b passed_on out 1
 wait 29
 = 0 AWAITING
-# a data node strands its own at the deadline, unless it has moved elsewhere
-data: start, computed -1, a passed_on out 0
-wait 29
-touch -1
-wait 29
-wait 1                      | forget -1, no progress for 30 s; data < stranded out -1, lost on its path
-= gone
 # a gradient that was added is not forgotten: the hop asks
 b: handed 1, backward 1, computed 1, a accepted back 0
 wait 30
