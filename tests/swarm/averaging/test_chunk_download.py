@@ -155,14 +155,6 @@ def asks(actions) -> dict[PeerId, tuple[int, ...]]:
     return {action.donor: action.chunks for action in actions if isinstance(action, Ask)}
 
 
-def test_all_donors_are_asked_at_once_for_different_chunks():
-    plan = Download(100, CHUNK_BYTES, (), [A, B, C], Random(1))
-    asked = asks(plan.handle(Tick(), 0.0))
-    assert asked.keys() == {A, B, C}
-    chunks = [chunk for batch in asked.values() for chunk in batch]
-    assert len(set(chunks)) == len(chunks)
-
-
 def test_joiners_begin_at_different_places_with_donors_in_different_order():
     firsts = set()
     for seed in range(8):
@@ -171,17 +163,6 @@ def test_joiners_begin_at_different_places_with_donors_in_different_order():
         firsts.add((action.donor, action.chunks[0]))
     assert len(firsts) > 4
     assert len({donor for donor, _ in firsts}) > 1
-
-
-def test_a_wrong_chunk_is_reported_and_fetched_elsewhere():
-    plan = Download(1, CHUNK_BYTES, (), [A, B], Random(0))
-    ((first, chunks),) = asks(plan.handle(Tick(), 0.0)).items()
-    other = B if first == A else A
-    actions = plan.handle(machine.ChunkArrived(first, 0, False), 0.1)
-    assert [action.donor for action in actions if isinstance(action, machine.Report)] == [first]
-    assert asks(actions) == {other: chunks}
-    assert not plan.expects(first, 0)
-    assert plan.handle(machine.ChunkArrived(other, 0, True), 0.2) == [machine.Complete()]
 
 
 def test_with_no_donor_left_it_fails_and_says_what_happened_with_each():
@@ -209,24 +190,6 @@ def test_no_more_is_asked_for_than_there_is_room_for(most_owed: int):
         now += 0.001
         actions = plan.handle(machine.ChunkArrived(A, order.pop(0), True), now)
         owed -= 1
-
-
-def test_what_a_silent_donor_owes_is_fetched_from_another_that_has_nothing_to_do():
-    plan = Download(4, CHUNK_BYTES, (), [A, B], Random(0))
-    asked = asks(plan.handle(Tick(), 0.0))
-    got: set[int] = set()
-    actions = [Ask(B, asked[B])]
-    now = 0.0
-    while not any(isinstance(action, machine.Complete) for action in actions):
-        batch = asks(actions).get(B, ())
-        now += 0.5
-        assert now < 10.0
-        actions = plan.handle(Tick(), now)
-        for chunk in batch:
-            assert plan.expects(B, chunk)
-            actions += plan.handle(machine.ChunkArrived(B, chunk, True), now)
-            got.add(chunk)
-    assert got == {0, 1, 2, 3}
 
 
 def test_fast_donors_serve_more():
@@ -297,6 +260,7 @@ def test_one_that_fails_in_the_middle_costs_seconds(faulty: dict[str, float]):
     joiner = world.join(200)
     world.run(600.0)
     assert isinstance(joiner.end, machine.Complete)
+    assert {report.donor for report in joiner.reports} == ({C} if "wrong" in faulty else set())
     assert world.time.now < 200 * CHUNK_BYTES / 40e6 + 3.0
 
 

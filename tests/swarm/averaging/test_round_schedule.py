@@ -27,7 +27,6 @@ from swarm.averaging.schedule import (
     due,
     fragment_chunks,
     leader_order,
-    lower_median,
     next_number,
     possible,
     standing,
@@ -394,8 +393,3 @@ def test_a_majority_leaves_no_room_for_another_one() -> None:
     assert not may_be_committed(made, without=2)
     four = replace(made, members=(*made.members, replace(made.members[0], peer=D)))
     assert not may_be_committed(four, without=2), "half is no majority"
-
-
-def test_the_lower_median_of_two_is_the_smaller() -> None:
-    assert lower_median([5, 1]) == 1
-    assert lower_median([5, 1, 3]) == 3

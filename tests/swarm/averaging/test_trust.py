@@ -159,9 +159,6 @@ def test_where_nothing_has_to_be_fetched_every_round_is_audited() -> None:
     assert chance_of_audit(1000, 2, 0) == 1.0
 
 
-A, B = PeerId("A"), PeerId("B")
-
-
 def test_rubbish_costs_more_from_time_to_time_and_is_forgiven_in_the_end() -> None:
     penalties = Penalties()
     penalties.rubbish.add(A, 0.0)

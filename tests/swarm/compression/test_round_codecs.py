@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from swarm.averaging.roster import LEADER_REDUCES_FROM, codec_of, objection
+from swarm.averaging.roster import LEADER_REDUCES_FROM, codec_of
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.trust import mark_of
 from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, CodecLevel, RoundCodecs, choose, codec_levels
-from swarm.vocabulary.averaging_messages import Entry, LinkRate, RoundId, SignedRoster
+from swarm.vocabulary.averaging_messages import Entry, LinkRate, RoundId
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, Reasoned
 
 A, B = PeerId("a"), PeerId("b")
@@ -88,11 +86,3 @@ def test_a_convener_that_reduces_alone_has_more_to_carry() -> None:
 def test_a_run_that_allows_one_has_no_choice() -> None:
     only = RoundCodecs(Codec.NONE)
     assert choose((CodecLevel(only, 1.0),), 1e9, 1.0, 1.0).value == only
-
-
-def test_a_codec_that_the_run_does_not_allow_is_objected_to() -> None:
-    rules = replace(RULES, levels=LEVELS[:2])
-    number = RoundId(ModuleId(1), 5, 0, A)
-    entries = tuple(Entry(peer, number, BASE, 10, 100, 1.0, (), None) for peer in (A, B))
-    signed = SignedRoster(number, BASE, entries, Codec.TOP_K_2)
-    assert objection(rules, signed, entries[1], lambda entry: True) == "this run's rounds do not use TOP_K_2"

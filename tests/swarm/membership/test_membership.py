@@ -118,14 +118,6 @@ def test_what_it_announced_before_it_fell_silent_is_no_sign_of_life(failures: in
     assert is_asked(members, 12.5) == [A]
 
 
-def test_what_a_peer_announces_after_a_link_to_it_broke_brings_it_back_at_once() -> None:
-    members = view()
-    members.observe(announcement("a", sequence=7_000_000), now=10, wall=0)
-    members.fail(A, 10.1)
-    members.observe(announcement("a", sequence=7_000_101), now=10.2, wall=0)
-    assert is_asked(members, 10.2) == [A]
-
-
 def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
     members = view()
     members.observe(announcement("a", sequence=1), now=0, wall=0)

@@ -178,14 +178,8 @@ def test_no_chunk_begins_while_a_job_waits_or_is_about_to_come_and_no_work_is_lo
         whole = list(range(len(piece.planned.chunks)))
         assert piece.done == (whole[: len(piece.done)] if piece.cancelled else whole)
     assert len(set(device.computed)) == len(device.computed)
+    assert device.in_idle_time == sorted(device.in_idle_time), "in order of arrival"
     assert all(wait <= CHUNK_S + 1e-9 for wait in device.waited)
-
-
-@given(JOBS)
-def test_idle_work_is_computed_in_order_of_arrival(planned: list[Planned]) -> None:
-    device = Device(planned)
-    device.run()
-    assert device.in_idle_time == sorted(device.in_idle_time)
 
 
 @given(st.lists(st.floats(0, 10), max_size=6), st.floats(0, 10))

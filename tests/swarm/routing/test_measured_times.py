@@ -31,12 +31,6 @@ def test_what_is_announced_counts_for_the_documents_that_are_usual_here() -> Non
 # ---- visits ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_queue_it_found_there_does_not_count_against_a_peer() -> None:
-    times = MeasuredTimes(DATA, TOKENS)
-    times.visited(A, 4.0, queue=3)
-    assert times.visit_s(A, Speed(0.0)).value == pytest.approx(1.0)
-
-
 def test_without_a_measurement_the_announcement_counts_and_without_that_a_constant() -> None:
     times = MeasuredTimes(DATA, TOKENS)
     assert times.visit_s(A, Speed(50.0)) == times.visit_s(B, Speed(50.0))

@@ -28,6 +28,14 @@ def planner_with(*announcements: Announcement, rules: PathRules = ONE_STAGE) -> 
     return Planner(rules, members, times), times
 
 
+def three_stages() -> tuple[Membership, Planner]:
+    """Paths through two of three stages, each of which has one peer."""
+    members = Membership(RUN, OWN)
+    for stage in (1, 2, 3):
+        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
+    return members, Planner(PathRules(stages=4, per_path=2), members, MeasuredTimes(OWN, TOKENS))
+
+
 def chosen(planner: Planner, in_flight: dict[PeerId, int] | None = None) -> PeerId | None:
     return planner.replica(ModuleId(1), frozenset(), in_flight or {}, 0.0).value
 
@@ -60,12 +68,6 @@ def test_a_weak_stage_is_visited_less_where_the_rules_allow_it() -> None:
         assert others / weak == pytest.approx(ratio, rel=0.2)
 
 
-def test_a_path_goes_through_its_stages_in_order() -> None:
-    planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(4, 3))
-    path = planner.plan(0, (), {}, 0.0).value
-    assert path == Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
-
-
 def test_a_path_can_be_had_through_any_stages() -> None:
     planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(5, 2))
     full = planner.plan_through((1, 2, 3), (), {}, 0.0).value
@@ -74,10 +76,7 @@ def test_a_path_can_be_had_through_any_stages() -> None:
 
 
 def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -> None:
-    members, rules = Membership(RUN, OWN), PathRules(stages=4, per_path=2)
-    for stage in (1, 2, 3):
-        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
-    planner = Planner(rules, members, MeasuredTimes(OWN, TOKENS))
+    members, planner = three_stages()
 
     def stages_of(number: int) -> list[int] | NoReplica:
         path = planner.plan(number, (), {}, NOW).value
@@ -115,10 +114,7 @@ def test_a_stage_that_nobody_has_served_yet_is_waited_for() -> None:
 
 
 def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_not_visited_meanwhile() -> None:
-    members = Membership(RUN, OWN)
-    for stage in (1, 2, 3):
-        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
-    planner = Planner(PathRules(stages=4, per_path=2), members, MeasuredTimes(OWN, TOKENS))
+    members, planner = three_stages()
     for number in range(3):
         planner.plan(number, (), {}, NOW)
     members.fail(PeerId("p2"), NOW)

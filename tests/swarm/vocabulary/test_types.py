@@ -104,10 +104,12 @@ def test_who_is_forgiven_begins_anew_and_only_so_many_are_remembered() -> None:
     exclusions.add(A, 0.0)
     exclusions.forgive(A)
     assert exclusions.add(A, 0.0) == 2.0
-    for number in range(REMEMBERED):
-        exclusions.add(PeerId(str(number)), 0.0)
-    assert A not in exclusions.excluded(0.0)
-    assert len(exclusions.excluded(0.0)) == REMEMBERED
+    few = Exclusions(ExponentialBackoff(2.0, 10.0), remembered=2)
+    for bounded, remembered in ((exclusions, REMEMBERED), (few, 2)):
+        for number in range(remembered + 1):
+            bounded.add(PeerId(str(number)), 0.0)
+        assert len(bounded.excluded(0.0)) == remembered
+        assert not {A, "0"} & bounded.excluded(0.0)
 
 
 def test_a_pause_is_used_up_by_waiting_and_ends_when_forgiven() -> None:
@@ -125,13 +127,6 @@ def test_a_pause_is_never_longer_than_the_limit_nor_less_than_half_of_the_first(
     for _ in range(failures):
         exclusions.add(A, 100.0)
     assert 0.25 <= exclusions.left_s(A, 100.0) <= 3.0 + 1e-9
-
-
-def test_the_bound_of_remembered_peers_can_be_set() -> None:
-    exclusions = Exclusions(ExponentialBackoff(2.0, 10.0), remembered=2)
-    for peer in ("a", "b", "c"):
-        exclusions.add(PeerId(peer), 0.0)
-    assert exclusions.excluded(0.0) == {"b", "c"}
 
 
 def test_the_first_samples_count_alike_and_later_ones_by_the_weight() -> None:

@@ -26,7 +26,6 @@ from swarm.workload.packing import (
 
 SHARE = 1 / 3000
 MOST = 4096
-CAPACITY = Capacity(MOST, MOST, SHARE)
 SHORT = Capacity(MOST // 4, MOST, SHARE)
 LENGTHS = st.lists(st.integers(1, 3 * MOST), max_size=80)
 
@@ -36,8 +35,10 @@ def packed(lengths: Sequence[int], capacity: Capacity = SHORT, level: float = 0.
 
 
 @given(LENGTHS)
-def test_every_token_is_in_one_microbatch_that_has_room_for_it(lengths: list[int]) -> None:
+def test_every_token_is_in_one_microbatch_that_has_room_for_it_and_what_fits_is_not_cut(lengths: list[int]) -> None:
     found = packed(lengths)
+    pieces = {piece for of in found.microbatches for piece in of}
+    assert all((index, 0, length) in pieces for index, length in enumerate(lengths) if length <= SHORT.sequence)
     tokens = sorted((piece.document, at) for of in found.microbatches for piece in of for at in range(*piece[1:]))
     assert tokens == [(index, at) for index, length in enumerate(lengths) for at in range(length)]
     for of, cost in zip(found.microbatches, found.costs, strict=True):
@@ -47,12 +48,6 @@ def test_every_token_is_in_one_microbatch_that_has_room_for_it(lengths: list[int
         assert sum(sizes) <= MOST
         assert max(sizes) <= SHORT.sequence
         assert cost == pytest.approx(sum(map(SHORT.cost, sizes)))
-
-
-@given(LENGTHS)
-def test_what_fits_is_not_cut(lengths: list[int]) -> None:
-    pieces = {piece for of in packed(lengths).microbatches for piece in of}
-    assert all((index, 0, length) in pieces for index, length in enumerate(lengths) if length <= SHORT.sequence)
 
 
 def test_the_rest_of_a_document_may_be_cut_though_it_would_fit() -> None:
