@@ -75,9 +75,7 @@ def context(
 
 
 async def begun(given: ModuleContext) -> Anchor:
-    found = (await first_state(given)).anchor
-    assert found is not None
-    return found
+    return (await first_state(given)).anchor
 
 
 async def test_a_module_comes_from_a_peer_of_another_one_that_has_the_folder(run: tuple[Manifest, CutModel]) -> None:

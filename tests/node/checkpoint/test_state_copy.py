@@ -173,7 +173,6 @@ def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
     worker, other = (host_hop(manifest, ModuleId(1), CPU, 0) for _ in range(2))
     worker.accumulated, worker.accumulated_tokens = 7, 200
     anchor = state_of(1.0, anchor=version(3)).anchor
-    assert anchor is not None
     state = capture_hop(worker, Agreed(anchor, 2, 64), at_once)
     assert (state.counters.visits, state.counters.tokens) == (7, 200)
     assert (state.counters.steps_since_anchor, state.counters.tokens_since_anchor) == (2, 64)

@@ -291,12 +291,6 @@ def all_of(packer: DocumentPacker | RowPacker) -> list[Microbatch]:
     return list(iter(packer.next, None))
 
 
-def following(packer: DocumentPacker | RowPacker) -> Microbatch:
-    microbatch = packer.next()
-    assert microbatch is not None
-    return microbatch
-
-
 def labels_of(text: Microbatch) -> Iterator[Tokens]:
     for labels in text.labels[0].split(text.documents):
         yield labels.numpy()
@@ -337,11 +331,11 @@ def state_of(text: Microbatch) -> tuple[object, ...]:
 def test_a_cursor_brings_one_back(lengths: list[int], block: int, taken: int, routed: bool) -> None:
     documents = letters_of([length + 1 for length in lengths]) if routed else texts_of(lengths)
     first = packer_of(documents, block, endless=True)
-    before = [following(first) for _ in range(taken)]
+    before = [first.next() for _ in range(taken)]
     second = packer_of(documents, block, first.cursor, endless=True)
     assert routed or all(text.end <= first.cursor for text in before), "cursors rise"
     for _ in range(6):
-        expected, got = following(first), following(second)
+        expected, got = first.next(), second.next()
         assert state_of(got) == state_of(expected)
         assert got.start < got.end
         assert second.cursor == first.cursor
@@ -351,7 +345,7 @@ def test_a_short_text_is_not_read_again_and_again_for_one_block(monkeypatch: pyt
     monkeypatch.setattr(packing, "BLOCK_TOKENS", 2**20)
     texts = texts_of([30] * 40)
     packer = DocumentPacker(MANIFEST, texts.endless(StreamPosition(), everything), Cursor())
-    first = following(packer)
+    first = packer.next()
     while first.start.block == packer.cursor.block:
         packer.next()
     end, epoch_tokens = packer.cursor.block, 40 * 31
@@ -362,10 +356,10 @@ def test_a_short_text_is_not_read_again_and_again_for_one_block(monkeypatch: pyt
 def test_a_block_of_very_short_documents_has_no_more_of_them_than_can_soon_be_packed() -> None:
     packer = DocumentPacker(MANIFEST, texts_of([1] * 50).endless(StreamPosition(), everything), Cursor())
     packer._block_tokens = packer._enough_tokens = 10 * MOST_DOCUMENTS
-    first = following(packer)
+    first = packer.next()
     sizes = [first.size]
     while packer.cursor.block == first.start.block:
-        sizes.append(following(packer).size)
+        sizes.append(packer.next().size)
     assert MOST_DOCUMENTS <= sum(sizes) / 2 <= MOST_DOCUMENTS + MOST
     assert sum(sizes) > 0.95 * MOST * len(sizes), "the last one is filled"
 
@@ -381,14 +375,14 @@ def test_a_block_that_was_packed_in_another_way_is_begun_anew() -> None:
     texts = texts_of([30] * 40)
     packer = packer_of(texts, 400, endless=True)
     begin = packer.cursor
-    first = following(packer)
-    following(packer)
+    first = packer.next()
+    packer.next()
     assert packer.cursor.packing == PACKING != Cursor().packing
     older = replace(packer.cursor, packing=1)
     assert older.taken == 2
     again = packer_of(texts, 400, older, endless=True)
     assert again.cursor == begin
-    assert following(again).tokens.tolist() == first.tokens.tolist()
+    assert again.next().tokens.tolist() == first.tokens.tolist()
 
 
 def test_documents_that_would_not_fill_a_microbatch_are_of_the_next_block() -> None:
@@ -398,7 +392,7 @@ def test_documents_that_would_not_fill_a_microbatch_are_of_the_next_block() -> N
     each = MOST // LONGEST
     packer = packer_of(texts, (3 * each + 1) * LONGEST, endless=True)
     for _ in range(12):
-        assert following(packer).documents == (LONGEST,) * each
+        assert packer.next().documents == (LONGEST,) * each
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=16), BLOCK)
@@ -493,7 +487,7 @@ def test_a_cursor_brings_rows_back(lengths: list[int], rows: int, sequence: int,
     cursor = first.cursor
     second = row_packer(documents.endless(cursor.block, everything), rows, sequence, block, cursor)
     for _ in range(6):
-        assert state_of(following(second)) == state_of(following(first))
+        assert state_of(second.next()) == state_of(first.next())
         assert second.cursor == first.cursor
 
 

@@ -581,9 +581,7 @@ def server() -> Iterator[ForkServer]:
 
 
 async def forked(server: ForkServer, *arguments: str) -> ChildProcess:
-    process = await server.start(arguments)
-    assert process is not None
-    return ChildProcess(process)
+    return ChildProcess(await server.start(arguments))
 
 
 async def run(server: ForkServer, *arguments: str) -> tuple[ChildEnd, list[bytes]]:

@@ -146,7 +146,6 @@ def visited(stack: BlockStack, hidden: Tensor, documents: tuple[int, ...]) -> tu
     """Output, gradient of the input, gradients of the parameters."""
     visit = forward(stack, hidden, documents)
     found = backward(stack, visit, torch.ones_like(visit.result))
-    assert found.source is not None
     return visit.result, found.source, *found.parameters
 
 
@@ -286,7 +285,6 @@ def test_a_data_nodes_head_adds_the_mean_gradients(tied: bool) -> None:
     labels = torch.arange(hidden[..., 0].numel()).reshape(hidden.shape[:2]) % 257
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in head.parameters()]
     found = OneHead(head).loss_into(hidden.detach(), labels, sums, 10)
-    assert found is not None
     logits = head.logits(hidden)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     of_hidden, *of_parameters = torch.autograd.grad(loss, [hidden, *head.parameters()])
@@ -295,7 +293,6 @@ def test_a_data_nodes_head_adds_the_mean_gradients(tied: bool) -> None:
     assert all(off(mine / 10, plain) <= 1e-5 for mine, plain in zip(sums, of_parameters, strict=True))
     untouched = [total.clone() for total in sums]
     again = OneHead(head).loss_into(hidden.detach(), labels, (), 10)
-    assert again is not None
     assert torch.equal(again.source, found.source)
     assert all(torch.equal(total, before) for total, before in zip(sums, untouched, strict=True))
 
@@ -330,8 +327,6 @@ def test_a_bfloat16_head_follows_its_matrix() -> None:
         parameter.data.mul_(1.5)  # which torch does not count, as a fused optimizer's writes
     passes.parameters_changed()
     after, fresh = passes.loss_into(hidden, labels, (), 1), passes.loss(hidden, labels)
-    assert before is not None
-    assert after is not None
     assert after.loss == pytest.approx(fresh, rel=1e-6)
     assert after.loss != pytest.approx(before.loss, rel=1e-6)
 

@@ -427,7 +427,6 @@ def test_iterations_come_to_the_eigenvectors(width: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(soap, "_CHUNK_OPERATIONS", {"cpu": 4 * 40**2 * width})
     statistics = statistics_of(40)
     found, chunks = result_of(statistics, iterations=30)
-    assert found is not None
     vectors = found.vectors
     torch.testing.assert_close(vectors.T @ vectors, torch.eye(40), rtol=0, atol=1e-5)
     values = torch.linalg.eigvalsh(statistics).flip(0)
@@ -437,7 +436,6 @@ def test_iterations_come_to_the_eigenvectors(width: int, monkeypatch: pytest.Mon
 
 def test_the_order_says_where_a_vector_comes_from() -> None:
     found, _ = result_of(torch.diag(torch.tensor([1.0, 9.0, 4.0])))
-    assert found is not None
     assert found.order.tolist() == [1, 2, 0]
     torch.testing.assert_close(found.vectors.abs(), torch.eye(3)[:, [1, 2, 0]], rtol=0, atol=1e-5)
 
@@ -448,7 +446,6 @@ def test_one_iteration_is_a_product_and_a_qr_decomposition() -> None:
         torch.linalg.eigh(statistics_of(20, decay=1.0) + 0.01).eigenvectors,
     )
     found, _ = result_of(statistics, basis)
-    assert found is not None
     expected = torch.linalg.qr(statistics.double() @ basis.double()[:, found.order]).Q
     torch.testing.assert_close(found.vectors.abs().double(), expected.abs(), rtol=0, atol=1e-3)
 
@@ -461,7 +458,6 @@ def test_what_has_few_directions_keeps_the_others_orthonormal(
     monkeypatch.setattr(soap, "_CHUNK_OPERATIONS", {"cpu": 1})
     few = torch.randn(50, rank, generator=torch.Generator().manual_seed(5))
     found, _ = result_of(few @ few.T * scale, iterations=3)
-    assert found is not None
     torch.testing.assert_close(found.vectors.T @ found.vectors, torch.eye(50), rtol=0, atol=1e-3)
     largest = few.T @ found.vectors[:, :rank]
     torch.testing.assert_close(largest.norm(), few.norm(), rtol=1e-3, atol=0)

@@ -42,7 +42,7 @@ from node.pipeline.runner import Job, Output
 from node.pipeline.worker import DataWorker, HopWorker, WeightStash, host_hop, host_stage_zero
 from protocol.codecs import encode
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, puts_weights_off
+from swarm.pipeline.compute_queue import ComputeQueue, puts_weights_off
 from swarm.pipeline.custody_events import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
@@ -131,7 +131,6 @@ def test_graphs_are_kept_within_the_budget_and_let_go() -> None:
     probe = Stage(MANY_GRAPHS)
     probe.forward(0)
     of_one = probe.worker._graphs._of_one
-    assert of_one is not None
     size = int(of_one * TOKENS)
     assert size >= TENSOR.byte_length, "the output of Tanh is held by the graph"
     stage = Stage(2 * size)
@@ -403,7 +402,6 @@ class Ends:
     def turn(self, microbatch: MicrobatchId) -> tuple[float, Tensor]:
         """Out and to the loss; the gradient as it comes back to the start."""
         turned = self.compute(microbatch, Work.LOSS, self.embed(microbatch) @ self.between)
-        assert turned.loss is not None
         return turned.loss, sent(turned) @ self.between.T
 
     def there_and_back(self, microbatch: MicrobatchId) -> Output:
@@ -507,11 +505,7 @@ class Peer(HopBench):
     def idle_time(self, chunks: int | None = None) -> int:
         """Computes so many chunks, or all; returns how many there were."""
         count = 0
-        while chunks is None or count < chunks:
-            turn = self.queue.take(0.0)
-            if turn is None:
-                break
-            assert isinstance(turn, IdleWork)
+        while (chunks is None or count < chunks) and (turn := self.queue.take(0.0)) is not None:
             turn.compute_chunk()
             count += 1
         return count
@@ -682,7 +676,6 @@ def test_what_is_kept_has_the_place_of_the_graph() -> None:
     probe = Peer()
     probe.forward(1)
     of_one = probe.worker._graphs._of_one
-    assert of_one is not None
     graph = int(of_one * probe.manifest.microbatch_tokens)
     probe.backward(1)
     assert 0 < probe.worker.deferred.held_bytes <= graph
@@ -822,7 +815,6 @@ def block_peer(budget: int = PLENTY) -> Replica:
 def graph_bytes() -> float:
     probe = block_peer()
     probe.forward(1)
-    assert probe.worker._graphs._of_one is not None
     return probe.worker._graphs._of_one * manifest_of().microbatch_tokens
 
 
@@ -907,7 +899,6 @@ def both_passes(on: Passes, documents: tuple[int, ...], rows: int = 1) -> tuple[
 
 def assert_alike(found: tuple[Tensor, Tensor, Gradients], wanted: tuple[Tensor, Tensor, Gradients]) -> None:
     torch.testing.assert_close(found[:2], wanted[:2], atol=1e-5, rtol=1e-5)
-    assert found[2].source is not None
     torch.testing.assert_close(found[2].source, wanted[2].source, atol=1e-5, rtol=1e-5)
     assert close(found[2].parameters, wanted[2].parameters, 1e-5)
 
@@ -954,8 +945,6 @@ def test_the_head_on_several_devices(threads: DeviceThreads, shape: tuple[int, i
     assert several.loss(hidden, labels) == pytest.approx(one.loss(hidden, labels), abs=1e-5)
     sums = [[torch.zeros_like(parameter, dtype=torch.float64) for parameter in head.parameters()] for _ in range(2)]
     found, wanted = several.loss_into(hidden, labels, sums[0], 7), one.loss_into(hidden, labels, sums[1], 7)
-    assert found is not None
-    assert wanted is not None
     assert found.loss == pytest.approx(wanted.loss, abs=1e-5)
     torch.testing.assert_close(found.source, wanted.source, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(sums[0], sums[1], atol=7e-6, rtol=1e-5)

@@ -86,9 +86,7 @@ def signed(attempt: RoundId = ATTEMPT, staged: AnchorVersion | None = None) -> S
 
 
 def roster(attempt: RoundId = ATTEMPT) -> Roster:
-    made = make_roster(RULES, signed(attempt))
-    assert made is not None
-    return made
+    return make_roster(RULES, signed(attempt))
 
 
 def told(actions: list[Action], to: PeerId) -> list[RoundControl]:
@@ -133,7 +131,6 @@ def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() ->
     assert {entered.peer for entered in sent.entries} == {US, B, C}
     assert told(desk.hear(B, entry(attempt, B)), B) == [sent], "it has missed the roster"
     made = make_roster(RULES, sent)
-    assert made is not None
     result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
     assert told(desk.feed(events.Staged(attempt, result)), B) == []
     actions = desk.hear(C, Prepared(attempt, result))
@@ -151,7 +148,6 @@ def test_a_convener_for_which_all_have_waited_goes_on_at_once() -> None:
     actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
     (sent,) = [message for message in told(actions, B) if isinstance(message, SignedRoster)]
     made = make_roster(RULES, sent)
-    assert made is not None
     assert events.Exchange(made) in actions
     result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
     for peer in (B, C):

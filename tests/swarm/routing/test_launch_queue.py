@@ -60,7 +60,6 @@ class Line:
 
 
 def modules_of(launch: Launch[Text] | None) -> list[str]:
-    assert launch is not None
     return [str(hop.module) for hop in launch.path.hops]
 
 

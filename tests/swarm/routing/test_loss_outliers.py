@@ -114,7 +114,6 @@ def test_of_two_that_share_all_paths_the_honest_one_is_cleared_once_the_other_is
         first = outliers.returned(path_through(*peers), loss)
         if first is not None:
             break
-    assert first is not None
     assert first.peer in ("a1", "a2"), "they cannot be told from each other"
     harm: Harm = lambda peers: 3.0 if "a1" in peers else 0.0  # noqa: E731
     stages = [[peer for peer in replicas if peer != first.peer] for replicas in (["a1", "b1"], ["a2", "b2"])]

@@ -119,7 +119,6 @@ def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_not_visited_meanwhil
         planner.plan(number, (), {}, NOW)
     members.fail(PeerId("p2"), NOW)
     path = planner.plan(3, (), {}, NOW).value
-    assert isinstance(path, Path)
     assert [hop.module.stage for hop in path.hops] == [1, 3]
 
 
@@ -158,7 +157,6 @@ def test_work_in_flight_spreads_the_load_in_proportion_to_speed() -> None:
     in_flight: dict[PeerId, int] = {}
     for _ in range(80):
         peer = chosen(planner, in_flight)
-        assert peer is not None
         in_flight[peer] = in_flight.get(peer, 0) + 1
     for name, speed in speeds.items():
         assert in_flight[PeerId(name)] == pytest.approx(80 * speed / 8000, abs=1)
@@ -226,7 +224,6 @@ class TwoStages:
 
     def path(self, number: int, **in_flight: int) -> list[str]:
         plan = self.planner.plan(number, (), {PeerId(peer): count for peer, count in in_flight.items()}, NOW)
-        assert isinstance(plan.value, Path)
         return [hop.peer for hop in plan.value.hops]
 
 
@@ -261,7 +258,6 @@ def test_a_replica_that_is_always_full_of_others_is_left_to_them() -> None:
         full = announcement("a1", 1, slots=2, free_slots=0, sequence=2 + look)
         on.members.observe(full, now=NOW, wall=0.0)
         path = on.planner.plan(1, (), {}, 3.0 * look).value
-    assert isinstance(path, Path)
     assert path.hops[0].peer == "a2"
 
 

@@ -107,7 +107,6 @@ async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun(
         fetching = asyncio.create_task(fetch(joiner, donor))
         await until(lambda: not donor.faults.gate.is_set())
         for number in range(4, 8):
-            assert donor.store is not None
             donor.store.put(written(state(number), *donor.store.spare()))
         donor.faults.gate.set()
         assert same(await fetching, ANCHOR)
@@ -216,10 +215,8 @@ async def test_a_chunk_of_another_size_ends_the_link_and_the_download_goes_on():
         honest.faults.gate.clear()
         joiner = await swarm.joiner()
         fetching = asyncio.create_task(fetch(joiner, giant, honest))
-        await until(lambda: giant.donor is not None and giant.donor._askers)
-        assert giant.donor is not None
-        asked = next(c for c in range(CHUNKS) if download_of(joiner)._plan.expects(giant.peer, c))
-        message = StateChunk(MODULE, ANCHOR.version.digest, asked)
+        _, chunk, _ = await asked(joiner, giant)
+        message = StateChunk(MODULE, ANCHOR.version.digest, chunk)
         tensor = TensorSpec((2**26,), DType.FLOAT32)
         with pytest.raises(PeerError):
             await giant.transport.send(joiner.peer, message, tensor, memoryview(bytearray(tensor.byte_length)))
@@ -233,11 +230,8 @@ async def test_a_chunk_that_breaks_off_is_fetched_again():
         donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
         donor.faults.gate.clear()
         fetching = asyncio.create_task(fetch(joiner, donor))
-        await until(lambda: donor.donor is not None and donor.donor._askers)
-        chunk = next(c for c in range(CHUNKS) if download_of(joiner)._plan.expects(donor.peer, c))
-        message, download = StateChunk(MODULE, ANCHOR.version.digest, chunk), download_of(joiner)
-        data = ANCHOR.chunk(chunk)
-        tensor = TensorSpec((data.nbytes // 4,), DType.FLOAT32)
+        download, chunk, elements = await asked(joiner, donor)
+        message, tensor = StateChunk(MODULE, ANCHOR.version.digest, chunk), TensorSpec((elements,), DType.FLOAT32)
         buffer = download.admit(donor.peer, message, tensor)
         assert isinstance(buffer, memoryview)
         buffer[:100] = bytes(100)
@@ -256,7 +250,6 @@ async def test_a_flood_of_requests_is_bounded_and_others_are_served():
             chunks = tuple(range(16))
             await flooder.transport.send_control(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, chunks))
         await until(lambda: donor.faults.refused)
-        assert donor.donor is not None
         assert all(len(queue) <= CHUNKS_OF_ONE for queue in donor.donor._askers.values())
         assert all(refused.reason is StateRefusal.BUSY for refused in donor.faults.refused)
         donor.faults.gate.set()
@@ -322,7 +315,6 @@ async def test_over_a_slow_link_it_comes_in_planes_and_is_the_same_bit_for_bit()
         assert same(await fetch(joiner, donor), ANCHOR)
         assert set(donor.faults.codecs) == {Codec.PLANES}
         assert swarm.averaging.busy_s > 0
-        assert donor.donor is not None
         assert donor.donor.sent_bytes < 0.9 * sum(len(ANCHOR.chunk(chunk)) for chunk in donor.faults.sent)
         assert joiner.downloads.received_bytes == {donor.peer: 8 * LAYOUT.elements}
         assert joiner.progress[-1] == (8 * LAYOUT.elements, 8 * LAYOUT.elements)
@@ -375,16 +367,14 @@ async def test_planes_that_are_not_shorter_than_the_chunk_get_no_buffer(change: 
 
 async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[_Download, int, int]:
     """The joiner's download, a chunk that it has asked the donor for, and how many elements that has."""
-    await until(lambda: donor.donor is not None and donor.donor._askers)
+    await until(lambda: donor.donor._askers)
     download = download_of(joiner)
     chunk = next(c for c in range(CHUNKS) if download._plan.expects(donor.peer, c))
     return download, chunk, len(ANCHOR.chunk(chunk)) // 4
 
 
 def download_of(joiner: StatePeer) -> _Download:
-    download = joiner.handler._tensors[StateChunk]
-    assert isinstance(download, _Download)
-    return download
+    return cast(_Download, joiner.handler._tensors[StateChunk])
 
 
 def planes_of(elements: int, size: int) -> TensorSpec:
