@@ -1,11 +1,11 @@
-"""Replicas with real round machines in one process, joined by memory or by gRPC."""
+"""Replicas with real round machines in one process, joined by memory."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
@@ -65,6 +65,13 @@ class NamedSignatures:
         return hashlib.sha512(
             repr((peer, piece.round, piece.first_chunk, piece.end_chunk, data_hash)).encode()
         ).digest()
+
+
+def means_of(
+    own: PeerId, codecs: tuple[RoundCodecs, ...], averaging: ComputeThread, transport: Transport, seed: int
+) -> ExchangeMeans:
+    signatures = NamedSignatures(own)
+    return ExchangeMeans(codecs, RULE, averaging, transport, SystemClock(), signatures, Random(seed))  # type: ignore[arg-type]
 
 
 Tamper = Callable[[PeerId, PeerId, Contribution | Reduced, bytearray], None]
@@ -176,15 +183,7 @@ class Room:
                 UpdateSource(party.base, party.snapshot),
                 vectors,
                 party.arrivals,
-                ExchangeMeans(
-                    self.codecs,
-                    RULE,
-                    party.thread,
-                    Wire(party.peer, self),
-                    SystemClock(),
-                    NamedSignatures(party.peer),  # type: ignore[arg-type]
-                    Random(1),
-                ),
+                means_of(party.peer, self.codecs, party.thread, Wire(party.peer, self), seed=1),
                 party.events.append,
                 lambda anchor, it=party: setattr(it, "anchor", anchor),  # type: ignore[misc]
             )
@@ -360,15 +359,13 @@ class Host:
 class Hall:
     """All replicas. `visible` says who sees whom; `dead` ones neither send nor receive."""
 
-    def __init__(self, elements: int, rules: Callable[[LocalReplica], RoundRules], fragments: int) -> None:
+    def __init__(self, elements: int, inner_steps: int, fragments: int, levels: tuple[CodecLevel, ...]) -> None:
         self.replicas: dict[PeerId, Replica] = {}
         self.dead: set[PeerId] = set()
         self.pieces = 0
         self.on_piece: Callable[[PeerId, PeerId, object, bytearray], None] = lambda sender, to, message, data: None
         self.piece_s = 0.0
-        self._elements = elements
-        self._rules = rules
-        self._fragments = fragments
+        self._elements, self._inner_steps, self._fragments, self._levels = elements, inner_steps, fragments, levels
 
     def __getitem__(self, number: int) -> Replica:
         return list(self.replicas.values())[number]
@@ -377,27 +374,20 @@ class Hall:
     def living(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.peer not in self.dead]
 
-    def add(
-        self, peer: PeerId, threads: tuple[ComputeThread, ComputeThread], dispatcher: Dispatcher, transport: Transport
-    ) -> Replica:
+    def add(self, peer: PeerId, compute: ComputeThread, averaging: ComputeThread) -> Replica:
         part = Blocks(self._elements)
         optimizer = MadeUpOptimizer(part)
         local = LocalReplica([part], self._fragments, optimizer)
-        store, clock = AnchorStore(anchor_of(local)), SystemClock()
-        rules = self._rules(local)
-        machine = RoundMachine(peer, MODULE, rules, store.current.version, VirtualSigner())
-        compute, averaging = threads
-        means = ExchangeMeans(
-            rules.codecs,
-            RULE,
-            averaging,
-            transport,
-            clock,
-            NamedSignatures(peer),  # type: ignore[arg-type]
-            Random(len(self.replicas)),
+        store = AnchorStore(anchor_of(local))
+        patience = {"answer_s": 1.0, "prepare_s": 5.0, "silence_s": 1.0, "pulse_s": 0.2}
+        rules = RoundRules(
+            self._inner_steps, self._fragments, local.layout.chunks, 1e9, levels=self._levels, **patience
         )
-        replica_sync = ReplicaSync(local, store, compute, averaging, rules, RULE, clock)
+        machine = RoundMachine(peer, MODULE, rules, store.current.version, VirtualSigner())
+        means = means_of(peer, rules.codecs, averaging, MemoryWire(peer, self), seed=len(self.replicas))
+        replica_sync = ReplicaSync(local, store, compute, averaging, rules, RULE, SystemClock())
         runner = RoundRunner(peer, MODULE, machine, store, replica_sync, means, Host(peer, self))
+        dispatcher = Dispatcher(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
         self.replicas[peer] = replica = Replica(peer, runner, dispatcher, optimizer, local, compute)
         return replica
 
@@ -448,15 +438,6 @@ class MemoryWire(NoLinks):
             raise Unreachable(f"{peer} is dead")
 
 
-def dispatcher() -> Dispatcher:
-    return Dispatcher(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
-
-
-def rules_for(inner_steps: int, fragments: int, levels: tuple[CodecLevel, ...]) -> Callable[[LocalReplica], RoundRules]:
-    patience = {"answer_s": 1.0, "prepare_s": 5.0, "silence_s": 1.0, "pulse_s": 0.2}
-    return lambda local: RoundRules(inner_steps, fragments, local.layout.chunks, 1e9, levels=levels, **patience)
-
-
 @asynccontextmanager
 async def hall(
     count: int,
@@ -469,35 +450,18 @@ async def hall(
 ) -> AsyncIterator[Hall]:
     """Replicas that reach each other in memory. Rounds use `codec`, or what is chosen up to `limit`."""
     levels = (level_of(RoundCodecs(codec)),) if limit is None else levels_up_to(limit)
-    async with _threads(count) as threads:
-        here = Hall(elements, rules_for(inner_steps, fragments, levels), fragments)
-        for number, pair in enumerate(threads):
-            peer = PeerId(f"peer-{number}")
-            here.add(peer, pair, dispatcher(), MemoryWire(peer, here))
-        async with _running(here):
-            yield here
-
-
-@asynccontextmanager
-async def _threads(count: int) -> AsyncIterator[list[tuple[ComputeThread, ComputeThread]]]:
     async with AsyncExitStack() as stack:
-        yield [
-            (stack.enter_context(ComputeThread()), stack.enter_context(ComputeThread(name="averaging")))
-            for _ in range(count)
-        ]
-
-
-@asynccontextmanager
-async def _running(here: Hall) -> AsyncIterator[None]:
-    with ExitStack() as stack:
-        for replica in here.replicas.values():
+        here = Hall(elements, inner_steps, fragments, levels)
+        for number in range(count):
+            threads = ComputeThread(), ComputeThread(name="averaging")
+            replica = here.add(PeerId(f"peer-{number}"), *map(stack.enter_context, threads))
             stack.enter_context(replica.runner.receiving(replica.dispatcher))
-        async with task_scope() as tasks:
-            running = [tasks.create_task(replica.runner.run()) for replica in here.replicas.values()]
-            await asyncio.sleep(0)
-            try:
-                yield
-            finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.wait(running, timeout=LONG_S)
+        tasks = await stack.enter_async_context(task_scope())
+        running = [tasks.create_task(replica.runner.run()) for replica in here.replicas.values()]
+        await asyncio.sleep(0)
+        try:
+            yield here
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=LONG_S)

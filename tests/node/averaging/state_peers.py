@@ -31,6 +31,7 @@ from swarm.vocabulary.averaging_messages import StateChunk, StateRefused
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import Codec, ModuleId, PeerId
+from tests.kit.links import NoLinks
 from tests.node.averaging.small_rounds import Everybody
 from tests.protocol.transport.link_peers import Persona, SystemClock
 
@@ -61,7 +62,7 @@ class Faults:
         await self.gate.wait()
 
 
-class FaultyTransport:
+class FaultyTransport(NoLinks):
     """`protocol.interfaces.transport.Transport` over the real one."""
 
     def __init__(self, inner: GrpcTransport, faults: Faults) -> None:
@@ -86,12 +87,6 @@ class FaultyTransport:
             self._faults.refused.append(message)
         await self._inner.send_control(peer, message)
 
-    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        return await self._inner.ask(peer, question, timeout_s)
-
-    def announce(self, record: bytes) -> None:
-        return
-
     def figures(self) -> dict[PeerId, LinkFigures]:
         goodput = self._faults.goodput_bytes_per_s
         return {peer: replace(link, goodput_bytes_per_s=goodput) for peer, link in self._inner.figures().items()}
@@ -113,13 +108,6 @@ class Handler(Dispatcher):
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self.downs.append(error)
         super().link_down(peer, error)
-
-
-@dataclass(eq=False)
-class Session:
-    own: LocalPeer
-    transport: GrpcTransport
-    dispatcher: Dispatcher
 
 
 @dataclass(eq=False)
@@ -178,7 +166,7 @@ class StateSwarm:
         liars: list[tuple[PeerId, str]] = []
         own = LocalPeer(persona.run, persona.peer, persona.credentials.certificate_der, clock)
         downloads = StateDownloads(
-            cast(NetworkSession, Session(own, transport, handler)),
+            cast(NetworkSession, SimpleNamespace(own=own, transport=transport, dispatcher=handler)),
             MODULE,
             space or FreshSpace(self._layout),
             self._codecs,

@@ -27,7 +27,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from node.checkpoint import state as state_copy
-from node.checkpoint.folder import gather_modules, header_bytes, load_newest, parse_header, read_manifest, save_state
+from node.checkpoint.folder import (
+    CheckpointFolder,
+    gather_modules,
+    header_bytes,
+    load_newest,
+    parse_header,
+    read_manifest,
+    save_state,
+)
 from node.checkpoint.saver import Saver, SaveRequests, capture_module, restore_module
 from node.checkpoint.state import Agreed, ReplicaState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
@@ -245,16 +253,6 @@ class Bench(KeptEvents):
                 running.cancel()
 
 
-async def test_a_request_is_followed_by_a_save(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    async with bench.saver():
-        bench.requests.request_save("round 1")
-        await until(lambda: bench.newest() == 1)
-        bench.requests.request_save("round 2")
-        await until(lambda: bench.newest() == 2)
-    assert bench.events == []
-
-
 async def test_the_interval_saves_only_what_has_changed(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     async with bench.saver(every_s=0.01):
@@ -409,13 +407,19 @@ def test_the_next_capture_does_not_mix_with_the_one_before(compute: ComputeThrea
     assert replica.optimizer.steps == 4
 
 
+def saved(path: Path, *states: ReplicaState) -> CheckpointFolder:
+    folder = folder_at(path)
+    for state in states:
+        save_state(folder, PEER, ONE, state)
+    return folder
+
+
 NEW, OLD = state_of(2.0, anchor=version(3), cursor=CURSOR), state_of(1.0)
 
 
 @pytest.mark.parametrize("state", [OLD, NEW, state_of(3.0, anchor=version(1)), state_of(4.0, cursor=CURSOR)])
 def test_a_state_comes_back_as_it_was(tmp_path: Path, state: ReplicaState) -> None:
-    folder = folder_at(tmp_path / "deep" / "folder")
-    save_state(folder, PEER, ONE, state)
+    folder = saved(tmp_path / "deep" / "folder", state)
     found = load_newest(folder, PEER)
     assert same(found.state, state)
     assert not same(found.state, state_of(5.0))
@@ -432,9 +436,7 @@ def test_the_tensors_are_a_safetensors_file_that_its_library_reads(tmp_path: Pat
 
 
 def test_two_snapshots_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
-    folder = folder_at(tmp_path)
-    for value in range(4):
-        save_state(folder, PEER, ONE, state_of(value))
+    folder = saved(tmp_path, *map(state_of, range(4)))
     (tmp_path / PEER / ".state-json.part").write_bytes(b"left by a crash")
     (tmp_path / PEER / "notes.txt").write_bytes(b"not ours")
     save_state(folder, PEER, ONE, NEW)
@@ -443,9 +445,7 @@ def test_two_snapshots_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
 
 
 def test_a_damaged_one_is_not_counted_among_the_two(tmp_path: Path) -> None:
-    folder = folder_at(tmp_path)
-    save_state(folder, PEER, ONE, OLD)
-    save_state(folder, PEER, ONE, state_of(9.0))
+    saved(tmp_path, OLD, state_of(9.0))
     flip(tmp_path / PEER / "state-2.safetensors", -1)
     save_state(folder_at(tmp_path), PEER, ONE, NEW)  # another process: what this one has written, it believes
     assert sorted(file.name for file in (tmp_path / PEER).glob("*.json")) == ["state-1.json", "state-3.json"]
@@ -458,9 +458,7 @@ def test_any_changed_byte_is_found_and_the_one_before_is_taken(
 ) -> None:
     """Where a byte is changed by 0, the file ends."""
     shutil.rmtree(tmp_path)
-    folder = folder_at(tmp_path)
-    save_state(folder, PEER, ONE, OLD)
-    save_state(folder, PEER, ONE, NEW)
+    folder = saved(tmp_path, OLD, NEW)
     file = tmp_path / PEER / f"state-2.{kind}"
     at = int(where * file.stat().st_size)
     if by:
@@ -474,9 +472,7 @@ def test_any_changed_byte_is_found_and_the_one_before_is_taken(
 
 
 def test_when_all_are_damaged_each_is_named(tmp_path: Path) -> None:
-    folder = folder_at(tmp_path)
-    save_state(folder, PEER, ONE, OLD)
-    save_state(folder, PEER, ONE, NEW)
+    folder = saved(tmp_path, OLD, NEW)
     flip(tmp_path / PEER / "state-1.safetensors", 100)
     (tmp_path / PEER / "state-2.safetensors").unlink()
     with pytest.raises(CorruptSnapshot, match=r"state-2\.safetensors.*state-1\.safetensors"):
@@ -497,8 +493,7 @@ def test_files_of_another_run_peer_module_or_number_are_refused(
     source_peer = OTHER if whose == "peer" else PEER
     for _ in range(1 if whose == "number" else 2):
         save_state(other, source_peer, module, state_of(66.0))
-    save_state(folder, PEER, ONE, OLD)
-    save_state(folder, PEER, ONE, NEW)
+    saved(folder.path, OLD, NEW)
     number = 1 if whose == "number" else 2
     for kind in kinds:
         shutil.copy(foreign / source_peer / f"state-{number}.{kind}", folder.of(PEER) / f"state-2.{kind}")
@@ -620,8 +615,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 def steps_of_a_save(path: Path) -> list[str]:
     countdown = Countdown(-1, die)
-    for value in (1.0, 2.0):
-        save_state(folder_at(path), PEER, ONE, state_of(value))
+    saved(path, state_of(1.0), state_of(2.0))
     save_state(folder_at(path, SteppedStorage(countdown)), PEER, ONE, state_of(3.0))
     return countdown.steps
 
@@ -638,8 +632,7 @@ def test_a_process_killed_at_any_step_of_a_save(tmp_path: Path) -> None:
     )
     folders = [str(tmp_path / f"at-{step}") for step in range(1, len(steps) + 1)]
     for folder in folders:
-        for value in (1.0, 2.0):
-            save_state(folder_at(Path(folder)), PEER, ONE, state_of(value))
+        saved(Path(folder), state_of(1.0), state_of(2.0))
     subprocess.run([sys.executable, "-c", code, *folders], cwd=ROOT, timeout=100, check=True)
     outcomes = []
     for folder in map(Path, folders):
@@ -675,8 +668,7 @@ def test_a_disk_that_fails_at_any_step(tmp_path: Path) -> None:
             raise OSError(number, os.strerror(number))
 
         folder = tmp_path / f"at-{at}"
-        for value in (1.0, 2.0):
-            save_state(folder_at(folder), PEER, ONE, state_of(value))
+        saved(folder, state_of(1.0), state_of(2.0))
         storage = SteppedStorage(Countdown(at, fail))
         expected = state_of(3.0)
         if step == "remove":  # the snapshot is whole, only an old file stays a while longer
