@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
 from typing import Any
 
 import pytest
@@ -164,21 +163,6 @@ def test_packed_documents_are_computed_as_each_by_itself(documents: tuple[int, .
         torch.testing.assert_close(gradient, apart, atol=1e-5, rtol=1e-5)
 
 
-def test_the_loss_of_packed_documents_is_that_of_each_by_tokens() -> None:
-    documents = (5, 16, 2)
-    embedding, stack, head = build_embedding(MANIFEST), build_block_stack(MANIFEST, ModuleId(1)), build_head(MANIFEST)
-    drawn = torch.randint(0, 257, (1, sum(documents) + 1), generator=torch.Generator().manual_seed(2))
-    tokens, labels = drawn[:, :-1], drawn[:, 1:]
-
-    def loss(tokens: Tensor, labels: Tensor, documents: tuple[int, ...]) -> Tensor:
-        found: Tensor = head(stack(embedding(tokens, documents), documents), labels)
-        return found
-
-    pieces = zip(tokens.split(documents, dim=1), labels.split(documents, dim=1), strict=True)
-    apart = sum(loss(*piece, ()) * piece[0].numel() for piece in pieces) / sum(documents)
-    torch.testing.assert_close(loss(tokens, labels, documents), apart, atol=1e-5, rtol=1e-5)
-
-
 POSITIONS, VOCABULARY, WIDTH = 37, 300, 48
 PIECES = pytest.mark.parametrize("positions_at_once", [1, 5, 36, 37, 1000])
 
@@ -249,29 +233,21 @@ def test_bfloat16_products_and_a_float32_loss() -> None:
     assert off(total, of_matrix) <= 0.01
 
 
-@contextmanager
-def no_memory_at(piece: int) -> Iterator[None]:
-    """Lets the product of that piece, counted from 1, find no memory for its gradient."""
-    add, pieces = passes._Workspace.add, 0
+@pytest.mark.parametrize("piece", [1, 4, 8])
+def test_without_memory_nothing_counts_by_halves(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product of that piece, counted from 1, finds no memory for its gradient."""
+    add, calls = passes._Workspace.add, itertools.count(1)
 
     def failing(self: passes._Workspace, of_logits: Tensor, hidden: Tensor) -> None:
-        nonlocal pieces
-        pieces += 1
-        if pieces == piece:
+        if next(calls) == piece:
             raise MemoryError
         add(self, of_logits, hidden)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes._Workspace, "add", failing)
-        yield
-
-
-@pytest.mark.parametrize("piece", [1, 4, 8])
-def test_without_memory_nothing_counts_by_halves(piece: int) -> None:
+    monkeypatch.setattr(passes._Workspace, "add", failing)
     head = Head()
     before = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     total = before.clone()
-    with no_memory_at(piece), pytest.raises(MemoryError):
+    with pytest.raises(MemoryError):
         loss_and_gradient(head.hidden, head.matrix, head.labels, 5 * VOCABULARY, HeadSum(total, 3.0))
     assert (total - before).abs().max() <= 1e-12
 

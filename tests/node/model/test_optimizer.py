@@ -120,22 +120,6 @@ def test_microbatches_of_recent_steps_are_still_known_and_old_ones_forgotten() -
     assert accumulator.visits == 0
 
 
-def test_two_steps_follow_the_formulas() -> None:
-    part = TwoParameters()
-    accumulator = Accumulator(part)
-    inner = optimizer(accumulator, clip_norm=0.5)
-    value, first, second = 1.0, 0.0, 0.0
-    for step, gradient in enumerate((-3.0, 0.1), start=1):
-        accumulator.add(microbatch(step), 1, gradients(gradient))
-        inner.step()
-        norm = abs(gradient) * math.sqrt(6)
-        clipped = -gradient * min(1.0, 0.5 / (norm + 1e-6))  # the vector's gradient
-        first = 0.9 * first + 0.1 * clipped
-        second = 0.95 * second + 0.05 * clipped**2
-        value -= 0.1 * (first / (1 - 0.9**step)) / (math.sqrt(second / (1 - 0.95**step)) + 1e-8)
-        assert part.vector[0].item() == pytest.approx(value, abs=1e-6)
-
-
 def test_two_parts_have_their_own_visits_and_are_clipped_as_one() -> None:
     embedding, head = TwoParameters(), TwoParameters()
     accumulators = Accumulator(embedding), Accumulator(head)
@@ -150,15 +134,6 @@ def test_two_parts_have_their_own_visits_and_are_clipped_as_one() -> None:
     assert figures.gradient_norm == pytest.approx(4.0 * math.sqrt(12))
     assert not inner.due
     assert torch.equal(embedding.matrix, head.matrix)
-
-
-def test_a_part_without_visits_does_not_move() -> None:
-    embedding, head = TwoParameters(), TwoParameters()
-    accumulators = Accumulator(embedding), Accumulator(head)
-    accumulators[1].add(microbatch(0), 64, gradients(1.0))
-    before = embedding.matrix.detach().clone()
-    optimizer(*accumulators).step()
-    assert torch.equal(embedding.matrix, before)
 
 
 def test_a_step_without_any_visit_is_a_mistake() -> None:

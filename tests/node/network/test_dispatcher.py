@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 
-from node.data.tokenizers import MAX_TOKENIZER_BYTES
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from node.network.peer_files import PIECES_AT_ONCE, fetch_router, fetch_tokenizer, router_given, tokenizer_given
@@ -288,10 +287,6 @@ async def test_a_file_without_an_end_is_not_read_for_ever() -> None:
     with pytest.raises(Unreachable, match="a tokenizer other than"):
         await fetch_tokenizer(peers, SHA256, 0.0)
     assert peers.asked["endless"] == MAX_TOKENIZER_PIECES
-
-
-def test_as_much_travels_as_a_file_may_have() -> None:
-    assert MAX_TOKENIZER_PIECES * TOKENIZER_PIECE_BYTES == MAX_TOKENIZER_BYTES
 
 
 async def test_the_one_whose_hash_is_right_is_taken() -> None:

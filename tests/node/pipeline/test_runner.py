@@ -142,12 +142,7 @@ async def test_a_transfer_that_breaks_is_made_again(sender: PeerId, kind: type[M
         microbatch = swarm.launch(1, AB)
         await until(lambda: gate.reached)
         swarm.open(gate)
-
-        def over() -> bool:
-            swarm.wait(RETRY_S)
-            return swarm.ends.done == [microbatch]
-
-        await until(over)
+        await until(lambda: swarm.wait(RETRY_S) or swarm.ends.done == [microbatch])
         await swarm.all_clear()
         assert [hop(swarm, peer).accumulated for peer in (A, B)] == [1, 1]
 
@@ -274,12 +269,7 @@ async def test_another_replica_stands_in_for_one_that_dies_on_the_way_back() -> 
         await until(lambda: gate.reached)
         swarm.dead.add(A)
         swarm.open(gate)
-
-        def over() -> bool:
-            swarm.wait(RETRY_S)
-            return swarm.ends.done == [microbatch]
-
-        await until(over)
+        await until(lambda: swarm.wait(RETRY_S) or swarm.ends.done == [microbatch])
         await until(lambda: swarm[A2].visits.counted == [microbatch])
         assert swarm.ends.paths[microbatch] == path_by(A2, B)
         assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
@@ -313,12 +303,7 @@ async def test_one_that_comes_back_too_late_takes_its_gradient_back() -> None:
         assert hop(swarm, A).accumulated == 1
         swarm.dead.clear()
         swarm.open(gate)
-
-        def settled() -> bool:
-            swarm.wait(ASK_S)
-            return swarm[A].visits.taken_back == [microbatch]
-
-        await until(settled)
+        await until(lambda: swarm.wait(ASK_S) or swarm[A].visits.taken_back == [microbatch])
         await swarm.all_clear()
         assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
         assert not any(total.abs().max() > 1e-12 for total in hop(swarm, A)._accumulator.sums)

@@ -143,11 +143,7 @@ class RoughWorld(World):
     def drain_peer(self, peer: RoughPeer, seconds: float) -> None:
         """For a while it refuses whatever is new."""
         peer.draining = True
-
-        def serve_again() -> None:
-            peer.draining = False
-
-        self.time.after(seconds, serve_again)
+        self.time.after(seconds, lambda: setattr(peer, "draining", False))
 
     def random_fault(self) -> None:
         victim, other = self.random.sample(list(self.peers.values()), 2)
@@ -201,6 +197,7 @@ class RoughWorld(World):
         assert not any(in_flight.entries for _, in_flight in self.data_nodes())
         self.time.run_until(self.time.now + 10.0)  # the last gradients are taken back
         self.check_settled()
+        self.check_all()
 
     # ---- what must hold ------------------------------------------------------------------------------------------
 

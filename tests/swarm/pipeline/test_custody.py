@@ -351,10 +351,6 @@ backward -1 by a c          | a < accepted back -1; compute BACKWARD -1
 computed -1                 | finished by a c; forget -1, completed; forget 2, completed; a < settled by a c;
                             | c < settled by a c
 = gone
-# a gradient by another module than the next is not taken
-a fewest 2: handed 0, b passed_on out 1
-admit backward 0 by a c     | REFUSED
-= 0 AWAITING
 # a stage with another expert is never skipped: the data node launches the text again
 a fewest 2: dead b2 b3, handed 0
 elsewhere 2

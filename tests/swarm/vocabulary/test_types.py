@@ -26,27 +26,18 @@ DATA = PeerId("data")
 PATH = Path(DATA, (Hop(ModuleId(1), PeerId("a")), Hop(ModuleId(2), PeerId("b"))))
 
 
-@pytest.mark.parametrize(("stage", "expert"), [(-1, 0), (MAX_STAGES, 0), (0, -1), (0, MAX_EXPERTS)])
-def test_modules_outside_the_bounds_are_refused(stage: int, expert: int) -> None:
+@pytest.mark.parametrize("beyond", [(-1, 0), (MAX_STAGES, 0), (0, -1), (0, MAX_EXPERTS), -1, MAX_MICROBATCH_NUMBER + 1])
+def test_modules_numbers_and_paths_outside_the_bounds_are_refused(beyond: tuple[int, int] | int) -> None:
     with pytest.raises(ProtocolViolation, match="is outside"):
-        ModuleId(stage, expert)
-
-
-@pytest.mark.parametrize("number", [-1, MAX_MICROBATCH_NUMBER + 1])
-def test_microbatch_numbers_outside_the_bounds_are_refused(number: int) -> None:
-    with pytest.raises(ProtocolViolation, match="is outside"):
-        MicrobatchId(DATA, number)
+        ModuleId(*beyond) if isinstance(beyond, tuple) else MicrobatchId(DATA, beyond)
+    with pytest.raises(ProtocolViolation, match="is longer than"):
+        Path(DATA, PATH.hops[:1] * (MAX_HOPS + 1))
 
 
 def test_the_bounds_themselves_are_inside() -> None:
     assert str(ModuleId(MAX_STAGES - 1, MAX_EXPERTS - 1)) == "1023.1023"
     assert MicrobatchId(DATA, MAX_MICROBATCH_NUMBER).number == MAX_MICROBATCH_NUMBER
     assert len(Path(DATA, PATH.hops[:1] * MAX_HOPS).hops) == MAX_HOPS
-
-
-def test_a_path_that_is_too_long_is_refused() -> None:
-    with pytest.raises(ProtocolViolation, match="is longer than"):
-        Path(DATA, PATH.hops[:1] * (MAX_HOPS + 1))
 
 
 def test_the_data_node_stands_at_both_ends_of_a_path() -> None:

@@ -59,20 +59,6 @@ async def test_all_members_make_the_same_anchor(codec: Codec, count: int, shares
         assert (first.version.round, first.version.steps, first.version.tokens) == (1, 10, 1000)
 
 
-async def test_a_fragment_leaves_the_others_alone() -> None:
-    base = base_anchor(small_layout(fragments=3))
-    async with room(base, snapshots_of(base, 2)) as here:
-        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
-        first, end = base.layout.fragments[0]
-        part = base.layout.range_of(first, end)
-        assert anchors[0].version.fragment == 1
-        for anchor in anchors:
-            np.testing.assert_array_equal(anchor.parameters[part.stop :], base.parameters[part.stop :])
-            np.testing.assert_array_equal(anchor.momentum[part.stop :], base.momentum[part.stop :])
-            assert not np.array_equal(anchor.parameters[part], base.parameters[part])
-            assert anchor.hashes == hash_all(anchor.layout, anchor.parameters, anchor.momentum)
-
-
 @pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
 async def test_bytes_are_those_of_the_best_all_reduce(codecs: RoundCodecs) -> None:
     base = base_anchor(small_layout())

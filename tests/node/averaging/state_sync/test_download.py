@@ -66,17 +66,6 @@ async def test_the_state_comes_from_several_donors_at_once_bit_for_bit():
         assert joiner.progress == sorted(joiner.progress)
 
 
-async def test_parameters_alone_come_without_the_momentum():
-    async with state_swarm(LAYOUT) as swarm:
-        donors = [await swarm.donor(ANCHOR) for _ in range(2)]
-        joiner = await swarm.joiner()
-        got = await joiner.downloads.parameters(ANCHOR.version, [donor.peer for donor in donors])
-        assert np.array_equal(got, ANCHOR.parameters)
-        assert {chunk for donor in donors for chunk in donor.faults.sent} == set(range(LAYOUT.chunks))
-        assert joiner.progress[0] == (0, 4 * LAYOUT.elements)
-        assert joiner.progress[-1] == (4 * LAYOUT.elements, 4 * LAYOUT.elements)
-
-
 @pytest.mark.parametrize(
     "lies",
     [{"corrupt": True}, {"corrupt": True, "goodput_bytes_per_s": SLOW}, {"garble": True, "goodput_bytes_per_s": SLOW}],
