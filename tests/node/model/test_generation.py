@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from node.model.initialization import parameters_of
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
 from tests.node.checkpoint.saved_states import CPU, decoder_of, exported, logits_of, noisy_model, save_checkpoint
+from tests.node.data.test_tokenizers import word_tokenizer
 from tests.node.small_manifest import small_manifest
 
 GREEDY = Sampling(temperature=0)
@@ -246,14 +246,8 @@ def test_bytes_are_the_same_tokens(transformers: Any, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_file_is_the_same_tokenizer(transformers: Any, tmp_path: Path) -> None:
-    words = ["<unk>", "hello", "world", "!", "<|endoftext|>"]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<|endoftext|>"])
     file = tmp_path / "words.json"
-    file.write_text(made.to_str())
+    file.write_bytes(word_tokenizer("<unk>", "hello", "world", "!", "<|endoftext|>"))
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest = small_manifest(data__tokenizer=f"file:{file}", data__tokenizer_sha256=sha256)
     folder, _ = folder_of(tmp_path, manifest, tokenizer=file)

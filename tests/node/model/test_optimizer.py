@@ -446,14 +446,9 @@ def test_a_matrix_that_says_nothing_gives_nothing(value: float) -> None:
 INNER = InnerSection(weight_decay=0.1)
 
 
-def gradient(shape: torch.Size, step: int) -> torch.Tensor:
-    numbers = torch.Generator().manual_seed(step)
-    return torch.randn(shape, generator=numbers) * torch.logspace(-3, 0, shape[0])[:, None]
-
-
 def moved(rule: AdamW | EightBitAdamW, parameter: nn.Parameter, first: int, count: int) -> None:
     for step in range(first, first + count):
-        parameter.grad = gradient(parameter.shape, step)
+        parameter.grad = gradient_of(tuple(parameter.shape), step)
         rule.step(1e-3)
 
 

@@ -80,14 +80,12 @@ def seen(outcome: DialBackOutcome, host: str = OUTSIDE, local: str | None = HOME
 @pytest.mark.parametrize(
     ("outcomes", "step"),
     [
-        ((REACHED, REACHED, REACHED), ReachStep.DIRECT),
         ((REACHED, REACHED, SILENT), ReachStep.DIRECT),
         ((REACHED, CLOSED), ReachStep.DIRECT),
         ((REACHED, NOT_TRIED), ReachStep.DIRECT),
         ((), ReachStep.UNKNOWN),
         ((NOT_TRIED,), ReachStep.UNKNOWN),
         ((REACHED, SILENT, CLOSED), ReachStep.UNREACHABLE),
-        ((SILENT,), ReachStep.UNREACHABLE),
         ((ANOTHER,), ReachStep.UNREACHABLE),
     ],
 )

@@ -286,7 +286,4 @@ def test_one_that_lies_does_not_prevail_while_two_honest_ones_are_a_round_apart(
 def test_of_two_halves_the_one_with_more_tokens():
     announced = {A: version(3, 900), B: version(3, 900), C: version(2, 1000), D: version(2, 1000)}
     assert choose_version(announced).value == version(2, 1000)
-
-
-def test_without_anybody_there_is_no_version():
-    assert choose_version({}).value is None
+    assert choose_version({}).value is None, "without anybody there is no version"

@@ -19,16 +19,11 @@ def two() -> OtherReplicas:
     return others
 
 
-def test_members_of_a_round_are_taken_to_have_committed_it_too() -> None:
+def test_members_of_a_round_are_taken_to_have_committed_it_too_for_a_while() -> None:
     others = two()
     others.presume([B, PeerId("a stranger")], version(2), 10.0)
     assert others.on(version(2), 10.0) == {B}
     assert others.on(version(1), 10.0) == {C}
-
-
-def test_a_presumption_ends_by_itself() -> None:
-    others = two()
-    others.presume([B], version(2), 10.0)
     assert others.on(version(2), 10.0 + PRESUMED_S - 0.1) == {B}
     assert others.on(version(2), 10.0 + PRESUMED_S + 0.1) == frozenset()
 

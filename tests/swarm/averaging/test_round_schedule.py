@@ -303,14 +303,11 @@ def roster(attempt: RoundId = ATTEMPT) -> Roster:
 def test_a_roster_counts_the_work_and_says_what_it_leads_to() -> None:
     made = roster()
     assert (made.steps, made.tokens) == (55, 4400)
+    assert make_roster(RULES, replace(signed(), entries=signed().entries[::-1])) == made, "in whatever order"
     assert objection(RULES, signed(), signed().entries[0], SIGNER.verify) is None
     assert leads_to(RULES, made, AnchorVersion(5, 55, 4400, 0, b"any"))
     assert not leads_to(RULES, made, AnchorVersion(5, 55, 4401, 0, b"any"))
     assert make_roster(RULES, replace(signed(), entries=(entry(0),))) is None
-
-
-def test_every_member_works_out_the_same_in_whatever_order_the_entries_come() -> None:
-    assert make_roster(RULES, replace(signed(), entries=signed().entries[::-1])) == roster()
 
 
 def test_sums_end_where_frames_end() -> None:

@@ -122,6 +122,7 @@ def test_every_document_is_dealt_once(costs: list[float], devices: int) -> None:
     found = deal(costs, devices).value
     assert sorted([*found.cut, *(index for held in found.whole for index in held)]) == list(range(len(costs)))
     assert sum(found.shares) == pytest.approx(1.0 if found.cut else 0.0)
+    assert deal(costs, devices, float("inf")).value.cut == (), "where nothing can be cut"
     assert sum(found.loads) == pytest.approx(sum(costs) + CUTTING * sum(costs[index] for index in found.cut))
 
 
@@ -130,11 +131,6 @@ def test_it_is_as_good_as_the_better_of_no_cuts_and_all_documents_cut(costs: lis
     found = deal(costs, devices).value
     assert max(found.loads) <= max(deal_whole(costs, devices).loads) * (1 + 1e-9)
     assert max(found.loads) <= max(deal_cut(costs, devices).loads) * (1 + 1e-9)
-
-
-@given(costs, devices)
-def test_nothing_is_cut_where_nothing_can_be(costs: list[float], devices: int) -> None:
-    assert deal(costs, devices, float("inf")).value.cut == ()
 
 
 def test_a_document_of_more_than_a_share_is_cut_and_the_rest_is_dealt_around_it() -> None:
