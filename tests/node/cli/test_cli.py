@@ -193,6 +193,7 @@ class TestNew:
             (("--size", "10m", "--card", "much"), 78, "is not a size"),
             (("--size", "7b", "--card", "1GB"), 78, "one block of this model needs more"),
             (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both set"),
+            (("--experts", "two"), 78, "not a list of numbers"),
             (("--experts", "1,2"), 65, "one for each of the 5 stages"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
             (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
