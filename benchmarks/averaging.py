@@ -172,21 +172,11 @@ class Contender:
     """One of those compared, at one size and number of peers."""
 
     hold: Round
-    seconds: list[float] = field(default_factory=list)
-    sent_bytes: list[int] = field(default_factory=list)
-    failed: int = 0
-
-    def take_turn(self, counts: bool) -> None:
-        outcome = self.hold()
-        if counts and outcome is None:
-            self.failed += 1
-        elif counts and outcome is not None:
-            self.seconds.append(outcome["seconds"])
-            self.sent_bytes.append(outcome.get("sent_bytes", 0))
+    turns: list[dict[str, Any] | None] = field(default_factory=list)
 
     @property
     def median_ms(self) -> float | None:
-        return round(statistics.median(self.seconds) * 1e3, 1) if self.seconds else None
+        return rounded(kit.median(1e3 * turn["seconds"] for turn in self.turns if turn is not None), 1)
 
 
 def spanned(times: list[tuple[float, float]]) -> float:
@@ -404,13 +394,14 @@ def race(codec: str, megabytes: float, count: int, options: Any) -> dict[str, An
         stream_rate = stack.enter_context(bare_stream(128 * 2**20))
         for number in range(-WARM_UP_ROUNDS, options.rounds):
             for contender in found.values():
-                contender.take_turn(number >= 0)
+                turn = contender.hold()
+                contender.turns += [turn] if number >= 0 else []
             rates.append(stream_rate(MESSAGE_BYTES))
             shown = {name: contender.median_ms for name, contender in found.items()}
             tell(f"{megabytes} MB, {count} peers, {codec}: {shown} ms, stream {rates[-1]:.0f} MB/s")
-    sent, ours_ms = statistics.median(found["ours"].sent_bytes), found["ours"].median_ms or 0.0
-    rate = statistics.median(rates)
-    rival = found.get("hivemind")
+    sent = statistics.median(turn["sent_bytes"] for turn in found["ours"].turns if turn is not None)
+    ours_ms = found["ours"].median_ms or 0.0
+    rate, rival = statistics.median(rates), found.get("hivemind")
     rival_ms = rival.median_ms if rival else None
     return {
         "ms": ours_ms,
@@ -420,7 +411,7 @@ def race(codec: str, megabytes: float, count: int, options: Any) -> dict[str, An
         "over_transport": round(ours_ms * rate * 1e3 / sent, 3),
         "gloo_ms": found["gloo"].median_ms,
         "hivemind_ms": rival_ms,
-        "hivemind_failed": rival.failed if rival else None,
+        "hivemind_failed": rival.turns.count(None) if rival else None,
         "speedup_over_hivemind": rounded(rival_ms / ours_ms if rival_ms else None, 2),
     }
 

@@ -18,7 +18,6 @@ import math
 import statistics
 import sys
 import sysconfig
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,11 +40,11 @@ from node.data.tokenizers import ByteTokenizer
 from node.experts.fitting import fit_router
 from node.experts.router import Router, document_router, router_digest
 from node.model.device import flushed_denormals
-from node.observability.event_json import event_from_json
 from node.observability.events import Completed
 from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
+from tests.e2e.small_run import events_of
 
 # ---- the text --------------------------------------------------------------------------------------------------------
 
@@ -227,13 +226,12 @@ def scenario(arm: str, seed: int, seconds: int) -> Scenario:
 
 def measured(arm: str, seed: int, seconds: int) -> dict[str, float]:
     """Runs one arm once."""
-    with tempfile.TemporaryDirectory(prefix="experts-") as path:
-        run = Run(scenario(arm, seed, seconds), Path(path), lambda line: None, asyncio.Event())
+    with kit.folder(None, "experts") as path:
+        run = Run(scenario(arm, seed, seconds), path, lambda line: None, asyncio.Event())
         outcome = asyncio.run(run.to_the_end())
         if outcome.objections:
             raise SystemExit(f"{arm}: {outcome.objections}")
-        lines = (line for log in sorted(run.logs.glob("*.jsonl")) for line in log.read_bytes().splitlines())
-        completed = [event for event in map(event_from_json, lines) if isinstance(event, Completed)]
+        completed = [event for event in events_of(run.logs) if isinstance(event, Completed)]
         return {
             "tokens_per_s": round(outcome.tokens_per_s, 1),
             "bytes_a_token": round(sum(outcome.traffic("up").values()) / outcome.tokens, 2),

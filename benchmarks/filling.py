@@ -79,7 +79,7 @@ class EmulatedPipeline:
         self.path_rules = PathRules(setting.stages + 1, setting.stages)
         self.overhead_s = 0.0
         drawn, spread = random.Random(setting.seed), setting.spread
-        self._slowness = {stage_peer(at): drawn.uniform(1 - spread, 1 + spread) for at in range(setting.stages + 1)}
+        self.slowness = {stage_peer(at): drawn.uniform(1 - spread, 1 + spread) for at in range(setting.stages + 1)}
         self._links = random.Random(setting.seed)
 
     def flight_rules(self, data_node: PeerId) -> InFlightRules:
@@ -90,19 +90,16 @@ class EmulatedPipeline:
 
     def service_s(self, peer: PeerId) -> float:
         each = self.setting.durations
-        return (each.forward_s + each.source_s + each.weights_s) * self.slowness(peer)
-
-    def slowness(self, peer: PeerId) -> float:
-        return self._slowness[peer]
+        return (each.forward_s + each.source_s + each.weights_s) * self.slowness[peer]
 
     def weights_s(self, peer: PeerId) -> float:
-        return self.setting.durations.weights_s * self.slowness(peer)
+        return self.setting.durations.weights_s * self.slowness[peer]
 
     def compute_s(self, peer: PeerId, work: Work) -> float:
         each = self.setting.durations
         if peer == stage_peer(0):
             return each.head_s if work is Work.LOSS else each.embedding_s
-        return (each.forward_s if work is Work.FORWARD else each.source_s + each.weights_s) * self.slowness(peer)
+        return (each.forward_s if work is Work.FORWARD else each.source_s + each.weights_s) * self.slowness[peer]
 
     def message_s(self, here: PeerId, there: PeerId) -> float:
         return self.setting.one_way_s * self._links.lognormvariate(0, self.setting.jitter)

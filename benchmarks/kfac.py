@@ -99,7 +99,7 @@ class KfacPeer(FillingPeer):
         if work is Work.FORWARD and place == 0 and may_begin:
             self.begun.append(step)
         if self.begun and self.begun[-1] == step:
-            slowness = self._ground.slowness(self.id)
+            slowness = self._ground.slowness[self.id]
             self._undone.append(slowness * profile.curvature_ms / 2e3)
             if work is Work.BACKWARD and place == self.setting.per_step - 1:
                 self._undone.extend([slowness * profile.inversion_ms / 2e3] * 2)
@@ -123,7 +123,7 @@ class KfacPeer(FillingPeer):
     def _step(self) -> None:
         super()._step()
         if self._kfac.profile is not None:
-            self._spent_s += self._ground.slowness(self.id) * self._kfac.profile.precondition_ms / 1e3
+            self._spent_s += self._ground.slowness[self.id] * self._kfac.profile.precondition_ms / 1e3
             if not self._kfac.in_bubbles:
                 self._spent_s += sum(self._undone)
                 self._undone.clear()

@@ -22,7 +22,6 @@ import math
 import random
 import sys
 import sysconfig
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -248,22 +247,17 @@ def measure_balance(options: Any) -> dict[str, Any]:
 # ---- loss ------------------------------------------------------------------------------------------------------------
 
 
+LOSS_SIZE: Final = {"hidden": 48, "sequence": 512, "rows": 4, "microbatches": 2}
+QUICK_LOSS_SIZE: Final = {"hidden": 16, "sequence": 32, "rows": 2, "microbatches": 1}
+
+
 def loss_run(options: Any, attention: str, seed: int) -> Manifest:
-    hidden, sequence, rows, microbatches = (16, 32, 2, 1) if options.quick else (48, 512, 4, 2)
-    step = rows * sequence * microbatches
-    return run_of(
-        "loss",
-        [0, 2],
-        seed=seed,
-        hidden=hidden,
-        sequence=sequence,
-        rows=rows,
-        microbatches=microbatches,
-        model={"attention": attention},
-        data={"source": "python-stdlib", "held_out": 0.05},
-        inner={"learning_rate": 4e-3},
-        schedule={"warmup_tokens": step * options.loss_steps // 20, "total_tokens": step * options.loss_steps},
-    )
+    size = QUICK_LOSS_SIZE if options.quick else LOSS_SIZE
+    step = size["rows"] * size["sequence"] * size["microbatches"]
+    schedule = {"warmup_tokens": step * options.loss_steps // 20, "total_tokens": step * options.loss_steps}
+    model, data = {"attention": attention}, {"source": "python-stdlib", "held_out": 0.05}
+    inner = {"learning_rate": 4e-3}
+    return run_of("loss", [0, 2], seed=seed, **size, model=model, data=data, inner=inner, schedule=schedule)
 
 
 def held_out_loss(options: Any, attention: str, seed: int) -> float:
@@ -338,8 +332,8 @@ def write_documents(folder: Path, count: int) -> Path:
 def measure_swarm(options: Any) -> dict[str, Any]:
     found: dict[str, list[float]] = {"ours": [], "concat": [], "rows": []}
     concat = Deployment(command=(sys.executable, "-P", "-m", "benchmarks.packing", "node"))
-    with tempfile.TemporaryDirectory(prefix="skipstone-packing-") as folder:
-        text = write_documents(Path(folder) / "text", 200 if options.quick else SWARM_DOCUMENTS)
+    with kit.folder(None, "packing") as folder:
+        text = write_documents(folder / "text", 200 if options.quick else SWARM_DOCUMENTS)
         whole, rows = swarm_run(options, text, "documents"), swarm_run(options, text, "causal")
         arms = {"ours": (whole, Deployment()), "concat": (whole, concat), "rows": (rows, Deployment())}
         for number in range(options.rounds):

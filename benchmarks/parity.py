@@ -134,16 +134,12 @@ class Dealer:
     """Deals the microbatches of one feed to the replicas in turn, or to one process."""
 
     def __init__(self, manifest: Manifest, documents: Documents, microbatches: int, start: Cursor = START) -> None:
-        self._feed = TrainingFeed(manifest, documents, READER, start)
+        self.feed = TrainingFeed(manifest, documents, READER, start)
         self._microbatches = microbatches
-
-    @property
-    def cursor(self) -> Cursor:
-        return self._feed.cursor
 
     def a_whole_step(self) -> list[Microbatch]:
         """The next inner step of one process."""
-        return [self._feed.next() for _ in range(REPLICAS * self._microbatches)]
+        return [self.feed.next() for _ in range(REPLICAS * self._microbatches)]
 
     def a_step(self) -> list[list[Microbatch]]:
         """The next inner step of each replica."""
@@ -297,13 +293,10 @@ class Run:
     """The measurements of one seed."""
 
     def __init__(self, task: Task, seed: int) -> None:
-        self._task, self._seed = task, seed
+        self._task, self.manifest = task, partial(manifest_of, task, seed)
         manifest = self.manifest(COMMON_RATE, REPLICAS)
         self._documents: Documents = open_documents(manifest)
         self._held_out = list(held_out_microbatches(manifest, task.held_out_microbatches, self._documents))
-
-    def manifest(self, inner_rate: float, replicas: int, rule: Rule | None = None) -> Manifest:
-        return manifest_of(self._task, self._seed, inner_rate, replicas, rule)
 
     def dealer(self, start: Cursor = START) -> Dealer:
         return Dealer(self.manifest(COMMON_RATE, REPLICAS), self._documents, self._task.microbatches, start)
@@ -311,16 +304,12 @@ class Run:
     def held_out_loss(self, learner: Replica) -> float:
         return float(evaluate(learner.model, self._held_out)["loss"])
 
-    def baseline(self, inner_rate: float) -> float:
-        """The loss of one process after all steps."""
-        return self.held_out_loss(self._alone(inner_rate, self._task.steps)[0])
-
-    def _alone(self, inner_rate: float, steps: int) -> tuple[Replica, Cursor]:
+    def alone(self, inner_rate: float, steps: int) -> tuple[Replica, Cursor]:
         """One process after some steps, and its position in the text."""
         learner, dealer = Replica(self.manifest(inner_rate, REPLICAS)), self.dealer()
         for _ in range(steps):
             learner.step(dealer.a_whole_step())
-        return learner, dealer.cursor
+        return learner, dealer.feed.cursor
 
     async def rounds(self, rule: Rule) -> dict[str, Any]:
         """The loss of replicas that average, and the largest difference of an outer step to the reference's."""
@@ -343,7 +332,7 @@ class Run:
 
     @cached_property
     def _common_start(self) -> tuple[Replica, Cursor]:
-        return self._alone(COMMON_RATE, self._task.common_steps)
+        return self.alone(COMMON_RATE, self._task.common_steps)
 
 
 def _difference(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
@@ -373,7 +362,7 @@ def measure_seed(task: Task, seed: int, inner_steps: Iterable[int]) -> dict[str,
     run = Run(task, seed)
     found: dict[str, Any] = {"seed": seed, "baselines": {}, "rounds": {}}
     for rate in BASELINE_RATES:
-        found["baselines"][rate] = run.baseline(rate)
+        found["baselines"][rate] = run.held_out_loss(run.alone(rate, task.steps)[0])
         tell(found)
     best = min(found["baselines"].values())
     for count in inner_steps:

@@ -18,7 +18,6 @@ import itertools
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -351,9 +350,9 @@ def report(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 async def measure_live(options: Any) -> dict[str, Any]:
     runs = []
-    with tempfile.TemporaryDirectory(prefix="skipstone-paths-") as folder:
-        text = write_text(Path(folder) / "text")
-        for trial in trials(options, Path(folder)):
+    with kit.folder(None, "paths") as folder:
+        text = write_text(folder / "text")
+        for trial in trials(options, folder):
             try:
                 runs.append(await observe(trial, text, options))
             except RuntimeError as error:  # a node did not come up; the other swarms are worth having

@@ -19,7 +19,6 @@ import secrets
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.network.reach_status import ReachMode
 from node.network.session import NetworkSession, Whereabouts, present
-from node.observability.events import Event, NodeStatus, Reach, Step
+from node.observability.events import Event, Reach, Step
 from node.reachability.monitor import reachable
 from protocol.dht.directory import DirectorySettings
 from protocol.identity.keys import Identity
@@ -78,13 +77,6 @@ class Listener:
             self.found.set_result(event)
 
 
-class SessionCounter(TensorCounter):
-    """Counts tensors that a node's session receives."""
-
-    def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
-        self.whole.set()
-
-
 def say(**words: object) -> None:
     print(json.dumps(words), flush=True)
 
@@ -101,23 +93,20 @@ async def settled(session: NetworkSession, events: Listener) -> Reach:
     return reach
 
 
-async def receive(session: NetworkSession, counter: SessionCounter, events: Listener) -> None:
+async def receive(session: NetworkSession, counter: TensorCounter, events: Listener) -> None:
     """Serves, reports its step, and confirms every batch; until cancelled."""
     session.own.take(ModuleId(1))
     session.own.state = PeerState.SERVING
     session.membership_sync.announce()
     say(peer=session.own.peer, link=str(session.link))
 
-    async def tell_step() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(confirm_batches(session.transport, counter))
         reach = await settled(session, events)
         say(step=reach.step, reason=reach.reason)
 
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(tell_step())
-        await confirm_batches(session.transport, counter)
 
-
-async def send(session: NetworkSession, counter: SessionCounter, events: Listener, receiver: PeerId, step: str) -> None:
+async def send(session: NetworkSession, counter: TensorCounter, events: Listener, receiver: PeerId, step: str) -> None:
     """Waits until the receiver announces its step, and reports the MB/s of each batch."""
     async with asyncio.timeout(PATIENCE_S):
         if step == "relay":
@@ -153,11 +142,11 @@ async def be_a_peer(
     joined = parse_link(link) if link else None
     peers = joined.peers if joined else ()
     settings = DirectorySettings(listen, 0, (), peers, relay_bytes_per_hour=relay_bytes)
-    counter, events, where = SessionCounter(), Listener(), Whereabouts(listen=listen)
+    counter, events, where = TensorCounter(), Listener(), Whereabouts(listen=listen)
     own_run = joined.run if joined else RunId(run)
     async with present(Identity.generate(), own_run, where, settings, SystemClock(), events) as session:
         receiving = session.dispatcher.registered(
-            tensors={MicrobatchTensor: counter}, messages={MicrobatchControl: counter.receive}
+            tensors={MicrobatchTensor: counter}, messages={MicrobatchControl: counter.received_control}
         )
         with receiving:
             async with reachable(ReachMode.AUTO, None, session, events):
@@ -266,13 +255,12 @@ async def _serving_at(node: WatchedNode, step: str) -> None:
     reached = await node.reached()
     if reached.step != step:
         raise SystemExit(f"wanted the step {step}, found {reached.step}: {reached.reason}")
-    await node.until(NodeStatus, lambda event: event.state == "serving")
+    await node.serving()
 
 
 def measure_way(way: Way, training_steps: int) -> dict[str, float]:
     """Measures one step of the ladder in a network of its own."""
-    with tempfile.TemporaryDirectory() as name, home_network(PUBLIC_HOSTS) as network:
-        folder = Path(name)
+    with kit.folder(None, "reach") as folder, home_network(PUBLIC_HOSTS) as network:
         if way.stranger_is_shut:
             network.shut(STRANGER)
         with way.surroundings(network, folder):

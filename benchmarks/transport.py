@@ -30,7 +30,7 @@ from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
-from protocol.interfaces.transport import Contact, Question, Topic
+from protocol.interfaces.transport import Contact, Question
 from protocol.transport import grpc_streams
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel
 from protocol.transport.grpc_transport import GrpcTransport
@@ -166,23 +166,11 @@ class TensorCounter:
 class LinkCounter(TensorCounter):
     """A `LinkHandler` that answers nothing else."""
 
-    def announced(self, sender: PeerId, record: bytes) -> None:
-        return
+    announced = link_up = link_down = staticmethod(lambda *of: None)
+    serves = minds = staticmethod(lambda *of: True)
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         return b""
-
-    def serves(self, sender: PeerId) -> bool:
-        return True
-
-    def minds(self, sender: PeerId, topic: Topic) -> bool:
-        return True
-
-    def link_up(self, peer: PeerId) -> None:
-        return
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        return
 
 
 async def confirm_batches(transport: Any, counter: TensorCounter) -> None:
@@ -238,11 +226,6 @@ def tensor_process(connection: Connection, receiver: Contact | None, batches: in
     uvloop.run(main())
 
 
-def skipstone_mb_per_s(batches: int) -> float:
-    with process(tensor_process, None, 0) as receiver, process(tensor_process, hear(receiver), batches) as sender:
-        return statistics.median(hear(sender))
-
-
 def measure(options: Any) -> dict[str, Any]:
     batch_bytes = options.batch_mib * MIB
     chunks, raw, tensors = list[dict[str, float]](), list[float](), list[float]()
@@ -254,7 +237,8 @@ def measure(options: Any) -> dict[str, Any]:
         best = max(chunks, key=lambda chunk: chunk["mb_per_s"])["chunk_bytes"]
         for _ in range(options.rounds):
             raw.append(raw_mb_per_s(raw_rate, int(best), 3))
-            tensors.append(skipstone_mb_per_s(3))
+            with process(tensor_process, None, 0) as receiver, process(tensor_process, hear(receiver), 3) as sender:
+                tensors.append(statistics.median(hear(sender)))
             tell(f"raw {raw[-1]:.0f} MB/s, tensors {tensors[-1]:.0f} MB/s")
     rate, ratio = statistics.median(tensors), kit.median_ratio(tensors, raw)
     skipstone = {"tensor_bytes": TENSOR.byte_length, "mb_per_s": round(rate, 1), "ratio": round(ratio, 3)}

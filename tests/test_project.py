@@ -141,12 +141,7 @@ def test_every_folder_says_what_lives_there(path: Path) -> None:
 
 def test_the_rules_themselves_can_fail() -> None:
     tree = ast.parse("import asyncio\nfrom swarm import planner\nfrom . import seams\nfrom torch import nn")
-    assert set(imports(tree, "protocol.link")) >= {
-        "asyncio",
-        "swarm.planner",
-        "protocol.seams",
-        "torch.nn",
-    }
+    assert set(imports(tree, "protocol.link")) >= {"asyncio", "swarm.planner", "protocol.seams", "torch.nn"}
 
 
 @pytest.mark.parametrize("path", sources(*PACKAGES, "tests", "benchmarks"), ids=name_of)
@@ -215,14 +210,9 @@ def test_what_is_public_says_what_it_is(path: Path) -> None:
 def descriptor(generated: Path) -> bytes:
     """The serialized contract inside a generated module; the code around it changes with the generator's version."""
     for node in ast.walk(parsed(generated)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "AddSerializedFile"
-        ):
-            value = ast.literal_eval(node.args[0])
-            assert isinstance(value, bytes)
-            return value
+        match node:
+            case ast.Call(ast.Attribute(attr="AddSerializedFile"), [ast.Constant(bytes() as value)]):
+                return value
     raise AssertionError(f"{generated} has no descriptor")
 
 

@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import grpc
 import pytest
@@ -74,28 +75,19 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class Container:
-    """The entrypoint with folders of its own, as far as they are not given."""
+    """The entrypoint in folders of its own. `volume` is kept over its life."""
 
     def __init__(self, folder: Path, volume: Path, *arguments: str, **variables: str) -> None:
         (folder / "bin").mkdir(parents=True)
         command = folder / "bin" / "skipstone"
         command.write_text(SKIPSTONE)
         command.chmod(0o755)
-        environment = {
-            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "SKIPSTONE_HOME": str(folder / "home"),
-            "SKIPSTONE_IDENTITIES": str(volume),
-            **variables,
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, str(ENTRYPOINT), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        search = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        own = {"PATH": search, "SKIPSTONE_HOME": str(folder / "home"), "SKIPSTONE_IDENTITIES": str(volume)}
+        program, pipe = [sys.executable, str(ENTRYPOINT), *arguments], subprocess.PIPE
+        self.process = subprocess.Popen(program, stdin=pipe, stdout=pipe, text=True, env=own | variables)
 
-    def said(self) -> dict[str, str]:
+    def said(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"it ended with {self.process.wait(LONG_S)}"
@@ -110,6 +102,20 @@ class Container:
         return code
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Container]]:
+    """Starts containers that share a volume and end with the test."""
+    started: list[Container] = []
+
+    def start(*arguments: str, **variables: str) -> Container:
+        started.append(Container(tmp_path / f"container-{len(started)}", tmp_path / "volume", *arguments, **variables))
+        return started[-1]
+
+    yield start
+    for container in started:
+        container.end()
+
+
 def load(script: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"image_{script.stem}", script)
     assert spec is not None
@@ -120,23 +126,21 @@ def load(script: Path) -> ModuleType:
 
 
 class TestEntrypoint:
-    def test_it_becomes_the_node(self, tmp_path: Path) -> None:
-        container = Container(tmp_path / "a", tmp_path / "volume", "join", LINK, "--json")
+    def test_it_becomes_the_node(self, start: Callable[..., Container]) -> None:
+        container = start("join", LINK, "--json")
         said = container.said()
         assert said["arguments"] == ["join", LINK, "--json"]
         assert said["pid"] == container.process.pid
         assert container.end(signal.SIGTERM) == -signal.SIGTERM
 
-    def test_replicas_share_no_identity_and_take_over_those_that_are_free(self, tmp_path: Path) -> None:
-        volume = tmp_path / "volume"
-        first, second = (Container(tmp_path / name, volume, "join", LINK) for name in "ab")
+    def test_replicas_share_no_identity_and_take_over_those_that_are_free(
+        self, tmp_path: Path, start: Callable[..., Container]
+    ) -> None:
+        first, second = (start("join", LINK) for _ in range(2))
         homes = {first.said()["home"], second_home := second.said()["home"]}
-        assert homes == {str(volume / "1"), str(volume / "2")}
+        assert homes == {str(tmp_path / "volume" / "1"), str(tmp_path / "volume" / "2")}
         second.end()
-        third = Container(tmp_path / "c", volume, "join", LINK)
-        assert third.said()["home"] == second_home
-        first.end()
-        third.end()
+        assert start("join", LINK).said()["home"] == second_home
 
     def test_a_restarted_container_may_take_another_identity_than_before(self, tmp_path: Path) -> None:
         home = tmp_path / "home"
@@ -144,24 +148,19 @@ class TestEntrypoint:
             load(ENTRYPOINT).point(home, tmp_path / "volume" / number)
             assert home.readlink() == tmp_path / "volume" / number
 
-    def test_an_identity_that_is_named_is_kept(self, tmp_path: Path) -> None:
-        container = Container(
-            tmp_path / "a", tmp_path / "volume", "join", LINK, SKIPSTONE_IDENTITY="/keys/mine", SKIPSTONE_ADVERTISE="me"
-        )
-        said = container.said()
+    def test_an_identity_that_is_named_is_kept(self, tmp_path: Path, start: Callable[..., Container]) -> None:
+        said = start("join", LINK, SKIPSTONE_IDENTITY="/keys/mine", SKIPSTONE_ADVERTISE="me").said()
         assert (said["SKIPSTONE_IDENTITY"], said["SKIPSTONE_ADVERTISE"]) == ("/keys/mine", "me")
         assert not (tmp_path / "volume").exists()
-        container.end()
 
-    def test_it_waits_for_the_link(self, tmp_path: Path) -> None:
+    def test_it_waits_for_the_link(self, tmp_path: Path, start: Callable[..., Container]) -> None:
         link = tmp_path / "link"
-        container = Container(tmp_path / "a", tmp_path / "volume", "join", SKIPSTONE_LINK=str(link))
+        container = start("join", SKIPSTONE_LINK=str(link))
         wait_until(lambda: (tmp_path / "volume" / "1" / "lock").exists())
         with pytest.raises(subprocess.TimeoutExpired):
             container.process.wait(0.1)
         link.write_text(LINK)
         assert container.said()["SKIPSTONE_LINK"] == str(link)
-        container.end()
 
     def test_it_does_not_wait_for_ever(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
@@ -169,31 +168,25 @@ class TestEntrypoint:
         assert end.value.code == 75
         assert "nobody has written" in capsys.readouterr().err
 
-    def test_the_manifest_is_made_once(self, tmp_path: Path) -> None:
+    def test_the_manifest_is_made_once(self, tmp_path: Path, start: Callable[..., Container]) -> None:
         manifest, run = str(tmp_path / "manifest.toml"), str(tmp_path / "run.toml")
-        first = Container(tmp_path / "a", tmp_path / "volume", "join", manifest, SKIPSTONE_RUN=run)
+        first = start("join", manifest, SKIPSTONE_RUN=run)
         made = first.said()
         assert made["arguments"] == ["new", manifest, "--from", run]
         assert made["home"] == str(tmp_path / "volume" / "1"), "signed with the identity that the node will have"
         assert first.said()["arguments"] == ["join", manifest]
         first.end()
-        again = Container(tmp_path / "b", tmp_path / "volume", "join", manifest, SKIPSTONE_RUN=run)
-        assert again.said()["arguments"] == ["join", manifest]
-        again.end()
+        assert start("join", manifest, SKIPSTONE_RUN=run).said()["arguments"] == ["join", manifest]
 
-    def test_a_manifest_that_cannot_be_made_ends_it(self, tmp_path: Path) -> None:
+    def test_a_manifest_that_cannot_be_made_ends_it(self, tmp_path: Path, start: Callable[..., Container]) -> None:
         (tmp_path / "file").touch()
-        manifest = str(tmp_path / "file" / "manifest.toml")
-        container = Container(tmp_path / "a", tmp_path / "volume", "join", manifest, SKIPSTONE_RUN="run.toml")
+        container = start("join", str(tmp_path / "file" / "manifest.toml"), SKIPSTONE_RUN="run.toml")
         container.said()
         assert container.process.wait(LONG_S) != 0
-        container.end()
 
-    def test_other_commands_are_left_alone(self, tmp_path: Path) -> None:
-        container = Container(tmp_path / "a", tmp_path / "volume", "status", LINK)
-        assert container.said()["arguments"] == ["status", LINK]
+    def test_other_commands_are_left_alone(self, tmp_path: Path, start: Callable[..., Container]) -> None:
+        assert start("status", LINK).said()["arguments"] == ["status", LINK]
         assert not (tmp_path / "volume").exists()
-        container.end()
 
     def test_the_address_that_others_are_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         known = {"container": "172.18.0.4", "this-machine": "127.0.1.1"}

@@ -2,50 +2,55 @@
 `skipstone` has it.
 
 It is the real node but for three things: a computation takes as long as it would on the emulated machine (the compute
-thread sleeps for the rest, so the device is busy and the core is not), what comes by a link comes later, and a data
-node may choose its peers by another rule (`tests/e2e/emulated_paths.py`). The directory (DHT) is not slowed down.
+thread sleeps for the rest, so the device is busy and the core is not), frames arrive later, and a data node may choose
+the path of a microbatch by another rule and record its microbatches. The directory (DHT) is not slowed down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import node.pipeline.worker
+import node.runtime.data_role
+import node.runtime.serving
 import node.runtime.stage_role
-from lab.world.arms import OURS
+from lab.world.arms import OURS, RulePlanner, SwarmPlanner, planner_of
 from node.__main__ import main
-from node.pipeline.device_passes import DeferredWeights
-from node.pipeline.runner import Job, LinkCodecs, Output
+from node.averaging.anchor.anchor import Anchor
+from node.context.module_context import ModuleContext
+from node.pipeline.runner import Job, Output
 from node.pipeline.worker import DataWorker, HopWorker
+from node.runtime.data_role import DataRole, data_role
 from protocol.frames.frames import Hello
 from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
 from protocol.transport.grpc_transport import GrpcTransport
-from swarm.pipeline.custody_events import Work
+from swarm.membership.membership import Membership
+from swarm.pipeline.custody_events import Event, Started, Work
+from swarm.routing.measured_times import MeasuredTimes
+from swarm.routing.path_rules import PathRules
+from swarm.routing.planner import Planner
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
+from swarm.vocabulary.pipeline_messages import Purpose, Receipt
+from swarm.vocabulary.types import MicrobatchId, PeerId
+from swarm.vocabulary.types import Path as HopPath
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
-from tests.e2e.emulated_paths import emulate_data_node
 from tests.e2e.late_frames import LateFrames
-from tests.e2e.small_run import whole_lines
+from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightWriter, whole_lines
 
 Written = Callable[[float, float], None]
-
-WRITE_EVERY_S = 0.1
-EMULATED_CHUNK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +59,12 @@ class Spec:
     network: str
     backward_factor: float = 2.0
     bytes_per_s: float | None = None
-    weights_factor: float = 0.0
-    puts_off: bool | None = None
     rule: str = OURS
     window: int | None = None
     slots: int | None = None
     announced_factor: float = 1.0
-    slowed: str | None = None
     flights: str | None = None
-    codec: str | None = None
     computed: str | None = None
-    counts: str | None = None
     seed: int = 0
 
     @property
@@ -76,14 +76,6 @@ class Spec:
         backward = self.backward_factor
         factors = {Work.FORWARD: 1.0, Work.BACKWARD: backward, Work.REPLAY: 1.0 + backward, Work.LOSS: 1.0 + backward}
         return factors[work] * self.forward_s
-
-    def slower_by(self) -> float:
-        if self.slowed is None:
-            return 1.0
-        try:
-            return float(Path(self.slowed).read_text())
-        except FileNotFoundError:
-            return 1.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -115,22 +107,14 @@ class Network:
 
 
 def slow_computing(spec: Spec) -> None:
-    """Every computation takes its emulated time, unless it really takes longer; the speed that is announced is the
-    emulated one, or wrong as the specification says."""
-    if spec.puts_off is not None:
-        chosen = Reasoned(spec.puts_off, "as the specification says")
-        node.pipeline.worker.puts_weights_off = lambda staleness, devices: chosen
-    weights_s = _slow_weights(spec)
-
-    def seconds_of(job: Job, put_off: int) -> float:
-        return spec.compute_s(job.work) * spec.slower_by() - put_off * weights_s()
-
-    written = _unwritten if spec.computed is None else _writer(Path(spec.computed))
-    HopWorker.compute = lasting(HopWorker.compute, seconds_of, written)  # type: ignore[method-assign]
-    DataWorker.compute = lasting(DataWorker.compute, seconds_of)  # type: ignore[method-assign]
+    """Every computation takes its emulated time, unless it really takes longer. The announced speed is the emulated
+    one, times the specification's factor."""
+    written = None if spec.computed is None else _writer(Path(spec.computed))
+    HopWorker.compute = lasting(HopWorker.compute, spec, written)  # type: ignore[method-assign]
+    DataWorker.compute = lasting(DataWorker.compute, spec)  # type: ignore[method-assign]
 
     def announced(tokens: int) -> float:
-        return spec.announced_factor * tokens / (spec.slower_by() * spec.visit_s)
+        return spec.announced_factor * tokens / spec.visit_s
 
     def timed(self: HopWorker, size: Size, seconds: float) -> None:
         self._cost = VisitCost(0.0)
@@ -143,10 +127,6 @@ def slow_computing(spec: Spec) -> None:
     node.runtime.stage_role.measure_speed = measured
 
 
-def _unwritten(begun: float, seconds: float) -> None:
-    """Nobody asked for it."""
-
-
 def _writer(path: Path) -> Written:
     file = path.open("a", buffering=1)
     return lambda begun, seconds: print(begun, seconds, file=file)
@@ -157,46 +137,18 @@ def read_computed(path: Path) -> list[tuple[float, float]]:
     return [(float(begun), float(seconds)) for begun, seconds in map(str.split, whole_lines(path))]
 
 
-def lasting(
-    honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job, int], float], written: Written = _unwritten
-) -> Callable[[Any, Job], Output]:
-    """A computation that takes as long as is said, or longer if it really does."""
-
-    def put_off(worker: object) -> int:
-        return worker.deferred.visits if isinstance(worker, HopWorker) else 0
+def lasting(honestly: Callable[[Any, Job], Output], spec: Spec, written: Written | None = None) -> Any:
+    """A computation that takes its emulated time, or longer if it really does."""
 
     def compute(self: object, job: Job) -> Output:
-        begun, before = time.monotonic(), put_off(self)
+        begun, seconds = time.monotonic(), spec.compute_s(job.work)
         output = honestly(self, job)
-        seconds = seconds_of(job, put_off(self) - before)
         time.sleep(max(0.0, begun + seconds - time.monotonic()))
-        written(begun, seconds)
+        if written is not None:
+            written(begun, seconds)
         return output
 
     return compute
-
-
-def _slow_weights(spec: Spec) -> Callable[[], float]:
-    """Weight gradients that were put off take their emulated time, too, in chunks. Returns how long."""
-    honestly = DeferredWeights._chunks
-    slept: Counter[MicrobatchId] = Counter()
-
-    def weights_s() -> float:
-        return spec.weights_factor * spec.forward_s * spec.slower_by()
-
-    def chunks(self: DeferredWeights, waiting: Any) -> Iterator[None]:
-        whole_s = weights_s()
-        count = math.ceil(whole_s / EMULATED_CHUNK_S)
-        while slept[waiting.microbatch] < count:
-            time.sleep(whole_s / count)
-            slept[waiting.microbatch] += 1
-            yield
-        for _ in honestly(self, waiting):
-            pass
-        del slept[waiting.microbatch]
-
-    DeferredWeights._chunks = chunks  # type: ignore[method-assign]
-    return weights_s
 
 
 def slow_links(spec: Spec) -> None:
@@ -224,38 +176,120 @@ def _make_late(kind: Any, bytes_per_s: float | None) -> None:
         return None if frame is None else await self.late.arrive(frame)
 
     async def write_stamped(self: Any, frame: bytes) -> None:
-        SentBytes.add(len(frame))
         await write(self, await self.late.leave(frame))
 
     kind.__init__, kind.read, kind.write = init, read_late, write_stamped
 
 
-class SentBytes:
-    total = 0
-    file: Path | None = None
-    written_at = 0.0
+class Listener(Protocol):
+    """Observes the microbatches of a data node."""
 
-    @classmethod
-    def add(cls, size_bytes: int) -> None:
-        cls.total += size_bytes
-        if cls.file is not None and time.monotonic() - cls.written_at > WRITE_EVERY_S:
-            cls.written_at = time.monotonic()
-            part = cls.file.with_suffix(".part")
-            part.write_text(str(cls.total))
-            part.rename(cls.file)
+    def launched(self, microbatch: MicrobatchId, path: HopPath, now: float) -> None: ...
+
+    def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None: ...
+
+    def ended(self, microbatch: MicrobatchId, path: HopPath | None) -> None:
+        """`path` is None when it is lost."""
+        ...
 
 
-def fix_codec(codec: Codec) -> None:
-    LinkCodecs.choose = lambda self, to, traffic: codec  # type: ignore[method-assign]
+class FlightRecord:
+    """Writes the launches and ends of a data node's microbatches."""
+
+    def __init__(self, writer: FlightWriter, measured: Callable[[], int], planner: RulePlanner | None) -> None:
+        self._writer, self._measured, self._planner = writer, measured, planner
+        self._flying: dict[MicrobatchId, HopPath] = {}
+
+    def launched(self, microbatch: MicrobatchId, path: HopPath, now: float) -> None:
+        if self._planner is not None and (self._planner.chosen is None or path.hops != self._planner.chosen.hops):
+            raise RuntimeError("the data node launches without asking the rule that is to be measured")
+        self._flying[microbatch] = path
+        self._write(LAUNCHED, path)
+
+    def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
+        return
+
+    def ended(self, microbatch: MicrobatchId, path: HopPath | None) -> None:
+        planned = self._flying.pop(microbatch, None)
+        if planned is not None:
+            self._write(LOST if path is None else HOME, path or planned)
+
+    def _write(self, kind: str, path: HopPath) -> None:
+        self._writer.write(kind, tuple(str(hop.peer) for hop in path.hops), self._measured())
+
+
+def count_visits() -> Callable[[], int]:
+    """The count of visits in the node's own book, from now on."""
+    honestly, visits = MeasuredTimes.visited, Counter[PeerId]()
+
+    def visited(self: MeasuredTimes, peer: PeerId, seconds: float, queue: int = 0) -> None:
+        visits[peer] += 1
+        honestly(self, peer, seconds, queue)
+
+    MeasuredTimes.visited = visited  # type: ignore[method-assign]
+    return visits.total
+
+
+def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
+    """Before the node starts: its data role, if it gets one, launches by `rule` and writes its record."""
+    if rule == OURS and flights is None:
+        return
+    counted = count_visits()
+
+    @asynccontextmanager
+    async def emulated_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
+        tokens, made = context.manifest.microbatch_tokens, list[RulePlanner]()
+
+        def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes) -> Planner:
+            planner = planner_of(rule, seed, tokens, None)(rules, membership, times)
+            if isinstance(planner, RulePlanner):
+                made.append(planner)
+            return planner
+
+        node.runtime.data_role.Planner = by_rule  # type: ignore[assignment, misc]
+        async with data_role(context, first) as role, AsyncExitStack() as stack:
+            clock, planner = context.session.own.clock.monotonic, made[0] if made else None
+            measured = counted
+            if isinstance(planner, SwarmPlanner):
+                tell(planner.rule, role, clock)
+                measured = planner.rule.visits
+            if flights is not None:
+                writer = stack.enter_context(closing(FlightWriter(Path(flights))))
+                tell(FlightRecord(writer, measured, planner), role, clock)
+            yield role
+
+    node.runtime.serving.data_role = emulated_role
+
+
+def tell(listener: Listener, role: DataRole, now: Callable[[], float]) -> None:
+    """Reports the data node's microbatches to the listener from now on."""
+    ends: Any = role.runner._ends
+    handle, passed, finished, lost = role.runner.handle, ends.passed, ends.finished, ends.lost
+
+    def handle_and_tell(event: Event) -> None:
+        if isinstance(event, Started) and event.purpose is Purpose.TRAIN:
+            listener.launched(event.microbatch, event.path, now())
+        handle(event)
+
+    def passed_and_tell(sender: PeerId, receipt: Receipt) -> None:
+        listener.passed(sender, receipt, now())
+        passed(sender, receipt)
+
+    def finished_and_tell(microbatch: MicrobatchId, path: HopPath) -> None:
+        listener.ended(microbatch, path)
+        finished(microbatch, path)
+
+    def lost_and_tell(microbatch: MicrobatchId, detail: str) -> None:
+        listener.ended(microbatch, None)
+        lost(microbatch, detail)
+
+    role.runner.handle = handle_and_tell  # type: ignore[method-assign]
+    ends.passed, ends.finished, ends.lost = passed_and_tell, finished_and_tell, lost_and_tell
 
 
 def emulate(spec: Spec) -> None:
     slow_computing(spec)
     slow_links(spec)
-    if spec.codec is not None:
-        fix_codec(Codec[spec.codec.upper()])
-    if spec.counts is not None:
-        SentBytes.file = Path(spec.counts)
     emulate_data_node(spec.rule, spec.seed, spec.flights)
     for name, limit in (("--window", spec.window), ("--slots", spec.slots)):
         if limit is not None:

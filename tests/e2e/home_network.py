@@ -11,14 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import pytest
+
 from node.local_swarm.setup import Deployment, node_command
 from node.observability.event_json import event_from_json
-from node.observability.events import Event, Reach
+from node.observability.events import Event, NodeStatus, Reach
 
 Side = Literal["a", "b"]
 _NETWORK = "10.91.0"
@@ -43,6 +45,11 @@ def why_no_namespaces() -> str | None:
     return None
 
 
+def skip_because(reason: str | None) -> None:
+    if reason is not None:
+        pytest.skip(reason)
+
+
 @dataclass(frozen=True, slots=True)
 class SplitNetwork:
     """`sides` says where each node is, by index; both bridges and the cable between them are in the namespace `hub`."""
@@ -51,7 +58,9 @@ class SplitNetwork:
     sides: str
 
     def deployment(self, index: int) -> Deployment:
-        return Deployment(host=_address(index), command=("ip", "netns", "exec", self._name(index), *node_command()))
+        return Deployment(
+            host=f"{_NETWORK}.{index + 1}", command=("ip", "netns", "exec", self._name(index), *node_command())
+        )
 
     def side(self, side: Side) -> list[int]:
         return [index for index, where in enumerate(self.sides) if where == side]
@@ -70,20 +79,11 @@ class SplitNetwork:
         for side in ("a", "b"):
             self._in_hub("link", "add", "name", f"bridge-{side}", "type", "bridge")
             self._in_hub("link", "set", "dev", f"bridge-{side}", "up")
-            self._plug_in(f"cable-{side}", f"bridge-{side}")
+            self._in_hub("link", "set", "dev", f"cable-{side}", "master", f"bridge-{side}")
+            self._in_hub("link", "set", "dev", f"cable-{side}", "up")
         for index, side in enumerate(self.sides):
-            name = self._name(index)
-            ip("netns", "add", name)
-            self._in_hub("link", "add", "name", f"port{index}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            self._plug_in(f"port{index}", f"bridge-{side}")
-            ip("-n", name, "address", "add", f"{_address(index)}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", "dev", device, "up")
-
-    def remove(self) -> None:
-        """Whatever of it is there. Devices go with their namespaces."""
-        for name in (*map(self._name, range(len(self.sides))), self.hub):
-            subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
+            ip("netns", "add", self._name(index))
+            _plug_in(self._name(index), "eth0", f"{_NETWORK}.{index + 1}", self.hub, f"bridge-{side}")
 
     def _name(self, index: int) -> str:
         return f"{self.hub}-{index}"
@@ -91,24 +91,32 @@ class SplitNetwork:
     def _in_hub(self, *words: str) -> None:
         ip("-n", self.hub, *words)
 
-    def _plug_in(self, device: str, bridge: str) -> None:
-        self._in_hub("link", "set", "dev", device, "master", bridge)
-        self._in_hub("link", "set", "dev", device, "up")
+
+def split_network(sides: str) -> AbstractContextManager[SplitNetwork]:
+    """Made, and removed at the end. `sides` is `a` or `b` for each node in order, such as "aabb"."""
+    return _made(SplitNetwork(f"skipstone-{os.getpid()}-{next(_counter)}", sides))
 
 
 @contextmanager
-def split_network(sides: str) -> Iterator[SplitNetwork]:
-    """Made, and removed at the end. `sides` is `a` or `b` for each node in order, such as "aabb"."""
-    network = SplitNetwork(f"skipstone-{os.getpid()}-{next(_counter)}", sides)
+def _made(network: Made) -> Iterator[Made]:
     try:
         network.make()
         yield network
-    finally:
-        network.remove()
+    finally:  # devices are deleted with their namespaces
+        for name in subprocess.run(("ip", "netns", "list"), capture_output=True, text=True).stdout.split():
+            if name == network.hub or name.startswith(f"{network.hub}-"):
+                subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
 
 
-def _address(index: int) -> str:
-    return f"{_NETWORK}.{index + 1}"
+def _plug_in(namespace: str, device: str, address: str, hub: str, bridge: str) -> None:
+    """Makes a device with this address in the namespace, on a bridge of the hub."""
+    port = f"to-{namespace.removeprefix(hub + '-')}"
+    ip("-n", hub, "link", "add", "name", port, "type", "veth", "peer", "name", device, "netns", namespace)
+    ip("-n", hub, "link", "set", "dev", port, "master", bridge)
+    ip("-n", hub, "link", "set", "dev", port, "up")
+    ip("-n", namespace, "address", "add", f"{address}/24", "dev", device)
+    for name in ("lo", device):
+        ip("-n", namespace, "link", "set", "dev", name, "up")
 
 
 def ip(*words: str) -> None:
@@ -127,7 +135,7 @@ _RULES = """
 table inet home {
     chain input {
         type filter hook input priority 0; policy accept;
-        iifname "wan" ct state new drop
+        iifname "wan" ct state new ANSWER
     }
     chain forward {
         type filter hook forward priority 0; policy drop;
@@ -153,7 +161,7 @@ _SHUT = """
 table inet shut {
     chain input {
         type filter hook input priority 0; policy accept;
-        iifname "eth0" ct state new drop
+        iifname "eth0" ct state new ANSWER
     }
 }
 """
@@ -172,6 +180,7 @@ uuid=6a0d3f0e-3c1b-4d22-9e4b-3f5f6b7a8c9d
 allow 1024-65535 192.168.77.0/24 1024-65535
 deny 0-65535 0.0.0.0/0 0-65535
 """
+REFUSES = "reject with tcp reset"
 _SPEAKS_UPNP = "HTTP listening on port"
 _SPEAKS_NATPMP = "Listening for NAT-PMP"
 
@@ -192,8 +201,10 @@ def why_no_mapping() -> str | None:
 class HomeNetwork:
     """`public` hosts on one wire, which the router's outside is on too; `home` behind the router."""
 
-    name: str
+    hub: str
     public: int
+    answers: str = "drop"
+    """What the router and `shut` do with a connection from outside: `drop`, as most homes, or `REFUSES` at once."""
 
     def deployment(self, index: int) -> Deployment:
         """A public host, for `node.local_swarm.local_swarm.LocalSwarm`."""
@@ -205,7 +216,7 @@ class HomeNetwork:
 
     def inside(self, where: int | str) -> tuple[str, ...]:
         """What a command is started with to run on a public host, or in `home` or `router`."""
-        return ("ip", "netns", "exec", f"{self.name}-{where}")
+        return ("ip", "netns", "exec", f"{self.hub}-{where}")
 
     def mapped_ports(self) -> list[int]:
         rules = subprocess.run(
@@ -218,8 +229,8 @@ class HomeNetwork:
 
     def shut(self, index: int) -> None:
         """From now on nobody can connect to this public host; it can connect to others."""
-        command = (*self.inside(index), "nft", "-f", "-")
-        subprocess.run(command, check=True, capture_output=True, text=True, input=_SHUT)
+        command, rules = (*self.inside(index), "nft", "-f", "-"), _SHUT.replace("ANSWER", self.answers)
+        subprocess.run(command, check=True, capture_output=True, text=True, input=rules)
 
     @contextmanager
     def mapping_router(self, folder: Path, *, upnp: bool = True, natpmp: bool = True) -> Iterator[None]:
@@ -239,44 +250,27 @@ class HomeNetwork:
 
     def make(self) -> None:
         """Raises subprocess.CalledProcessError."""
-        ip("netns", "add", self.name)
-        self._in_hub("link", "add", "name", "internet", "type", "bridge")
-        self._in_hub("link", "set", "dev", "internet", "up")
-        for where in (*range(self.public), "router", "home"):
-            ip("netns", "add", f"{self.name}-{where}")
-            ip("-n", f"{self.name}-{where}", "link", "set", "dev", "lo", "up")
-        for index in range(self.public):
-            self._plug_in(str(index), "eth0", _PUBLIC.format(10 + index))
-        self._plug_in("router", "wan", ROUTER_OUTSIDE)
-        router, home = f"{self.name}-router", f"{self.name}-home"
+        router, home = f"{self.hub}-router", f"{self.hub}-home"
+        hosts = [f"{self.hub}-{index}" for index in range(self.public)]
+        for namespace in (self.hub, *hosts, router, home):
+            ip("netns", "add", namespace)
+        ip("-n", self.hub, "link", "add", "name", "internet", "type", "bridge")
+        ip("-n", self.hub, "link", "set", "dev", "internet", "up")
+        for index, host in enumerate(hosts):
+            _plug_in(host, "eth0", _PUBLIC.format(10 + index), self.hub, "internet")
+        _plug_in(router, "wan", ROUTER_OUTSIDE, self.hub, "internet")
+        ip("-n", home, "link", "set", "dev", "lo", "up")
         ip("-n", router, "link", "add", "name", "lan", "type", "veth", "peer", "name", "eth0", "netns", home)
         for namespace, device, address in ((router, "lan", _ROUTER_INSIDE), (home, "eth0", HOME)):
             ip("-n", namespace, "address", "add", f"{address}/24", "dev", device)
             ip("-n", namespace, "link", "set", "dev", device, "up")
         ip("-n", home, "route", "add", "default", "via", _ROUTER_INSIDE)
         self._on_router("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        self._on_router("nft", "-f", "-", text=_RULES)
-
-    def remove(self) -> None:
-        """Whatever of it is there. Devices go with their namespaces."""
-        for where in (*map(str, range(self.public)), "home", "router"):
-            subprocess.run(("ip", "netns", "del", f"{self.name}-{where}"), capture_output=True, check=False)
-        subprocess.run(("ip", "netns", "del", self.name), capture_output=True, check=False)
+        self._on_router("nft", "-f", "-", text=_RULES.replace("ANSWER", self.answers))
 
     def _deployment(self, index: int, *variables: str) -> Deployment:
         command = (*self.inside(index), "env", *variables, *node_command())
         return Deployment(host=_PUBLIC.format(10 + index), command=command)
-
-    def _plug_in(self, where: str, device: str, address: str) -> None:
-        namespace, port = f"{self.name}-{where}", f"to-{where}"
-        self._in_hub("link", "add", "name", port, "type", "veth", "peer", "name", device, "netns", namespace)
-        self._in_hub("link", "set", "dev", port, "master", "internet")
-        self._in_hub("link", "set", "dev", port, "up")
-        ip("-n", namespace, "address", "add", f"{address}/24", "dev", device)
-        ip("-n", namespace, "link", "set", "dev", device, "up")
-
-    def _in_hub(self, *words: str) -> None:
-        ip("-n", self.name, *words)
 
     def _on_router(self, *words: str, text: str = "") -> None:
         subprocess.run((*self.inside("router"), *words), check=True, capture_output=True, text=True, input=text)
@@ -289,14 +283,11 @@ class HomeNetwork:
             time.sleep(0.05)
 
 
-@contextmanager
-def home_network(public: int) -> Iterator[HomeNetwork]:
-    network = HomeNetwork(f"skipstone-{os.getpid()}-home{next(_counter)}", public)
-    try:
-        network.make()
-        yield network
-    finally:
-        network.remove()
+def home_network(public: int, answers: str = "drop") -> AbstractContextManager[HomeNetwork]:
+    return _made(HomeNetwork(f"skipstone-{os.getpid()}-home{next(_counter)}", public, answers))
+
+
+Made = TypeVar("Made", SplitNetwork, HomeNetwork)
 
 
 def _word(switch: bool) -> str:
@@ -331,6 +322,9 @@ class WatchedNode:
 
     async def reached(self) -> Reach:
         return await self.until(Reach)
+
+    async def serving(self) -> NodeStatus:
+        return await self.until(NodeStatus, lambda event: event.state == "serving")
 
 
 @asynccontextmanager

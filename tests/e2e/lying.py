@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, all_local
+from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions
 from protocol.manifest.manifest import Manifest
 from tests.e2e.round_watch import watching
-from tests.e2e.striking import MODULE, STAGE
+from tests.e2e.small_run import skipstone
+from tests.e2e.striking import MODULE
 
 HONEST = 3
 LIAR = 1 + HONEST
@@ -31,20 +33,23 @@ class Company:
     ends: dict[int, int]
 
 
-def liar_among(kind: str) -> Deployments:
-    """The last node contributes a lie of this kind (`tests.security.liar.LIES`)."""
-    deployment = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
-    return lambda index: deployment if index == LIAR else Deployment()
+@asynccontextmanager
+async def with_liar(
+    manifest: Manifest, kind: str | None, logs: Path, honest: int = 2
+) -> AsyncIterator[tuple[LocalSwarm, str, frozenset[str]]]:
+    """A data node, honest replicas and, if a kind of `tests.security.liar.LIES` is given, a liar ("" if not)."""
+    lying = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", str(kind)))
+    options = LocalSwarmOptions(peers=1 + honest + (kind is not None), threads=1, log_dir=logs)
+    deployments: Deployments = lambda index: lying if index > honest else Deployment()  # noqa: E731
+    async with LocalSwarm(manifest, options, deployments=deployments) as swarm:
+        _, *replicas = (peer.peer for peer in swarm.peers)
+        yield swarm, "".join(replicas[honest:]), frozenset(replicas[:honest])
 
 
 async def keep_company(manifest: Manifest, logs: Path, tokens: int, kind: str | None, evaluated: int) -> Company:
     """A data node, honest replicas and, if a kind is given, a liar, until so many tokens have been trained and some
     rounds held."""
-    deployments = all_local if kind is None else liar_among(kind)
-    options = LocalSwarmOptions(peers=1 + HONEST + (kind is not None), threads=1, log_dir=logs)
-    async with LocalSwarm(manifest, options, deployments=deployments) as swarm, watching(swarm, MODULE) as watch:
-        honest = frozenset(p.peer for p in swarm.peers if p.stage == STAGE and p.index != LIAR)
-        liar = next((p.peer for p in swarm.peers if p.index == LIAR), None)
+    async with with_liar(manifest, kind, logs, HONEST) as (swarm, liar, honest), watching(swarm, MODULE) as watch:
         await watch.all_together(honest, 0)
         begun = await watch.until(lambda: liar_at_work(swarm) and max(map(watch.round_of, honest)))
         await watch.all_at(honest, begun + FEWEST)
@@ -68,8 +73,5 @@ def liar_at_work(swarm: LocalSwarm) -> bool | None:
 
 
 async def held_out_loss(link: str, microbatches: int) -> float:
-    arguments = ("-m", "node", "eval", link, "--microbatches", str(microbatches), "--json")
-    asked = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
-    async with asyncio.timeout(EVAL_S):
-        answer, _ = await asked.communicate()
+    _, answer, _ = await skipstone("eval", link, "--microbatches", str(microbatches), "--json", within_s=EVAL_S)
     return float(json.loads(answer)["loss"])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from typer.testing import CliRunner
 
+from node.__main__ import app
 from node.checkpoint.folder import CheckpointFolder, gather_modules
 from node.experts.router import BUCKETS, Router, StageTable, buckets, router_digest
 from node.local_swarm.local_swarm import LocalSwarm
@@ -100,6 +104,22 @@ def write_conversations(folder: Path) -> Path:
 def events_of(logs: Path) -> list[Event]:
     """The events of all nodes that have written their logs here, one node after the other."""
     return [event_from_json(line) for path in sorted(logs.iterdir()) for line in path.read_bytes().splitlines()]
+
+
+async def skipstone(*arguments: str, within_s: float = PATIENCE_S) -> tuple[int | None, bytes, str]:
+    """Exit code, standard output and standard error of a command."""
+    program, pipe = (sys.executable, "-P", "-m", "node", *arguments), asyncio.subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = await asyncio.create_subprocess_exec(*program, stdout=pipe, stderr=pipe, env=environment)
+    output, errors = await asyncio.wait_for(process.communicate(), within_s)
+    return process.returncode, output, errors.decode()
+
+
+def checked(logs: Path) -> dict[str, Any]:
+    """The report of `skipstone check` on these logs, in which nothing counts twice or is missing."""
+    report: dict[str, Any] = json.loads(CliRunner().invoke(app, ["check", str(logs), "--json"]).stdout)
+    assert report["ok"], report["violations"]
+    return report
 
 
 class Watch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +23,12 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.model.shapes import parameter_shapes
 from node.network.session import visit
-from node.observability.event_json import event_from_json
-from node.observability.events import Event, Note, RoundCommitted, Step
+from node.observability.events import Note, RoundCommitted, Step
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import NoQuorum, Unreachable
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
-from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
+from tests.e2e.small_run import PATIENCE_S, Watch, events_of, skipstone, small_run, write_text
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +39,11 @@ async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=6)
     options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm:
-        await _until_rounds(Watch(swarm))
+        watch, due = Watch(swarm), set(MODULES)
+        while due:
+            event = await watch.until(lambda event: isinstance(event, RoundCommitted))
+            assert isinstance(event, RoundCommitted)
+            due.discard(event.module)
         told: list[tuple[ModuleId, int, int]] = []
         async with open_swarm(swarm.link, lambda *progress: told.append(progress)) as source:
             written = await export(source, tmp_path / "model")
@@ -49,10 +51,14 @@ async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path
         assert [str(module) for module in versions] == list(MODULES)
         assert told[-1] == (ModuleId(2), written.size_bytes, written.size_bytes)
         proven = {module: await _hashes(swarm.link, manifest, module, version) for module, version in versions.items()}
-        said = await _run("generate", str(swarm.link), "word1", "--tokens", "5", "--json", "--device", "cpu")
+        options = ("--tokens", "5", "--json", "--device", "cpu")
+        code, said, errors = await skipstone("generate", str(swarm.link), "word1", *options)
+        assert code == 0, errors
         assert len(json.loads(said)["tokens"]) in range(1, 6)
+    rounds = [event for event in events_of(tmp_path / "logs") if isinstance(event, RoundCommitted)]
+    committed = {(event.module, event.round, event.digest) for event in rounds}
     for module, version in versions.items():
-        assert (str(module), version.round, version.digest.hex()) in _committed(tmp_path / "logs")
+        assert (str(module), version.round, version.digest.hex()) in committed
         vector = await _exported(tmp_path / "model", manifest, module)
         layout = layout_of(parameter_shapes(manifest, module), 1)
         mine = [hash_of(memoryview(vector[layout.range_of(n, n + 1)].view(np.uint8))) for n in range(layout.chunks)]
@@ -74,18 +80,6 @@ async def test_what_a_swarm_has_not_got_is_named(tmp_path: Path) -> None:
             async with open_swarm(JoinLink(swarm.link.run, (swarm.peers[1].address,)), lambda *progress: None, 10.0):
                 pass
         swarm.kill_all()
-
-
-async def _until_rounds(watch: Watch) -> None:
-    """Every module has had one. (Numbers may leave some out.)"""
-    due = set(MODULES)
-
-    def had(event: Event) -> bool:
-        if isinstance(event, RoundCommitted):
-            due.discard(event.module)
-        return not due
-
-    await watch.until(had)
 
 
 async def _hashes(link: JoinLink, manifest: Manifest, module: ModuleId, version: AnchorVersion) -> tuple[bytes, ...]:
@@ -112,22 +106,6 @@ async def _exported(folder: Path, manifest: Manifest, module: ModuleId) -> Vecto
     return vector
 
 
-def _committed(logs: Path) -> set[tuple[str, int, str]]:
-    lines = [line for file in logs.glob("*.jsonl") for line in file.read_text().splitlines()]
-    found = [event for line in lines if isinstance(event := event_from_json(line), RoundCommitted)]
-    return {(event.module, event.round, event.digest) for event in found}
-
-
-async def _run(*arguments: str) -> bytes:
-    """Standard output of the command, which has to succeed."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *("-m", "node", *arguments), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    output, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    assert process.returncode == 0, errors.decode()
-    return output
-
-
 STEPS = 60
 
 
@@ -140,9 +118,9 @@ def newest(path: Path, peer: str) -> Header:
 
 
 async def test_a_swarm_killed_as_a_whole_goes_on(tmp_path: Path) -> None:
-    manifest = small_run(write_text(tmp_path / "text"))
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1))
     folder = tmp_path / "checkpoint"
-    options = LocalSwarmOptions(peers=4, steps=STEPS, threads=1, checkpoint_dir=folder, checkpoint_every_s=0.5)
+    options = LocalSwarmOptions(peers=3, steps=STEPS, threads=1, checkpoint_dir=folder, checkpoint_every_s=0.5)
     async with LocalSwarm(manifest, options) as swarm:
         first = Watch(swarm)
         await first.step(12)

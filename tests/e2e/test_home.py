@@ -15,6 +15,7 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from tests.e2e.home_network import (
     HOME,
+    REFUSES,
     ROUTER_OUTSIDE,
     HomeNetwork,
     answering,
@@ -22,6 +23,7 @@ from tests.e2e.home_network import (
     finding,
     home_network,
     node_at,
+    skip_because,
     why_no_home,
     why_no_mapping,
 )
@@ -32,12 +34,6 @@ pytestmark = pytest.mark.e2e
 CALL = "import socket,sys; print(socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).recv(1))"
 
 
-def skip_unless_possible(*, mapping: bool) -> None:
-    reason = why_no_home() or (why_no_mapping() if mapping else None)
-    if reason is not None:
-        pytest.skip(reason)
-
-
 def calls(network: HomeNetwork, port: int) -> subprocess.CompletedProcess[str]:
     command = (*network.inside(0), sys.executable, "-c", CALL, ROUTER_OUTSIDE, str(port))
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -45,10 +41,11 @@ def calls(network: HomeNetwork, port: int) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("way", ["nat-pmp", "upnp"])
 def test_a_port_is_mapped_through_a_real_router_and_taken_back(tmp_path: Path, way: str) -> None:
-    skip_unless_possible(mapping=True)
+    skip_because(why_no_home() or why_no_mapping())
     if way == "upnp" and importlib.util.find_spec("miniupnpc") is None:
         pytest.skip("miniupnpc is not installed (the extra `nat`)")
-    with home_network(1) as network, network.mapping_router(tmp_path, upnp=way == "upnp", natpmp=way == "nat-pmp"):
+    ways = {"upnp": way == "upnp", "natpmp": way == "nat-pmp"}
+    with home_network(1, REFUSES) as network, network.mapping_router(tmp_path, **ways):
         command = (*network.inside("home"), sys.executable, "-m", "tests.e2e.map_port", way)
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mapping:
             assert mapping.stdout is not None
@@ -68,9 +65,9 @@ def test_a_port_is_mapped_through_a_real_router_and_taken_back(tmp_path: Path, w
 
 @pytest.mark.timeout(400)
 async def test_a_node_at_home_climbs_from_reverse_to_mapped(tmp_path: Path) -> None:
-    skip_unless_possible(mapping=False)
+    skip_because(why_no_home())
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1))
-    with home_network(2) as network:
+    with home_network(2, REFUSES) as network:
         async with LocalSwarm(manifest, LocalSwarmOptions(peers=2, threads=1), deployments=network.deployment) as swarm:
             watch = Watch(swarm)
             await watch.step(1)

@@ -22,11 +22,8 @@ from tests.e2e.small_run import HOME, PATIENCE_S, Watch, read_flights, small_run
 pytestmark = pytest.mark.e2e
 
 PEERS = 4
-
 FORWARD_S = 0.04
-
 TENSOR_BYTES = 4 * 2 * 32 * 32
-
 SLOW_BYTES_PER_S = 4 * TENSOR_BYTES
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from node.cli.manifests import starting_from
 from node.data.feed import TrainingFeed, open_documents
 from node.experts.router import Router
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, all_local
 from node.model.shapes import demand_of
-from node.observability.events import NodeSummary
+from node.observability.events import CatchingUp
 from node.pipeline.admission import path_rules
+from node.start.cut_model import open_start
 from protocol.manifest.manifest import Manifest
 from swarm.routing.path_rules import ring_stages
 from swarm.vocabulary.types import PeerId
@@ -28,6 +30,7 @@ from tests.e2e.small_run import (
     write_documents,
     write_text,
 )
+from tests.node.start.tiny_models import write_folder
 
 pytestmark = pytest.mark.e2e
 
@@ -40,8 +43,8 @@ STEPS = 20
 )
 async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> None:
     """Steps wait for each other, so hops put weight gradients off to their idle time; one process does not."""
-    summaries = await _compare(small_run(write_text(tmp_path / "text"), inner_steps=inner_steps), tmp_path)
-    assert all((summary.busy_s.idle_work > 0) == (summary.module != "0.0") for summary in summaries)
+    watch = await _compare(small_run(write_text(tmp_path / "text"), inner_steps=inner_steps), tmp_path)
+    assert all((summary.busy_s.idle_work > 0) == (summary.module != "0.0") for summary in watch.summaries())
 
 
 @pytest.mark.long
@@ -90,19 +93,38 @@ async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
     await _compare(manifest, tmp_path, router=router)
 
 
+async def test_a_swarm_that_starts_from_a_model_equals_one_process(tmp_path: Path) -> None:
+    """With tied embeddings, norms of heads and biases, and with rounds, so that the first anchor is built upon."""
+    model = tmp_path / "model"
+    write_folder(model, "qwen3, tied, with biases", tie_word_embeddings=True)
+    base = small_run(write_text(tmp_path / "text"), blocks=(0, 2, 2), inner_steps=4)
+    manifest = starting_from(model, base, is_default=False, keeps_blocks=True)
+    watch = await _compare(manifest, tmp_path, model=model, learnt=0.3)
+    fetched = {event.module: event.total_bytes for event in watch.seen if isinstance(event, CatchingUp)}
+    assert fetched.keys() == {"1.0", "2.0"}, "the first node alone has the folder"
+
+
 async def _compare(
-    manifest: Manifest, tmp_path: Path, deployments: Deployments = all_local, router: Router | None = None
-) -> list[NodeSummary]:
-    solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router)
+    manifest: Manifest,
+    tmp_path: Path,
+    deployments: Deployments = all_local,
+    router: Router | None = None,
+    model: Path | None = None,
+    learnt: float = 0.5,
+) -> Watch:
+    start = None if model is None else open_start(manifest, model)
+    solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router, start=start)
     peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
-    options = LocalSwarmOptions(peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables)
+    options = LocalSwarmOptions(
+        peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables, model=model
+    )
     async with LocalSwarm(manifest, options, deployments=deployments) as swarm:
         watch = Watch(swarm)
         await watch.to_the_end(swarm)
     assert watch.losses() == pytest.approx(solo, abs=1e-4)
-    assert solo[-1] < solo[0] - 0.5, "nothing was learnt, so that equal losses would show nothing"
+    assert solo[-1] < solo[0] - learnt, "nothing was learnt, so that equal losses would show nothing"
     assert_same_parameters(manifest, tmp_path / "swarm", tmp_path / "solo")
     completed = STEPS * manifest.microbatches_per_step
     visits = {str(module): round(completed * demand_of(manifest, module)) for module in manifest.modules()}
     assert {summary.module: summary.accumulated for summary in watch.summaries()} == visits
-    return watch.summaries()
+    return watch

@@ -7,19 +7,20 @@ import hashlib
 import io
 import json
 import math
-import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from node.cli.views.status_view import status_headline, status_table
+from node.experts.router import router_file
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions, node_command
+from node.local_swarm.setup import LocalSwarmOptions
 from node.model.memory_need import needs_of
 from node.network.client import query_evaluation, query_status
 from node.network.loss_report import WHOLE_MODEL, AskedPaths
-from node.observability.events import NodeStatus, Step
+from node.observability.events import Completed, NodeStatus, Step
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import manifest_from_table
@@ -27,8 +28,9 @@ from protocol.manifest.signing import sign_manifest
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ManifestError, Unreachable
 from swarm.vocabulary.types import ModuleId
-from tests.e2e.home_network import environment, joined
-from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
+from tests.e2e.home_network import joined
+from tests.e2e.round_watch import LogTail
+from tests.e2e.small_run import PATIENCE_S, Watch, checked, run_of_experts, skipstone, small_run, write_text
 from tests.node.data.test_tokenizers import word_tokenizer
 from tests.security.test_manifests import HERE, NODE, Victim, running, written
 
@@ -72,16 +74,10 @@ async def test_a_manifest_of_another_run_is_refused_at_once(tmp_path: Path) -> N
     signed = sign_manifest(manifest, Identity.generate())
     tampered = tmp_path / "tampered.toml"
     tampered.write_bytes(signed.text.replace(b"seed = 11", b"seed = 12"))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "node", "join", str(tampered), "--identity", str(tmp_path / "key")),
-        stderr=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    _, errors = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == ManifestError.exit_code
-    assert b"signature" in errors
-    assert b"Traceback" not in errors
+    code, _, errors = await skipstone("join", str(tampered), "--identity", str(tmp_path / "key"))
+    assert code == ManifestError.exit_code
+    assert "signature" in errors
+    assert "Traceback" not in errors
 
 
 def _another_run(tmp_path: Path) -> str:
@@ -116,22 +112,6 @@ async def test_a_data_node_joins_without_the_tokenizer_s_file(tmp_path: Path) ->
 DATA, SMALL, LARGE = (ModuleId(stage) for stage in range(3))
 
 
-async def ended(folder: Path, target: str, *options: str) -> tuple[int, str]:
-    """The exit code and standard error of a node that cannot stay."""
-    process = await asyncio.create_subprocess_exec(
-        *node_command(),
-        *("join", target, "--identity", str(folder / "none.key"), "--listen", "127.0.0.1", "--json", "--yes"),
-        *options,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment(),
-    )
-    async with asyncio.timeout(PATIENCE_S):
-        _, said = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, said.decode()
-
-
 @pytest.mark.timeout(400)
 async def test_stages_go_to_those_that_have_room_for_them(tmp_path: Path) -> None:
     """The large stage takes more than the small peer has, and the large peer has room for either."""
@@ -141,19 +121,54 @@ async def test_stages_go_to_those_that_have_room_for_them(tmp_path: Path) -> Non
     run = tmp_path / "run.toml"
     run.write_bytes(sign_manifest(manifest, Identity.load_or_create(tmp_path / "data.key")).text)
     async with joined(tmp_path, "data", str(run), "--stage", "0") as data:
-        link = (await data.until(NodeStatus, lambda status: status.state == "serving")).link
-        for nowhere in (min(needs[SMALL].all, needs[LARGE].all) - 1, 1000):
-            code, said = await ended(tmp_path, link, "--no-data", "--memory-limit", str(nowhere))
-            told = [line for line in said.splitlines() if line.startswith("error: ")]
-            assert code == 71
-            assert len(told) == 1
-            assert f"the smallest, {SMALL}, takes" in told[0]
-            assert f"under --memory-limit {nowhere}" in told[0]
-            assert "Traceback" not in said
+        link = (await data.serving()).link
+        nowhere = min(needs[SMALL].all, needs[LARGE].all) - 1
+        own = ("--identity", str(tmp_path / "none.key"), "--memory-limit", str(nowhere))
+        code, _, said = await skipstone("join", link, *own, "--no-data", "--listen", "127.0.0.1", "--json", "--yes")
+        [told] = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert code == 71
+        assert f"the smallest, {SMALL}, takes" in told
+        assert f"under --memory-limit {nowhere}" in told
+        assert "Traceback" not in said
         async with joined(tmp_path, "large", link, "--no-data", "--memory-limit", str(limits["large"])) as one:
-            took = await one.until(NodeStatus, lambda status: status.state == "serving")
-            assert took.module == str(LARGE)
+            assert (await one.serving()).module == str(LARGE)
             async with joined(tmp_path, "small", link, "--no-data", "--memory-limit", str(limits["small"])) as other:
-                took = await other.until(NodeStatus, lambda status: status.state == "serving")
-                assert took.module == str(SMALL)
+                assert (await other.serving()).module == str(SMALL)
                 await data.until(Step, lambda step: step.step >= 3)
+
+
+EXPERTS = 4
+NEWCOMERS = 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+async def test_five_newcomers_at_once_serve_all_of_four_experts(tmp_path: Path) -> None:
+    manifest, router = run_of_experts(tmp_path / "text", experts=(EXPERTS,))
+    run, logs = tmp_path / "run.toml", tmp_path / "logs"
+    run.write_bytes(sign_manifest(manifest, Identity.load_or_create(tmp_path / "data.key")).text)
+    router_file(run).write_bytes(router.to_bytes())
+    logged, on_own_path = ("--log-dir", str(logs)), set[tuple[int, ...]]()
+
+    def every_expert_got_its_own(_: str, event: Completed) -> bool:
+        if event.route is not None and [hop.partition("@")[0] for hop in event.hops] == [f"1.{event.route[0]}"]:
+            on_own_path.add(event.route)
+        return len(on_own_path) == EXPERTS
+
+    async with joined(tmp_path, "data", str(run), "--stage", "0", *logged) as data:
+        link = (await data.serving()).link
+        tail = LogTail(logs, Completed)
+        async with AsyncExitStack() as stack:
+            nodes = [
+                await stack.enter_async_context(joined(tmp_path, f"newcomer-{number}", link, *logged))
+                for number in range(NEWCOMERS)
+            ]
+            await tail.until(every_expert_got_its_own)
+            tail.close()
+            for node in nodes:
+                await node.serving()
+            said = [[e for e in node.seen if isinstance(e, NodeStatus) and e.state == "serving"] for node in nodes]
+            served = {events[-1].module for events in said}
+    assert {f"1.{expert}" for expert in range(EXPERTS)} <= served, served
+    report = checked(logs)
+    assert (report["logs"], report["ended_well"]) == (1 + NEWCOMERS, 1 + NEWCOMERS)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from node.__main__ import app
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import Deployment, LocalSwarmOptions
-from node.observability.events import NodeStatus, PeerChange, RoundCommitted
+from node.observability.events import PeerChange, RoundCommitted
 from tests.e2e.home_network import (
     PATIENCE_S,
+    REFUSES,
     HomeNetwork,
     WatchedNode,
     answering,
     asks,
     home_network,
     node_at,
+    skip_because,
     why_no_home,
 )
-from tests.e2e.small_run import Watch, small_run, write_text
+from tests.e2e.small_run import Watch, checked, small_run, write_text
 
 pytestmark = pytest.mark.e2e
 
@@ -33,11 +32,9 @@ RELAYING, SHUT = 1, 2
 
 @pytest.mark.timeout(400)
 async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path) -> None:
-    reason = why_no_home()
-    if reason is not None:
-        pytest.skip(reason)
+    skip_because(why_no_home())
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=5, staleness=1)
-    with home_network(3) as network:
+    with home_network(3, answers=REFUSES) as network:  # time limits are the next test's part
         network.shut(SHUT)
         options = LocalSwarmOptions(peers=2, threads=1)
         async with LocalSwarm(manifest, options, deployments=lambda index: deployment(network, index)) as swarm:
@@ -45,15 +42,14 @@ async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path
             await watch.step(1)
             link = str(swarm.link)
             async with node_at(network, "home", tmp_path, link) as home, node_at(network, SHUT, tmp_path, link) as shut:
-                peers = [await hidden(each) for each in (home, shut)]
-                relay = swarm.peers[RELAYING].peer
-                carried = await status_of(
-                    network, link, relay, lambda said: said["relay"]["opened"] > 0 and said["relay"]["attached"] == 2
-                )
-                assert carried["relay"]["at"].endswith(f"/p2p/{relay}")
+                peers, relay = [await hidden(each) for each in (home, shut)], swarm.peers[RELAYING].peer
                 await home.until(RoundCommitted, lambda event: set(peers) <= set(event.members))
-                said = await status_of(network, link, peers[0], lambda said: said["relays"] != [])
-                assert said["relays"] == [{"relay": carried["relay"]["at"], "standing": True, "reason": ""}]
+                async with asyncio.timeout(PATIENCE_S):
+                    while not carries(carried := await answers(network, link), relay, peers[0]):
+                        pass
+                at = carried[relay]["relay"]["at"]
+                assert at.endswith(f"/p2p/{relay}")
+                assert carried[peers[0]]["relays"] == [{"relay": at, "standing": True, "reason": ""}]
                 swarm.request_stop()
                 await watch.to_the_end(swarm)
         assert {end.exit_code for end in swarm.ends.values()} == {0}
@@ -67,18 +63,22 @@ async def hidden(node: WatchedNode) -> str:
     """Its id, when it serves and has found that nobody can dial it."""
     reached = await node.reached()
     assert (reached.step, reached.address) == ("reverse", ""), reached
-    await node.until(NodeStatus, lambda event: event.state == "serving")
+    await node.serving()
     return reached.peer
 
 
-async def status_of(network: HomeNetwork, link: str, peer: str, wanted: Any) -> dict[str, Any]:
-    """What a peer answers a visitor on a public host, once that is what is wanted."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            _, status = await asks(network, 0, "status", link)
-            said = [each["answered"] for each in status["peers"] if each["peer"] == peer and each["answered"]]
-            if said and wanted(said[0]):
-                return dict(said[0])
+async def answers(network: HomeNetwork, link: str) -> dict[str, dict[str, Any]]:
+    """What each peer that answers tells a visitor on a public host."""
+    _, status = await asks(network, 0, "status", link)
+    return {each["peer"]: each["answered"] for each in status["peers"] if each["answered"]}
+
+
+def carries(answers: dict[str, dict[str, Any]], relay: str, hidden: str) -> bool:
+    """Whether the relay tells of both attached peers and of a tunnel, and the hidden peer of its relay."""
+    if not {relay, hidden} <= answers.keys():
+        return False
+    told = answers[relay]["relay"]
+    return bool(told["opened"] > 0 and told["attached"] == 2 and answers[hidden]["relays"])
 
 
 STEPS_ALONE = 5
@@ -86,9 +86,7 @@ STEPS_ALONE = 5
 
 @pytest.mark.timeout(400)
 async def test_a_node_that_nobody_can_dial_averages_and_then_serves_its_stage_alone(tmp_path: Path) -> None:
-    reason = why_no_home()
-    if reason is not None:
-        pytest.skip(reason)
+    skip_because(why_no_home())
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=5, staleness=1)
     logs = tmp_path / "logs"
     options = LocalSwarmOptions(peers=2, threads=1, log_dir=logs)
@@ -107,8 +105,7 @@ async def test_a_node_that_nobody_can_dial_averages_and_then_serves_its_stage_al
                 swarm.request_stop()
                 await watch.to_the_end(swarm)
         assert {end.exit_code for end in swarm.ends.values()} == {0}
-    report = json.loads(CliRunner().invoke(app, ["check", str(logs), "--json"]).stdout)
-    assert report["ok"], report["violations"]
+    checked(logs)
 
 
 async def is_called(network: HomeNetwork, link: str, home: WatchedNode, swarm: LocalSwarm) -> None:
@@ -117,7 +114,7 @@ async def is_called(network: HomeNetwork, link: str, home: WatchedNode, swarm: L
     reached = await home.reached()
     assert (reached.step, reached.address) == ("reverse", ""), reached
     assert "2 of 2 peers could not connect" in reached.reason
-    await home.until(NodeStatus, lambda event: event.state == "serving")
+    await home.serving()
     peer = await answering(network, link, reached)
     assert peer["answered"]["reach"]["step"] == "reverse"
     assert sorted(peer["via"]) == sorted(planned.peer for planned in swarm.peers)

@@ -24,9 +24,9 @@ async def test_a_swarm_under_churn_goes_on_and_adds_up(tmp_path: Path) -> None:
     options = LocalSwarmOptions(peers=PEERS, steps=None, threads=1, log_dir=logs)
     async with LocalSwarm(manifest, options) as swarm:
         soak = Soak(swarm, STAGES, random.Random(3))
-        await soak.run(every_s=None, tokens=20_000)
+        await soak.run(every_s=None, tokens=5_000)
         before = swarm.progress.tokens
-        await soak.run(every_s=6.0, until_s=30.0)
+        await soak.run(every_s=4.0, until_s=18.0)
         assert swarm.progress.tokens > before
         await swarm.stop()
     assert soak.failures() == {}

@@ -39,12 +39,9 @@ from node.local_swarm import local_swarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.event_json import event_to_json
 from node.observability.events import Completed, RoundProgress, Visit
-from tests.lab.test_scenario import BASE
+from tests.lab.test_scenario import BASE, ROOT, STAND_IN
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
-
-ROOT = Path(__file__).parent.parent.parent
-STAND_IN = (sys.executable, str(ROOT / "tests" / "node" / "local_swarm" / "stand_in_node.py"))
 
 
 @pytest.fixture

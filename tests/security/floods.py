@@ -27,7 +27,7 @@ from tests.protocol.transport.link_peers import BareStream
 from tests.security.adversary import Targets
 from tests.security.siege import Siege, siege
 
-Flood = Callable[[Targets, PeerId, int], Frame | bytes]
+Flood = Callable[[Targets, PeerId, int], Frame]
 
 
 def pings(targets: Targets, own: PeerId, number: int) -> Frame:
@@ -95,7 +95,7 @@ async def flooded(targets: Targets, kind: str, attackers: int, *, deaf: bool = F
             await asyncio.sleep(0)
 
     async def attack(own: PeerId, stream: BareStream) -> None:
-        frames = [made if isinstance(made, bytes) else encode(made) for made in frames_of(make, targets, own)]  # type: ignore[arg-type]
+        frames = [encode(make(targets, own, number)) for number in range(PREPARED)]
         with suppress(PeerError):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_quietly(pour(stream, frames)))
@@ -115,10 +115,6 @@ async def flooded(targets: Targets, kind: str, attackers: int, *, deaf: bool = F
             for task in attacking:
                 task.cancel()
             await asyncio.wait(attacking)
-
-
-def frames_of(make: Flood, targets: Targets, own: PeerId) -> list[Frame | bytes]:
-    return [make(targets, own, number) for number in range(PREPARED)]
 
 
 async def _quietly(work: object) -> None:

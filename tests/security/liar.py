@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,7 @@ def another_source(kind: type[_Scaled], norm: float) -> Callable[[], None]:
         source = kind(honest.source.anchor, honest.source.snapshot)
         return replace(honest, source=source, norm=honest.norm * norm)
 
-    def install() -> None:
-        ReplicaSync.snapshot = snapshot  # type: ignore[method-assign]
-
-    return install
+    return partial(setattr, ReplicaSync, "snapshot", snapshot)
 
 
 def another_message(change: Callable[[Sent], Sent]) -> Callable[[], None]:
@@ -84,10 +82,7 @@ def another_message(change: Callable[[Sent], Sent]) -> Callable[[], None]:
             message, tensor, data = change((message, tensor, data))
         await honestly(self, peer, message, tensor, data)
 
-    def install() -> None:
-        GrpcTransport.send = send  # type: ignore[method-assign]
-
-    return install
+    return partial(setattr, GrpcTransport, "send", send)
 
 
 def another_mean(change: Callable[[Vector], Vector]) -> Callable[[], None]:
@@ -99,10 +94,7 @@ def another_mean(change: Callable[[Vector], Vector]) -> Callable[[], None]:
         others = len(self._plan.others) > 1
         return np.ascontiguousarray(change(mean) if others else mean, np.float32).view(np.uint8).data
 
-    def install() -> None:
-        Reduction.finish = finish  # type: ignore[method-assign]
-
-    return install
+    return partial(setattr, Reduction, "finish", finish)
 
 
 def half_of_it(sent: Sent) -> Sent:
@@ -144,10 +136,7 @@ def another_claim(**claim: int) -> Callable[[], None]:
     def sign(self: EntrySigner, entry: Entry) -> Entry:
         return honestly(self, replace(entry, **claim) if entry.base.round >= FIRST_LIE else entry)  # type: ignore[arg-type]
 
-    def install() -> None:
-        EntrySigner.sign = sign  # type: ignore[method-assign]
-
-    return install
+    return partial(setattr, EntrySigner, "sign", sign)
 
 
 def another_anchor(number: int, steps: int) -> Callable[[], None]:
@@ -158,10 +147,7 @@ def another_anchor(number: int, steps: int) -> Callable[[], None]:
         anchor = honestly(replica)
         return replace(anchor, version=version_of(anchor.layout, anchor.hashes, number, steps, 1, 0))
 
-    def install() -> None:
-        service.anchor_of = anchor_of
-
-    return install
+    return partial(setattr, service, "anchor_of", anchor_of)
 
 
 def spoiled_microbatches() -> None:

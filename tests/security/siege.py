@@ -96,16 +96,16 @@ class Siege:
 
 
 @asynccontextmanager
-async def siege(folder: Path) -> AsyncIterator[Siege]:
-    """A data node, two replicas of stage 1, one of stage 2; in full work when the block begins."""
+async def siege(folder: Path, peers: int = PEERS, *, forked: bool = False) -> AsyncIterator[Siege]:
+    """A data node, two replicas of stage 1 (one, of three peers), one of stage 2; at work when the block begins."""
     manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1), inner_steps=20)
     (folder / "stderr").mkdir()
-    options = LocalSwarmOptions(peers=PEERS, threads=1, log_dir=folder / "events", log_level="debug")
+    options = LocalSwarmOptions(peers=peers, threads=1, log_dir=folder / "events", log_level="debug")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(sitecustomize.FOLDER, str(folder / "stderr"))
         patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent))
-        # Named, so that no node is forked: each is an interpreter that `sitecustomize` is imported by.
-        async with LocalSwarm(manifest, options, command=node_command()) as swarm:
+        # A named command is not forked: each node is an interpreter, which imports `sitecustomize` and starts slowly.
+        async with LocalSwarm(manifest, options, command=None if forked else node_command()) as swarm:
             watch = Watch(swarm)
             async with asyncio.timeout(START_S):
                 while swarm.progress.step < 3:

@@ -1,18 +1,15 @@
 """Members that talk well-formed nonsense, in every part that there is to play: nothing that decodes surprises a node.
 
-More of it, with other seeds and for longer: `python -m tests.security.test_babble --frames 100000 --seed 7`.
+Other seeds, for longer: `SKIPSTONE_TEST_FRAMES=100000 SKIPSTONE_TEST_SEED=7 pytest --timeout 0` with this file.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import tempfile
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from random import Random
 from typing import Any, Final
 
@@ -26,7 +23,7 @@ from protocol.interfaces.transport import Contact
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Unreachable
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, PeerId, PeerState
 from tests.protocol.transport.link_peers import BareStream, Persona
-from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege, siege
+from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege
 
 WORTHLESS: Final = frozenset({"chunk", "hello", "farewell"})
 MOST_TRIES: Final = 50
@@ -174,7 +171,7 @@ class Babbler:
 
 pytestmark = BESIEGED
 
-FRAMES = 700
+FRAMES, SEED = (int(os.environ.get(f"SKIPSTONE_TEST_{name}", usual)) for name, usual in (("FRAMES", 700), ("SEED", 1)))
 AT_ONCE = 7
 PARTS = {
     "a visitor to a data node": (ModuleId(0), None, PeerState.VISITING),
@@ -189,7 +186,7 @@ PARTS = {
 async def test_nothing_that_decodes_surprises_a_node(scene: Siege, part: str) -> None:
     victim = scene.targets.contact(PARTS[part][0])
     before = scene.peak_bytes(victim)
-    links = await babble(scene, part, FRAMES, seed=1)
+    links = await babble(scene, part, FRAMES, SEED)
     assert 1 < links < FRAMES // AT_ONCE, "some of it was a violation, and most was not"
     assert scene.peak_bytes(victim) - before < MAY_GROW_BYTES
 
@@ -232,27 +229,3 @@ def knowledge(scene: Siege, persona: Persona) -> Knowledge:
     own = [MicrobatchId(persona.peer, number) for number in range(3)]
     anchors = tuple(announced.anchor for announced in targets.announced.values() if announced.anchor is not None)
     return Knowledge(persona.peer, tuple(c.peer for c in others), anchors, (*under_way, *own), targets.tensor)
-
-
-async def for_longer(count: int, seed: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        async with siege(Path(folder)) as scene:
-            for part in PARTS:
-                await babble(scene, part, count, seed)
-                await scene.goes_on()
-                scene.is_unhurt()
-                print(f"{part}: {count} frames, and nobody minds", flush=True)
-            counts = await scene.to_the_end()
-            print(counts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--frames", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    asyncio.run(for_longer(options.frames, options.seed))
-
-
-if __name__ == "__main__":
-    main()

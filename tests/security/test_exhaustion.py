@@ -170,7 +170,7 @@ async def test_what_grpc_has_compressed_is_not_taken() -> None:
 
 SILENT, LYING = 10, 4
 SOON_S = 40.0
-LITTLE_PATIENCE_S = 2.0
+LITTLE_PATIENCE_S = 1.0
 
 
 async def test_silent_and_lying_peers_do_not_keep_the_manifest_from_a_newcomer(scene: Siege) -> None:
@@ -178,7 +178,7 @@ async def test_silent_and_lying_peers_do_not_keep_the_manifest_from_a_newcomer(s
     async with visit(scene.targets.link, "127.0.0.1") as session, AsyncExitStack() as stack:
         hostile = set[PeerId]()
         for number in range(SILENT + LYING):
-            handler = silent() if number < SILENT else lying(number, scene)
+            handler = Recorder(answer_gate=asyncio.Event()) if number < SILENT else lying(number, scene)
             hostile.add(await stack.enter_async_context(beside(session, scene.targets, handler)))
         async with asyncio.timeout(SOON_S):
             while not hostile < {known.peer for known in session.others()}:
@@ -186,10 +186,6 @@ async def test_silent_and_lying_peers_do_not_keep_the_manifest_from_a_newcomer(s
             misled = replace(session, introduced=frozenset(hostile))
             signed = await misled.fetch_manifest(SOON_S)
         assert signed.manifest.name == "small"
-
-
-def silent() -> Recorder:
-    return Recorder(answer_gate=asyncio.Event())
 
 
 def lying(number: int, scene: Siege) -> Recorder:
@@ -211,12 +207,8 @@ async def beside(session: NetworkSession, targets: Targets, handler: Recorder) -
     persona.book.contacts[known.peer] = Contact(known.peer, known.addresses, known.certificate)
     async with node(persona, handler=handler, settings=SETTINGS) as impostor:
         await impostor.transport.send_control(known.peer, Close(MicrobatchId(persona.peer, 0), ""))
-        impostor.transport.announce(targets.record(persona, ModuleId(1), addresses=(address_of(impostor),)))
+        impostor.transport.announce(targets.record(persona, ModuleId(1), addresses=(f"127.0.0.1:{impostor.port}",)))
         yield persona.peer
-
-
-def address_of(impostor: Node) -> str:
-    return f"127.0.0.1:{impostor.port}"
 
 
 async def test_a_link_with_another_run_leads_nowhere(scene: Siege) -> None:
@@ -341,9 +333,8 @@ async def _break_off(targets: Targets) -> None:
 
 async def _shout_at_the_port(targets: Targets) -> None:
     """Speaks no TLS to the victim's port, and is hung up on."""
-    host, _, port = targets.victim.addresses[0].rpartition(":")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000)):
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await connection(targets.victim)
         writer.write(garbage)
         async with asyncio.timeout(LONG):
             with suppress(ConnectionError):  # hung up on with what it sent unread

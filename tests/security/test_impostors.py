@@ -12,17 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSwarmOptions
 from node.pipeline.admission import hidden_tensor
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, Receipt, ReceiptStatus, TensorMessage
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, PeerState
-from tests.e2e.small_run import Watch, small_run, write_text
+from tests.e2e.small_run import small_run
 from tests.protocol.transport.link_peers import SETTINGS, Node, Recorder, node
-from tests.security.adversary import Targets, find_targets
+from tests.security.siege import Siege, siege
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -37,13 +35,11 @@ Sent = tuple[Forward | Backward, TensorSpec]
 class FalseHop(Recorder):
     lie: Callable[[FalseHop, PeerId, Forward], None] = lambda hop, sender, message: None
     node: Node | None = None
-    given: int = 0
     kept: set[MicrobatchId] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
         if isinstance(message, Forward):
-            self.given += 1
             self.kept.add(message.microbatch)
             self.lie(self, sender, message)
 
@@ -106,38 +102,8 @@ def nothing_finite() -> bytes:
     return np.full(HIDDEN.elements, np.nan, np.float32).tobytes()
 
 
-@dataclass(eq=False)
-class Company:
-    """A swarm that knows no better than to believe what is announced."""
-
-    swarm: LocalSwarm
-    watch: Watch
-    targets: Targets
-
-    async def goes_on(self, steps: int = 3) -> None:
-        await self.watch.step(self.swarm.progress.step + steps)
-
-
 @asynccontextmanager
-async def company(folder: Path) -> AsyncIterator[Company]:
-    """Every stage has one honest peer. At the end each microbatch has been completed or given up, once."""
-    manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1))
-    async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1, log_dir=folder / "logs")) as swarm:
-        watch = Watch(swarm)
-        await watch.step(3)
-        targets = await find_targets(swarm.link, HIDDEN, manifest.modules())
-        yield Company(swarm, watch, targets)
-        swarm.request_stop()
-        await watch.to_the_end(swarm)
-        assert {end.exit_code for end in swarm.ends.values()} == {0}
-        [counts] = [summary.microbatches for summary in watch.summaries() if summary.module == "0.0"]
-        assert counts.started == counts.completed + counts.abandoned
-        assert counts.duplicated == 0
-        assert all(math.isfinite(loss) for loss in watch.losses())
-
-
-@asynccontextmanager
-async def impostor(here: Company, lie: Callable[[FalseHop, PeerId, Forward], None]) -> AsyncIterator[FalseHop]:
+async def impostor(here: Siege, lie: Callable[[FalseHop, PeerId, Forward], None]) -> AsyncIterator[FalseHop]:
     """Serves stage 1, faster than anybody, by its own account."""
     handler, persona = FalseHop(lie=lie), here.targets.persona()
     async with node(persona, handler=handler, settings=SETTINGS) as own:
@@ -150,7 +116,7 @@ async def impostor(here: Company, lie: Callable[[FalseHop, PeerId, Forward], Non
             await asyncio.wait((speaking, *handler.tasks))
 
 
-async def speak(here: Company, own: Node) -> None:
+async def speak(here: Siege, own: Node) -> None:
     """Tells everybody again and again, so that it is believed after each time that it was found out."""
     while True:
         record = here.targets.record(own.persona, STAGE, addresses=(f"127.0.0.1:{own.port}",), state=PeerState.SERVING)
@@ -164,14 +130,18 @@ async def speak(here: Company, own: Node) -> None:
 
 
 async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
-    async with company(tmp_path) as here:
+    async with siege(tmp_path, peers=3, forked=True) as here:  # every stage has one honest peer
         for lie in QUICK:
             async with impostor(here, lie) as false_hop:
-                await false_hop.until(lambda hop=false_hop: hop.given)
-                for _ in range(4):  # a lie that is not found out at once costs its step a minute
+                await false_hop.until(lambda hop=false_hop: hop.kept)
+                for _ in range(3):  # a lie that is not found out at once costs its step a minute
                     await here.goes_on(1)
         async with impostor(here, swallows) as false_hop:
-            await false_hop.until(lambda: false_hop.given)
+            await false_hop.until(lambda: false_hop.kept)
             await asyncio.sleep(2.0)
             assert len(false_hop.kept) <= MOST_KEPT
         await here.goes_on()
+        counts = await here.to_the_end()
+        assert counts.started == counts.completed + counts.abandoned
+        assert counts.duplicated == 0
+        assert all(math.isfinite(loss) for loss in here.watch.losses())

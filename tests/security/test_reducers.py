@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.observability.events import Event, ReplicaAccused, RoundCommitted
+from tests.e2e.lying import with_liar
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-LIAR = 3
 
 
 @pytest.mark.parametrize("kind", [pytest.param("mean-reversed", marks=pytest.mark.long), "mean-elsewhere"])
 async def test_a_reducer_that_lies_is_named_by_all_and_rounds_go_on_without_it(tmp_path: Path, kind: str) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1)
-    deployment = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
-    options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
-    async with LocalSwarm(
-        manifest, options, deployments=lambda index: deployment if index == LIAR else Deployment()
-    ) as swarm:
+    async with with_liar(manifest, kind, tmp_path / "logs") as (swarm, liar, honest):
         watch = Watch(swarm)
-        liar = next(p.peer for p in swarm.peers if p.index == LIAR)
-        honest = {p.peer for p in swarm.peers if p.stage == 1 and p.index != LIAR}
         named: set[str] = set()
 
         def by_all(event: Event) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong, TensorFrame, encode_chunk
+from protocol.interfaces.transport import Contact
 from swarm.pipeline.custody import STRANGER
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import (
@@ -30,9 +33,7 @@ from tests.security.siege import BESIEGED, Siege
 pytestmark = BESIEGED
 
 STAGES = ModuleId(1), ModuleId(2)
-
 SLOTS = 16
-
 AHEAD = 60
 
 
@@ -125,53 +126,49 @@ def forged(scene: Siege, persona: Persona, path: Path, position: int, number: in
     yield replace(own, microbatch=microbatch, path=replace(path, route=own.path.route))
 
 
+async def heard_out(
+    scene: Siege, to: Contact, numbers: range, position: int, data: bytes, announced: bool = True
+) -> AsyncIterator[Stranger]:
+    """Sends forgeries on links of their own, each as if the stranger were the hop before `position` of the path (of
+    the data node: the last one). Yields the strangers whose links did not end meanwhile."""
+    targets, data_node = scene.targets, scene.targets.data_node.peer
+    for number, turn in product(numbers, range(2)):
+        persona = targets.persona()
+        record = targets.record(persona, STAGES[position - 1], state=PeerState.JOINING) if announced else None
+        async with targets.attack(to, persona=persona, record=record) as (own, stream):
+            peers = [targets.victim.peer, targets.contact(STAGES[1]).peer]
+            peers[position - 1] = own
+            stranger = Stranger(own, stream, targets)
+            path = Path(data_node, tuple(map(Hop, STAGES, peers)))
+            message = list(forged(scene, persona, path, position, number))[turn]
+            with suppress(PeerError):
+                await stranger.send(message, data)
+                if position == 1:
+                    await stranger.send(Backward(message.microbatch, message.path, 0), data)
+                await stranger.hear()
+                yield stranger
+
+
 @pytest.mark.parametrize("announced", [False, True], ids=["visitor", "announced"])
 async def test_nobody_hands_a_data_node_the_result_of_what_was_not_given_to_him(scene: Siege, announced: bool) -> None:
     """Neither garbage, nor anything whose gradient would go to him and nowhere else."""
-    targets, data_node = scene.targets, scene.targets.data_node
+    targets, now = scene.targets, scene.first_number() + 4 * scene.swarm.progress.step
     garbage = np.random.default_rng(1).standard_normal(targets.tensor.elements).astype(np.float32).tobytes()
-    now = scene.first_number() + 4 * scene.swarm.progress.step
-    for number in range(now, now + AHEAD):
-        for turn in range(2):
-            persona = targets.persona()
-            record = targets.record(persona, STAGES[1], state=PeerState.JOINING) if announced else None
-            async with targets.attack(data_node, persona=persona, record=record) as (own, stream):
-                path = Path(data_node.peer, (Hop(STAGES[0], targets.victim.peer), Hop(STAGES[1], own)))
-                stranger = Stranger(own, stream, targets)
-                message = list(forged(scene, persona, path, 2, number))[turn]
-                try:
-                    await stranger.send(message, garbage)
-                    await stranger.hear()
-                except PeerError:
-                    continue  # the link was ended meanwhile
-                assert stranger.farewell is not None
-                assert stranger.farewell.reason is FarewellReason.VIOLATION
-                assert "signed the route" in stranger.farewell.detail or "signature" in stranger.farewell.detail
-                assert stranger.given == []
+    async for stranger in heard_out(scene, targets.data_node, range(now, now + AHEAD), 2, garbage, announced):
+        assert stranger.farewell is not None
+        assert stranger.farewell.reason is FarewellReason.VIOLATION
+        assert "signed the route" in stranger.farewell.detail or "signature" in stranger.farewell.detail
+        assert stranger.given == []
     await scene.goes_on()
 
 
 async def test_nobody_uses_up_the_numbers_of_a_data_node(scene: Siege) -> None:
-    targets, victim = scene.targets, scene.targets.contact(STAGES[1])
-    data_node, zeros = targets.data_node.peer, bytes(targets.tensor.byte_length)
+    victim, zeros = scene.targets.contact(STAGES[1]), bytes(scene.targets.tensor.byte_length)
     next_ = scene.first_number() + 4 * scene.swarm.progress.step + 20
     numbers = range(next_, next_ + 12)
-    for number in numbers:
-        for turn in range(2):
-            persona = targets.persona()
-            record = targets.record(persona, STAGES[0], state=PeerState.JOINING)
-            async with targets.attack(victim, persona=persona, record=record) as (own, stream):
-                path = Path(data_node, (Hop(STAGES[0], own), Hop(STAGES[1], victim.peer)))
-                stranger = Stranger(own, stream, targets)
-                message = list(forged(scene, persona, path, 1, number))[turn]
-                try:
-                    await stranger.send(message, zeros)
-                    await stranger.send(Backward(message.microbatch, message.path, 0), zeros)
-                    await stranger.hear()
-                except PeerError:
-                    continue
-                assert ReceiptStatus.ACCEPTED not in stranger.told
-                assert stranger.given == []
+    async for stranger in heard_out(scene, victim, numbers, 1, zeros):
+        assert ReceiptStatus.ACCEPTED not in stranger.told
+        assert stranger.given == []
     async with asyncio.timeout(60):
         while account(scene, victim.peer, numbers) != (set(numbers), set(numbers)):
             await asyncio.sleep(0.2)

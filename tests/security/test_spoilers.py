@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.observability.events import Completed, Event, Note, Step
 from swarm.vocabulary.types import PeerId, short
+from tests.e2e.lying import with_liar
 from tests.e2e.small_run import Watch, events_of, small_run, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-LIAR = 3
 
 
 def number_of(event: Completed) -> int:
@@ -25,25 +21,20 @@ def number_of(event: Completed) -> int:
 
 async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_losses(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1)
-    deployment = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", "spoils"))
     logs = tmp_path / "logs"
-    options = LocalSwarmOptions(peers=LIAR + 1, threads=1, log_dir=logs)
-    async with LocalSwarm(
-        manifest, options, deployments=lambda index: deployment if index == LIAR else Deployment()
-    ) as swarm:
+
+    def excludes(event: Event) -> bool:
+        return isinstance(event, Note) and "excluded from paths" in event.message
+
+    async with with_liar(manifest, "spoils", logs) as (swarm, liar, _):
         watch = Watch(swarm)
-        liar = next(PeerId(peer.peer) for peer in swarm.peers if peer.index == LIAR)
-
-        def left_out(event: Event) -> bool:
-            return isinstance(event, Note) and "excluded from paths" in event.message
-
-        found = await watch.until(left_out)
+        found = await watch.until(excludes)
         assert isinstance(found, Note)
-        assert short(liar) in found.message
+        assert short(PeerId(liar)) in found.message
         await watch.step(swarm.progress.step + 40)
         await swarm.stop()
     events = events_of(logs)
-    alarm = next(index for index, event in enumerate(events) if left_out(event))
+    alarm = next(index for index, event in enumerate(events) if excludes(event))
     in_flight = manifest.microbatches_per_step * (1 + manifest.training.staleness)
     before = [number_of(event) for event in events[:alarm] if isinstance(event, Completed)]
     completed = [event for event in events[alarm:] if isinstance(event, Completed)]

@@ -51,7 +51,7 @@ def test_the_account_adds_up_and_nothing_counts_twice(share: float, seed: int) -
 
 @pytest.mark.parametrize("arm", [SWARM, GREEDY])
 def test_other_rules_visit_equally_too(arm: str) -> None:
-    done = run_churn(twenty_peers(), SECONDS, 0.0, 1, planner_of=planner_of(arm, 1, TOKENS, None))
+    done = run_churn(twenty_peers(), 100.0, 0.0, 1, planner_of=planner_of(arm, 1, TOKENS, None))
     visits = done.accumulated.values()
     assert done.completed > 50
     assert max(visits) < 1.2 * min(visits)
