@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ from protocol.transport.rate_limits import (
     PAUSE_AFTER,
 )
 from protocol.transport.settings import MAX_OPEN_TRANSFERS, TransportSettings
-from swarm.vocabulary.averaging_messages import Accepting, Contribution, Pulse, RoundId, StateChunk
+from swarm.vocabulary.averaging_messages import Accepting, Contribution, RoundId, StateChunk
 from swarm.vocabulary.errors import (
     ConfigError,
     PeerError,
@@ -173,10 +173,8 @@ async def test_a_refused_tensor_is_answered_with_a_receipt_and_the_link_goes_on(
     async with two_nodes() as (left, right):
         right.handler.refusal = Refusal(busy, "no slot", 1.5)
         refused = MAX_OPEN_TRANSFERS + 5
-        large = TensorSpec((256, 1024), DType.FLOAT32)
         for number in range(refused):
-            message = forward(left.peer, right.peer, number)
-            await left.transport.send(right.peer, message, large, memoryview(bytearray(large.byte_length)))
+            await send_pattern(left, right, number, TensorSpec((256, 1024), DType.FLOAT32))
         await left.handler.until(lambda: len(left.handler.messages) == refused)
         expected = Receipt(MicrobatchId(left.peer, refused - 1), Direction.FORWARD, 0, status, 1.5, "no slot")
         assert left.handler.messages[-1] == (right.peer, expected)
@@ -366,33 +364,33 @@ def test_impossible_settings_are_refused(name: str, value: float) -> None:
 LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
 
 
-def greeting(peer: PeerId) -> Close:
-    return Close(MicrobatchId(peer, 0), "hello")
-
-
 async def test_a_caller_nobody_has_heard_of_is_let_in_and_its_record_handed_on() -> None:
     async with node() as server, node(record=b"who I am") as stranger:
         stranger.persona.knows(server.persona, server.port)
-        await stranger.transport.send_control(server.peer, greeting(stranger.peer))
+        await stranger.transport.send_control(server.peer, close_of(stranger.peer))
         await server.handler.until(lambda: server.handler.messages)
         assert server.handler.ups == [stranger.peer]
         assert server.handler.records == [(stranger.peer, b"who I am")]
-        assert server.handler.messages == [(stranger.peer, greeting(stranger.peer))]
+        assert server.handler.messages == [(stranger.peer, close_of(stranger.peer))]
 
 
-async def test_a_hello_for_another_run_is_told_so() -> None:
+@pytest.mark.parametrize(
+    ("change", "reason", "detail"),
+    [
+        ({"run": OTHER_RUN}, FarewellReason.WRONG_RUN, ""),
+        ({"peer": Persona().peer}, FarewellReason.NOT_YOU, ""),
+        ({"versions": VersionRange(3, 4)}, FarewellReason.WRONG_VERSION, "2 to 2"),
+    ],
+)
+async def test_a_hello_of_another_run_name_or_version_is_refused(
+    change: dict[str, Any], reason: FarewellReason, detail: str
+) -> None:
     caller = Persona()
     async with node() as server, bare_stream(caller, server, introduced=False) as stream:
-        await stream.say(replace(hello_of(caller), run=OTHER_RUN))
-        assert (await stream.farewell()).reason is FarewellReason.WRONG_RUN
-        assert server.handler.ups == []
-
-
-async def test_the_name_in_the_hello_must_be_the_certificates() -> None:
-    liar, honest = Persona(), Persona()
-    async with node() as server, bare_stream(liar, server, introduced=False) as stream:
-        await stream.say(hello_of(honest))
-        assert (await stream.farewell()).reason is FarewellReason.NOT_YOU
+        await stream.say(replace(hello_of(caller), **change))
+        farewell = await stream.farewell()
+        assert farewell.reason is reason
+        assert detail in farewell.detail
         assert server.handler.ups == []
 
 
@@ -416,11 +414,10 @@ async def server_and_honest(**settings: Any) -> AsyncIterator[tuple[Node, Node]]
     """A server and an honest peer linked to it, which must go on whatever the test does."""
     async with node(settings=with_settings(**settings)) as server, node() as honest:
         introduce(server, honest)
-        await honest.transport.send_control(server.peer, Close(MicrobatchId(honest.peer, 0), "hello"))
+        await honest.transport.send_control(server.peer, close_of(honest.peer))
         yield server, honest
         server.handler.admit_error = server.handler.refusal = None
-        data = pattern(FLOATS, 9)
-        await honest.transport.send(server.peer, forward(honest.peer, server.peer, 99), FLOATS, memoryview(data))
+        await send_pattern(honest, server, 99)
         await server.handler.until(lambda: any(sender == honest.peer for sender, *_ in server.handler.tensors))
         assert server.handler.ups.count(honest.peer) == 1
         assert honest.handler.downs == []
@@ -566,11 +563,12 @@ async def test_a_refused_sender_that_goes_on_is_swallowed_but_not_beyond_its_cou
 async def test_a_transfer_that_stands_still_gives_its_buffer_back() -> None:
     async with server_and_honest(stall_after_s=0.5) as (server, _), attack(server) as (hostile, stream):
         await stream.say(header_of(hostile, server))
-        async with keep_talking(stream):
-            await server.handler.until(lambda: server.handler.broken)
-            assert isinstance(server.handler.broken[0][1], Stalled)
-            await hear_until(stream, lambda frame: frame == Cancel(1))
-            assert server.handler.downs == []
+        while not server.handler.broken:
+            await stream.say(Ping(1))
+            await asyncio.sleep(0.05)
+        assert isinstance(server.handler.broken[0][1], Stalled)
+        await hear_until(stream, lambda frame: frame == Cancel(1))
+        assert server.handler.downs == []
 
 
 async def test_a_transfer_that_trickles_cannot_hold_its_buffer_for_ever() -> None:
@@ -585,21 +583,6 @@ async def test_a_transfer_that_trickles_cannot_hold_its_buffer_for_ever() -> Non
             await asyncio.sleep(0.1)
         assert index < 64
         assert isinstance(server.handler.broken[0][1], Stalled)
-
-
-@asynccontextmanager
-async def keep_talking(stream: BareStream) -> AsyncIterator[None]:
-    async def talk() -> None:
-        while True:
-            await stream.say(Ping(1))
-            await asyncio.sleep(0.05)
-
-    talking = asyncio.create_task(talk())
-    try:
-        yield
-    finally:
-        talking.cancel()
-        await asyncio.wait((talking,))
 
 
 async def hear_until(stream: BareStream, wanted: Callable[[Frame], bool]) -> Frame:
@@ -618,12 +601,12 @@ async def test_a_silent_peer_is_taken_for_dead() -> None:
 
 
 async def test_who_says_no_hello_is_dropped() -> None:
-    async with server_and_honest(hello_timeout_s=0.2) as (server, _), attack(server, introduced=False) as (_, stream):
-        await stream.say(Ping(1))
-        assert (await stream.farewell()).reason is FarewellReason.VIOLATION
-    async with server_and_honest(hello_timeout_s=0.2) as (server, _), attack(server, introduced=False) as (_, stream):
-        farewell = await stream.farewell()
-        assert farewell == Farewell(FarewellReason.UNSPECIFIED, "no Hello arrived in time")
+    async with server_and_honest(hello_timeout_s=0.2) as (server, _):
+        async with attack(server, introduced=False) as (_, stream):
+            await stream.say(Ping(1))
+            assert (await stream.farewell()).reason is FarewellReason.VIOLATION
+        async with attack(server, introduced=False) as (_, stream):
+            assert await stream.farewell() == Farewell(FarewellReason.UNSPECIFIED, "no Hello arrived in time")
         assert server.handler.downs == []
 
 
@@ -666,7 +649,7 @@ async def test_what_nobody_minds_is_left_out_unread_and_the_link_stays() -> None
             number = wire.Frame.DESCRIPTOR.fields_by_name[kind].number
             tag = number << 3 | 2
             await stream.say(bytes((tag & 0x7F | 0x80, tag >> 7, 9)) + b"\xff" * 9)  # no protobuf at all
-        await stream.say(encode(Close(MicrobatchId(hostile.peer, 1), "")))
+        await stream.say(close_of(hostile.peer, 1))
         await server.handler.until(lambda: server.handler.messages)
         assert server.handler.downs == []
         server.handler.minded = tuple(Topic)
@@ -767,20 +750,17 @@ async def test_garbage_on_the_port_is_hung_up_on() -> None:
         assert len(server.handler.ups) == 1
 
 
-async def test_a_dialler_without_a_common_version_is_told() -> None:
-    async with server_and_honest() as (server, _), attack(server, introduced=False) as (hostile, stream):
-        await stream.say(replace(hello_of(hostile), versions=VersionRange(3, 4)))
-        farewell = await stream.farewell()
-        assert farewell.reason is FarewellReason.WRONG_VERSION
-        assert "2 to 2" in farewell.detail
-
-
 @asynccontextmanager
-async def scripted_server(own: Persona, script: Callable[[AcceptedStream], Awaitable[None]]) -> AsyncIterator[int]:
-    """A gRPC server with the persona's certificate that does what the script says with each stream."""
+async def scripted_server(own: Persona, *answer: SmallFrame, ends: bool) -> AsyncIterator[int]:
+    """A gRPC server with the persona's certificate that reads a Hello, answers, and is silent or `ends` the stream."""
 
     async def serve(_requests: object, context: Any) -> None:
-        await script(AcceptedStream(context))
+        stream = AcceptedStream(context)
+        await stream.read()
+        for frame in answer:
+            await stream.write(encode(frame))
+        if not ends:
+            await stream.read()
 
     server, port = make_server(serve, own.credentials, "127.0.0.1:0", 4)
     await server.start()
@@ -788,6 +768,9 @@ async def scripted_server(own: Persona, script: Callable[[AcceptedStream], Await
         yield port
     finally:
         await server.stop(0)
+
+
+DIALLED = Persona()
 
 
 @pytest.mark.parametrize(
@@ -800,56 +783,28 @@ async def scripted_server(own: Persona, script: Callable[[AcceptedStream], Await
         (Farewell(FarewellReason.LEAVING), Unreachable),
         (Farewell(FarewellReason.UNSPECIFIED), Unreachable),
         (Ping(1), ProtocolViolation),
-        (None, Unreachable),
+        (replace(hello_of(DIALLED), versions=VersionRange(9, 9)), StaleVersion),
+        (replace(hello_of(DIALLED), run=OTHER_RUN), Rejected),
+        (replace(hello_of(DIALLED), peer=Persona().peer), Rejected),
     ],
 )
-async def test_what_the_dialled_peer_says_instead_of_hello(first: SmallFrame | None, kind: type[PeerError]) -> None:
-    async def script(stream: AcceptedStream) -> None:
-        await stream.read()
-        if first is not None:
-            await stream.write(encode(first))
-
-    await dialling_raises(kind, script)
+async def test_what_the_dialled_peer_says_instead_of_a_good_hello(first: SmallFrame, kind: type[PeerError]) -> None:
+    await dialling_raises(kind, first)
 
 
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        ({"versions": VersionRange(9, 9)}, StaleVersion),
-        ({"run": OTHER_RUN}, Rejected),
-        ({"peer": Persona().peer}, Rejected),
-    ],
-)
-async def test_a_hello_of_the_dialled_peer_that_cannot_be(change: dict[str, Any], kind: type[PeerError]) -> None:
-    persona = Persona()
-
-    async def script(stream: AcceptedStream) -> None:
-        await stream.read()
-        await stream.write(encode(replace(hello_of(persona), **change)))
-        await stream.read()
-
-    await dialling_raises(kind, script, persona)
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_dialled_peer_that_says_nothing_is_given_up(ends: bool) -> None:
+    await dialling_raises(Unreachable, ends=ends, dial_timeout_s=5.0 if ends else 0.3)
 
 
-async def test_a_dialled_peer_that_says_nothing_is_given_up() -> None:
-    async def script(stream: AcceptedStream) -> None:
-        await stream.read()
-        await stream.read()
-
-    await dialling_raises(Unreachable, script, dial_timeout_s=0.3)
-
-
-async def dialling_raises(
-    kind: type[PeerError],
-    script: Callable[[AcceptedStream], Awaitable[None]],
-    persona: Persona | None = None,
-    **settings: Any,
-) -> None:
-    persona = persona or Persona()
-    async with node(settings=with_settings(**settings)) as own, scripted_server(persona, script) as port:
-        own.persona.knows(persona, port)
+async def dialling_raises(kind: type[PeerError], *answer: SmallFrame, ends: bool = False, **settings: Any) -> None:
+    async with (
+        node(settings=with_settings(**settings)) as own,
+        scripted_server(DIALLED, *answer, ends=ends) as port,
+    ):
+        own.persona.knows(DIALLED, port)
         with pytest.raises(kind) as raised:
-            await own.transport.send_control(persona.peer, Close(MicrobatchId(own.peer, 0), ""))
+            await own.transport.send_control(DIALLED.peer, close_of(own.peer))
         assert type(raised.value) is kind
         assert own.handler.ups == []
 
@@ -858,7 +813,7 @@ async def test_an_unknown_peer_and_oneself_cannot_be_reached() -> None:
     async with node() as own:
         for peer in (Persona().peer, own.peer):
             with pytest.raises(Unreachable):
-                await own.transport.send_control(peer, Close(MicrobatchId(own.peer, 0), ""))
+                await own.transport.send_control(peer, close_of(own.peer))
 
 
 async def test_addresses_are_tried_one_after_the_other() -> None:
@@ -866,7 +821,7 @@ async def test_addresses_are_tried_one_after_the_other() -> None:
         introduce(left, right)
         contact = right.persona.contact(1, right.port)
         left.persona.book.contacts[right.peer] = replace(contact, addresses=("unix:/nobody", *contact.addresses))
-        await left.transport.send_control(right.peer, Close(MicrobatchId(left.peer, 0), ""))
+        await left.transport.send_control(right.peer, close_of(left.peer))
         await right.handler.until(lambda: right.handler.messages)
 
 
@@ -922,11 +877,9 @@ async def both_hidden() -> AsyncIterator[tuple[Node, Node, Three]]:
 async def test_a_link_through_a_tunnel_carries_tensors_both_ways() -> None:
     async with both_hidden() as (near, far, peers):
         with pytest.raises(Unreachable, match="cannot be dialled"):
-            await far.transport.send_control(near.peer, Close(MicrobatchId(far.peer, 0), ""))
-        data = pattern(TUNNELLED, 3)
-        await near.transport.send(far.peer, forward(near.peer, far.peer), TUNNELLED, memoryview(data))
-        await far.transport.send(near.peer, forward(far.peer, near.peer), TUNNELLED, memoryview(data))
-        for end in (near, far):
+            await far.transport.send_control(near.peer, close_of(far.peer))
+        for sender, end in ((near, far), (far, near)):
+            data = await send_pattern(sender, end, 3, TUNNELLED)
             await end.handler.until(lambda end=end: end.handler.tensors)  # type: ignore[misc]
             assert end.handler.tensors[0][3] == data
         leads_to = near.transport.far_end(far.peer)
@@ -967,7 +920,7 @@ async def test_two_that_open_tunnels_to_each_other_at_once_end_with_one_link() -
         async with asyncio.TaskGroup() as tasks:
             through.set_result([InProcess(persona.peer, service, tasks) for persona in (one, other)])
             await ended.wait()
-            raise _Ended
+            raise LookupError("the end of the relay and of all that goes through it")
 
     through: asyncio.Future[list[InProcess]] = asyncio.get_running_loop().create_future()
     carried = asyncio.ensure_future(carrying(through))
@@ -978,7 +931,7 @@ async def test_two_that_open_tunnels_to_each_other_at_once_end_with_one_link() -
                 way.attach(end.port)
                 end.persona.book.contacts[far.peer] = far.contact()
             await left.handler.until(lambda: service.figures().attached == 2)
-            told = (Close(MicrobatchId(left.peer, 0), ""), Close(MicrobatchId(right.peer, 0), ""))
+            told = (close_of(left.peer), close_of(right.peer))
             async with asyncio.TaskGroup() as telling:
                 telling.create_task(left.transport.send_control(right.peer, told[0]))
                 telling.create_task(right.transport.send_control(left.peer, told[1]))
@@ -992,10 +945,6 @@ async def test_two_that_open_tunnels_to_each_other_at_once_end_with_one_link() -
         ended.set()
         with pytest.raises(ExceptionGroup, match="unhandled"):
             await carried
-
-
-class _Ended(Exception):
-    """Ends the relay and all that goes through it."""
 
 
 @needs_proc
@@ -1012,9 +961,6 @@ async def test_when_the_relay_dies_in_mid_transfer_the_sender_is_told(marked: Ma
         assert len(far.handler.broken) == 1
 
 
-DIGEST = b"d" * 32
-
-
 def round_of(peer: PeerId) -> RoundId:
     return RoundId(ModuleId(1), 3, 0, peer)
 
@@ -1024,7 +970,7 @@ async def send_piece(sender: Node, receiver: Node, chunk: int, spec: TensorSpec,
     await sender.transport.send(receiver.peer, message, spec, memoryview(data))
 
 
-async def test_an_encoded_vector_arrives_and_can_be_decoded_where_it_lies() -> None:
+async def test_an_encoded_vector_and_a_chunk_of_state_arrive_as_they_are() -> None:
     values = np.random.default_rng(0).standard_normal(50_001).astype(np.float32)
     spec = TensorSpec(values.shape, DType.FLOAT32, Codec.INT8)
     encoded = bytearray(spec.byte_length)
@@ -1034,18 +980,13 @@ async def test_an_encoded_vector_arrives_and_can_be_decoded_where_it_lies() -> N
         await right.handler.until(lambda: right.handler.tensors)
         sender, message, tensor, data = right.handler.tensors[0]
         assert (sender, message, tensor) == (left.peer, Contribution(round_of(left.peer), 7, 8), spec)
+        chunk, flat = StateChunk(ModuleId(1), b"d" * 32, 5), TensorSpec((4096,), DType.FLOAT32)
+        await left.transport.send(right.peer, chunk, flat, memoryview(pattern(flat, 1)))
+        await right.handler.until(lambda: len(right.handler.tensors) == 2)
+        assert right.handler.tensors[1] == (left.peer, chunk, flat, pattern(flat, 1))
         result = np.empty_like(values)
         decode_into(tensor.codec, memoryview(data), result)
         assert np.linalg.norm(result - values) <= 7e-3 * np.linalg.norm(values)
-
-
-async def test_a_chunk_of_state_arrives_as_it_is() -> None:
-    spec = TensorSpec((4096,), DType.FLOAT32)
-    async with two_nodes() as (left, right):
-        message = StateChunk(ModuleId(1), DIGEST, 5)
-        await left.transport.send(right.peer, message, spec, memoryview(pattern(spec, 1)))
-        await right.handler.until(lambda: right.handler.tensors)
-        assert right.handler.tensors == [(left.peer, message, spec, pattern(spec, 1))]
 
 
 async def test_a_piece_that_is_not_wanted_is_cancelled_without_a_receipt_and_the_link_goes_on() -> None:
@@ -1076,14 +1017,3 @@ async def test_more_pieces_than_may_be_open_can_be_given_at_once_and_microbatche
         assert order.index(message) < 50
         assert sorted(piece.first_chunk for piece in order if isinstance(piece, Contribution)) == list(range(100))
         assert not left.handler.downs
-
-
-async def test_words_and_the_question_for_a_hash_list_travel() -> None:
-    question = Question(QuestionAbout.STATE, module=ModuleId(2, 1), digest=DIGEST)
-    async with two_nodes() as (left, right):
-        pulse = Pulse(round_of(left.peer), (left.peer,), (right.peer,))
-        await left.transport.send_control(right.peer, pulse)
-        await right.handler.until(lambda: right.handler.messages)
-        assert right.handler.messages == [(left.peer, pulse)]
-        right.handler.answering = lambda asked: repr(asked == question).encode()
-        assert await left.transport.ask(right.peer, question, 10) == b"True"
