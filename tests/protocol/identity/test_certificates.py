@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import ssl
-from collections.abc import Callable
 
 import pytest
 from cryptography import x509
@@ -86,77 +85,57 @@ def test_what_the_builder_of_these_tests_makes_is_good_when_nothing_is_wrong() -
     assert peer_of_certificate(certificate(identity), RUN) == identity.peer
 
 
-Maker = Callable[[Identity, Identity, ec.EllipticCurvePrivateKey], bytes]
+ME, OTHER, KEY = Identity.generate(), Identity.generate(), new_key()
 
-WRONG: dict[str, tuple[Maker, str]] = {
-    "too large": (lambda me, other, key: certificate(me, padding=600), "more than the 1024 allowed"),
-    "other curve": (lambda me, other, key: certificate(me, key=ec.generate_private_key(ec.SECP384R1())), "P-256"),
-    "signed by another": (
-        lambda me, other, key: certificate(me, signing_key=key),
-        "not signed by this run's authority",
-    ),
-    "signed by itself": (
-        lambda me, other, key: certificate(me, key=key, signing_key=key, issuer=me.peer),
-        "not issued by this run",
-    ),
-    "of another run": (
-        lambda me, other, key: make_credentials(me, OTHER_RUN).certificate_der,
-        "not issued by this run",
-    ),
+WRONG: dict[str, tuple[bytes, str]] = {
+    "too large": (certificate(ME, padding=600), "more than the 1024 allowed"),
+    "other curve": (certificate(ME, key=ec.generate_private_key(ec.SECP384R1())), "P-256"),
+    "signed by another": (certificate(ME, signing_key=KEY), "not signed by this run's authority"),
+    "signed by itself": (certificate(ME, key=KEY, signing_key=KEY, issuer=ME.peer), "not issued by this run"),
+    "of another run": (make_credentials(ME, OTHER_RUN).certificate_der, "not issued by this run"),
     "signed for another run in this one's name": (
-        lambda me, other, key: certificate(me, signing_key=authority_key(OTHER_RUN)),
+        certificate(ME, signing_key=authority_key(OTHER_RUN)),
         "not signed by this run's authority",
     ),
     "signed for this run in another's name": (
-        lambda me, other, key: certificate(me, issuer=authority_name(OTHER_RUN)),
+        certificate(ME, issuer=authority_name(OTHER_RUN)),
         "not issued by this run",
     ),
-    "other digest": (lambda me, other, key: certificate(me, digest=SHA384()), "SHA-256"),
-    "no extension": (lambda me, other, key: certificate(me, leave_out="libp2p"), "libp2p extension is missing"),
-    "extension of another key": (
-        lambda me, other, key: certificate(me, extension=extension_for(me, key)),
-        "extension's signature",
-    ),
+    "other digest": (certificate(ME, digest=SHA384()), "SHA-256"),
+    "no extension": (certificate(ME, leave_out="libp2p"), "libp2p extension is missing"),
+    "extension of another key": (certificate(ME, extension=extension_for(ME, KEY)), "extension's signature"),
     "extension for another purpose": (
-        lambda me, other, key: certificate(me, key=key, extension=extension_for(me, key, b"other:")),
+        certificate(ME, key=KEY, extension=extension_for(ME, KEY, b"other:")),
         "extension's signature",
     ),
     "extension garbage": (
-        lambda me, other, key: certificate(me, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, bytes(106))),
+        certificate(ME, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, bytes(106))),
         "not for an Ed25519",
     ),
     "extension too long": (
-        lambda me, other, key: certificate(
-            me, key=key, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, extension_for(me, key).value + b"\0")
+        certificate(
+            ME, key=KEY, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, extension_for(ME, KEY).value + b"\0")
         ),
         "not for an Ed25519",
     ),
-    "another's name": (lambda me, other, key: certificate(me, names=(other.peer,)), "common name"),
-    "two names": (lambda me, other, key: certificate(me, names=(me.peer, other.peer)), "common name"),
-    "authority": (lambda me, other, key: certificate(me, authority=True), "CA:TRUE"),
-    "silent about authority": (lambda me, other, key: certificate(me, leave_out="constraints"), "are missing"),
-    "signs others": (lambda me, other, key: certificate(me, may_sign_others=True), "key usage"),
-    "silent about key usage": (lambda me, other, key: certificate(me, leave_out="usage"), "are missing"),
-    "another's alternative name": (lambda me, other, key: certificate(me, alternative=(other.peer,)), "alternative"),
-    "a second alternative name": (
-        lambda me, other, key: certificate(me, alternative=(me.peer, other.peer)),
-        "alternative",
-    ),
-    "no alternative name": (
-        lambda me, other, key: certificate(me, leave_out="alternative"),
-        "alternative names are missing",
-    ),
-    "two certificates": (lambda me, other, key: certificate(me, leave_out="libp2p") * 2, "not one X.509"),
-    "PEM": (lambda me, other, key: make_credentials(me, RUN).certificate_pem, "not one X.509"),
-    "empty": (lambda me, other, key: b"", "not one X.509"),
-    "cut": (lambda me, other, key: certificate(me)[:-1], "not one X.509"),
+    "another's name": (certificate(ME, names=(OTHER.peer,)), "common name"),
+    "two names": (certificate(ME, names=(ME.peer, OTHER.peer)), "common name"),
+    "authority": (certificate(ME, authority=True), "CA:TRUE"),
+    "silent about authority": (certificate(ME, leave_out="constraints"), "are missing"),
+    "signs others": (certificate(ME, may_sign_others=True), "key usage"),
+    "silent about key usage": (certificate(ME, leave_out="usage"), "are missing"),
+    "another's alternative name": (certificate(ME, alternative=(OTHER.peer,)), "alternative"),
+    "a second alternative name": (certificate(ME, alternative=(ME.peer, OTHER.peer)), "alternative"),
+    "no alternative name": (certificate(ME, leave_out="alternative"), "alternative names are missing"),
+    "two certificates": (certificate(ME, leave_out="libp2p") * 2, "not one X.509"),
+    "PEM": (make_credentials(ME, RUN).certificate_pem, "not one X.509"),
+    "empty": (b"", "not one X.509"),
+    "cut": (certificate(ME)[:-1], "not one X.509"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_refused(case: str) -> None:
-    make, message = WRONG[case]
-    der = make(Identity.generate(), Identity.generate(), new_key())
+@pytest.mark.parametrize(("der", "message"), WRONG.values(), ids=WRONG.keys())
+def test_refused(der: bytes, message: str) -> None:
     with pytest.raises(ProtocolViolation, match=message):
         peer_of_certificate(der, RUN)
 

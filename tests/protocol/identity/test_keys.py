@@ -7,7 +7,8 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import base58
@@ -121,22 +122,17 @@ def test_file_and_new_folders_are_private_whatever_the_umask(tmp_path: Path) -> 
 @pytest.mark.usefixtures("umask_zero")
 def test_no_file_is_ever_open_to_others_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    real_fsync, real_fchmod = os.fsync, os.fchmod
 
-    def look(descriptor: int) -> None:
-        status = os.fstat(descriptor)
-        seen.append((stat.S_IMODE(status.st_mode), status.st_size))
+    def looking(real: Callable[..., None]) -> Callable[..., None]:
+        def look(descriptor: int, *mode: int) -> None:
+            status = os.fstat(descriptor)
+            seen.append((stat.S_IMODE(status.st_mode), status.st_size))
+            real(descriptor, *mode)
 
-    def fchmod(descriptor: int, mode: int) -> None:
-        look(descriptor)
-        real_fchmod(descriptor, mode)
+        return look
 
-    def fsync(descriptor: int) -> None:
-        look(descriptor)
-        real_fsync(descriptor)
-
-    monkeypatch.setattr(os, "fchmod", fchmod)
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fchmod", looking(os.fchmod))
+    monkeypatch.setattr(os, "fsync", looking(os.fsync))
     Identity.create(tmp_path / "node.key")
     assert [mode for mode, _ in seen] == [0o600, 0o600]
     assert seen[0][1] == 0
@@ -236,19 +232,13 @@ def test_what_is_no_ed25519_key_is_refused_and_kept(tmp_path: Path, content: byt
 
 def test_processes_that_start_together_agree_on_one_identity(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
-    peers: list[PeerId] = []
 
-    def start() -> None:
+    def start(_: int) -> PeerId:
         barrier.wait()
-        peers.append(Identity.load_or_create(tmp_path / "new" / "node.key").peer)
+        return Identity.load_or_create(tmp_path / "new" / "node.key").peer
 
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(peers) == 8
-    assert len(set(peers)) == 1
+    with ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(start, range(8)))) == 1
 
 
 def test_repr_shows_no_key() -> None:

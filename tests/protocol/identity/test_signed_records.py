@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -101,43 +101,34 @@ def refused(record: bytes, because: str, *, run: RunId = RUN, now: float = NOW) 
         decode_announced(record, run=run, now=now)
 
 
-def test_a_record_comes_back_as_it_was_announced() -> None:
-    assert decode_announced(RECORD, run=RUN, now=NOW) == HONEST
-    assert forged(lambda body: None) == RECORD, "the forging helper must be able to write a good record"
-    assert len(RECORD) < MAX_RECORD_BYTES
-
-
-def test_a_peer_without_an_anchor_says_so() -> None:
-    bare = dataclasses.replace(HONEST, anchor=None)
-    assert decode_announced(encode_record(bare, OWNER), run=RUN, now=NOW) == bare
-    initial = dataclasses.replace(HONEST, anchor=AnchorVersion(0, 0, 0, 0, b"i" * 32))
-    assert decode_announced(encode_record(initial, OWNER), run=RUN, now=NOW) == initial
-
-
-def test_a_visitor_stands_under_the_visitors_key() -> None:
-    visitor = dataclasses.replace(HONEST, state=PeerState.VISITING, module=None)
-    record = encode_record(visitor, OWNER)
-    assert decode_announced(record, run=RUN, now=NOW) == visitor
+def test_the_forging_helper_can_write_a_good_record() -> None:
+    assert forged(lambda body: None) == RECORD
     assert directory_key(RUN, None) == f"skipstone/{RUN}/visitors"
 
 
-def test_the_largest_honest_record_fits() -> None:
-    widest = dataclasses.replace(
-        HONEST,
-        addresses=tuple(f"{'h' * 56}.x:6553{n % 6}" for n in range(8)),
-        module=ModuleId(1023, 1023),
-        steps=2**48,
-        incarnation=2**48 - 1,
-        anchor=AnchorVersion(2**48 - 1, 2**48, 2**48, 63, b"d" * 32),
-        relay="/dns4/".ljust(128 - len(OWN_PART), "r") + OWN_PART,
-    )
-    assert len(encode_record(widest, OWNER)) < MAX_RECORD_BYTES
-
-
-def test_who_has_no_addresses_names_those_to_be_called_through() -> None:
-    called = dataclasses.replace(HONEST, addresses=(), via=OTHERS, relay=RELAY)
-    record = encode_record(called, OWNER)
-    assert decode_announced(record, run=RUN, now=NOW) == called
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"anchor": None},
+        {"anchor": AnchorVersion(0, 0, 0, 0, b"i" * 32)},
+        {"state": PeerState.VISITING, "module": None},
+        {"addresses": (), "via": OTHERS, "relay": RELAY},
+        {
+            "addresses": tuple(f"{'h' * 56}.x:6553{n % 6}" for n in range(8)),
+            "module": ModuleId(1023, 1023),
+            "steps": 2**48,
+            "incarnation": 2**48 - 1,
+            "anchor": AnchorVersion(2**48 - 1, 2**48, 2**48, 63, b"d" * 32),
+            "relay": "/dns4/".ljust(128 - len(OWN_PART), "r") + OWN_PART,
+        },
+    ],
+    ids=["whole", "without an anchor", "initial anchor", "visitor", "without an address", "largest"],
+)
+def test_a_record_comes_back_as_it_was_announced_and_fits(changes: dict[str, Any]) -> None:
+    announcement = replace(HONEST, **changes)
+    record = encode_record(announcement, OWNER)
+    assert decode_announced(record, run=RUN, now=NOW) == announcement
     assert len(record) < MAX_RECORD_BYTES
 
 
@@ -148,85 +139,65 @@ def test_another_peers_announcement_is_not_signed() -> None:
 
 def test_our_own_nonsense_is_not_signed() -> None:
     with pytest.raises(ProtocolViolation, match="digest"):
-        encode_record(dataclasses.replace(HONEST, anchor=AnchorVersion(1, 1, 1, 0, b"")), OWNER)
+        encode_record(replace(HONEST, anchor=AnchorVersion(1, 1, 1, 0, b"")), OWNER)
     with pytest.raises(ProtocolViolation, match="tokens per second"):
-        encode_record(dataclasses.replace(HONEST, tokens_per_second=math.nan), OWNER)
+        encode_record(replace(HONEST, tokens_per_second=math.nan), OWNER)
+
+
+WRONG_VALUES: list[tuple[str, list[object], str]] = [
+    ("run", ["AB" * 32, "ab" * 31], "hexadecimal"),
+    ("peer", [STRANGER.peer, "x" * 1000], "another peer's key"),
+    ("state", [0, 9], "unknown state"),
+    ("state", [4], "does not go with"),
+    ("has_module", [False], "without a module"),
+    ("stage", [1024], "outside"),
+    ("expert", [1024], "outside"),
+    ("addresses", [["a:1"] * 9], "addresses"),
+    ("addresses", [["no-port"], ["host:0"], ["host: 80"], ["ho st:80"], ["300.1.1.1:80"]], "address"),
+    ("addresses", [["0.0.0.0:80"], ["2001:db8::1:80"], ["a" * 62 + ":80"]], "address"),
+    ("via", [[OTHERS[0]]], "has addresses"),
+    ("relay", ["/", OWN_PART[1:], "r" + RELAY, RELAY + "\n", RELAY + "/p2p-circuit"], "multiaddr"),
+    ("relay", [f"/ip4/192.0.2.1 {OWN_PART}", f"/dns4/h\u00f6st/tcp/1{OWN_PART}"], "multiaddr"),
+    ("relay", [f"/ip4/192.0.2.1/tcp/4001/p2p/{STRANGER.peer}"], "multiaddr"),
+    ("relay", ["/dns4/".ljust(129 - len(OWN_PART), "r") + OWN_PART], "multiaddr"),
+    ("certificate", [b""], "certificate"),
+    ("certificate", [b"x" * 1025], "at most 1024"),
+    ("certificate", [make_credentials(STRANGER, RUN).certificate_der], "belong"),
+    ("certificate", [make_credentials(OWNER, RunId("cd" * 32)).certificate_der], "not issued by this run"),
+    ("lowest_version", [0, 3], "versions"),
+    ("highest_version", [65_536], "versions"),
+    ("tokens_per_second", [math.nan, math.inf, -1.0], "tokens per second"),
+    ("memory_bytes", [2**48 + 1], "bytes of memory"),
+    ("device_bytes", [2**64 - 1], "bytes of memory"),
+    ("quadratic_share", [math.nan, -0.1, 1.1], "quadratic share"),
+    ("free_slots", [5], "slots"),
+    ("slots", [100_000], "slots"),
+    ("steps", [2**63], "out of range"),
+    ("incarnation", [0, 2**48], "incarnation"),
+    ("round", [2**48], "out of range"),
+    ("anchor_steps", [2**48 + 1], "out of range"),
+    ("anchor_tokens", [2**63], "out of range"),
+    ("fragment", [64], "out of range"),
+    ("digest", [b"", b"d", b"d" * 33], "digest"),
+    ("expires_at", [math.nan], "expires in nan"),
+    ("expires_at", [math.inf], "expires in inf"),
+    ("expires_at", [NOW + 31_536_000, NOW + 121], "expires in"),
+    ("sequence", [0, 2**48 + 1, 2**64 - 1], "sequence"),
+]
 
 
 @pytest.mark.parametrize(
     ("change", "because"),
     [
-        (fields(run="AB" * 32), "hexadecimal"),
-        (fields(run="ab" * 31), "hexadecimal"),
-        (fields(peer=STRANGER.peer), "another peer's key"),
-        (fields(peer="x" * 1000), "another peer's key"),
-        (fields(state=0), "unknown state"),
-        (fields(state=9), "unknown state"),
-        (fields(state=4), "does not go with"),
-        (fields(has_module=False), "without a module"),
+        *((fields(**{name: value}), because) for name, values, because in WRONG_VALUES for value in values),
         (fields(has_module=False, stage=0, expert=0), "does not go with"),
-        (fields(stage=1024), "outside"),
-        (fields(expert=1024), "outside"),
-        (fields(addresses=["a:1"] * 9), "addresses"),
-        (fields(addresses=["no-port"]), "address"),
-        (fields(addresses=["host:0"]), "address"),
-        (fields(addresses=["host: 80"]), "address"),
-        (fields(addresses=["ho st:80"]), "address"),
-        (fields(addresses=["300.1.1.1:80"]), "address"),
-        (fields(addresses=["0.0.0.0:80"]), "address"),
-        (fields(addresses=["2001:db8::1:80"]), "address"),
-        (fields(addresses=["a" * 62 + ":80"]), "address"),
         (fields(addresses=[], via=[*OTHERS, STRANGER.peer]), "called through"),
         (fields(addresses=[], via=[OTHERS[0], OTHERS[0]]), "named twice"),
         (fields(addresses=[], via=[OWNER.peer]), "itself"),
         (fields(addresses=[], via=[""]), "peer id"),
         (fields(addresses=[], via=["x" * 600]), "peer id"),
         (fields(addresses=[], via=["QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojWnPbdG"]), "peer id"),
-        (fields(via=[OTHERS[0]]), "has addresses"),
-        (fields(relay="/"), "multiaddr"),
-        (fields(relay=OWN_PART[1:]), "multiaddr"),
-        (fields(relay="r" + RELAY), "multiaddr"),
-        (fields(relay=RELAY + "\n"), "multiaddr"),
-        (fields(relay=f"/ip4/192.0.2.1 {OWN_PART}"), "multiaddr"),
-        (fields(relay=f"/dns4/h\u00f6st/tcp/1{OWN_PART}"), "multiaddr"),
-        (fields(relay=f"/ip4/192.0.2.1/tcp/4001/p2p/{STRANGER.peer}"), "multiaddr"),
-        (fields(relay=RELAY + "/p2p-circuit"), "multiaddr"),
-        (fields(relay="/dns4/".ljust(129 - len(OWN_PART), "r") + OWN_PART), "multiaddr"),
-        (fields(certificate=b""), "certificate"),
-        (fields(certificate=b"x" * 1025), "at most 1024"),
-        (fields(certificate=make_credentials(STRANGER, RUN).certificate_der), "belong"),
-        (fields(certificate=make_credentials(OWNER, RunId("cd" * 32)).certificate_der), "not issued by this run"),
-        (fields(lowest_version=0), "versions"),
-        (fields(lowest_version=3), "versions"),
-        (fields(highest_version=65_536), "versions"),
-        (fields(tokens_per_second=math.nan), "tokens per second"),
-        (fields(tokens_per_second=math.inf), "tokens per second"),
-        (fields(tokens_per_second=-1.0), "tokens per second"),
-        (fields(memory_bytes=2**48 + 1), "bytes of memory"),
-        (fields(device_bytes=2**64 - 1), "bytes of memory"),
-        (fields(quadratic_share=math.nan), "quadratic share"),
-        (fields(quadratic_share=-0.1), "quadratic share"),
-        (fields(quadratic_share=1.1), "quadratic share"),
-        (fields(free_slots=5), "slots"),
-        (fields(slots=100_000), "slots"),
-        (fields(steps=2**63), "out of range"),
-        (fields(incarnation=0), "incarnation"),
-        (fields(incarnation=2**48), "incarnation"),
-        (fields(round=2**48), "out of range"),
-        (fields(anchor_steps=2**48 + 1), "out of range"),
-        (fields(anchor_tokens=2**63), "out of range"),
-        (fields(fragment=64), "out of range"),
-        (fields(digest=b""), "digest"),
         (fields(round=0, fragment=0, anchor_tokens=0, digest=b""), "digest"),
-        (fields(digest=b"d"), "digest"),
-        (fields(digest=b"d" * 33), "digest"),
-        (fields(expires_at=math.nan), "expires in nan"),
-        (fields(expires_at=math.inf), "expires in inf"),
-        (fields(expires_at=NOW + 31_536_000), "expires in"),
-        (fields(expires_at=NOW + 121), "expires in"),
-        (fields(sequence=0), "sequence"),
-        (fields(sequence=2**48 + 1), "sequence"),
-        (fields(sequence=2**64 - 1), "sequence"),
     ],
 )
 def test_what_an_owner_may_not_sign(change: Change, because: str) -> None:
@@ -243,7 +214,7 @@ def test_time_passes() -> None:
 
 def test_what_its_owner_says_on_its_own_link_is_fresh_whatever_the_clocks_say() -> None:
     for expires_at in (NOW - 3600, NOW, NOW + 3600):
-        record = encode_record(dataclasses.replace(HONEST, expires_at=expires_at), OWNER)
+        record = encode_record(replace(HONEST, expires_at=expires_at), OWNER)
         assert decode_announced(record, run=RUN, now=None).expires_at == expires_at
         with pytest.raises(ProtocolViolation, match="is a clock wrong"):
             decode_announced(record, run=RUN, now=NOW)
@@ -340,6 +311,11 @@ def forward(path: Path, microbatch: MicrobatchId = NUMBER, purpose: Purpose = Pu
     return Forward(microbatch, path, 1, purpose, LIFETIME_S)
 
 
+def route_of(path: Path) -> SignedRoute:
+    assert path.route is not None
+    return path.route
+
+
 def read_by_another(message: MicrobatchTensor) -> str | None:
     """What a hop finds wrong with it when it comes by the wire."""
     frame = decode(encode(TensorFrame(message, TensorSpec((2, 1024), DType.FLOAT32), 1, 1)))
@@ -366,23 +342,21 @@ def test_documents_are_signed_apart_from_modules() -> None:
 
 
 def test_nobody_on_the_way_makes_others_mask_it_otherwise() -> None:
-    path = Routes(DATA_NODE, ROUTE_RUN).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S, (5, 6))
-    assert path.route is not None
-    assert path.documents == (5, 6)
-    assert read_by_another(forward(path)) is None
-    assert read_by_another(Backward(NUMBER, path, 1)) is None
-    for documents in ((6, 5), (11,), (5, 6, 1), ()):
-        lie = replace(path, route=replace(path.route, documents=documents))
-        assert read_by_another(forward(lie)) == NOT_ITS
-    counted = Routes(DATA_NODE, ROUTE_RUN).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S, (5, 6), 7)
-    assert counted.route is not None
-    assert counted.labels == 7
-    assert read_by_another(Backward(NUMBER, counted, 1)) is None
-    for route in (replace(counted.route, labels=6), replace(counted.route, labels=0), replace(path.route, labels=7)):
-        assert read_by_another(forward(replace(counted, route=route))) == NOT_ITS
-    unsigned = signed()
-    assert unsigned.route is not None
-    assert read_by_another(forward(replace(unsigned, route=replace(unsigned.route, documents=(11,))))) == NOT_ITS
+    path, counted = (
+        Routes(DATA_NODE, ROUTE_RUN).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S, (5, 6), *labels)
+        for labels in ((), (7,))
+    )
+    assert (path.documents, route_of(counted).labels) == ((5, 6), 7)
+    for honest in (path, counted):
+        assert read_by_another(forward(honest)) is None
+        assert read_by_another(Backward(NUMBER, honest, 1)) is None
+    for lie in (
+        *(replace(route_of(path), documents=documents) for documents in ((6, 5), (11,), (5, 6, 1), ())),
+        *(replace(route_of(counted), labels=labels) for labels in (6, 0)),
+        replace(route_of(path), labels=7),
+        replace(route_of(signed()), documents=(11,)),
+    ):
+        assert read_by_another(forward(replace(path, route=lie))) == NOT_ITS
 
 
 def test_a_signed_route_holds_out_and_back_at_every_hop() -> None:
@@ -401,15 +375,11 @@ def test_repair_may_replace_peers_and_leave_modules_out() -> None:
 
 
 def tampered(**changes: object) -> Path:
-    path = signed()
-    assert path.route is not None
-    return replace(path, route=replace(path.route, **changes))  # type: ignore[arg-type]
+    return replace(signed(), route=replace(route_of(signed()), **changes))  # type: ignore[arg-type]
 
 
 def flipped(at: int) -> bytes:
-    route = signed().route
-    assert route is not None
-    signature = bytearray(route.signature)
+    signature = bytearray(route_of(signed()).signature)
     signature[at] ^= 1
     return bytes(signature)
 
@@ -466,7 +436,7 @@ def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for message in (forward(path), Backward(NUMBER, path, 0), forward(path.with_peer(0, DATA_NODE.peer))):
         assert hop.fault(message) is None
     assert len(checked) == 1
-    forged = forward(replace(path, route=replace(_route(path), lifetime_s=1.0)))
+    forged = forward(replace(path, route=replace(route_of(path), lifetime_s=1.0)))
     for _ in range(3):
         assert hop.fault(forged) == NOT_ITS
     assert len(checked) == 4, "only what is good is remembered"
@@ -475,8 +445,3 @@ def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert hop.fault(forward(own.signed(other, PATH, Purpose.TRAIN, LIFETIME_S), other)) is None
     assert hop.fault(forward(path)) is None
     assert len(checked) == 8, "it had been forgotten: the memory is bounded"
-
-
-def _route(path: Path) -> SignedRoute:
-    assert path.route is not None
-    return path.route
