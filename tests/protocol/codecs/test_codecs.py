@@ -22,7 +22,6 @@ INT8_SPAN = 16 * 255 * BLOCK
 """Elements from which on a vector is encoded in several spans."""
 LARGEST_SCALE, LARGEST_VALUE = INT8.largest_scale, INT8.largest_scale * 127
 VECTOR_CODECS = [codec for codec in Codec if codec is not Codec.PLANES]
-LENGTHS = [1, 127, 128, 129, 255, 256, 255 * 128 - 1, 255 * 128, 255 * 128 + 1, INT8_SPAN, INT8_SPAN + 1, 1_100_001]
 
 
 def encoded(codec: Codec, values: Vector) -> bytearray:
@@ -43,13 +42,6 @@ def vector(*values: float) -> Vector:
 
 def normal(elements: int, scale: float = 1.0, seed: int = 0) -> Vector:
     return (np.random.default_rng(seed).standard_normal(elements) * scale).astype(np.float32)
-
-
-def by_definition(data: bytes | bytearray, elements: int) -> Vector:
-    """What proto/link.proto says that the bytes mean."""
-    codes = np.frombuffer(data, np.int8, elements).astype(np.float32)
-    scales = np.frombuffer(data, "<f4", offset=elements)
-    return codes * np.repeat(scales, BLOCK)[:elements]
 
 
 class TestFormat:
@@ -75,7 +67,8 @@ class TestFormat:
         scales = data.draw(arrays("<f4", blocks, elements=st.just(0.0) | st.floats(2.0**-126, LARGEST_SCALE, width=32)))
         encoding = codes + scales.tobytes()
         result = decoded(Codec.INT8, encoding, elements)
-        assert np.array_equal(result, by_definition(encoding, elements))
+        by_definition = np.frombuffer(codes, np.int8).astype(np.float32) * np.repeat(scales, BLOCK)[:elements]
+        assert np.array_equal(result, by_definition), "not what proto/link.proto says that the bytes mean"
         assert np.isfinite(result).all()
 
 
@@ -125,10 +118,7 @@ class TestRefusals:
     @pytest.mark.parametrize("codec", VECTOR_CODECS)
     def test_a_wrong_length_is_our_own_mistake(self, codec: Codec) -> None:
         room = memoryview(bytearray(encoded_bytes(codec, 10) + 1))
-        for use in (
-            lambda: encode_into(codec, normal(10), room),
-            lambda: decode_into(codec, room, normal(10)),
-        ):
+        for use in (lambda: encode_into(codec, normal(10), room), lambda: decode_into(codec, room, normal(10))):
             with pytest.raises(ValueError, match="10 elements are"):
                 use()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,22 +74,15 @@ def test_only_the_right_order_is_taken(order: list[int], keeps_data: bool) -> No
     assert arrival.complete == (taken == 5)
 
 
-def lie(chunk: Chunk, **changes: object) -> Chunk:
-    honest = {"transfer": chunk.transfer, "index": chunk.index, "checksum": chunk.checksum, "data": chunk.data}
-    return Chunk(**{**honest, **changes})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("goodput", "most", "size"),
     [
         (0.0, 2**20, 2**20),
         (1e9, 2**20, 2**20),
-        (1e9, 2**19, 2**19),
         (12.5e6, 2**20, 2**17),
         (2.5e6, 2**20, 2**16),
         (100.0, 2**20, 2**16),
         (1e9, 4096, 4096),
-        (100.0, 4096, 4096),
         (float("inf"), 2**20, 2**20),
     ],
 )
@@ -98,7 +93,7 @@ def test_chunks_are_as_large_as_the_link_carries_in_a_moment(goodput: float, mos
 def test_a_wrong_checksum_is_refused() -> None:
     first = chunks_of(bytes(10_000), MIN_CHUNK_BYTES)[0]
     with pytest.raises(ProtocolViolation, match="checksum"):
-        assembly(header(5000, MIN_CHUNK_BYTES)).add(lie(first, checksum=first.checksum ^ 1))
+        assembly(header(5000, MIN_CHUNK_BYTES)).add(replace(first, checksum=first.checksum ^ 1))
 
 
 def test_a_first_chunk_that_contradicts_the_count_is_refused() -> None:
@@ -113,7 +108,7 @@ def test_a_later_chunk_of_another_size_is_refused(size: int) -> None:
     whole = assembly(header(5000, MIN_CHUNK_BYTES))
     whole.add(chunks[0])
     with pytest.raises(ProtocolViolation, match="instead of"):
-        whole.add(lie(chunks[1], data=memoryview(bytes(size))))
+        whole.add(replace(chunks[1], data=memoryview(bytes(size))))
 
 
 def test_a_refused_transfer_can_be_swallowed_from_the_middle() -> None:

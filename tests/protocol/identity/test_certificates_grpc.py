@@ -62,12 +62,8 @@ async def who_am_i(address: str, own: TlsCredentials, expected: PeerId, pinned: 
     return PeerId(answer.decode())
 
 
-async def refused_by_server(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> None:
-    with pytest.raises(Unreachable, match="closed the connection"):
-        await who_am_i(address, own, expected, pinned)
-
-
-async def refused_by_dialler(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> None:
+async def refused(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> None:
+    """By the dialler, before it says a word."""
     with pytest.raises(Rejected, match="another peer"):
         await who_am_i(address, own, expected, pinned)
 
@@ -76,20 +72,10 @@ HOST, CALLER = Identity.generate(), Identity.generate()
 OURS, THEIRS = make_credentials(HOST, RUN), make_credentials(CALLER, RUN)
 
 
-async def test_mutual_handshake() -> None:
-    async with server(OURS) as address:
-        assert await who_am_i(address, THEIRS, HOST.peer, OURS) == CALLER.peer
-
-
 async def test_a_restarted_caller_gets_in_beside_its_former_certificate() -> None:
     async with server(OURS) as address:
         for credentials in (THEIRS, make_credentials(CALLER, RUN), THEIRS):
             assert await who_am_i(address, credentials, HOST.peer, OURS) == CALLER.peer
-
-
-async def test_a_caller_of_another_run_is_refused() -> None:
-    async with server(OURS) as address:
-        await refused_by_server(address, make_credentials(CALLER, OTHER_RUN), HOST.peer, OURS)
 
 
 async def test_a_caller_without_a_certificate_is_refused() -> None:
@@ -102,34 +88,35 @@ async def test_a_caller_without_a_certificate_is_refused() -> None:
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.parametrize("with_chain", [False, True])
-async def test_a_certificate_signed_by_a_peer_is_refused(with_chain: bool) -> None:
-    """The peer that signed it was itself let in by the run's authority, and its certificate comes along."""
-    key = new_key()
-    leaf = certificate(Identity.generate(), key=key, signing_key=key_in(THEIRS), issuer=CALLER.peer)
-    chain = (THEIRS.certificate_der,) if with_chain else ()
-    forged = credentials_for(leaf, key, *chain, like=OURS)
+@pytest.mark.parametrize("case", ["of another run", "signed by a peer", "with the chain"])
+async def test_a_certificate_for_another_run_or_signed_by_a_peer_is_refused(case: str) -> None:
+    """The peer that signed it was itself let in by the run's authority, and its certificate may come along."""
+    shown, key = make_credentials(CALLER, OTHER_RUN), new_key()
+    if case != "of another run":
+        leaf = certificate(Identity.generate(), key=key, signing_key=key_in(THEIRS), issuer=CALLER.peer)
+        shown = credentials_for(leaf, key, *[THEIRS.certificate_der] * (case == "with the chain"), like=OURS)
     async with server(OURS) as address:
-        await refused_by_server(address, forged, HOST.peer, OURS)
+        with pytest.raises(Unreachable, match="closed the connection"):
+            await who_am_i(address, shown, HOST.peer, OURS)
 
 
 async def test_a_host_with_another_certificate_or_name_is_refused() -> None:
     async with server(OURS) as address:
         other = make_credentials(Identity.generate(), RUN)
-        await refused_by_dialler(address, THEIRS, HOST.peer, other)
-        await refused_by_dialler(address, THEIRS, Identity.generate().peer, OURS)
+        await refused(address, THEIRS, HOST.peer, other)
+        await refused(address, THEIRS, Identity.generate().peer, OURS)
 
 
 async def test_a_host_that_restarted_is_refused_until_its_new_certificate_is_known() -> None:
     anew = make_credentials(HOST, RUN)
     async with server(anew) as address:
-        await refused_by_dialler(address, THEIRS, HOST.peer, OURS)
+        await refused(address, THEIRS, HOST.peer, OURS)
         assert await who_am_i(address, THEIRS, HOST.peer, anew) == CALLER.peer
 
 
 async def test_a_host_with_a_certificate_for_another_run_is_refused() -> None:
     async with server(make_credentials(HOST, OTHER_RUN)) as address:
-        await refused_by_dialler(address, THEIRS, HOST.peer, OURS)
+        await refused(address, THEIRS, HOST.peer, OURS)
 
 
 @pytest.mark.parametrize("signer", ["authority", "pinned peer"])
@@ -144,7 +131,7 @@ async def test_nobody_can_make_a_certificate_that_passes_for_the_pinned_one(sign
     )
     posing = credentials_for(leaf, key, OURS.certificate_der, like=OURS)
     async with server(posing) as address:
-        await refused_by_dialler(address, THEIRS, HOST.peer, OURS)
+        await refused(address, THEIRS, HOST.peer, OURS)
 
 
 async def test_many_handshakes_at_once_of_which_half_fail_leave_the_server_alive() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -21,6 +20,7 @@ from protocol.nat.relay import (
     answer,
 )
 from protocol.transport.rate_limits import TokenBuckets
+from tests.kit.waiting import until
 from tests.protocol.nat.relay_ends import ANNA, BERT, CARL, PING, Ends, accept, attach, decline, relaying, wish
 
 GARBAGE = [
@@ -57,22 +57,14 @@ async def test_nothing_is_read_while_the_other_side_does_not_take_it() -> None:
         assert (await far.reader.readexactly(filled + 3))[-3:] == b"end"
 
 
-@pytest.mark.parametrize("first", GARBAGE)
-async def test_garbage_is_refused_at_the_beginning(first: bytes) -> None:
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_garbage_ends_a_stream_at_its_beginning_and_when_attached(garbage: bytes) -> None:
     async with relaying() as ends:
-        stream = await ends.stream(ANNA)
-        stream.writer.write(first)
-        assert "relay:" in (await stream.hear()).answer.refused
-        assert await stream.reader.read() == b""
-
-
-@pytest.mark.parametrize("next_", GARBAGE)
-async def test_garbage_ends_an_attachment(next_: bytes) -> None:
-    async with relaying() as ends:
-        stream = await ends.attached(ANNA)
-        stream.writer.write(next_)
-        assert "relay:" in (await stream.hear()).answer.refused
-        await eventually(lambda: ends.service.figures().attached == 0)
+        for stream in (await ends.stream(ANNA), await ends.attached(ANNA)):
+            stream.writer.write(garbage)
+            assert "relay:" in (await stream.hear()).answer.refused
+            assert await stream.reader.read() == b""
+        await until(lambda: ends.service.figures().attached == 0)
 
 
 @pytest.mark.parametrize("first", [PING, answer(), decline(1, ""), relay_pb2.RelayMessage()])
@@ -117,7 +109,7 @@ async def test_streams_that_say_nothing_are_bounded_for_each_peer_and_for_all() 
         assert "have not sent" in await ends.refused(CARL)
         for stream in silent:
             stream.cut()
-        await eventually(lambda: ends.service._greeting.total() == 0)
+        await until(lambda: ends.service._greeting.total() == 0)
         await ends.attached(CARL)
 
 
@@ -132,7 +124,7 @@ async def test_attachments_are_bounded_and_one_for_each_peer() -> None:
         assert near.peer == BERT
         assert ends.service.figures().attached == 2
         second.cut()
-        await eventually(lambda: ends.service.figures().attached == 1)
+        await until(lambda: ends.service.figures().attached == 1)
         await ends.attached(CARL)
 
 
@@ -144,7 +136,7 @@ async def test_tunnels_are_bounded_for_each_peer_and_for_all() -> None:
         kept.append(await ends.tunnel(CARL, attachment))
         assert "3 tunnels are open" in await ends.refused(CARL, wish(BERT))
         kept[0][0].cut()
-        await eventually(lambda: ends.service.figures().tunnels == 2)
+        await until(lambda: ends.service.figures().tunnels == 2)
         await ends.tunnel(ANNA, attachment)
 
 
@@ -268,11 +260,5 @@ async def _fill(stream: RelayStream) -> int:
 
 
 async def until_idle(ends: Ends) -> None:
-    """No tunnel is open."""
-    await eventually(lambda: ends.service.figures().tunnels == 0)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
+    """Waits until no tunnel is open."""
+    await until(lambda: ends.service.figures().tunnels == 0)

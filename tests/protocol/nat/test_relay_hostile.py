@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,6 +12,7 @@ from protocol.generated import relay_pb2
 from protocol.nat import relay as ends
 from protocol.nat.relay import MAX_INCOMING, Attachment, Incoming, OpenTunnels, RelayStream, answer
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, ResourceExhausted, Unreachable
+from tests.kit.waiting import until
 from tests.protocol.dht.running import RUN
 from tests.protocol.nat.relay_ends import ANNA, BERT, PING, attach, stream_pair
 from tests.protocol.transport.link_peers import connected, echo
@@ -87,7 +88,7 @@ async def test_an_attached_peer_pings_and_takes_what_comes() -> None:
         assert await far.reader.readexactly(5) == b"hello"
         assert incoming.tunnels == 1
         far.cut()
-        await eventually(lambda: incoming.tunnels == 0)
+        await until(lambda: incoming.tunnels == 0)
 
 
 async def test_a_flood_of_incoming_tunnels_is_declined() -> None:
@@ -108,7 +109,7 @@ async def test_a_relay_cannot_keep_a_peer_busy_with_tunnels_that_come_to_nothing
         for number in range(2):
             await stream.say(incoming_message(number))
             (await relay.heard())[0].cut()
-            await eventually(lambda: incoming.tunnels == 0)
+            await until(lambda: incoming.tunnels == 0)
         await stream.say(incoming_message(2))
         while (said := await stream.hear()) == PING:
             pass
@@ -124,7 +125,7 @@ async def test_a_relay_that_breaks_the_rules_is_left_and_tried_again(said: relay
         assert not attachment.standing
         assert "was sent to an attached peer" in attachment.reason
         await again.say(answer("go\naway"))
-        await eventually(lambda: attachment.reason == "the relay refused: go?away")
+        await until(lambda: attachment.reason == "the relay refused: go?away")
 
 
 async def test_a_tunnel_that_the_relay_does_not_confirm_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ async def test_a_tunnel_that_the_relay_does_not_confirm_is_given_up(monkeypatch:
         await stream.say(incoming_message(1))
         far, _ = await relay.heard()
         assert await far.reader.read() == b""
-        await eventually(lambda: incoming.tunnels == 0)
+        await until(lambda: incoming.tunnels == 0)
         assert attachment.standing
 
 
@@ -203,9 +204,3 @@ async def _opened(tunnels: OpenTunnels, relay: Hostile, tasks: asyncio.TaskGroup
     stream, _ = await relay.heard()
     await stream.say(answer())
     return await opened, stream
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -7,29 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.frames.frames import (
-    MAX_AGE_MS,
-    Farewell,
-    FarewellReason,
-    Hello,
-    decode,
-    encode,
-)
+from protocol.frames.frames import MAX_AGE_MS, Farewell, FarewellReason, Hello, decode, encode
 from protocol.transport.dialer import MOST_REPLACED, REPLACED_WITHIN_S, Turnover
-from swarm.vocabulary.errors import (
-    ProtocolViolation,
-    Rejected,
-)
+from swarm.vocabulary.errors import ProtocolViolation, Rejected
 from swarm.vocabulary.types import PeerId
 from tests.node.network.small_swarm import ManualClock
-from tests.protocol.transport.link_peers import (
-    Node,
-    Persona,
-    bare_stream,
-    hello_of,
-    introduce,
-    node,
-)
+from tests.protocol.transport.link_peers import Node, Persona, bare_stream, hello_of, introduce, node
 from tests.protocol.transport.test_transport import close_of
 
 pytestmark = pytest.mark.e2e
