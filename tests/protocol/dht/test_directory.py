@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import hashlib
 import math
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -413,28 +411,6 @@ async def test_who_is_cancelled_twice_while_it_starts_leaves_nothing(marked: Mar
             await starting
         assert marked.processes() == {}
     gc.collect()
-
-
-async def test_16_mib_go_both_ways_at_once_and_arrive_as_they_were() -> None:
-    there, back = random.Random(1).randbytes(16 * MIB), random.Random(2).randbytes(16 * MIB)
-    arrived: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def far_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(sent(writer, back))
-            arrived.set_result(await digest_of(reader, len(there)))
-        await reader.read()
-        writer.close()
-
-    async with three(far_end) as peers:
-        async with connected(await peers.tunnels.way_to(peers.contact)) as (reader, writer):
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(sent(writer, there))
-                assert await digest_of(reader, len(back)) == hashlib.sha256(back).hexdigest()
-            assert await arrived == hashlib.sha256(there).hexdigest()
-            await until(lambda: peers.relaying.situation.relay.carried_bytes == 32 * MIB)
-        await until(lambda: peers.relaying.situation.relay.tunnels == 0)
-        assert peers.relaying.situation.relay.opened == 1
 
 
 async def test_the_bytes_of_the_hour_end_the_tunnel_and_then_none_is_opened() -> None:

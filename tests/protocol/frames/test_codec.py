@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, make_dataclass
+from typing import Annotated, Any
 
 import pytest
 
@@ -12,26 +12,6 @@ from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.bounds import Length, Range
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import MAX_ROUND, AnchorVersion
-
-
-@dataclass(frozen=True, slots=True)
-class Misnamed:
-    stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Boundless:
-    chunks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BoundlessBytes:
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Strange:
-    digest: Annotated[complex, Range(0, 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +24,17 @@ class Receipt:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message", "because"),
+    ("field", "message", "because"),
     [
-        (Misnamed, wire.ModuleId, "no field for stages"),
-        (Boundless, wire.StateRequest, "has no bound"),
-        (BoundlessBytes, wire.StateRequest, "has no bound"),
-        (Strange, wire.StateRequest, "no encoding"),
+        (("stages", int), wire.ModuleId, "no field for stages"),
+        (("chunks", tuple[int, ...]), wire.StateRequest, "has no bound"),
+        (("digest", bytes), wire.StateRequest, "has no bound"),
+        (("digest", Annotated[complex, Range(0, 1)]), wire.StateRequest, "no encoding"),
     ],
 )
-def test_what_cannot_travel_is_noticed_when_it_is_loaded(kind: type, message: type, because: str) -> None:
+def test_what_cannot_travel_is_noticed_when_it_is_loaded(field: tuple[str, Any], message: type, because: str) -> None:
     with pytest.raises(TypeError, match=because):
-        converter(kind, message.DESCRIPTOR)  # type: ignore[attr-defined]
+        converter(make_dataclass("Declared", [field]), message.DESCRIPTOR)  # type: ignore[attr-defined]
 
 
 def test_units_and_texts_are_converted() -> None:

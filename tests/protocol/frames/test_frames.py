@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.frames.frames import (
+    MAX_AGE_MS,
     MAX_ANSWER_BYTES,
     MAX_LIFETIME_MS,
     MAX_SMALL_FRAME_BYTES,
@@ -399,7 +400,7 @@ STATE = wire.StateChunk(module=MODULE, digest=bytes(32), tensor=VECTOR)
 HONEST_FRAMES = [
     *(FORWARD, BACKWARD, HELLO, ANSWER, ENTRY_FRAME, but(ENTRY_FRAME, staged=VERSION), ACCEPTING, INVITATION, PROGRESS),
     *(DECLINED, ROSTER, PULSE, COMMIT, CONTRIBUTION, but(CONTRIBUTION, tensor=OF_INT8), REDUCED, EVIDENCE, ACCUSATION),
-    *(REQUEST, REFUSED, STATE, but(STATE, tensor=OF_PLANES)),
+    *(REQUEST, REFUSED, STATE, but(STATE, tensor=OF_PLANES), but(HELLO, age_ms=MAX_AGE_MS - 1)),
     *(wire.Question(id=1, evaluate=EVALUATE), wire.Question(id=1, call=CALL)),
 ]
 
@@ -436,7 +437,7 @@ LIES = [
         ],
     ),
     but(BACKWARD, route=but(ROUTE_OF_ONE, position=1)),
-    *lies_of(HELLO, run=["AB" * 32], lowest_version=[2, 0]),
+    *lies_of(HELLO, run=["AB" * 32], lowest_version=[2, 0], age_ms=[MAX_AGE_MS]),
     wire.Farewell(detail="x" * 257),
     wire.Question(id=1),
     *(
@@ -445,6 +446,7 @@ LIES = [
     ),
     *(wire.Question(id=1, call=lie) for lie in lies_of(CALL, peer=["", "x" * 52], record=[b""])),
     *(wire.Question(id=1, called=wire.CalledQuestion(record=record)) for record in (b"", bytes(2049))),
+    *(wire.Question(id=1, dial_back=wire.DialBackQuestion(port=port)) for port in (0, 65_536, 2**32 - 1)),
     wire.Question(state=wire.StateQuestion(module=MODULE)),
     *lies_of(ANSWER, status=[None, bytes(68 * 1024 + 1)]),
     wire.Receipt(),

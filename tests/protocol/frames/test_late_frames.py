@@ -5,24 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.late_frames import LateFrames
+from tests.kit.waiting import ManualClock
 
 
-class Clock:
-    """Time goes on only in sleep."""
+def ends(delay_s: float, bytes_per_s: float | None = None) -> tuple[LateFrames, LateFrames, ManualClock]:
+    clock = ManualClock(100.0)
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    async def sleep(seconds: float) -> None:
+        clock.now += seconds
 
-    def __call__(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def ends(delay_s: float, bytes_per_s: float | None = None) -> tuple[LateFrames, LateFrames, Clock]:
-    clock = Clock()
-    sender, receiver = (LateFrames(bytes_per_s, delay_s, clock, clock.sleep) for _ in range(2))
+    sender, receiver = (LateFrames(bytes_per_s, delay_s, clock.monotonic, sleep) for _ in range(2))
     return sender, receiver, clock
 
 

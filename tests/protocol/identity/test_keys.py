@@ -16,7 +16,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
-from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,26 +44,6 @@ def test_peer_id_is_the_one_of_the_specification_and_of_hivemind() -> None:
     peer = peer_id_of(SPECIFICATION_KEY)
     assert peer == SPECIFICATION_PEER
     assert PeerID.from_base58(peer).to_bytes().hex() == "0024" + "08011220" + SPECIFICATION_KEY.hex()
-
-
-@pytest.mark.e2e
-async def test_p2pd_given_our_key_has_our_peer_id(tmp_path: Path) -> None:
-    identity = Identity.generate()
-    file = tmp_path / "p2pd.key"
-    file.write_bytes(identity.libp2p_private_key())
-    # hivemind's own check of the identity file knows RSA keys only.
-    p2p = await P2P.create(
-        identity_path=str(file),
-        check_if_identity_free=False,
-        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-        auto_nat=False,
-        nat_port_map=False,
-        use_relay=False,
-    )
-    try:
-        assert p2p.peer_id.to_base58() == identity.peer
-    finally:
-        await p2p.shutdown()
 
 
 @given(st.binary(min_size=32, max_size=32))

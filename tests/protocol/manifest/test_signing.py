@@ -290,6 +290,7 @@ WRONG_VALUES: dict[str, list[object]] = {
     "training.inner.largest_side": [100_000],
     "stages.visit_ratio": [0.99, 2.01, math.nan, math.inf, "1.5"],
     "training.fragments": [0, 65],
+    "training.rows": [0],
     "training.round_seconds": [0.0, -1.0, math.inf, math.nan],
     "codecs.pseudo_gradients": ["planes"],
     "codecs.state": ["int8"],
@@ -313,6 +314,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(path: str, values: list[objec
         ("training.schedule", {"warmup_tokens": 640, "total_tokens": 640}, "less than total_tokens"),
         ("training.schedule", {"warmup_tokens": -1, "total_tokens": 640}, "warmup_tokens"),
         ("codecs.activations", "fp8", "codecs.activations: this Skipstone has no codec fp8; int8 is as small"),
+        ("model.hiden", 64, "model.hiden: unknown key"),
         ("stages.reordering", "adjacent", "were removed"),
     ],
 )
@@ -340,11 +342,6 @@ def test_the_text_explains_itself_and_carries_no_comment_of_others() -> None:
     assert max(len(line) for line in signed.text.splitlines()) <= 120
 
 
-def test_unsigned_is_refused() -> None:
-    with pytest.raises(ManifestError, match="not signed"):
-        read_signed_manifest(toml_of(small()).encode(), None)
-
-
 def test_another_run_is_refused_with_both_names() -> None:
     signed = sign_manifest(small(), AUTHOR)
     with pytest.raises(ManifestError) as raised:
@@ -363,6 +360,7 @@ def test_a_signature_by_another_key_or_for_another_purpose_is_refused(signer: Id
 @pytest.mark.parametrize(
     ("signature", "message"),
     [
+        ("", "not signed"),
         ('[signature]\nauthor = "x"', "two keys"),
         ('[signature]\nauthor = "x"\nvalue = "eA=="\nmore = 1', "two keys"),
         ('[signature]\nauthor = 1\nvalue = "eA=="', "strings"),
@@ -377,14 +375,6 @@ def test_a_signature_by_another_key_or_for_another_purpose_is_refused(signer: Id
 def test_a_malformed_signature_is_refused(signature: str, message: str) -> None:
     with pytest.raises(ManifestError, match=message):
         read_signed_manifest(f"{toml_of(small())}\n{signature}\n".encode(), None)
-
-
-def test_the_schema_still_speaks() -> None:
-    text = sign_manifest(small(), AUTHOR).text
-    with pytest.raises(ManifestError, match=r"model\.hiden: unknown key"):
-        read_signed_manifest(text.replace(b"hidden = 64", b"hidden = 64\nhiden = 64"), None)
-    with pytest.raises(ManifestError, match=r"training\.rows"):
-        read_signed_manifest(text.replace(b"rows = 4", b"rows = 0"), None)
 
 
 HOSTILE = {

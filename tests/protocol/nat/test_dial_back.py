@@ -7,12 +7,12 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.frames.frames import decode
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.nat.dial_back import DialBackOutcome, DialBackResult, decode_dial_back, dial_back, encode_dial_back
@@ -21,6 +21,7 @@ from swarm.vocabulary.errors import ProtocolViolation
 from tests.protocol.transport.link_peers import Persona, node, two_nodes
 
 HERE = "127.0.0.1"
+STATUS = Question(QuestionAbout.STATUS)
 
 
 @asynccontextmanager
@@ -51,7 +52,7 @@ async def test_a_node_is_reached_and_is_not_disturbed() -> None:
         certificate = right.persona.credentials.certificate_der
         assert await dial_back(HERE, right.port, certificate) == DialBackResult(HERE, DialBackOutcome.REACHED)
         assert right.handler.ups == [], "whoever dials back opens no link"
-        assert (await left.transport.ask(right.peer, _status(), 10)) == b"status"
+        assert (await left.transport.ask(right.peer, STATUS, 10)) == b"status"
 
 
 @pytest.mark.e2e
@@ -95,7 +96,7 @@ async def test_nothing_but_an_ip_address_is_dialled(host: str) -> None:
 async def test_a_link_knows_its_far_end_whoever_dialled() -> None:
     async with two_nodes() as (left, right):
         assert left.transport.far_end(right.peer) is None
-        await left.transport.ask(right.peer, _status(), 10)
+        await left.transport.ask(right.peer, STATUS, 10)
         for own, other in ((left, right), (right, left)):
             end = own.transport.far_end(other.peer)
             assert end is not None
@@ -129,35 +130,23 @@ def test_what_is_encoded_is_decoded_to_the_same(result: DialBackResult) -> None:
 
 @given(st.binary(max_size=200))
 def test_garbage_is_a_violation_and_nothing_else(data: bytes) -> None:
-    try:
+    with contextlib.suppress(ProtocolViolation):
         decode_dial_back(data)
-    except ProtocolViolation:
-        return
 
 
 @pytest.mark.parametrize(
-    "said",
+    "lie",
     [
-        wire.DialBackResult(host="25.0.0.1", outcome=0),  # type: ignore[arg-type]
-        wire.DialBackResult(host="25.0.0.1", outcome=99),  # type: ignore[arg-type]
-        wire.DialBackResult(host="", outcome=1),  # type: ignore[arg-type]
-        wire.DialBackResult(host="victim.example", outcome=1),  # type: ignore[arg-type]
-        wire.DialBackResult(host="fe80::1%eth0", outcome=1),  # type: ignore[arg-type]
-        wire.DialBackResult(host="25.0.0.1", outcome=2, detail="x" * 257),  # type: ignore[arg-type]
-        wire.DialBackResult(host="25.0.0.1" * 300, outcome=1),  # type: ignore[arg-type]
+        {"outcome": 0},
+        {"outcome": 99},
+        {"host": ""},
+        {"host": "victim.example"},
+        {"host": "fe80::1%eth0"},
+        {"outcome": 2, "detail": "x" * 257},
+        {"host": "25.0.0.1" * 300},
     ],
 )
-def test_an_answer_that_makes_no_sense_is_a_violation(said: wire.DialBackResult) -> None:
+def test_an_answer_that_makes_no_sense_is_a_violation(lie: dict[str, Any]) -> None:
+    said = wire.DialBackResult(**{"host": "25.0.0.1", "outcome": 1, **lie})
     with pytest.raises(ProtocolViolation):
         decode_dial_back(said.SerializeToString())
-
-
-@pytest.mark.parametrize("port", [0, 65536, 2**32 - 1])
-def test_a_port_that_does_not_exist_is_a_violation(port: int) -> None:
-    question = wire.Question(id=1, dial_back=wire.DialBackQuestion(port=port))
-    with pytest.raises(ProtocolViolation, match="port"):
-        decode(wire.Frame(question=question).SerializeToString())
-
-
-def _status() -> Question:
-    return Question(QuestionAbout.STATUS)

@@ -850,12 +850,12 @@ async def both_hidden() -> AsyncIterator[tuple[Node, Node, Three]]:
         yield near, far, peers
 
 
-async def test_a_link_through_a_tunnel_carries_tensors_both_ways() -> None:
+async def test_a_link_through_a_tunnel_carries_tensors_both_ways_at_once() -> None:
     async with both_hidden() as (near, far, peers):
         with pytest.raises(Unreachable, match="cannot be dialled"):
             await far.transport.send_control(near.peer, close_of(far.peer))
-        for sender, end in ((near, far), (far, near)):
-            data = await send_pattern(sender, end, 3, TUNNELLED)
+        data, _ = await asyncio.gather(send_pattern(near, far, 3, TUNNELLED), send_pattern(far, near, 3, TUNNELLED))
+        for end in (near, far):
             await end.handler.until(lambda end=end: end.handler.tensors)  # type: ignore[misc]
             assert end.handler.tensors[0][3] == data
         leads_to = near.transport.far_end(far.peer)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.frames.frames import MAX_AGE_MS, Farewell, FarewellReason, Hello, decode, encode
+from protocol.frames.frames import Farewell, Hello
 from protocol.transport.dialer import MOST_REPLACED, REPLACED_WITHIN_S, Turnover
-from swarm.vocabulary.errors import ProtocolViolation, Rejected
+from swarm.vocabulary.errors import Rejected
 from swarm.vocabulary.types import PeerId
 from tests.node.network.small_swarm import ManualClock
 from tests.protocol.transport.link_peers import Node, Persona, bare_stream, hello_of, introduce, node
@@ -78,12 +78,3 @@ def test_turnover_is_high_for_a_while_after_the_third_replacement() -> None:
     assert not turnover.is_high(PeerId("q"))
     clock.now += REPLACED_WITHIN_S - MOST_REPLACED
     assert not turnover.is_high(peer)
-
-
-def test_what_a_hello_says_of_its_process_arrives() -> None:
-    hello = replace(hello_of(Persona()), incarnation=2**64 - 1, age_ms=MAX_AGE_MS - 1)
-    assert decode(encode(hello)) == hello
-    with pytest.raises(ProtocolViolation, match="the process cannot be"):
-        decode(encode(replace(hello, age_ms=MAX_AGE_MS)))
-    farewell = Farewell(FarewellReason.SAME_KEY, "since yesterday", b"a record")
-    assert decode(encode(farewell)) == farewell
