@@ -209,7 +209,7 @@ class TestOutliers:
 
 
 class TestWiderCodecs:
-    @pytest.mark.parametrize("codec", BLOCKWISE)
+    @pytest.mark.parametrize("codec", [*BLOCKWISE, Codec.TOP_K_4])
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize(("dtype", "wider"), [(torch.float32, Codec.BF16), (torch.bfloat16, Codec.NONE)])
     def test_what_is_not_finite_goes_as_bfloat16(
@@ -233,9 +233,10 @@ class TestWiderCodecs:
 
 
 class TestMisuse:
-    @pytest.mark.parametrize("codec", LOSSY)
+    @pytest.mark.parametrize("codec", [*LOSSY, Codec.PLANES])
     def test_wrong_lengths_and_forms_are_our_own_mistakes(self, codec: Codec) -> None:
-        encoded = encode(normal(10, 20), codec)
+        encoded = encode(normal(10, 20).round(), codec)
+        assert encoded.spec.codec is codec
         data = bytearray(encoded.data)
         for wrong, out in (
             (data + b"\0", torch.empty(10, 20)),

@@ -1,4 +1,4 @@
-"""Each guard between hivemind and strangers, by itself. With the real child: test_directory_hostile.py."""
+"""Each guard between hivemind and strangers, by itself. With the real child: test_directory.py."""
 
 from __future__ import annotations
 

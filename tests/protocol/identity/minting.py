@@ -56,10 +56,6 @@ def extension_for(
     return x509.UnrecognizedExtension(LIBP2P_EXTENSION, b"\x30" + bytes([len(body)]) + body)
 
 
-def key_usage(key_cert_sign: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(True, False, False, False, False, key_cert_sign, False, False, False)
-
-
 def certificate(
     identity: Identity,
     *,
@@ -93,7 +89,8 @@ def certificate(
     if leave_out != "constraints":
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
     if leave_out != "usage":
-        builder = builder.add_extension(key_usage(key_cert_sign=may_sign_others), critical=True)
+        usage = x509.KeyUsage(True, False, False, False, False, may_sign_others, False, False, False)
+        builder = builder.add_extension(usage, critical=True)
     if leave_out != "alternative":
         dns_names = [x509.DNSName(name) for name in alternative or (identity.peer,)]
         builder = builder.add_extension(x509.SubjectAlternativeName(dns_names), critical=False)

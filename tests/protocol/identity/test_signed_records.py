@@ -132,12 +132,9 @@ def test_a_record_comes_back_as_it_was_announced_and_fits(changes: dict[str, Any
     assert len(record) < MAX_RECORD_BYTES
 
 
-def test_another_peers_announcement_is_not_signed() -> None:
+def test_anothers_announcement_and_our_own_nonsense_are_not_signed() -> None:
     with pytest.raises(ProtocolViolation, match="cannot be announced with the key"):
         encode_record(HONEST, STRANGER)
-
-
-def test_our_own_nonsense_is_not_signed() -> None:
     with pytest.raises(ProtocolViolation, match="digest"):
         encode_record(replace(HONEST, anchor=AnchorVersion(1, 1, 1, 0, b"")), OWNER)
     with pytest.raises(ProtocolViolation, match="tokens per second"):

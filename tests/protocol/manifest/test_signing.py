@@ -45,16 +45,12 @@ SMALL: Table = {
 }
 
 
-def floats(low: float, high: float) -> st.SearchStrategy[float]:
-    return st.floats(low, high, allow_nan=False)
-
-
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
     """Tables that the schema takes, with extreme floats and text; many keys are left out now and then."""
     heads, kv, rows, sequence = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(1, 8)), 16
-    below_one = floats(0, 1).filter(lambda x: x < 1)
-    positive = floats(0, 1).filter(lambda x: x > 0)
+    below_one = st.floats(0, 1).filter(lambda x: x < 1)
+    positive = st.floats(0, 1).filter(lambda x: x > 0)
     digest = draw(st.none() | st.text("0123456789abcdef", min_size=64, max_size=64))
     data: Table = {
         "source": "path:."
@@ -67,7 +63,7 @@ def tables(draw: st.DrawFn) -> Table:
     if draw(st.booleans()):
         stages["per_path"] = draw(st.integers(1, len(stages["blocks"]) - 1))
     if draw(st.booleans()):
-        stages["visit_ratio"] = draw(floats(1, 2))
+        stages["visit_ratio"] = draw(st.floats(1, 2))
     inner = {"learning_rate": draw(positive), "beta1": draw(below_one | st.just(-0.0)), "epsilon": draw(positive)}
     return {
         "protocol": 2,
@@ -80,7 +76,7 @@ def tables(draw: st.DrawFn) -> Table:
             "kv_heads": kv,
             "feed_forward": draw(st.integers(8, 262_144)),
             "sequence": sequence,
-            "rope_theta": draw(floats(0, 1e9).filter(lambda x: x > 0)),
+            "rope_theta": draw(st.floats(0, 1e9).filter(lambda x: x > 0)),
         },
         "stages": stages,
         "data": data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,6 @@ from protocol.nat.relay import (
     RelayBudget,
     RelayFigures,
     RelayLimits,
-    RelayStream,
     answer,
 )
 from protocol.transport.rate_limits import TokenBuckets
@@ -51,7 +51,13 @@ async def test_a_tunnel_carries_both_ways_and_ends_for_both() -> None:
 async def test_nothing_is_read_while_the_other_side_does_not_take_it() -> None:
     async with relaying() as ends:
         near, far = await ends.tunnel(ANNA, await ends.attached(BERT))
-        filled = await _fill(near)
+        filled = 0
+        with suppress(TimeoutError):
+            while True:
+                near.writer.write(bytes(65536))
+                filled += 65536
+                async with asyncio.timeout(0.5):
+                    await near.writer.drain()
         assert ends.service.figures().carried_bytes < 8 * 2**20
         near.writer.write(b"end")
         assert (await far.reader.readexactly(filled + 3))[-3:] == b"end"
@@ -214,10 +220,7 @@ async def test_bytes_over_the_hours_end_every_tunnel() -> None:
         assert ends.service.figures().carried_bytes <= 2 * MIN_OPEN_BYTES
 
 
-Steps = st.lists(st.tuples(st.floats(0, 2000), st.integers(0, 600)), max_size=60)
-
-
-@given(Steps)
+@given(st.lists(st.tuples(st.floats(0, 2000), st.integers(0, 600)), max_size=60))
 def test_in_no_hour_more_than_the_figure_is_spent(steps: list[tuple[float, int]]) -> None:
     now, spent = 0.0, []
     budget = RelayBudget(RelayLimits(1000, pair_share=1.0), lambda: now)
@@ -244,19 +247,6 @@ def test_looking_at_an_allowance_takes_nothing() -> None:
     assert allowance.left("x", 0.0) == 10
     assert allowance.take("x", 0.0, 8)
     assert [allowance.left("x", now) for now in (0.0, 3.0, 100.0)] == [2, 5, 10]
-
-
-async def _fill(stream: RelayStream) -> int:
-    """Writes until nothing more is taken; returns how many bytes."""
-    filled = 0
-    try:
-        while True:
-            stream.writer.write(bytes(65536))
-            filled += 65536
-            async with asyncio.timeout(0.5):
-                await stream.writer.drain()
-    except TimeoutError:
-        return filled
 
 
 async def until_idle(ends: Ends) -> None:
