@@ -343,7 +343,7 @@ def test_nobody_on_the_way_makes_others_mask_it_otherwise() -> None:
         Routes(DATA_NODE, ROUTE_RUN).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S, (5, 6), *labels)
         for labels in ((), (7,))
     )
-    assert (path.documents, route_of(counted).labels) == ((5, 6), 7)
+    assert (path.documents, counted.labels) == ((5, 6), 7)
     for honest in (path, counted):
         assert read_by_another(forward(honest)) is None
         assert read_by_another(Backward(NUMBER, honest, 1)) is None

@@ -854,6 +854,7 @@ async def test_a_link_through_a_tunnel_carries_tensors_both_ways_at_once() -> No
     async with both_hidden() as (near, far, peers):
         with pytest.raises(Unreachable, match="cannot be dialled"):
             await far.transport.send_control(near.peer, close_of(far.peer))
+        await near.transport.send_control(far.peer, close_of(near.peer))
         data, _ = await asyncio.gather(send_pattern(near, far, 3, TUNNELLED), send_pattern(far, near, 3, TUNNELLED))
         for end in (near, far):
             await end.handler.until(lambda end=end: end.handler.tensors)  # type: ignore[misc]
