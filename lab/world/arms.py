@@ -58,7 +58,7 @@ class RulePlanner(Planner, ABC):
         self.chosen: Path | None = None  # The last path
 
     def plan(
-        self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
+        self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float, *, proven_only: bool = False
     ) -> Reasoned[Path | NoReplica]:
         """Plans a path like `Planner.plan`. `route` is empty: only the node's own planner supports experts."""
         stages = ring_stages(self.rules, number)
@@ -107,7 +107,7 @@ class ReplayPlanner(Planner):
         self._view, self._routes = membership, routes
 
     def plan(
-        self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
+        self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float, *, proven_only: bool = False
     ) -> Reasoned[Path | NoReplica]:
         """Plans a path like `Planner.plan`. An unreachable peer is replaced by the replica that should finish first."""
         hops = list[Hop]()

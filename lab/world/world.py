@@ -286,6 +286,8 @@ class Peer:
     def observe(self, announcement: Announcement) -> None:
         now = self.world.time.now
         self.membership.observe(announcement, now=now, wall=now)
+        # A node opens links to all replicas in the background.
+        self.membership.linked.add(announcement.peer)
 
     def link_lost(self, peer: PeerId, detail: str) -> None:
         """Marks a peer as failed after its link broke or was refused, and probes whether it is dead."""

@@ -248,11 +248,17 @@ class ModuleRounds:
             await asyncio.sleep(LOOK_S)
 
     def others(self) -> tuple[OtherReplica, ...]:
-        """Returns the module's other replicas. Until this one serves, also leaving ones: they may have the anchor."""
+        """Returns the module's other replicas. Until this one serves, also leaving ones: they may have the anchor.
+
+        Names that are only in the directory do not count while a replica is linked.
+        """
+        membership = self._context.session.membership
+        known = membership.with_state(self._context.module)
+        known = [a for a in known if a.peer in membership.linked] or known
         found = (
-            OtherReplica(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
-            for known in self._context.session.membership.with_state(self._context.module)
-            if known.anchor is not None
+            OtherReplica(a.peer, a.anchor, a.state is PeerState.SERVING or not self._ready)
+            for a in known
+            if a.anchor is not None
         )
         return tuple(sorted(found, key=lambda replica: replica.peer))
 

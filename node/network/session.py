@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import random
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -44,6 +45,9 @@ LOOKED_UP_AT_ONCE = 256  # Bounds the load on the directory
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
+GREET_S = 1.0
+GREETED_AT_ONCE = 8
+MOST_GREETED = 128  # Links beyond which no more are opened for possible work
 CLOCK_STEP_S = 5.0  # Jump of the wall clock that is logged
 # Modules with this few replicas are probed before a decision.
 FEW_REPLICAS = 2
@@ -85,7 +89,6 @@ class MembershipSync:
     _modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
     _publish_now: asyncio.Event = field(default_factory=asyncio.Event)
     _look_now: asyncio.Event = field(default_factory=asyncio.Event)
-    _linked: set[PeerId] = field(default_factory=set)
     _tasks: TaskTracker = field(default_factory=TaskTracker)
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
@@ -108,6 +111,7 @@ class MembershipSync:
             loops.create_task(self._look_up_for_ever())
             loops.create_task(self._publish_for_ever())
             loops.create_task(self._push_for_ever())
+            loops.create_task(self._greet_for_ever())
 
     # ---- input from links ----------------------------------------------------------------------------------------
 
@@ -127,7 +131,6 @@ class MembershipSync:
             self._tasks.begin(end_for(announcement))
 
     def link_up(self, peer: PeerId) -> None:
-        self._linked.add(peer)
         self.membership.recover(peer)
         self.events.emit(PeerChange(peer, "up", ""))
         self.changed.set()
@@ -143,9 +146,9 @@ class MembershipSync:
         # One probe of a suspect peer is enough.
         elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):
             self._tasks.begin(self._probe(peer))
+        was_linked = peer in self.membership.linked
         self.membership.fail(peer, self.own.clock.monotonic())
-        if peer in self._linked:
-            self._linked.remove(peer)
+        if was_linked:
             self.events.emit(PeerChange(peer, "down", str(error)))
         self.changed.set()
 
@@ -229,6 +232,38 @@ class MembershipSync:
                 self.announce()
             self.transport.announce(self.record.fresh())
 
+    async def _greet_for_ever(self) -> None:
+        """Opens links to the replicas that we work with, a few at a time, until cancelled.
+
+        Only linked replicas get work while one of them serves: a name whose address is silent delays no microbatch.
+        """
+        met: set[PeerId] = set()
+        while True:
+            await asyncio.sleep(GREET_S)
+            linked = self.membership.linked
+            known = {
+                a.peer
+                for a in self.membership.peers()
+                if a.state is PeerState.SERVING and a.is_reachable and self._works_with(a.module)
+            }
+            met = (met | linked) & known
+            room = max(0, min(GREETED_AT_ONCE, MOST_GREETED - len(linked)))
+            # Half of the room is for peers whose link broke, and the choice is random: many silent names cannot keep an
+            # honest replica waiting for long.
+            chosen = some(met - linked, room // 2)
+            chosen += some({peer for peer in known - met if not self.membership.is_given_up(peer)}, room - len(chosen))
+            await asyncio.gather(*map(self._greet, chosen))
+
+    async def _greet(self, peer: PeerId) -> None:
+        """Asks the peer anything, for the link. Silence has no consequence: a cut network would cost all replicas."""
+        try:
+            await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
+        except PeerError as error:
+            log.debug("%s does not answer a greeting: %s", peer, error)
+
+    def _works_with(self, module: ModuleId | None) -> bool:
+        return module is not None and (self.own.module == module or self.own.module == ModuleId(0))
+
     def _clock_offset_s(self) -> float:
         return self.own.clock.wall() - self.own.clock.monotonic()
 
@@ -249,6 +284,10 @@ class MembershipSync:
         now = self.own.clock.monotonic()
         joining = self.own.state in (PeerState.VISITING, PeerState.JOINING)
         return not joining and self.membership.with_replicas(now) | {self.own.module} >= set(self._modules)
+
+
+def some(peers: set[PeerId], most: int) -> list[PeerId]:
+    return random.sample(sorted(peers), min(most, len(peers)))
 
 
 Answer = TypeVar("Answer")

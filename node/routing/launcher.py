@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 LIFETIME_IN_PATHS = 20
 """A microbatch without a sign of life for this many times its path's usual duration is abandoned."""
+TRIAL_IN_PATHS = 3
+"""A microbatch on a path with an unproven replica is launched again after this many times the path's usual duration."""
 LOOK_AGAIN_S = 0.5
 
 
@@ -105,6 +107,8 @@ class DataNode(PathEnds):
         self._packs_documents = manifest.packs_documents
         self._on_finished = context.finished
         self._queue = LaunchQueue(planner, texts.ready, training.reading.drawn, self.in_flight.next_number)
+        self._trials: dict[MicrobatchId, float] = {}
+        """Microbatches on trial with an unproven replica, and when they end."""
         self._missing: dict[ModuleId, str] = {}
         """Unserved modules, with the consequence that was reported."""
         self._wake = asyncio.Event()
@@ -132,6 +136,7 @@ class DataNode(PathEnds):
             self._on_finished()
         while True:
             self._tell_who_is_missing()
+            self._end_late_trials()
             while not self._is_stopping and self.in_flight.may_start().value and self._launch():
                 pass
             await set_or_after(self._wake, LOOK_AGAIN_S)
@@ -149,8 +154,19 @@ class DataNode(PathEnds):
         in_usual_ones = self.sizes.add(text.workload)
         self._times.launched(entry.microbatch, path, queue, now, in_usual_ones)
         log.debug("%s: %s", entry.microbatch, launch.reason)
-        self._launches.launch(entry.microbatch, text, path, Purpose.TRAIN, self._lifetime(path, in_usual_ones))
+        usual_s = self._planner.usual_s(path) * max(1.0, in_usual_ones)
+        if self._planner.is_trial(path, now):
+            self._trials[entry.microbatch] = now + TRIAL_IN_PATHS * usual_s
+        lifetime_s = min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * usual_s))
+        self._launches.launch(entry.microbatch, text, path, Purpose.TRAIN, lifetime_s)
         return True
+
+    def _end_late_trials(self) -> None:
+        """Abandons the microbatches that unproven replicas hold for too long; proven ones get their texts."""
+        now = self._clock.monotonic()
+        self._trials = {each: until for each, until in self._trials.items() if self.in_flight.get(each) is not None}
+        for microbatch in [each for each, until in self._trials.items() if until <= now]:
+            self.lost(microbatch, "an unproven replica on its path was too slow")
 
     def _tell_who_is_missing(self) -> None:
         """Reports each module without a serving peer once, and once more when a peer serves it again."""
@@ -164,10 +180,6 @@ class DataNode(PathEnds):
         for module in before:
             if module not in now:
                 self._events.emit(Resumed(str(module)))
-
-    def _lifetime(self, path: Path, size: float) -> float:
-        usual_s = self._planner.usual_s(path) * max(1.0, size)
-        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * usual_s))
 
     # ---- node.pipeline.runner.PathEnds -------------------------------------------------------------------------------
 

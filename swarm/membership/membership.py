@@ -51,6 +51,8 @@ class Membership:
         self.run = run
         self.own = own
         self._members: dict[PeerId, _Member] = {}
+        self.linked: set[PeerId] = set()
+        """Peers to which a link is open."""
         self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
@@ -83,6 +85,7 @@ class Membership:
 
     def fail(self, peer: PeerId, now: float) -> None:
         """Suspects a failed peer: for FIRST_PAUSE_S, in case only a link broke; after a second failure, gives it up."""
+        self.linked.discard(peer)
         # A failure during the suspicion belongs to the same outage. A later one gives the peer up.
         member = self._members.get(peer)
         if member is None or member.suspect_until > now:
@@ -101,7 +104,8 @@ class Membership:
         return self._harmful.add(peer, now)
 
     def recover(self, peer: PeerId) -> None:
-        """Clears the suspicion and failures of a peer to which a link has opened again."""
+        """Clears the suspicion and failures of a peer to which a link has opened."""
+        self.linked.add(peer)
         member = self._members.get(peer)
         if member is not None:
             member.failures, member.suspect_until = 0, 0.0

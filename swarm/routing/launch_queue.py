@@ -107,7 +107,8 @@ class LaunchQueue(Generic[Text]):
             served = current_route(text, self._planner, is_open)
             # A number shared by all routes could make one route skip the same stages every time.
             turn = self._first + self._turns[served.value] if served.value else number
-            plan = self._planner.plan(turn, served.value, in_flight, now)
+            # A replica on trial may be the one that lost the text.
+            plan = self._planner.plan(turn, served.value, in_flight, now, proven_only=text in self._retried)
             if not isinstance(plan.value, NoReplica):
                 return self._taken(Launch(text, plan.value, served.value, f"{served.reason}; {plan.reason}"))
         return None

@@ -24,6 +24,7 @@ MAX_LINKS: Final = 200_000
 UNKNOWN_TOKENS_PER_S: Final = 1000.0
 """Speed assumed if a peer has neither measurements nor an announced speed, in tokens per second."""
 ASSUMED_BACKWARD_FACTOR: Final = 2.0
+SLOWER_AT_MOST: Final = 4.0
 LEAST_LINK_SHARE: Final = 0.5
 """Smallest share of the sending time that the tensor takes; the answer takes the rest."""
 
@@ -123,14 +124,15 @@ class MeasuredTimes:
     def usual_s(self, peer: PeerId, announced: Speed) -> float:
         """Returns the seconds of a completed visit with an empty queue, from which timeouts follow.
 
-        A peer without completed visits counts as slow as the slowest of the others.
+        A peer without completed visits counts as the slowest of the others, or up to SLOWER_AT_MOST times slower if it
+        announces that.
         """
         # Lost microbatches are left out: otherwise each one that a peer keeps would lengthen its timeout.
         known = self._completed.get(peer)
         if known is not None:
             return known.mean
-        others = self._completed.means().values()
-        return max(others) if others else self._announced_s(announced)
+        slowest, own = max(self._completed.means().values(), default=None), self._announced_s(announced)
+        return own if slowest is None else max(slowest, min(SLOWER_AT_MOST * slowest, own))
 
     def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
         """Returns the one of `peers` (at least one) that was never visited, or whose last visit is the oldest."""

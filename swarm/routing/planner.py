@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Final
 
 from swarm.experts.routes import module_at
 from swarm.membership.membership import Membership
@@ -21,6 +22,7 @@ from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.prices import LEAST_SERVICE_S, StagePrices, visit_shares
 from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
+from swarm.vocabulary.statistics import ExponentialBackoff
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
 
 GATHER_S = 60.0
@@ -43,6 +45,9 @@ AT_PEERS = 0.9
 TRY_EVERY = 67
 """Interval, in microbatches, at which a hop uses its least recently measured replica; prime, to reach all hops."""
 
+TRIAL_PAUSE_S: Final = ExponentialBackoff(2.0, 60.0)
+"""Pause of a module's trials after failed ones in a row."""
+
 Live = Mapping[ModuleId, Sequence[Announcement]]
 """Replicas of each module that accept work."""
 
@@ -52,6 +57,15 @@ class NoReplica:
     """Result of planning without a path: the modules that have no reachable replica."""
 
     modules: tuple[ModuleId, ...]
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Trials of one module's unproven replicas by our microbatches: one at a time, and none after failures."""
+
+    peer: PeerId | None = None
+    failures: int = 0
+    paused_until: float = -math.inf
 
 
 class Planner:
@@ -72,9 +86,10 @@ class Planner:
         self._visited: set[ModuleId] = set()
         self._has_gathered = not rules.has_experts
         self._gathers_since: float | None = None
+        self._trials: dict[ModuleId, _Trial] = {}
 
     def plan(
-        self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
+        self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float, *, proven_only: bool = False
     ) -> Reasoned[Path | NoReplica]:
         """Returns a path for a microbatch to launch, or the modules that prevent one.
 
@@ -82,6 +97,7 @@ class Planner:
             number: number of the microbatch.
             route: the microbatch's experts; all are served.
             in_flight: our microbatches in flight through each peer.
+            proven_only: whether replicas on trial are left out, if others serve the module.
         """
         live = self._membership.all_replicas(now)
         modules = [module_at(route, stage) for stage in range(1, self.rules.stages)]
@@ -91,7 +107,7 @@ class Planner:
         if awaited:
             return Reasoned(NoReplica(tuple(awaited)), "; ".join(f"module {each} has no peer left" for each in awaited))
         costs = self._current_costs(live, modules, in_flight, now)
-        among = self._candidates(modules, live, in_flight)
+        among = self._candidates(modules, live, in_flight, now, proven_only=proven_only)
         found = self._cheapest(costs, among, route, in_flight, self.rules.per_path)
         if found is None and left_out:
             found = self._cheapest(costs, among, route, in_flight, self.rules.fewest)
@@ -103,7 +119,7 @@ class Planner:
         turn, rest = divmod(number, TRY_EVERY)
         if not rest and stages:
             tried = stages[turn % len(stages)]
-            oldest = self._times.longest_unmeasured(sorted(a.peer for a in live[modules[tried - 1]]))
+            oldest = self._times.longest_unmeasured(sorted(among[tried]))
             same: list[Sequence[PeerId]] = [among[stage] if stage in stages else () for stage in range(len(among))]
             same[tried] = [oldest]
             found = self._cheapest(costs, same, route, in_flight, len(stages)) or found
@@ -111,6 +127,9 @@ class Planner:
         hops = tuple(Hop(modules[stage - 1], peer) for stage, peer in zip(stages, found.route, strict=True))
         self.prices.launch(stages, route, [stage for stage in range(1, len(among)) if among[stage]])
         self._visited.update(hop.module for hop in hops)
+        for hop in hops:
+            if not self._times.has_completed(hop.peer):
+                self._trials.setdefault(hop.module, _Trial()).peer = hop.peer
         return Reasoned(Path(self._membership.own, hops), why)
 
     def plan_through(
@@ -206,8 +225,10 @@ class Planner:
         if not candidates:
             return Reasoned(None, f"module {module} has no peer left")
         expected = {a.peer: self._finish_s(a, in_flight) for a in candidates}
-        on_trial = self._on_trial([a.peer for a in candidates], in_flight)
-        best = min(candidates, key=lambda a: (a.peer in on_trial, expected[a.peer].value, a.peer)).peer
+        proven, linked = self._times.has_completed, self._membership.linked
+        best = min(
+            candidates, key=lambda a: (not proven(a.peer), a.peer not in linked, expected[a.peer].value, a.peer)
+        ).peer
         figure = expected[best]
         return Reasoned(
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
@@ -232,21 +253,44 @@ class Planner:
         served = [stage for stage in stages if by_stage[stage - 1]]
         self._taken = {a.peer: self._mean_taken(a, in_flight) for announced in by_stage for a in announced}
         self.prices.look(live.get(ModuleId(0), ()), served, now)
-        among = self._candidates(modules, live, in_flight)
+        among = self._candidates(modules, live, in_flight, now, proven_only=True)
         cheapest = self._cheapest(costs, among, None, in_flight, min(self.rules.per_path, len(served)))
         self._route_s = 0.0 if cheapest is None else cheapest.price
         return costs
 
     def _candidates(
-        self, modules: Sequence[ModuleId], live: Live, in_flight: Mapping[PeerId, int]
+        self,
+        modules: Sequence[ModuleId],
+        live: Live,
+        in_flight: Mapping[PeerId, int],
+        now: float,
+        *,
+        proven_only: bool,
     ) -> list[Sequence[PeerId]]:
-        """Returns the replicas that may be chosen, by stage: without replicas on trial, if others are left."""
+        """Returns the replicas that may be chosen, by stage.
+
+        Records and links are free. While a linked replica serves the module that has completed microbatches of ours,
+        the others get one on trial at a time, over a link.
+        """
         among: list[Sequence[PeerId]] = [()]
+        linked = self._membership.linked
         for module in modules:
             peers = [a.peer for a in live.get(module, ())]
-            on_trial = self._on_trial(peers, in_flight)
-            among.append([peer for peer in peers if peer not in on_trial] or peers)
+            proven = [peer for peer in peers if self._times.has_completed(peer)]
+            new = [peer for peer in peers if peer in linked and not self._times.has_completed(peer)]
+            if not linked.isdisjoint(proven) and (proven_only or not self._may_try(module, new, in_flight, now)):
+                new = []
+            among.append([*proven, *new] or peers)
         return among
+
+    def _may_try(self, module: ModuleId, new: Sequence[PeerId], in_flight: Mapping[PeerId, int], now: float) -> bool:
+        """Whether an unproven replica of the module may get a microbatch. Settles the module's last trial."""
+        trial = self._trials.setdefault(module, _Trial())
+        if trial.peer is not None and not in_flight.get(trial.peer, 0):
+            trial.failures = 0 if self._times.has_completed(trial.peer) else trial.failures + 1
+            trial.paused_until = now + TRIAL_PAUSE_S.seconds(trial.failures) if trial.failures else now
+            trial.peer = None
+        return now >= trial.paused_until and not any(in_flight.get(peer, 0) for peer in new)
 
     def _cheapest(
         self,
@@ -295,13 +339,13 @@ class Planner:
         ]
         return min(capacities, default=0.0) * len(capacities)
 
-    def _on_trial(self, replicas: Sequence[PeerId], in_flight: Mapping[PeerId, int]) -> frozenset[PeerId]:
-        """Returns untested replicas at which our first microbatch is in flight; none if all replicas are untested."""
-        # A claim of any speed is free: without a trial a liar would get all our microbatches.
-        unmeasured = frozenset(peer for peer in replicas if not self._times.has_completed(peer))
-        if len(unmeasured) == len(replicas):
-            return frozenset()
-        return frozenset(peer for peer in unmeasured if in_flight.get(peer, 0))
+    def is_trial(self, path: Path, now: float) -> bool:
+        """Whether a path visits an unproven replica although a proven one serves its module."""
+        proven = self._times.has_completed
+        return any(
+            not proven(hop.peer) and any(proven(a.peer) for a in self._membership.replicas(hop.module, now))
+            for hop in path.hops
+        )
 
     def _announced_speed(self, peer: PeerId) -> Speed:
         announcement = self._membership.get(peer)

@@ -16,7 +16,7 @@ from swarm.vocabulary.types import Path, PeerId, Reasoned, Route
 
 
 def by_the_ring(
-    self: Planner, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
+    self: Planner, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float, **_others: object
 ) -> Reasoned[Path | NoReplica]:
     """In place of the choice by prices."""
     return self.plan_through(ring_stages(self.rules, number), route, in_flight, now)

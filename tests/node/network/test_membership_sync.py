@@ -126,6 +126,24 @@ async def there() -> AsyncIterator[Place]:
         yield running
 
 
+async def test_replicas_known_by_name_only_are_greeted_a_few_at_a_time(
+    there: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.network.session.GREET_S", 0.01)
+    monkeypatch.setattr("node.network.session.GREETED_AT_ONCE", 2)
+    linked, names = Other(there.clock), [Other(there.clock) for _ in range(5)]
+    there.meets(linked)
+    there.store.found = [each.state.announcement() for each in names]
+    there.membership_sync.watch((MODULE,))
+    there.own.module = ModuleId(0)
+    await until(lambda: len(there.links.asked) == 2)
+    await asyncio.sleep(0.05)
+    assert len(there.links.asked) == 2, "the first two have not answered"
+    there.links.outcome.set_exception(Stalled("no answer"))
+    await until(lambda: set(there.links.asked) == {each.peer for each in names})
+    assert all(there.may_use(each) for each in (linked, *names)), "nobody is given up for silence"
+
+
 async def test_a_peer_whose_link_broke_is_asked_at_once_and_given_up_without_an_answer(there: Place) -> None:
     other = Other(there.clock)
     there.meets(other)

@@ -169,35 +169,90 @@ def test_slots_that_others_have_taken_count_as_a_queue() -> None:
     assert chosen(planner, {FAST: 20, SLOW: 2}) == SLOW, "our own are more than it says are taken"
 
 
-def test_a_liar_is_believed_only_until_it_has_been_measured() -> None:
-    planner, times = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
-    assert chosen(planner) == LIAR
-    times.visited(LIAR, 2.0)
-    assert chosen(planner) == FAST
-
-
-def test_a_measurement_outlives_every_further_lie() -> None:
+def test_a_claim_of_speed_does_not_outweigh_completed_work() -> None:
     planner, times = planner_with(announcement("liar", speed=float("inf")), announcement("fast", speed=1000))
-    times.visited(LIAR, 2.0)
-    assert chosen(planner) == FAST
-
-
-def test_who_has_brought_nothing_back_gets_one_at_a_time_where_others_have() -> None:
-    planner, times = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
-    assert chosen(planner, {LIAR: 3}) == LIAR, "nobody was measured yet: what is announced is all there is"
+    assert chosen(planner) == LIAR, "no replica was measured yet"
     times.visited(FAST, 1.0)
-    assert chosen(planner) == LIAR
-    assert chosen(planner, {LIAR: 1, FAST: 9}) == FAST
-    times.lost(LIAR, 0.2)
-    assert chosen(planner, {LIAR: 1}) == FAST, "it has still brought nothing back"
-    times.visited(LIAR, 0.01)
-    assert chosen(planner, {LIAR: 1}) == LIAR, "it was no lie"
+    assert chosen(planner, {FAST: 9}) == FAST
+    times.visited(LIAR, 2.0)
+    assert chosen(planner) == FAST, "a measurement outlives every further claim"
+
+
+def test_a_linked_replica_is_preferred_to_a_mere_name() -> None:
+    planner, _ = planner_with(announcement("liar", speed=1e9), announcement("slow", speed=10))
+    planner._membership.recover(SLOW)
+    assert chosen(planner) == SLOW
 
 
 def test_failing_never_looks_like_speed() -> None:
     planner, times = planner_with(announcement("slow", speed=900), announcement("fast", speed=1000))
     times.visited(FAST, 30.0)
+    times.visited(SLOW, 1.0)
     assert chosen(planner) == SLOW
+
+
+class Trials:
+    """A stage with one linked, proven replica, and new names that promise more."""
+
+    def __init__(self, *new: str) -> None:
+        self.planner, self.times = planner_with(announcement("fast"), *(announcement(each, speed=1e9) for each in new))
+        self.members = self.planner._membership
+        self.members.recover(FAST)
+        self.times.visited(FAST, 1.0)
+
+    def link(self, *names: str) -> None:
+        for name in names:
+            self.members.recover(PeerId(name))
+
+    def hop(self, now: float = 0.0, *, proven_only: bool = False, **in_flight: int) -> PeerId:
+        flights = {PeerId(name): count for name, count in in_flight.items()}
+        path = self.planner.plan(1, (), flights, now, proven_only=proven_only).value
+        assert isinstance(path, Path)
+        assert self.planner.is_trial(path, now) != self.times.has_completed(path.hops[0].peer)
+        return path.hops[0].peer
+
+
+def test_names_without_a_link_get_nothing_beside_a_proven_replica() -> None:
+    on = Trials("n1", "n2")
+    assert {on.hop() for _ in range(2 * TRY_EVERY)} == {FAST}
+    on.link("n1")
+    assert on.hop() == "n1"
+
+
+def test_one_new_replica_of_a_module_is_on_trial_at_a_time_whatever_their_number() -> None:
+    on = Trials("n1", "n2", "n3")
+    on.link("n1", "n2", "n3")
+    first = on.hop()
+    assert first != FAST
+    assert on.hop(**{first: 1}) == FAST
+    assert on.hop(proven_only=True) == FAST, "the text of a lost microbatch"
+    on.times.visited(first, 0.01)
+    assert on.hop() == first, "it has kept its promise"
+
+
+def test_trials_pause_longer_after_each_failure() -> None:
+    on = Trials("n1", "n2", "n3")
+    on.link("n1", "n2", "n3")
+    now = 0.0
+    for pause_s in (2.0, 4.0, 8.0):
+        tried = on.hop(now)
+        assert tried != FAST
+        on.times.lost(tried, 10.0)
+        assert on.hop(now) == FAST
+        assert on.hop(now + 0.9 * pause_s) == FAST
+        now += pause_s + 0.01
+    kept = on.hop(now)
+    on.times.visited(kept, 0.1)
+    assert on.hop(now) == kept, "a success ends the pauses"
+
+
+def test_without_a_proven_replica_every_linked_one_gets_work() -> None:
+    planner, _ = planner_with(announcement("n1"), announcement("n2"), announcement("name", speed=1e9))
+    planner._membership.recover(PeerId("n1"))
+    planner._membership.recover(PeerId("n2"))
+    paths = [planner.plan(1, (), {PeerId("n1"): busy}, 0.0).value for busy in (0, 5)]
+    assert all(isinstance(path, Path) and not planner.is_trial(path, 0.0) for path in paths)
+    assert [path.hops[0].peer for path in paths if isinstance(path, Path)] == ["n1", "n2"]
 
 
 def test_hops_are_counted_by_peer() -> None:
