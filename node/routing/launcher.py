@@ -35,6 +35,7 @@ LIFETIME_IN_PATHS = 20
 """A microbatch without a sign of life for this many times its path's usual duration is abandoned."""
 TRIAL_IN_PATHS = 3
 """A microbatch on a path with an unproven replica is launched again after this many times the path's usual duration."""
+LEAST_TRIAL_S = 1.0
 LOOK_AGAIN_S = 0.5
 
 
@@ -156,7 +157,7 @@ class DataNode(PathEnds):
         log.debug("%s: %s", entry.microbatch, launch.reason)
         usual_s = self._planner.usual_s(path) * max(1.0, in_usual_ones)
         if self._planner.is_trial(path, now):
-            self._trials[entry.microbatch] = now + TRIAL_IN_PATHS * usual_s
+            self._trials[entry.microbatch] = now + max(LEAST_TRIAL_S, TRIAL_IN_PATHS * usual_s)
         lifetime_s = min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * usual_s))
         self._launches.launch(entry.microbatch, text, path, Purpose.TRAIN, lifetime_s)
         return True
