@@ -447,7 +447,7 @@ async def local_swarm(setting: Setting, tell: Tell) -> None:
     whole = run_of(setting, setting.size(160 * 10**6, 10**6))
     blocks = sum(whole.stages.blocks)
     manifest = run_of(setting, setting.size(160 * 10**6, 10**6), blocks=(0, blocks - blocks // 2, blocks // 2))
-    seconds = setting.size(60, 8)
+    seconds = setting.size(60, 4)
     steps: list[tuple[float, int]] = []
     summaries: list[NodeSummary] = []
     with tempfile.TemporaryDirectory() as logs:

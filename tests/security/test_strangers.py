@@ -69,6 +69,7 @@ def open_files(process: int) -> int:
 
 
 @needs_proc
+@pytest.mark.long  # p2pd leaves each connection 20 s
 async def test_idle_connections_do_not_keep_honest_nodes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     marked = Marked(monkeypatch)
     own, other = Identity.generate(), Identity.generate()
