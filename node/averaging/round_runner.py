@@ -409,7 +409,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except SkipstoneError as error:
             log.warning("%s", error)
             others = tuple(peer for peer in action.roster.peers if peer != self._own)
-            self._start_catching_up(events.CatchUp(action.version, others, "its result was dropped"))
+            self._start_catching_up(events.CatchUp(action.version, others, "its result was dropped", by_most=True))
             return
         self._store.put(staged.anchor)
         crash_point("committing")
@@ -469,16 +469,16 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except (PeerError, StateError, ResourceExhausted) as error:
             self.handle(events.CatchUpFailed(action.version, str(error)))
             return
-        # An anchor is accepted only if honest training could have moved that far since we last met: names are free, so
-        # a majority may be one person.
-        measure = partial(distance_between, self._store.current, anchor)
-        distance = await self._means.thread.run(Priority.UPKEEP, measure)
-        farthest = self._drift.farthest(action.donors, self.clock.wall())
-        if not distance <= farthest:
-            why = f"its distance from ours is {distance:.3g}, more than the {farthest:.3g} that training explains"
-            log.warning("not adopting the anchor of round %d: %s", action.version.round, why)
-            self.handle(events.CatchUpFailed(action.version, why, action.donors))
-            return
+        # A minority's anchor is accepted only if honest training could have moved that far since we last met.
+        if not action.by_most:
+            measure = partial(distance_between, self._store.current, anchor)
+            distance = await self._means.thread.run(Priority.UPKEEP, measure)
+            farthest = self._drift.farthest(action.donors, self.clock.wall())
+            if not distance <= farthest:
+                why = f"its distance from ours is {distance:.3g}, more than the {farthest:.3g} that training explains"
+                log.warning("not adopting the anchor of round %d: %s", action.version.round, why)
+                self.handle(events.CatchUpFailed(action.version, why, action.donors))
+                return
         self._store.put(anchor)
         await self.replica_sync.adopt(anchor)
         self._host.anchored(anchor)

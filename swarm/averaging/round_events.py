@@ -224,6 +224,7 @@ class CatchUp:
     version: AnchorVersion
     donors: tuple[PeerId, ...]
     why: str
+    by_most: bool  # Whether most replicas have it. If not, check its distance from ours.
 
 
 Action = SendMessage | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Caught

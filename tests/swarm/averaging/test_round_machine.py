@@ -363,7 +363,9 @@ def four_alone() -> tuple[Desk, list[Action]]:
 def test_of_as_many_the_greater_is_got_and_held_against_ours() -> None:
     _, actions = four_alone()
     assert [action for action in actions if isinstance(action, events.CatchUp)] == [
-        events.CatchUp(IMPLAUSIBLE, (D,), "1 replicas have round 6, 1 have ours (a tie, and it has more tokens)")
+        events.CatchUp(
+            IMPLAUSIBLE, (D,), "1 replicas have round 6, 1 have ours (a tie, and it has more tokens)", by_most=False
+        )
     ]
 
 
@@ -390,7 +392,7 @@ def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
     desk.wait(4.0)
     actions = desk.feed(events.CaughtUp(replace(RESULT, digest=b"c" * 32)))
     caught_up = [action for action in actions if isinstance(action, events.CatchUp)]
-    assert [action.donors for action in caught_up] == [(B, C, D)]
+    assert [(action.donors, action.by_most) for action in caught_up] == [((B, C, D), True)]
 
 
 def test_it_says_where_it_stands() -> None:
