@@ -634,14 +634,8 @@ class RoundMachine:
             donors = tuple(peer for peer in holders if peer in view.others)
             actions += self._forget("an earlier attempt's result was found")
             view.catch_up_started(version)
-            actions.append(
-                events.CatchUp(
-                    version,
-                    donors,
-                    "an earlier attempt's result was found, and a peer may have committed it",
-                    view.are_most(len(donors)),
-                )
-            )
+            why = "an earlier attempt's result was found, and a peer may have committed it"
+            actions.append(events.CatchUp(version, donors, why, view.are_most(len(donors))))
         return actions
 
     def _try_again(self, leading: Leader, without: frozenset[PeerId], why: str) -> Actions:

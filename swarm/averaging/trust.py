@@ -119,7 +119,7 @@ FADING: Final = 0.9  # Decay of the usual norm per round, so that it follows a f
 DRIFT_LIMIT: Final = 8.0
 FEWEST_APART: Final = 2.0  # Rounds by which two anchors may always differ
 LATEST_INTERVALS: Final = 9  # Their median is the usual time between rounds: a cut network makes one of them long
-SHORTEST_ROUND_S: Final = 0.1
+SHORTEST_ROUND_S: Final = 1e-3
 
 
 def mark_of(peer: PeerId) -> int:
