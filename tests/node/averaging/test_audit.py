@@ -101,7 +101,7 @@ async def work(here: Hall, number: int) -> None:
     def held() -> bool:
         return all(replica.anchor.version.round > before[replica.peer] for replica in honest)
 
-    async with asyncio.timeout(LONG_S):
+    async with asyncio.timeout(4 * LONG_S):  # a download that failed is tried again after 5 to 60 s
         # Who catches up has lost its work, so the others go on with theirs, as replicas do.
         while step < INNER or not held():
             for index, replica in enumerate(here.replicas.values()):
