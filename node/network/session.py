@@ -287,7 +287,7 @@ class MembershipSync:
 
 
 def some(peers: set[PeerId], most: int) -> list[PeerId]:
-    return random.sample(sorted(peers), min(most, len(peers)))
+    return random.sample(tuple(peers), min(most, len(peers)))
 
 
 Answer = TypeVar("Answer")

@@ -95,7 +95,7 @@ class PartialState:
         return frozenset(self._placed)
 
     def _shared(self, known: Anchor, first_number: int) -> set[int]:
-        """Returns the fragments whose hashes equal those of the anchor `known`. Their arrays can be shared."""
+        """Returns the fragments that the anchor `known` has too, by their hashes. We use its arrays for them."""
         same = set()
         for place, (first, end) in enumerate(self._layout.fragments):
             numbers = range(first_number + first, first_number + end)
