@@ -25,6 +25,7 @@ MAX_VISIT_RATIO = 2.0  # Largest ratio of visits of two stages after stage 0; 1.
 MAX_ROUND = 2**48 - 1
 MAX_COUNT = 2**48  # Largest count of inner steps or tokens; sums saturate
 SIGNATURE_BYTES = 64
+INVITATION_BYTES = 170
 DIGEST_BYTES = 32
 
 Stage = Annotated[int, Range(1, MAX_STAGES - 1)]  # Stages after stage 0
