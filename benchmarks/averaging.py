@@ -52,7 +52,7 @@ from protocol.identity.signatures import EntrySigner, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
-from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
+from swarm.averaging.round_events import Caught, OtherReplica, ReplicasChanged, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs
 from swarm.membership.membership import Membership
@@ -96,8 +96,8 @@ class Host:
     start: AnchorVersion
     rounds: asyncio.Queue[tuple[AnchorVersion, RoundCommitted]] = field(default_factory=asyncio.Queue)
 
-    def others(self) -> tuple[OtherReplica, ...]:
-        return tuple(OtherReplica(peer, self.start, True) for peer in self.book.contacts)
+    def others(self) -> ReplicasChanged:
+        return ReplicasChanged(tuple(OtherReplica(peer, self.start, True) for peer in self.book.contacts))
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         raise StateError("no replica has to catch up here")

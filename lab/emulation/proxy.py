@@ -102,8 +102,9 @@ def _parent(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # the process has ended
         return None
-    # The second field, the program's name, may contain spaces and parentheses.
-    return int(stat.rpartition(")")[2].split()[1])
+    # The second field, the program's name, may contain spaces and parentheses. A process that is ending has no fields.
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[1]) if len(fields) > 1 else None
 
 
 def _holds(pid: int, inode: int) -> bool:

@@ -21,14 +21,21 @@ from blake3 import blake3
 from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
 from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
 from node.averaging.exchange.pieces import Piece, piece_spec
-from node.averaging.exchange.reduction import read_encoding
+from node.averaging.exchange.reduction import opposed, read_encoding, sample_of
 from node.concurrency.compute_thread import Priority
 from protocol.codecs import encoded_bytes
 from protocol.identity.signatures import PieceSignatures, hash_of_piece
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Caught, Event
-from swarm.averaging.trust import Reckoning, chance_of_audit, unexplained
+from swarm.averaging.trust import (
+    LEAST_ROUNDS_BETWEEN,
+    TIMES_OPPOSED,
+    Opponents,
+    Reckoning,
+    chance_of_audit,
+    unexplained,
+)
 from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.averaging_messages import Contribution, SignedHash
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
@@ -51,13 +58,16 @@ class Recount:
         self._result = math.sqrt(squares(self._rest))
         member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)
         self._shares = [math.sqrt(piece.elements / (fragment.stop - fragment.start))]
+        self.samples: dict[PeerId, Vector] = {}
         # Our own contribution needs no download.
         if plan.contributes:
             data = record.encoded(piece)
             if data is None:
                 raise StateError("the next snapshot is being taken")
             room = np.empty(piece.elements, np.float32)
-            add_scaled(read_encoding(plan.codecs.contribution, data, room), -member.coefficient, self._rest)
+            values = read_encoding(plan.codecs.contribution, data, room)
+            self.samples[plan.own] = sample_of(values)
+            add_scaled(values, -member.coefficient, self._rest)
             self._shares.append(math.sqrt(source.squares(piece.part)) / member.norm if member.norm else 0.0)
 
     def check(
@@ -100,6 +110,7 @@ class Recount:
             values = read_encoding(plan.codecs.contribution, data, room)
         except ProtocolViolation as error:
             return self.caught(self._piece.reducer, f"accepted an invalid contribution: {error}")
+        self.samples[signed.peer] = sample_of(values)
         add_scaled(values, -member.coefficient, self._rest)
         # With a codec that drops values, the encoding is shorter than the declared norm.
         if not plan.codecs.leave_over and member.norm:
@@ -107,6 +118,8 @@ class Recount:
         return None
 
     def judge(self, signed: Mapping[PeerId, SignedHash]) -> Caught | None:
+        if self._piece.reducer in self._record.plan.contributors:
+            self.samples[self._piece.reducer] = sample_of(self._rest)
         reducer, rest = self._record.plan.members[self._piece.reducer], math.sqrt(squares(self._rest))
         reckoning = Reckoning(self._piece.elements, rest, self._result, tuple(self._shares))
         why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.codecs.result)
@@ -188,6 +201,8 @@ class Auditor:
         self._groundless: Counter[PeerId] = Counter()
         self._wanted: dict[tuple[PeerId, Contribution], _Wanted] = {}
         self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[messages.Evidence | None]] = {}
+        self._opponents = Opponents()
+        self._suspected_in = -LEAST_ROUNDS_BETWEEN
         self._auditing = asyncio.Lock()
         self._running = 0
         self._sending, self._fetching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE)
@@ -209,12 +224,17 @@ class Auditor:
         self._records = [replace(record, anchor=None, source=None, sent=None) for record in self._records]
 
     def committed(self, version: AnchorVersion) -> None:
-        """Audits a random piece of the latest exchange with probability `chance`, if `version` is its result."""
+        """Audits a piece of the latest exchange, if `version` is its result: a suspicious one, or any by chance."""
         record = self._records[-1] if self._records else None
         if record is None or record.anchor is None or record.anchor.version != version:
             return
+        self._compare(record, record.samples)
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
-        if pieces and self._random.random() < chance(record, pieces):
+        suspected = [piece for piece in pieces if piece.reducer == record.suspect]
+        if suspected and version.round - self._suspected_in >= LEAST_ROUNDS_BETWEEN:
+            self._suspected_in = version.round
+            self._begin(self.audit(record, self._random.choice(suspected)))
+        elif pieces and self._random.random() < chance(record, pieces):
             self._begin(self.audit(record, self._random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
@@ -339,12 +359,21 @@ class Auditor:
             return None
         self.verdicts += 1
         found = found or await self._on_thread(partial(recount.judge, signed))
+        if found is None:
+            self._compare(record, recount.samples)
         if found is None and accuser is not None:
             why = f"accuses {short(piece.reducer)} of a piece that is correct"
             return self._doubted(self._groundless, recount.caught(accuser, why, certain=False))
         if found is not None and accuser is None and signed:
             self._accuse(record, piece, found.peer, signed)
         return found
+
+    def _compare(self, record: ExchangeRecord, samples: Mapping[PeerId, Vector]) -> None:
+        """Reports contributors to a correct sum that have opposed most others for several rounds."""
+        for peer in self._opponents.observed(samples, opposed(samples)):
+            why = f"its contributions pointed away from most others, {TIMES_OPPOSED} times"
+            if peer != self._own:
+                self._report(Caught(peer, record.plan.roster.round.number, why, certain=False))
 
     def _doubted(self, doubts: Counter[PeerId], caught: Caught) -> Caught | None:
         # A peer may be slow or restarting, so only repeated doubts count.

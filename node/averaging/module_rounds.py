@@ -32,12 +32,12 @@ from node.observability.events import CatchingUp, EventSink, Note, RoundCommitte
 from node.observability.status import Accusation, DownloadStatus, RoundStatus
 from node.start.cut_model import first_version, module_layout
 from protocol.codecs import encoded_bytes
-from protocol.identity.signatures import EntrySigner, PieceSignatures
+from protocol.identity.signatures import PieceSignatures
 from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest
-from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
+from swarm.averaging.round_events import Caught, OtherReplica, ReplicasChanged, RoundRules
 from swarm.averaging.round_machine import RoundMachine
-from swarm.averaging.schedule import choose_version
+from swarm.averaging.schedule import choose_version, voters
 from swarm.compression.round_codecs import CodecLevel, RoundCodecs, codec_levels
 from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.errors import CorruptSnapshot, NoQuorum, Stalled
@@ -165,8 +165,7 @@ class ModuleRounds:
         self._own = own
         self._store = AnchorStore(start)
         rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
-        signer = EntrySigner(session.identity, session.run)
-        self._machine = RoundMachine(own.peer, module, rules, start.version, signer)
+        self._machine = RoundMachine(own.peer, module, rules, start.version, context.proofs.signer)
         self._replica_sync = ReplicaSync(replica, self._store, context.compute, averaging, rules, outer, own.clock)
         means = ExchangeMeans(
             codecs=rules.codecs,
@@ -200,6 +199,7 @@ class ModuleRounds:
             async with task_scope() as tasks:
                 tasks.create_task(self._donor.run())
                 tasks.create_task(self.runner.run())
+                tasks.create_task(self._context.proofs.keep_fresh())
 
     def resume(self, since: InnerWork) -> None:
         self._replica_sync.resume(since)
@@ -247,20 +247,23 @@ class ModuleRounds:
         while self._machine.current_attempt is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
-    def others(self) -> tuple[OtherReplica, ...]:
+    def others(self) -> ReplicasChanged:
         """Returns the module's other replicas. Until this one serves, also leaving ones: they may have the anchor.
 
         Names that are only in the directory do not count while a replica is linked.
         """
-        membership = self._context.session.membership
+        membership, proofs = self._context.session.membership, self._context.proofs
         known = membership.with_state(self._context.module)
         known = [a for a in known if a.peer in membership.linked] or known
+        proven = proofs.proven
         found = (
-            OtherReplica(a.peer, a.anchor, a.state is PeerState.SERVING or not self._ready)
+            OtherReplica(a.peer, a.anchor, a.state is PeerState.SERVING or not self._ready, a.peer in proven)
             for a in known
             if a.anchor is not None
         )
-        return tuple(sorted(found, key=lambda replica: replica.peer))
+        # Data nodes sign their own work, so it proves their invitation and no amount.
+        tallies = proofs.tallies if self._context.module.stage > 0 else ()
+        return ReplicasChanged(tuple(sorted(found, key=lambda replica: replica.peer)), tallies)
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         known = self._store.current
@@ -402,7 +405,9 @@ class _Fetch:
 
     async def _agreed(self) -> Anchor | None:
         membership, module = self._context.session.membership, self._context.module
-        announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
+        await self._context.proofs.refresh()
+        known = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
+        announced = voters(known, self._context.proofs.proven)
         version = choose_version(announced).value
         if version is None or version.round == 0:
             return None

@@ -257,7 +257,7 @@ class RoundTraffic:
 class RoundHost(Protocol):
     """Interface of the node to a replica's averaging rounds: other replicas, downloads, reports."""
 
-    def others(self) -> tuple[events.OtherReplica, ...]: ...
+    def others(self) -> events.ReplicasChanged: ...
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         """Downloads an anchor from these donors. Raises PeerError, StateError or ResourceExhausted."""
@@ -306,7 +306,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self._staged: dict[bytes, StagedRound] = {}
         self._traffic = RoundTraffic(0)
         self._drift = AnchorDrift()
-        self._others: tuple[events.OtherReplica, ...] | None = None
+        self._others: events.ReplicasChanged | None = None
         self._begun: tuple[int, float] = (0, 0.0)
         self._catching: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -347,7 +347,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         others = self._host.others()
         if others != self._others:
             self._others = others
-            self.handle(events.ReplicasChanged(others))
+            self.handle(others)
 
     def _stepped_alone(self, step: SteppedTo) -> None:
         version, own = step.anchor.version, (self._own,)

@@ -15,11 +15,14 @@ from node.experts.router import Router
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
 from node.network.peer_files import fetch_router
+from node.network.proofs import Proofs
 from node.network.session import NetworkSession, visit
 from node.start.cut_model import module_layout
+from protocol.identity.invitations import Guests
+from protocol.identity.signatures import EntrySigner
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.signing import SignedManifest
-from swarm.averaging.schedule import choose_version
+from swarm.averaging.schedule import choose_version, voters
 from swarm.vocabulary.errors import NoQuorum, Stalled, Unreachable
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
@@ -46,6 +49,8 @@ class SwarmSource:
         self._on_progress = on_progress
         self._here: dict[ModuleId, int] = {}
         self._downloads: dict[ModuleId, StateDownloads] = {}
+        self._proofs: dict[ModuleId, Proofs] = {}
+        self._signer = EntrySigner(session.identity, session.run, Guests(session.run, signed.author))
 
     async def router(self) -> Router | None:
         """Downloads the run's router. Raises Unreachable if no peer sends the router."""
@@ -84,8 +89,11 @@ class SwarmSource:
         """Waits up to `patience_s` for an agreed anchor. Returns and raises what `state_to_take` does."""
         clock, membership = self._session.own.clock, self._session.membership
         deadline = clock.monotonic() + patience_s
+        proofs = self._proofs.setdefault(module, Proofs(self._session, module, self._signer))
         while True:
-            announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
+            await proofs.refresh()
+            known = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
+            announced = voters(known, proofs.proven)
             if choose_version(announced).value is not None or clock.monotonic() >= deadline:
                 manifest = self.signed.manifest
                 return state_to_take(

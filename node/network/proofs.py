@@ -1,87 +1,94 @@
-"""Proof that other replicas work: shared averaging rounds, and confirmation by data nodes that send us work."""
+"""Proof that replicas work: tallies signed by data nodes. Without tallies, shared averaging rounds."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, OrderedDict, deque
+import random
 from typing import Final
 
 from node.network.session import NetworkSession
-from node.observability.status import parse_status
+from protocol.frames.frames import decode_tallies, encode_tallies
+from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.transport import Question, QuestionAbout
-from swarm.membership.rebalancing import LEAST_CONFIRMED, proven_by
-from swarm.vocabulary.errors import PeerError
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from swarm.averaging.proven_work import Tallies, WorkLedger, proven_work, to_carry
+from swarm.vocabulary.averaging_messages import WorkTally
+from swarm.vocabulary.errors import PeerError, ProtocolViolation
+from swarm.vocabulary.types import ModuleId, PeerId
 
-REMEMBERED_MICROBATCHES: Final = 1024  # Recent microbatches whose data nodes are asked
-ASKED_DATA_NODES: Final = 8
-MAX_CONFIRMED: Final = 256  # Replicas confirmed by one data node
-MOST: Final = 0.5  # Required share of data nodes if none has given us work
+ASKED_AT_ONCE: Final = 8
 ASK_TIMEOUT_S: Final = 5.0
 ASK_AGAIN_S: Final = 5.0
 
 
-class ConfirmedReplicas:
-    """Replicas that took part in a data node's latest completed microbatches."""
-
-    def __init__(self) -> None:
-        self._peers: OrderedDict[PeerId, None] = OrderedDict()
-
-    def add(self, peer: PeerId) -> None:
-        self._peers[peer] = None
-        self._peers.move_to_end(peer)
-        if len(self._peers) > MAX_CONFIRMED:
-            self._peers.popitem(last=False)
-
-    def peers(self) -> tuple[PeerId, ...]:
-        return tuple(self._peers)
-
-
 class Proofs:
-    """Replicas of a node's module that proved to work: they shared a round with it, or data nodes confirm them."""
+    """Proven work of the replicas of one module, and of this node's own data node."""
 
-    def __init__(self, session: NetworkSession) -> None:
-        self._in_round = frozenset[PeerId]()
+    def __init__(self, session: NetworkSession, module: ModuleId, signer: EntrySigner) -> None:
+        self.ledger = WorkLedger(session.own.peer)
+        self.signer = signer
+        self._module = module
         self._session = session
-        self._work: deque[PeerId] = deque(maxlen=REMEMBERED_MICROBATCHES)
-        self._measured: frozenset[PeerId] = frozenset()
+        self._tallies = Tallies()
+        self._in_round = frozenset[PeerId]()
         self._asked_at = -math.inf
 
     @property
+    def tallies(self) -> tuple[WorkTally, ...]:
+        return self._tallies.valid(self._session.own.clock.monotonic())
+
+    @property
     def proven(self) -> frozenset[PeerId]:
-        """Replicas that data nodes confirmed at the last `refresh`, or that contributed to our anchor's round."""
-        return self._measured | self._in_round
+        """Replicas with proven work. Without any tally, those that contributed to our anchor's round."""
+        return frozenset(proven_work(self.tallies)) or self._in_round
 
     def shared_round(self, contributors: frozenset[PeerId]) -> None:
         """Records the other contributors to the round that made our anchor; empty if the anchor came from no round."""
         self._in_round = contributors
 
-    def worked_on(self, microbatch: MicrobatchId) -> None:
-        """Records that the data node confirmed our gradient of this microbatch."""
-        self._work.append(microbatch.data_node)
-
     async def refresh(self) -> None:
-        """Asks data nodes which replicas they confirm, at most once in ASK_AGAIN_S seconds."""
-        now = self._session.own.clock.monotonic()
+        """Asks data nodes for their tallies, at most once in ASK_AGAIN_S seconds."""
+        session, clock = self._session, self._session.own.clock
+        now = clock.monotonic()
         if now - self._asked_at < ASK_AGAIN_S:
             return
         self._asked_at = now
-        claims: dict[PeerId, frozenset[PeerId]] = {}
+        self._add(self._own_tally(self._module))
+        hosting = [a.peer for a in session.membership.replicas(ModuleId(0), now) if a.peer != session.own.peer]
+        random.shuffle(hosting)
+        # Half of the questions go to data nodes that have proven work: names and silent ones cannot keep us from these.
+        known = {tally.data_node for tally in self.tallies}
+        hosting.sort(key=lambda peer: peer not in session.membership.linked)
+        good = [peer for peer in hosting if peer in known][: ASKED_AT_ONCE // 2]
+        others = [peer for peer in hosting if peer not in good]
+        await asyncio.gather(*map(self._ask, (*good, *others[: ASKED_AT_ONCE - len(good)])))
 
-        async def ask(peer: PeerId) -> None:
-            try:
-                answer = await self._session.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
-                # Bounded, so that a data node cannot confirm a crowd of invented peers.
-                claims[peer] = frozenset(map(PeerId, parse_status(answer).measured[:MAX_CONFIRMED]))
-            except PeerError:
-                return
+    async def keep_fresh(self) -> None:
+        """Asks for tallies periodically, until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(ASK_AGAIN_S)
 
-        # A node without work asks all data nodes. Otherwise a stalled module could hold a node forever: it may not
-        # leave unproven replicas.
-        idle = not self._work
-        data_nodes = (announced.peer for announced in self._session.membership.replicas(ModuleId(0), now))
-        work = Counter(data_nodes if idle else self._work)
-        hosting = [peer for peer, _ in work.most_common() if self._session.membership.hosts(peer, ModuleId(0))]
-        await asyncio.gather(*(ask(peer) for peer in hosting[:ASKED_DATA_NODES]))
-        self._measured = proven_by(claims, work, MOST if idle else LEAST_CONFIRMED)
+    async def answer(self, asker: PeerId, question: Question) -> bytes:
+        """Answers a peer's question with our own tally of a module, or with the tallies of our module that we keep."""
+        module = question.module or self._module
+        own = self._own_tally(module)
+        found = (own,) if own is not None else self.tallies if module == self._module else ()
+        return encode_tallies(to_carry(found))
+
+    async def _ask(self, peer: PeerId) -> None:
+        question = Question(QuestionAbout.WORK, module=self._module)
+        try:
+            for tally in decode_tallies(await self._session.transport.ask(peer, question, ASK_TIMEOUT_S)):
+                self._add(tally)
+        except (PeerError, ProtocolViolation):
+            return
+
+    def _add(self, tally: WorkTally | None) -> None:
+        if tally is not None and tally.module == self._module and self.signer.vouches(tally):
+            self._tallies.add(tally, self._session.own.clock.monotonic())
+
+    def _own_tally(self, module: ModuleId) -> WorkTally | None:
+        clock = self._session.own.clock
+        tally = self.ledger.tally(module, clock.monotonic(), clock.wall())
+        return None if tally is None else self.signer.sign_tally(tally)

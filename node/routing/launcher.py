@@ -11,7 +11,6 @@ from node.concurrency.task_groups import set_or_after
 from node.context.module_context import ModuleContext
 from node.data.feed import ReadingPosition
 from node.data.packing import Microbatch
-from node.network.proofs import ConfirmedReplicas
 from node.observability.events import Abandoned, Completed, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
@@ -95,7 +94,7 @@ class DataNode(PathEnds):
         self.in_flight, self.progress = training.in_flight, training.progress
         self._clock = context.session.own.clock
         self.rate = Rate(self._clock)
-        self.confirmed = ConfirmedReplicas()
+        self.ledger = context.proofs.ledger
         self._is_stopping = False
         self.sizes = times.sizes
         self._planner, self._times, self._evaluator = planner, times, evaluator
@@ -232,8 +231,8 @@ class DataNode(PathEnds):
             self._events.emit(Completed(self.in_flight.own, str(microbatch), hops, entry.tokens, route))
             crash_point("after completed")
             self._events.emit(Visit(self.in_flight.own, str(ModuleId(0)), str(microbatch)))
+            self.ledger.settled(microbatch, path.hops, entry.tokens, self._clock.monotonic())
             for hop in path.hops:
-                self.confirmed.add(hop.peer)
                 self.progress.visits[hop.module] = self.progress.visits.get(hop.module, 0) + 1
             if text is not None:
                 self.progress.routes.completed(text.route, path, entry.loss)

@@ -124,7 +124,7 @@ class DataRole:
             module_visits=_by_module(progress.visits) if self._has_experts else None,
             rerouted=_by_module(progress.routes.rerouted) if self._has_experts else None,
             routes=_routes(progress.routes) if self._has_experts else None,
-            measured=self._data_node.confirmed.peers(),
+            measured=self._data_node.ledger.peers(),
             paths=_paths(self._planner, self._times),
             sizes=self._data_node.sizes.summary() if in_flight.counts.started else None,
             window=self._data_node.window.describe(),

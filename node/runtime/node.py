@@ -36,7 +36,9 @@ from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving, serve_module
 from node.start.cut_model import open_start
 from protocol.dht.directory import DirectorySettings
+from protocol.identity.invitations import Guests
 from protocol.identity.keys import Identity
+from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink, multiaddr_of
@@ -109,6 +111,7 @@ async def run_node(
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
                     session.own.memory_bytes, session.own.device_bytes = fitting.announced()
+                    signer = EntrySigner(session.identity, session.run, Guests(session.run, signed.author))
                     chosen = await fitting.choose(session, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     context = ModuleContext(
@@ -122,7 +125,7 @@ async def run_node(
                         events=logged,
                         finished=stop.set,
                         saves=SaveRequests(),
-                        proofs=Proofs(session),
+                        proofs=Proofs(session, chosen.value, signer),
                         resumed=resumed if resumed.module == chosen.value else ResumedState(),
                         start=start,
                         router=router,
@@ -176,7 +179,8 @@ async def _serve(
             module = chosen.value
         if module is None:
             break
-        context = replace(context, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=ResumedState())
+        proofs = Proofs(session, module, context.proofs.signer)
+        context = replace(context, module=module, saves=SaveRequests(), proofs=proofs, resumed=ResumedState())
     await session.withdraw(WITHDRAW_S)
 
 

@@ -55,7 +55,6 @@ class ReplicaHost:
         self._rounds = rounds
 
     def visited(self, microbatch: MicrobatchId) -> None:
-        self._context.proofs.worked_on(microbatch)
         self._context.events.emit(Visit(self._own.peer, self._module, str(microbatch)))
 
     def retracted(self, microbatch: MicrobatchId) -> None:

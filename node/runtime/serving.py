@@ -61,7 +61,8 @@ async def serve_module(
         async def status(asker: PeerId, question: Question) -> bytes:
             return status_json(own, role, context.compute, session.tunnels)
 
-        with session.dispatcher.registered(answers={QuestionAbout.STATUS: status}):
+        answers = {QuestionAbout.STATUS: status, QuestionAbout.WORK: context.proofs.answer}
+        with session.dispatcher.registered(answers=answers):
             if await unless(stop, _prepared(role)) is None:
                 return None
             with _saver(context, role, folder) as saver:

@@ -26,7 +26,7 @@ from protocol.frames.codec import (
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import MAX_RECORD_BYTES, TOPICS, Question, QuestionAbout, Record, Topic
-from swarm.vocabulary.averaging_messages import SignedRoster, StateChunk
+from swarm.vocabulary.averaging_messages import MAX_TALLIES, SignedRoster, StateChunk, WorkTally
 from swarm.vocabulary.bounds import Detail, Length, Range
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import (
@@ -455,6 +455,25 @@ def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_element
     return HashList(version, elements, chunk_elements, hashes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tallies:
+    tallies: Annotated[tuple[WorkTally, ...], Length(0, MAX_TALLIES)]
+
+
+_TALLIES: Final = converter(_Tallies, wire.WorkTallies.DESCRIPTOR)
+
+
+def encode_tallies(tallies: tuple[WorkTally, ...]) -> bytes:
+    data: bytes = wire.WorkTallies(**_TALLIES.write(_Tallies(tallies), None)).SerializeToString()
+    return data
+
+
+def decode_tallies(data: bytes) -> tuple[WorkTally, ...]:
+    """Parses an answer about work, without its signatures. Raises ProtocolViolation."""
+    read: _Tallies = _TALLIES.read(parsed(wire.WorkTallies, data, f"{len(data)} bytes are no tallies"), None)
+    return read.tallies
+
+
 MAX_LIFETIME_MS: Final = 3_600_000
 
 _Hops = Annotated[tuple[Hop, ...], Length(0, MAX_HOPS)]
@@ -535,8 +554,8 @@ _ALONG_A_PATH: Final[dict[type, Converter]] = {
 }
 
 
-# Largest frame other than a chunk: a path of 256 hops takes about 20 KiB, an answer up to 68 KiB
-MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
+# Largest frame other than a chunk: a roster of 256 entries takes 60 KiB, and its tallies 40 KiB
+MAX_SMALL_FRAME_BYTES: Final = 112 * 1024
 
 MAX_AGE_MS: Final = 2**48
 

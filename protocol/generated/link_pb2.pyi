@@ -466,18 +466,58 @@ class Declined(_message.Message):
     def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., reason: _Optional[_Union[Declined.Reason, str]] = ..., version: _Optional[_Union[AnchorVersion, _Mapping]] = ...) -> None: ...
 
 class Roster(_message.Message):
-    __slots__ = ("round", "base", "codec", "codec_reason", "entries")
+    __slots__ = ("round", "base", "codec", "codec_reason", "entries", "tallies")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CODEC_REASON_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    TALLIES_FIELD_NUMBER: _ClassVar[int]
     round: RoundId
     base: AnchorVersion
     codec: Codec
     codec_reason: str
     entries: _containers.RepeatedCompositeFieldContainer[Entry]
-    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., codec_reason: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
+    tallies: _containers.RepeatedCompositeFieldContainer[WorkTally]
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., codec_reason: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., tallies: _Optional[_Iterable[_Union[WorkTally, _Mapping]]] = ...) -> None: ...
+
+class WorkTally(_message.Message):
+    __slots__ = ("data_node", "module", "number", "at", "window_s", "rows", "invitation", "signature")
+    DATA_NODE_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    INVITATION_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    data_node: str
+    module: ModuleId
+    number: int
+    at: float
+    window_s: float
+    rows: _containers.RepeatedCompositeFieldContainer[WorkRow]
+    invitation: bytes
+    signature: bytes
+    def __init__(self, data_node: _Optional[str] = ..., module: _Optional[_Union[ModuleId, _Mapping]] = ..., number: _Optional[int] = ..., at: _Optional[float] = ..., window_s: _Optional[float] = ..., rows: _Optional[_Iterable[_Union[WorkRow, _Mapping]]] = ..., invitation: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class WorkRow(_message.Message):
+    __slots__ = ("peer", "visits", "tokens", "recent")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    VISITS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    visits: int
+    tokens: int
+    recent: int
+    def __init__(self, peer: _Optional[str] = ..., visits: _Optional[int] = ..., tokens: _Optional[int] = ..., recent: _Optional[int] = ...) -> None: ...
+
+class WorkTallies(_message.Message):
+    __slots__ = ("tallies",)
+    TALLIES_FIELD_NUMBER: _ClassVar[int]
+    tallies: _containers.RepeatedCompositeFieldContainer[WorkTally]
+    def __init__(self, tallies: _Optional[_Iterable[_Union[WorkTally, _Mapping]]] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("round", "first_chunk", "end_chunk", "tensor", "signature")
@@ -638,7 +678,7 @@ class StateRefused(_message.Message):
     def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., digest: _Optional[bytes] = ..., chunks: _Optional[_Iterable[int]] = ..., reason: _Optional[_Union[StateRefused.Reason, str]] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back", "call", "called", "router", "tokenizer")
+    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back", "call", "called", "router", "tokenizer", "work")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -649,6 +689,7 @@ class Question(_message.Message):
     CALLED_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: ManifestQuestion
     status: StatusQuestion
@@ -659,7 +700,8 @@ class Question(_message.Message):
     called: CalledQuestion
     router: RouterQuestion
     tokenizer: TokenizerQuestion
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ..., call: _Optional[_Union[CallQuestion, _Mapping]] = ..., called: _Optional[_Union[CalledQuestion, _Mapping]] = ..., router: _Optional[_Union[RouterQuestion, _Mapping]] = ..., tokenizer: _Optional[_Union[TokenizerQuestion, _Mapping]] = ...) -> None: ...
+    work: WorkQuestion
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ..., call: _Optional[_Union[CallQuestion, _Mapping]] = ..., called: _Optional[_Union[CalledQuestion, _Mapping]] = ..., router: _Optional[_Union[RouterQuestion, _Mapping]] = ..., tokenizer: _Optional[_Union[TokenizerQuestion, _Mapping]] = ..., work: _Optional[_Union[WorkQuestion, _Mapping]] = ...) -> None: ...
 
 class ManifestQuestion(_message.Message):
     __slots__ = ()
@@ -686,6 +728,12 @@ class EvaluateQuestion(_message.Message):
     microbatches: int
     stages: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, microbatches: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WorkQuestion(_message.Message):
+    __slots__ = ("module",)
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    module: ModuleId
+    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ...) -> None: ...
 
 class StateQuestion(_message.Message):
     __slots__ = ("module", "digest")
@@ -758,7 +806,7 @@ class CalledQuestion(_message.Message):
     def __init__(self, record: _Optional[bytes] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back", "call", "called", "router", "tokenizer")
+    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back", "call", "called", "router", "tokenizer", "work")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -770,6 +818,7 @@ class Answer(_message.Message):
     CALLED_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: bytes
     status: bytes
@@ -781,4 +830,5 @@ class Answer(_message.Message):
     called: bytes
     router: bytes
     tokenizer: bytes
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ..., call: _Optional[bytes] = ..., called: _Optional[bytes] = ..., router: _Optional[bytes] = ..., tokenizer: _Optional[bytes] = ...) -> None: ...
+    work: bytes
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ..., call: _Optional[bytes] = ..., called: _Optional[bytes] = ..., router: _Optional[bytes] = ..., tokenizer: _Optional[bytes] = ..., work: _Optional[bytes] = ...) -> None: ...

@@ -80,13 +80,16 @@ class Guests:
 
     def fault(self, peer: PeerId, invitation: bytes, now: float) -> str | None:
         """Returns why a peer may not act as data node at the Unix time `now`; None if it may."""
-        return None if self.is_open else self._fault(peer, invitation, now)
+        return None if self.is_open else self._fault(peer, invitation, now, counts_uses=True)
 
     def is_invited(self, peer: PeerId, invitation: bytes, now: float) -> bool:
-        """Whether the peer is the author, an inviter, or invited. An open run alone makes no peer invited."""
-        return self._fault(peer, invitation, now) is None
+        """Whether the peer is the author, an inviter, or invited; all peers agree. An open run alone invites no peer.
 
-    def _fault(self, peer: PeerId, invitation: bytes, now: float) -> str | None:
+        The number of uses does not count, because each peer may have met other guests first.
+        """
+        return self._fault(peer, invitation, now, counts_uses=False) is None
+
+    def _fault(self, peer: PeerId, invitation: bytes, now: float, *, counts_uses: bool) -> str | None:
         if peer in self.hosts:
             return None
         if len(invitation) != INVITATION_BYTES:
@@ -97,7 +100,7 @@ class Guests:
             return EXPIRED
         if self._verified.get((grant, peer)) != guest:
             # A used-up grant costs no verification.
-            if uses and sum(one == grant and other != peer for one, other in self._verified) >= uses:
+            if counts_uses and uses and sum(one == grant and other != peer for one, other in self._verified) >= uses:
                 return USED_UP
             if (invitation, peer) in self._forged or not self._is_signed(peer, grant, key, signature, guest):
                 _remember(self._forged, (invitation, peer), b"")

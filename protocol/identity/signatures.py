@@ -1,6 +1,6 @@
-"""Ed25519 signatures (RFC 8032) of routes, roster entries and pieces of pseudo-gradients. A peer id contains the key.
+"""Ed25519 signatures (RFC 8032) of routes, roster entries, tallies of work and pieces of pseudo-gradients.
 
-`proto/link.proto` specifies the signed bytes at Route, Entry and Contribution.
+A peer id contains the key. `proto/link.proto` specifies the signed bytes at Route, Entry, WorkTally and Contribution.
 """
 
 from __future__ import annotations
@@ -15,23 +15,45 @@ from typing import Final
 from blake3 import blake3
 
 from protocol.frames.codec import milliseconds, packed
+from protocol.identity.invitations import Guests
 from protocol.identity.keys import Identity, public_key_of, verify
-from swarm.vocabulary.averaging_messages import Contribution, Entry
+from swarm.vocabulary.averaging_messages import Contribution, Entry, WorkTally
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute
 
 _ENTRY_DOMAIN: Final = b"skipstone-entry:2\0"
+_TALLY_DOMAIN: Final = b"skipstone-tally:1\0"
+MAX_VERIFIED: Final = 64  # Tallies whose verification is remembered
 _PIECE_DOMAIN: Final = b"skipstone-piece:2\0"
 _PIECE_NUMBERS: Final = struct.Struct("<6Q")
 
 
 class EntrySigner:
-    """Signs and verifies a run's roster entries (`Signer`). The signed bytes include round, attempt and anchor."""
+    """Signs and verifies a run's roster entries and tallies of work (`Signer`)."""
 
-    def __init__(self, identity: Identity, run: RunId) -> None:
+    def __init__(self, identity: Identity, run: RunId, guests: Guests | None = None, invitation: bytes = b"") -> None:
         self._identity = identity
         self._run = run
+        self._guests = guests
+        self._invitation = invitation
+        self._verified: OrderedDict[WorkTally, bool] = OrderedDict()
+
+    def sign_tally(self, tally: WorkTally) -> WorkTally:
+        signature = self._identity.sign(tally_statement(self._run, tally))
+        return replace(tally, invitation=self._invitation, signature=signature)
+
+    def vouches(self, tally: WorkTally) -> bool:
+        """Whether an invited data node has signed the tally. The cache includes failures: each is paid for once."""
+        if tally not in self._verified:
+            # Judged at the tally's own time: all members of a round must agree.
+            guests = self._guests
+            invited = guests is not None and guests.is_invited(tally.data_node, tally.invitation, tally.at)
+            key = public_key_of(tally.data_node) if invited else b""
+            self._verified[tally] = invited and verify(key, tally.signature, tally_statement(self._run, tally))
+            while len(self._verified) > MAX_VERIFIED:
+                self._verified.popitem(last=False)
+        return self._verified[tally]
 
     def sign(self, entry: Entry) -> Entry:
         return replace(entry, signature=self._identity.sign(entry_statement(self._run, entry)))
@@ -56,6 +78,13 @@ def entry_statement(run: RunId, entry: Entry) -> bytes:
             b"\0" if entry.staged is None else b"\1" + _version(entry.staged),
         )
     )
+
+
+def tally_statement(run: RunId, tally: WorkTally) -> bytes:
+    """Returns the bytes that a data node signs for a tally of work."""
+    head = struct.pack("<IIQdd", tally.module.stage, tally.module.expert, tally.number, tally.at, tally.window_s)
+    rows = (row.peer.encode() + struct.pack("<3Q", row.visits, row.tokens, row.recent) for row in tally.rows)
+    return b"".join((_TALLY_DOMAIN, bytes.fromhex(run), head, *rows))
 
 
 def _version(version: AnchorVersion) -> bytes:

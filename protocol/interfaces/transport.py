@@ -87,6 +87,7 @@ class QuestionAbout(enum.Enum):
     CALL = "call"  # To an intermediate peer: ask another peer to dial the asker
     CALLED = "called"  # From an intermediate peer: dial the owner of the record
     ROUTER = "router"
+    WORK = "work"  # Tallies that prove the work of a module's replicas
     TOKENIZER = "tokenizer"  # A piece of the tokenizer file; shorter or empty at its end
 
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from swarm.averaging.proven_work import to_carry
 from swarm.averaging.replica_view import ReplicaView
 from swarm.averaging.roster import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.averaging.round_events import SendMessage
@@ -105,6 +106,7 @@ class Leader:
         self._rules = view.rules
         self._signer = view.signer
         self._usual = view.usual
+        self._tallies = to_carry(view.tallies)
         self._opened = view.now
         self._interval_s = view.anchored_s
         self._pulsed = view.now
@@ -241,7 +243,8 @@ class Leader:
             self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
         entries = self._entries()
         codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
-        signed = SignedRoster(self.round, self._base, tuple(entries.values()), codecs.value.contribution, codecs.reason)
+        choice = codecs.value.contribution, codecs.reason
+        signed = SignedRoster(self.round, self._base, tuple(entries.values()), *choice, self._tallies)
         self.roster = make_roster(self._rules, signed)
         if self.roster is None:
             return []

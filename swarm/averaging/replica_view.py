@@ -11,7 +11,16 @@ from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import OtherReplica, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import due, leader_order, next_number, plausible_round, standing
 from swarm.averaging.trust import Penalties, UsualLength
-from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, MAX_MEMBERS, Commit, Progress, Roster, RoundId
+from swarm.vocabulary.averaging_messages import (
+    MAX_ATTEMPTS,
+    MAX_MEMBERS,
+    Commit,
+    Progress,
+    Roster,
+    RoundId,
+    SignedRoster,
+    WorkTally,
+)
 from swarm.vocabulary.statistics import ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
@@ -82,6 +91,8 @@ PRESUMED_S = 5.0  # Time for which a member of our committed round is assumed to
 
 # Time for which a lower round counts as a reordered message, in seconds. After that the replica has restarted.
 OVERTAKEN_S = 5.0
+NEW_TALLY_S = 30.0  # Time after which other replicas, too, must have the tallies of a data node
+OLD_TALLY_S = 300.0  # Age, compared with ours, at which a roster's tallies are refused
 PATIENCE_PULSES = 2  # Pulses for which versions must differ before we act: most differences are commits in flight
 REMEMBERED = 16
 
@@ -89,6 +100,7 @@ REMEMBERED = 16
 @dataclass(slots=True)
 class _Known:
     serving: bool
+    proven: bool
     announced: AnchorVersion
     reported: AnchorVersion | None = None
     reported_at: float = 0.0
@@ -113,14 +125,17 @@ class OtherReplicas:
 
     def changed(self, others: Iterable[OtherReplica]) -> frozenset[PeerId]:
         before = self._known
-        listed = sorted(others, key=lambda replica: (not replica.serving, replica.peer))[: MAX_MEMBERS - 1]
-        self._known = {r.peer: before.get(r.peer) or _Known(r.serving, r.version) for r in listed}
+        ordered = sorted(others, key=lambda replica: (not replica.proven, not replica.serving, replica.peer))
+        proven = sum(replica.proven for replica in ordered)
+        # Names are free: those without proven work must not be most of a round.
+        listed = ordered[: min(2 * proven or MAX_MEMBERS, MAX_MEMBERS - 1)]
+        self._known = {r.peer: before.get(r.peer) or _Known(r.serving, r.proven, r.version) for r in listed}
         for replica in listed:
             known = self._known[replica.peer]
             is_new = replica.version != known.announced
             if is_new and known.reported is not None and replica.version.round >= known.reported.round:
                 known.reported = None
-            known.serving, known.announced = replica.serving, replica.version
+            known.serving, known.proven, known.announced = replica.serving, replica.proven, replica.version
         return frozenset(before) - frozenset(self._known)
 
     def reported(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
@@ -147,6 +162,10 @@ class OtherReplicas:
     @property
     def serving(self) -> frozenset[PeerId]:
         return frozenset(peer for peer, known in self._known.items() if known.serving)
+
+    @property
+    def proven(self) -> frozenset[PeerId]:
+        return frozenset(peer for peer, known in self._known.items() if known.proven)
 
     @property
     def all(self) -> frozenset[PeerId]:
@@ -184,6 +203,8 @@ class ReplicaView:
         self.anchored_at: float | None = None
         self._highest = 0
         self.others = OtherReplicas()
+        self.tallies: tuple[WorkTally, ...] = ()
+        self._vouching_since: dict[PeerId, float] = {}
         self.attempt_log = AttemptLog(rules)
         self.penalties = Penalties()
         self.usual = UsualLength()
@@ -191,12 +212,29 @@ class ReplicaView:
         self._behind_since: float | None = None
         self._failures: dict[AnchorVersion, tuple[float, int]] = {}
 
+    def prove(self, tallies: tuple[WorkTally, ...]) -> None:
+        self.tallies = tallies
+        self._vouching_since = {t.data_node: self._vouching_since.get(t.data_node, self.now) for t in tallies}
+
+    def unproven(self, signed: SignedRoster) -> str | None:
+        """Returns a reason not to follow a roster whose tallies are missing or old, compared with those we have."""
+        theirs = {tally.data_node: tally.at for tally in signed.tallies}
+        ours = {tally.data_node: tally.at for tally in self.tallies}
+        if any(at < ours.get(data_node, at) - OLD_TALLY_S for data_node, at in theirs.items()):
+            return "its tallies of work are old"
+        long = {peer for peer, since in self._vouching_since.items() if self.now - since > NEW_TALLY_S}
+        return "it lacks the tallies of work" if long and not long & theirs.keys() else None
+
     def standing(self) -> Reasoned[AnchorVersion]:
         """Returns the anchor version on which live replicas agree. Ignores versions whose download failed recently.
 
-        A distrusted replica counts only if most replicas have its version.
+        Only replicas with proven work count, unless we have no state to lose or nothing can be proven. A distrusted
+        replica counts only if most replicas have its version.
         """
         versions, distrusted = self.others.versions(self.now), self.penalties.distrusted(self.now)
+        proven = self.others.proven
+        if proven or (self.tallies and self.version.round > 0):
+            versions = {peer: version for peer, version in versions.items() if peer in proven}
         held = Counter(versions.values())
         vain = {version for version, (until, _) in self._failures.items() if self.now < until}
         counted = {
@@ -256,7 +294,10 @@ class ReplicaView:
 
     def order(self) -> tuple[PeerId, ...]:
         others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
-        return leader_order(self.module, self.version, self.next_number(), {self.own, *others})
+        order = leader_order(self.module, self.version, self.next_number(), {self.own, *others})
+        proven = self.others.proven
+        # Replicas without proven work lead last.
+        return tuple(sorted(order, key=lambda peer: bool(proven) and peer not in proven and peer != self.own))
 
     def stand_on(self, version: AnchorVersion) -> list[SendMessage]:
         self.version, self.steps, self.anchored_at = version, 0, self.now

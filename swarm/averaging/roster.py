@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from swarm.averaging.round_events import RoundRules
+from swarm.averaging.proven_work import lead, proven_work
+from swarm.averaging.round_events import RoundRules, Signer
 from swarm.averaging.schedule import WORK_AT_MOST, fragment_chunks, fragments_of, lower_median, steps_between_rounds
 from swarm.averaging.trust import rates, slowest_bytes_per_s
 from swarm.compression.round_codecs import RoundCodecs, choose
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, PeerId, Reasoned, short
 
-TOKENS_AT_MOST = 4  # Largest weight of a member, in median tokens: its tokens are only its own claim
-# Largest update norm, in medians, per square root of the tokens in medians. Larger updates are scaled down.
-NORM_AT_MOST = 1.5
+NORM_AT_MOST = 1.5  # Largest update norm, in medians. Larger updates are scaled down.
+MOST_LEAD = 64.0  # Largest factor by which proven work raises a limit
 FASTER = 2  # Shard size of fast members over slow ones. A larger ratio would let one member falsify more.
-BELIEVED_TOKENS = 64  # Most tokens of one member that the version counts, in medians
+BELIEVED_TOKENS = 1.5  # Most unproven tokens of one member that the version counts, in medians
 MOST_STEPS = 2**32
 MOST_TOKENS = 2**48
 # Share of members (1/4) that may be unknown to us: enough for partial views, too few for an invented majority
@@ -50,21 +50,65 @@ class Weight:
         return self.share * self.clipping
 
 
-def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
-    """Computes the weight of each member's pseudo-gradient from tokens and norms; all are 0 if no member worked."""
-    working = [entry for entry in entries.values() if entry.tokens > 0]
-    if not working:
+def weigh(entries: Mapping[PeerId, Entry], proven: Mapping[PeerId, float] | None = None) -> dict[PeerId, Weight]:
+    """Computes the weight of each member's pseudo-gradient from tokens and norms; all are 0 if no member worked.
+
+    Tokens and norms are only claims. They count up to the median, and beyond it as far as `proven` work (tokens per
+    second) allows. Members without proven work count together like one member, if others have it. No member counts for
+    more than all others together, unless it has more tokens and more proven work than they.
+    """
+    claims = _Claims.of(entries, proven or {})
+    if claims is None:
         return dict.fromkeys(entries, Weight())
-    usual = lower_median([entry.tokens for entry in working])
-    counted = {peer: min(entry.tokens, TOKENS_AT_MOST * usual) for peer, entry in entries.items()}
-    norms = [entry.norm for entry in working if entry.norm > 0]
+    counted = {peer: claims.tokens_of(peer, 1.0) for peer in entries}
+    norms = [entry.norm for peer, entry in entries.items() if entry.norm > 0 and peer in claims.judges]
     longest = NORM_AT_MOST * lower_median(norms) if norms else 0.0
-    total = sum(counted.values())
+    total = math.fsum(counted.values())
 
     def clipping(peer: PeerId, norm: float) -> float:
-        return min(1.0, longest * math.sqrt(max(1.0, counted[peer] / usual)) / norm) if norm > 0 else 1.0
+        return min(1.0, longest * claims.leads[peer] / norm) if norm > 0 and longest else 1.0
 
-    return {peer: Weight(counted[peer] / total, clipping(peer, entry.norm)) for peer, entry in entries.items()}
+    weights = {peer: Weight(counted[peer] / total, clipping(peer, entry.norm)) for peer, entry in entries.items()}
+    lengths = {peer: weights[peer].coefficient * entry.norm for peer, entry in entries.items()}
+    # Share and norm both grow with work, so the limit is the square of the lead.
+    largest = max(sorted(lengths), key=lambda peer: lengths[peer] / claims.leads[peer] ** 2)
+    limit = claims.leads[largest] ** 2 * math.fsum(length for peer, length in lengths.items() if peer != largest)
+    if 0 < limit < lengths[largest]:
+        share, clip = weights[largest].share, weights[largest].clipping
+        weights[largest] = Weight(share, clip * limit / lengths[largest])
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Claims:
+    """The members' claimed tokens, and how far proven work supports them."""
+
+    tokens: dict[PeerId, int]
+    proven: Mapping[PeerId, float]
+    judges: frozenset[PeerId]  # Working members whose medians count: those with proven work, or all if none has it
+    usual: int  # Median tokens of the judges
+    leads: dict[PeerId, float]  # Work over that of all others together, by tokens and by proof; from 1 to MOST_LEAD
+
+    @classmethod
+    def of(cls, entries: Mapping[PeerId, Entry], proven: Mapping[PeerId, float]) -> _Claims | None:
+        """Returns the claims of a round's members; None if no member worked."""
+        tokens = {peer: entry.tokens for peer, entry in sorted(entries.items()) if entry.tokens > 0}
+        if not tokens:
+            return None
+        work = {peer: proven[peer] for peer in tokens if peer in proven}
+        judges = frozenset(work or tokens)
+        leads = {peer: min(MOST_LEAD, max(1.0, min(lead(peer, tokens), lead(peer, work)))) for peer in entries}
+        return cls(tokens, work, judges, lower_median([tokens[peer] for peer in judges]), leads)
+
+    def tokens_of(self, peer: PeerId, unproven: float) -> float:
+        """Returns the tokens of a member that count. `unproven`: limit without proven work, in medians."""
+        tokens = self.tokens.get(peer, 0)
+        if not self.proven:
+            return min(tokens, unproven * self.usual)
+        if peer not in self.proven:
+            return min(tokens, self.usual) / max(1, len(self.tokens) - len(self.proven))
+        ratio = self.proven[peer] / lower_median(list(self.proven.values()))
+        return min(tokens, max(unproven, min(MOST_LEAD, ratio)) * self.usual)
 
 
 def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]) -> dict[PeerId, tuple[int, int]]:
@@ -90,7 +134,8 @@ def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
     """Computes a round's roster from the members' signed entries; None if no member worked."""
     entries = {entry.peer: entry for entry in signed.entries}
     number, base = signed.round, signed.base
-    weights = weigh(entries)
+    proven = proven_work(signed.tallies) if number.module.stage > 0 else {}
+    weights = weigh(entries, proven)
     if not any(weight.coefficient for weight in weights.values()):
         return None
     chunks = range(*fragment_chunks(rules, base.fragment))
@@ -103,7 +148,7 @@ def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
         for peer in sorted(entries)
     )
     steps = min(base.steps + _steps(rules, entries), MAX_COUNT)
-    tokens = min(base.tokens + _tokens(entries), MAX_COUNT)
+    tokens = min(base.tokens + _tokens(entries, proven), MAX_COUNT)
     return Roster(number, base, members, steps, tokens, signed.codec, signed.codec_reason)
 
 
@@ -134,7 +179,7 @@ def exchange_limit_s(rules: RoundRules, signed: SignedRoster, own: float) -> flo
     return GRACE_S + SLACK * exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt) / slowest
 
 
-def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Callable[[Entry], bool]) -> str | None:
+def objection(rules: RoundRules, signed: SignedRoster, own: Entry, signer: Signer) -> str | None:
     """Checks members, codec, figures and signatures of a leader's roster. Returns the fault, or None."""
     peers = [entry.peer for entry in signed.entries]
     if not 1 <= len(peers) <= MAX_MEMBERS or len(set(peers)) != len(peers):
@@ -149,7 +194,10 @@ def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Calla
             return f"the entry of {who} belongs to another attempt"
         if not sound_entry(entry):
             return f"the entry of {who} has impossible figures"
-    forged = next((entry.peer for entry in signed.entries if entry != own and not verify(entry)), None)
+    by = {tally.data_node for tally in signed.tallies if tally.module == signed.round.module}
+    if len(by) != len(signed.tallies) or not all(map(signer.vouches, signed.tallies)):
+        return "its tallies of work are not signed by different data nodes of the run"
+    forged = next((entry.peer for entry in signed.entries if entry != own and not signer.verify(entry)), None)
     return None if forged is None else f"the entry of {short(forged)} has a bad signature"
 
 
@@ -187,7 +235,6 @@ def _steps(rules: RoundRules, entries: Mapping[PeerId, Entry]) -> int:
     return (2 * sum(min(count, ceiling) for count in steps) + len(steps)) // (2 * len(steps))
 
 
-def _tokens(entries: Mapping[PeerId, Entry]) -> int:
-    tokens = [entry.tokens for entry in entries.values() if entry.tokens > 0]
-    ceiling = BELIEVED_TOKENS * lower_median(tokens)
-    return sum(min(count, ceiling) for count in tokens)
+def _tokens(entries: Mapping[PeerId, Entry], proven: Mapping[PeerId, float]) -> int:
+    claims = _Claims.of(entries, proven)
+    return 0 if claims is None else round(math.fsum(claims.tokens_of(peer, BELIEVED_TOKENS) for peer in claims.tokens))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from swarm.compression.round_codecs import FLOAT32, CodecLevel, RoundCodecs
-from swarm.vocabulary.averaging_messages import Entry, Roster, RoundControl, RoundId
+from swarm.vocabulary.averaging_messages import Entry, Roster, RoundControl, RoundId, WorkTally
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 
@@ -40,6 +40,8 @@ class Signer(Protocol):
 
     def verify(self, entry: Entry) -> bool: ...
 
+    def vouches(self, tally: WorkTally) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class OtherReplica:
@@ -48,13 +50,15 @@ class OtherReplica:
     peer: PeerId
     version: AnchorVersion
     serving: bool  # False while it joins or drains; then it is not invited
+    proven: bool = False  # Whether data nodes, or our last round, prove its work
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicasChanged:
-    """Event: the other live replicas of our module have changed."""
+    """Event: the other live replicas of our module have changed, or the tallies that prove their work."""
 
     others: tuple[OtherReplica, ...]
+    tallies: tuple[WorkTally, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

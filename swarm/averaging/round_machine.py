@@ -288,6 +288,7 @@ class RoundMachine:
     def _replicas_changed(self, event: events.ReplicasChanged) -> Actions:
         view = self._view
         self._seen = True
+        view.prove(event.tallies)
         gone = view.others.changed(replica for replica in event.others if replica.peer != view.own)
         return [action for peer in sorted(gone) for action in self._link_lost(peer)]
 
@@ -391,8 +392,12 @@ class RoundMachine:
         self._latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
         attempt_log = self._view.attempt_log
         attempt_log.ended, attempt_log.due_since = part.round, None
-        # Once an exchange has started from this anchor, later attempts reuse the pseudo-gradient.
-        return [events.Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
+        # Once an exchange has started from this anchor, later attempts reuse the pseudo-gradient. A prepared result is
+        # kept, even of an earlier round.
+        kept = part.round.number if attempt_log.rosters else part.round.number + 1
+        if self._staged is not None:
+            kept = min(kept, self._staged.version.round)
+        return [events.Release(kept - 1, why)]
 
     def _remember_delays(self) -> None:
         if self._part is not None:
@@ -467,8 +472,8 @@ class RoundMachine:
             return []
         if sender != view.own:
             here = view.others.on(view.version, view.now)
-            strange = oddity(signed, view.own, view.others.all, here)
-            wrong = strange or objection(view.rules, signed, part.entry, view.signer.verify)
+            strange = oddity(signed, view.own, view.others.all, here) or view.unproven(signed)
+            wrong = strange or objection(view.rules, signed, part.entry, view.signer)
             if wrong is not None:
                 return self._refuse(part, wrong, lie=strange is None)
             leader = next(entry for entry in signed.entries if entry.peer == sender)

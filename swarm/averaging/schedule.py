@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from swarm.averaging.round_events import RoundRules
@@ -118,6 +118,11 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
         return Reasoned(own, f"{credible[own]} of {len(others) + 1} replicas have our anchor")
     why = "more" if later[best] > credible[own] or own.round == 0 else "a tie, and it has more tokens"
     return Reasoned(best, f"{credible[best]} replicas have round {best.round}, {credible[own]} have ours ({why})")
+
+
+def voters(announced: Mapping[PeerId, AnchorVersion], proven: Collection[PeerId]) -> Mapping[PeerId, AnchorVersion]:
+    """Returns the announcements that count: those of replicas with proven work, or all if none has it."""
+    return {peer: version for peer, version in announced.items() if peer in proven} or announced
 
 
 def choose_version(announced: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion | None]:

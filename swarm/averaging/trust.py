@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -15,8 +15,6 @@ from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_MEMBERS, MAX_R
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
-# Smallest cosine between a mean and our own pseudo-gradient. Honest means were above 0.19.
-OPPOSED: Final = -0.25
 # Largest norm of a mean, over the norm that all members' norms allow in this piece. Honest means were below 1.1.
 LONGEST: Final = 1.75
 ALIGNED: Final = 1.25  # The same ratio for updates that all point in one direction, with a margin
@@ -60,9 +58,6 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
     ours, length = math.sqrt(piece.own_squares), math.sqrt(piece.result_squares)
     if length < SHORTEST * coefficient * ours:
         return f"a mean of norm {length:.2g}, while our own part of it has {coefficient * ours:.2g}"
-    if piece.product < OPPOSED * ours * length:
-        cosine, part = piece.product / ours / length, coefficient * ours / length
-        return f"a mean that points away from our own contribution (cosine {cosine:.2f}; our part of it {part:.2g})"
     relative = _length(piece, norm, scale)
     if relative > longest:
         return f"a mean {relative:.1f} times as large as the members' norms allow; the limit is {longest:.1f}"
@@ -76,6 +71,50 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
     """
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
+
+
+# Cosine between our contribution and the others' part of a mean below which the piece is audited
+SUSPICIOUS: Final = -0.1
+LEAST_ROUNDS_BETWEEN: Final = 4  # Rounds between such audits: late in training honest contributions differ, too
+
+
+def suspect(pieces: Sequence[Beside], own: PeerId, coefficient: float) -> PeerId | None:
+    """Returns the reducer of the piece whose other contributions oppose ours most; None if none does.
+
+    Either the reducer lies, or a contributor does: an audit shows which.
+    """
+    found: list[tuple[float, PeerId]] = []
+    for piece in pieces:
+        ours = coefficient * math.sqrt(piece.own_squares)
+        rest = piece.result_squares - 2 * coefficient * piece.product + ours * ours
+        if piece.reducer != own and ours > 0 and rest > 0:
+            cosine = (piece.product * coefficient - ours * ours) / (ours * math.sqrt(rest))
+            found.append((cosine, piece.reducer))
+    worst = min(found, default=(0.0, own))
+    return worst[1] if worst[0] < SUSPICIOUS else None
+
+
+TIMES_OPPOSED: Final = 3  # Observations that name a contributor
+
+
+class Opponents:
+    """Contributors that point away from most others, observation after observation."""
+
+    def __init__(self) -> None:
+        self._times: dict[PeerId, int] = {}
+
+    def observed(self, contributors: Iterable[PeerId], opposed: Collection[PeerId]) -> tuple[PeerId, ...]:
+        """Adds one observation of a piece's contributors. Returns those that have opposed the others for long."""
+        for peer in contributors:
+            times = self._times.pop(peer, 0) + (1 if peer in opposed else -1)
+            if times > 0:
+                self._times[peer] = times
+        while len(self._times) > MAX_MEMBERS:
+            del self._times[next(iter(self._times))]
+        named = tuple(peer for peer, times in self._times.items() if times >= TIMES_OPPOSED)
+        for peer in named:
+            del self._times[peer]
+        return named
 
 
 # Largest encoding error of a result, relative to its norm

@@ -15,8 +15,6 @@ from swarm.membership.placement import Host, Workload, allowed_throughput, draw,
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, short
 
-LEAST_CONFIRMED = 0.1  # Share of our work that proves a peer. Not 0.5: each data node has measured only some peers.
-
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
@@ -172,19 +170,6 @@ def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...], has_no_stat
         and serving[host.module] > (host.state is PeerState.SERVING)
         and (host.peer != own or proven_there or has_no_state)
     )
-
-
-def proven_by(
-    claims: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int], least_share: float = LEAST_CONFIRMED
-) -> frozenset[PeerId]:
-    """Returns peers with confirmed work: measured by data nodes that gave us at least `least_share` of our work."""
-    # Data nodes are weighted by work, because identities are free and microbatches are not.
-    votes: Counter[PeerId] = Counter()
-    for data_node, measured in claims.items():
-        for peer in measured:
-            votes[peer] += work.get(data_node, 0)
-    least = max(1.0, least_share * sum(work.values()))
-    return frozenset(peer for peer, weight in votes.items() if weight >= least)
 
 
 def _value(

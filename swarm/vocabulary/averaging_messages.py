@@ -8,13 +8,26 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from swarm.vocabulary.bounds import Detail, Distinct, Inherits, Length, NonNegative, Range
-from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, Count, Digest, ModuleId, PeerId, Signature
+from swarm.vocabulary.types import (
+    INVITATION_BYTES,
+    MAX_MICROBATCH_NUMBER,
+    MAX_ROUND,
+    AnchorVersion,
+    Codec,
+    Count,
+    Digest,
+    ModuleId,
+    PeerId,
+    Signature,
+)
 
 MAX_ATTEMPTS = 64
 MAX_MEMBERS = 256
 # Measured links in an entry. With 256 members, each one is measured by 16 others, and the roster fits in a small frame.
 MAX_MEASURED = 16
 MAX_RATE = 24  # 280 TB/s
+MAX_TALLIES = 4  # Data nodes whose tallies a roster or an answer carries
+MAX_TALLY_ROWS = 2 * MAX_MEMBERS  # Of all its tallies together
 MAX_CHUNKS = 2**20  # Chunks of a module's state
 MAX_REQUESTED_CHUNKS = 64
 
@@ -31,6 +44,33 @@ class RoundId:
     number: Annotated[int, Range(1, MAX_ROUND)]  # The `AnchorVersion.round` of its result
     attempt: Annotated[int, Range(0, MAX_ATTEMPTS)]
     convener: PeerId
+
+
+# ---- proven work --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRow:
+    """Visits of one replica that a data node has settled, with their tokens: all of them, and those in the window."""
+
+    peer: PeerId
+    visits: Count
+    tokens: Count
+    recent: Count
+
+
+@dataclass(frozen=True, slots=True)
+class WorkTally:
+    """Work of a module's replicas for one data node, signed by it, so that others can carry it."""
+
+    data_node: PeerId
+    module: ModuleId
+    number: Annotated[int, Range(0, MAX_MICROBATCH_NUMBER)]  # Of the latest settled microbatch
+    at: NonNegative  # Unix time at the data node, in seconds
+    window_s: NonNegative  # Length of the window of `WorkRow.recent`, which ends at `at`
+    rows: Annotated[tuple[WorkRow, ...], Length(1, MAX_MEMBERS)]
+    invitation: Annotated[bytes, Length(INVITATION_BYTES, INVITATION_BYTES, or_none=True)] = b""
+    signature: Signature = b""
 
 
 # ---- before the exchange ------------------------------------------------------------------------------------------
@@ -121,9 +161,12 @@ class SignedRoster:
     entries: Annotated[tuple[Entry, ...], Length(1, MAX_MEMBERS), Inherits(("round", "base"))]
     codec: Codec = Codec.NONE  # For contributions; `RoundCodecs.result` gives the codec of results
     codec_reason: Detail = ""
+    tallies: Annotated[tuple[WorkTally, ...], Length(0, MAX_TALLIES)] = ()  # Prove the members' work
 
     def fault(self) -> str | None:
         """Returns a reason if a member is named twice. `swarm.averaging.roster.objection` makes the other checks."""
+        if sum(len(tally.rows) for tally in self.tallies) > MAX_TALLY_ROWS:
+            return f"its tallies have more than {MAX_TALLY_ROWS} rows"
         once = len({entry.peer for entry in self.entries}) == len(self.entries)
         return None if once else "a member is named twice"
 

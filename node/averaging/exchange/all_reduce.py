@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import Final, TypeVar
@@ -70,6 +70,10 @@ class ExchangeRecord:
     own: Mapping[Piece, SignedHash]
     source: UpdateSource | None
     sent: SentParts | None
+    samples: Mapping[PeerId, Vector] = field(default_factory=dict)
+    """Elements of the contributions to a piece that we reduced."""
+    suspect: PeerId | None = None
+    """Reducer of a mean in which the other contributions oppose ours."""
 
     def encoded(self, piece: Piece) -> memoryview | None:
         """Encodes our contribution to a piece again, on the averaging thread. None if its input was overwritten."""
@@ -140,7 +144,10 @@ class AllReduce:
         self._is_over = False
 
     def record(self, anchor: Anchor) -> ExchangeRecord:
-        return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
+        samples, suspect = self._reduction.samples, self._comparison.suspect()
+        return ExchangeRecord(
+            self.plan, anchor, self._signed, self._own_signed, self._source, self.sent, samples, suspect
+        )
 
     async def run(self) -> None:
         """Exchanges pieces until the next anchor is complete and our pieces were sent to every other member."""

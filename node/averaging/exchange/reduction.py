@@ -7,6 +7,7 @@ decoded. Error feedback was worse (0.25 nats behind float32 instead of 0.02).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -24,7 +25,7 @@ from node.averaging.anchor.shared_vector import (
 )
 from node.averaging.exchange.pieces import Piece, Plan
 from protocol.codecs import decode_into, encode_into, encoded_bytes
-from swarm.averaging.trust import Beside, oddities
+from swarm.averaging.trust import Beside, oddities, suspect
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec, PeerId
 
@@ -125,6 +126,9 @@ class Reduction:
             peer: NormLimit(plan.members[peer].norm, plan.codecs.contribution) for peer in plan.contributors
         }
         self._sums: dict[Piece, Vector] = {}
+        self._sampled = next(iter(plan.shards[plan.own]), None)
+        self.samples: dict[PeerId, Vector] = {}
+        """Elements of each contribution to the first piece, to compare their directions."""
         others = len(set(plan.contributors) - {plan.own})
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
 
@@ -135,7 +139,10 @@ class Reduction:
         """
         values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
         self._limits[sender].check(values)
-        add_scaled(values, self._plan.members[sender].coefficient, self._sum(piece))
+        total = self._sum(piece)
+        if piece == self._sampled:
+            self.samples[sender] = sample_of(values)
+        add_scaled(values, self._plan.members[sender].coefficient, total)
         self._to_come[piece] -= 1
         return None if self._to_come[piece] else self.finish(piece)
 
@@ -156,9 +163,37 @@ class Reduction:
             total = self._sums[piece] = np.empty(piece.elements, np.float32)
             if self._plan.contributes:
                 self._source.write(piece.part, total, self._plan.members[self._plan.own].coefficient)
+                if piece == self._sampled:
+                    self.samples[self._plan.own] = sample_of(total)
             else:
                 total.fill(0.0)
         return total
+
+
+SAMPLED: Final = 4096
+"""Elements of a contribution that are compared with other contributions."""
+AGAINST: Final = -0.05
+TOGETHER: Final = 0.05
+
+
+def sample_of(values: Vector) -> Vector:
+    return values[:: max(1, len(values) // SAMPLED)][:SAMPLED].copy()
+
+
+def opposed(samples: Mapping[PeerId, Vector]) -> frozenset[PeerId]:
+    """Returns the contributors whose cosine with most others is negative, while the rest agree with each other."""
+    peers = sorted(samples)
+    if len(peers) < 3:
+        return frozenset()
+    rows = np.stack([samples[peer] for peer in peers]).astype(np.float64)
+    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    cosines = rows @ rows.T
+    np.fill_diagonal(cosines, -1.0)  # sorts before all others
+    against = np.sort(cosines, axis=1)[:, 1 + (len(peers) - 1) // 2] < AGAINST
+    rest = cosines[np.ix_(~against, ~against)][np.triu_indices(int((~against).sum()), 1)]
+    if 2 * (~against).sum() <= len(peers) or np.median(rest) < TOGETHER:
+        return frozenset()
+    return frozenset(peer for peer, is_against in zip(peers, against, strict=True) if is_against)
 
 
 PATCH: Final = 4096
@@ -197,6 +232,9 @@ class Comparison:
         np.subtract(ours, patches(right), out=ours)
         own, squares, product = (float(np.dot(a, b)) for a, b in ((ours, ours), (there, there), (ours, there)))
         self._pieces.append(Beside(piece.reducer, len(there) / self._elements, own, squares, product))
+
+    def suspect(self) -> PeerId | None:
+        return suspect(self._pieces, self._plan.own, self._plan.members[self._plan.own].coefficient)
 
     def oddities(self) -> dict[PeerId, str]:
         own = self._plan.members[self._plan.own]

@@ -34,7 +34,7 @@ from node.observability.events import RoundCommitted
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
-from swarm.averaging.round_events import Caught, Event, OtherReplica, RoundRules
+from swarm.averaging.round_events import Caught, Event, OtherReplica, ReplicasChanged, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import CodecLevel, RoundCodecs
 from swarm.membership.membership import Membership
@@ -331,8 +331,9 @@ class Host:
     own: PeerId
     hall: Hall
 
-    def others(self) -> tuple[OtherReplica, ...]:
-        return tuple(OtherReplica(r.peer, r.anchor.version, True) for r in self.hall.living if r.peer != self.own)
+    def others(self) -> ReplicasChanged:
+        here = (OtherReplica(r.peer, r.anchor.version, True) for r in self.hall.living if r.peer != self.own)
+        return ReplicasChanged(tuple(here))
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         """A copy from memory: how states travel is not tested here."""

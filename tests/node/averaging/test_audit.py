@@ -14,7 +14,7 @@ import pytest
 
 from node.averaging.auditor import PATIENCE, Auditor
 from node.averaging.exchange.all_reduce import AllReduce
-from node.averaging.exchange.reduction import Reduction
+from node.averaging.exchange.reduction import Reduction, opposed
 from swarm.compression.round_codecs import RoundCodecs, codec_levels
 from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence, SignedHash
 from swarm.vocabulary.types import Codec, PeerId
@@ -147,6 +147,24 @@ async def test_a_reducer_whose_mean_is_another_is_caught_and_left_out(
             if replica.peer != LIAR and LIAR in certain(here, replica.peer):
                 assert all(caught.proof for caught in replica.accused if caught.certain)
                 assert LIAR in replica.runner._machine._view.penalties.excluded(0.0)  # type: ignore[attr-defined]
+
+
+def contributions(**signs: float) -> dict[PeerId, np.ndarray]:
+    """Pseudo-gradients with half of their squares in common, times a sign."""
+    random = np.random.default_rng(1)
+    common = random.standard_normal(4096)
+    made = {PeerId(peer): sign * (common + random.standard_normal(4096)) for peer, sign in signs.items()}
+    return {peer: values.astype(np.float32) for peer, values in made.items()}
+
+
+def test_who_points_away_from_most_others_is_opposed_if_these_agree() -> None:
+    assert opposed(contributions(a=1, b=1, liar=-3)) == {"liar"}
+    assert opposed(contributions(a=1, b=1, c=1, liar=-1, other=-2)) == {"liar", "other"}
+    assert opposed(contributions(a=1, b=1, c=1)) == frozenset()
+    assert opposed(contributions(a=1, liar=-1)) == frozenset(), "two cannot tell"
+    assert opposed(contributions(a=1, b=1, c=-1, d=-1)) == frozenset(), "nor can two pairs"
+    unlike = np.random.default_rng(2).standard_normal((3, 4096)).astype(np.float32)
+    assert opposed({PeerId(name): row for name, row in zip("abc", unlike, strict=True)}) == frozenset()
 
 
 async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

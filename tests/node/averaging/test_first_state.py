@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -70,6 +71,7 @@ def context(
         events=SimpleNamespace(emit=events.append),
         resumed=resumed or ResumedState(),
         start=start,
+        proofs=SimpleNamespace(refresh=partial(asyncio.sleep, 0), proven=frozenset()),
     )
     return cast(ModuleContext, given)
 

@@ -1,100 +1,99 @@
-"""Whom a replica can leave its module to, as the data nodes it has worked for tell; and that a refusal is no answer."""
+"""Replicas' work as invited data nodes prove it; and that a refusal is no answer."""
 
 from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from node.context.module_context import ModuleContext
-from node.network.proofs import ASK_AGAIN_S, ASKED_DATA_NODES, MAX_CONFIRMED, ConfirmedReplicas, Proofs
+from node.network.proofs import ASK_AGAIN_S, ASKED_AT_ONCE, Proofs
 from node.network.session import NetworkSession
 from node.runtime.serving import others_serve
+from protocol.frames.frames import decode_tallies, encode_tallies
+from protocol.identity.invitations import Guests
+from protocol.identity.keys import Identity
+from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.averaging.proven_work import MARK_S, VALID_S
 from swarm.membership.membership import Membership
+from swarm.vocabulary.averaging_messages import WorkRow, WorkTally
 from swarm.vocabulary.errors import Rejected
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId
 from tests.kit.waiting import ManualClock
 from tests.node.network.test_membership_sync import MODULE, Other, place
 from tests.swarm.membership.announcements import RUN, announcement
 
-OTHER, LIAR = PeerId("replica"), PeerId("liar")
+IDENTITY, AUTHOR, LIAR = (Identity.generate() for _ in range(3))
+OTHER = Identity.generate().peer
 
 
 class Asked:
     """A presence of which only questions and the view are used; `answers` is what each peer says."""
 
-    def __init__(self, *data_nodes: str) -> None:
-        self.own = SimpleNamespace(clock=ManualClock())
-        self.membership = Membership(RUN, PeerId("own"))
+    def __init__(self, *data_nodes: PeerId) -> None:
+        self.own = SimpleNamespace(clock=ManualClock(), peer=IDENTITY.peer)
+        self.membership = Membership(RUN, IDENTITY.peer)
         for name in data_nodes:
             self.membership.observe(announcement(name, 0), now=0.0, wall=0.0)
         self.answers: dict[PeerId, bytes] = {}
         self.asked: list[PeerId] = []
         self.transport = self
-        self.proofs = Proofs(cast(NetworkSession, self))
+        signer = EntrySigner(IDENTITY, RUN, Guests(RUN, AUTHOR.peer, (), is_open=False))
+        self.proofs = Proofs(cast(NetworkSession, self), MODULE, signer)
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        assert question.about is QuestionAbout.STATUS
+        assert (question.about, question.module) == (QuestionAbout.WORK, MODULE)
         self.asked.append(peer)
         if peer not in self.answers:
-            raise Rejected("no status for you")
+            raise Rejected("no tallies for you")
         return self.answers[peer]
 
 
-def says(*measured: Any) -> bytes:
-    return json.dumps({"measured": measured}).encode()
+def says(data_node: Identity, *proven: PeerId, at: float = 1.0, module: ModuleId = MODULE) -> bytes:
+    rows = tuple(WorkRow(peer, 1, 100, 100) for peer in proven)
+    tally = WorkTally(data_node.peer, module, 1, at, 30.0, rows)
+    return encode_tallies((EntrySigner(data_node, RUN).sign_tally(tally),))
 
 
-async def test_only_data_nodes_that_gave_us_work_have_a_say() -> None:
-    session = Asked("d1", "d2", "sybil")
-    session.answers = {PeerId("d1"): says(OTHER, 7), PeerId("sybil"): says(LIAR)}
-    for data_node in ("d1", "d2", "stranger"):
-        session.proofs.worked_on(MicrobatchId(PeerId(data_node), 1))
+async def test_tallies_count_if_an_invited_data_node_signed_them_whoever_carries_them() -> None:
+    session = Asked(AUTHOR.peer, LIAR.peer)
+    session.answers = {LIAR.peer: says(LIAR, LIAR.peer), AUTHOR.peer: b"nonsense"}
+    await session.proofs.refresh()
     assert session.proofs.proven == frozenset()
-    await session.proofs.refresh()
-    assert session.proofs.proven == {OTHER}
-    assert set(session.asked) == {"d1", "d2"}, "neither one that never gave us work, nor one that hosts no stage 0"
-
-
-async def test_who_was_given_no_work_yet_hears_all_data_nodes() -> None:
-    """Else a replica that came just before its run stopped could never go where it stopped."""
-    session = Asked("d1", "d2", "d3")
-    session.answers = {PeerId("d1"): says(OTHER), PeerId("d2"): says(OTHER), PeerId("d3"): says(LIAR)}
+    session.own.clock.now += ASK_AGAIN_S
+    session.answers = {LIAR.peer: says(AUTHOR, OTHER), AUTHOR.peer: says(AUTHOR, LIAR.peer, module=ModuleId(9))}
     await session.proofs.refresh()
     assert session.proofs.proven == {OTHER}
 
 
-async def test_nonsense_is_no_word_and_rounds_count_besides() -> None:
-    session = Asked("d1", "d2")
-    session.proofs.shared_round(frozenset({OTHER}))
-    session.answers = {PeerId("d1"): b'{"measured": 5}', PeerId("d2"): b"[" * 10_000}
-    for data_node in session.answers:
-        session.proofs.worked_on(MicrobatchId(data_node, 1))
+async def test_a_shared_round_proves_work_only_without_tallies() -> None:
+    session = Asked(AUTHOR.peer)
+    session.proofs.shared_round(frozenset({LIAR.peer}))
+    assert session.proofs.proven == {LIAR.peer}
+    session.answers = {AUTHOR.peer: says(AUTHOR, OTHER)}
     await session.proofs.refresh()
     assert session.proofs.proven == {OTHER}
+    session.own.clock.now += VALID_S + 1
+    assert session.proofs.proven == {LIAR.peer}
 
 
-async def test_they_are_few_and_asked_seldom() -> None:
-    names = [f"d{number}" for number in range(20)]
-    session = Asked(*names)
-    for name in names:
-        session.proofs.worked_on(MicrobatchId(PeerId(name), 1))
+async def test_few_are_asked_and_seldom() -> None:
+    session = Asked(*(Identity.generate().peer for _ in range(20)))
     for _ in range(3):
         await session.proofs.refresh()
-    assert len(session.asked) == ASKED_DATA_NODES
-    session.own.clock.now += ASK_AGAIN_S
-    await session.proofs.refresh()
-    assert len(session.asked) == 2 * ASKED_DATA_NODES
+    assert len(session.asked) == ASKED_AT_ONCE
 
 
-def test_a_data_node_remembers_the_last_ones() -> None:
-    confirmed = ConfirmedReplicas()
-    for number in range(MAX_CONFIRMED + 5):
-        confirmed.add(PeerId(f"p{number}"))
-    confirmed.add(PeerId("p5"))
-    assert len(confirmed.peers()) == MAX_CONFIRMED
-    assert confirmed.peers()[-1] == "p5"
+async def test_a_data_node_answers_with_its_own_tally() -> None:
+    session = Asked()
+    for second in (0.0, MARK_S):
+        session.proofs.ledger.settled(MicrobatchId(IDENTITY.peer, 7), (Hop(MODULE, OTHER),), 100, second)
+        session.own.clock.now += MARK_S
+    question = Question(QuestionAbout.WORK, module=MODULE)
+    [tally] = decode_tallies(await session.proofs.answer(OTHER, question))
+    assert (tally.data_node, tally.rows) == (IDENTITY.peer, (WorkRow(OTHER, 2, 200, 200),))
+    assert EntrySigner(IDENTITY, RUN, Guests(RUN, IDENTITY.peer, (), is_open=False)).vouches(tally)
 
 
 async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_proven() -> None:

@@ -79,6 +79,8 @@ from swarm.vocabulary.averaging_messages import (
     StateRefusal,
     StateRefused,
     StateRequest,
+    WorkRow,
+    WorkTally,
 )
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import (
@@ -133,6 +135,7 @@ ROUND, FIRST_ROUND = RoundId(ModuleId(3, 1), 300, 2, B), RoundId(ModuleId(0), 1,
 BASE, INITIAL = AnchorVersion(299, 70_000, 2**45, 5, HASH), AnchorVersion(0, 0, 0, 0, HASH)
 ENTRY = Entry(B, ROUND, BASE, 32, 65_536, 1.75, (LinkRate(0xABCDEF, 12), LinkRate(0, 1)), INITIAL, SIGNATURE)
 EMPTY_ENTRY = Entry(C, ROUND, BASE, 0, 0, 0.0, (), None, SIGNATURE)
+TALLY = WorkTally(A, ModuleId(3, 1), 300, 1.5e9, 30.5, (WorkRow(B, 7, 9000, 300),), bytes(170), SIGNATURE)
 SIGNED = (SignedHash(A, HASH, SIGNATURE), SignedHash(A, bytes(32), bytes(64)), SignedHash(C, HASH, SIGNATURE))
 
 EXAMPLES: Final[dict[str, SmallFrame]] = {
@@ -174,6 +177,7 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "question dial_back": QuestionFrame(4, Question(QuestionAbout.DIAL_BACK, port=65_535)),
     "question call": QuestionFrame(5, Question(QuestionAbout.CALL, peer=B, record=b"record")),
     "question router": QuestionFrame(7, Question(QuestionAbout.ROUTER)),
+    "question work": QuestionFrame(8, Question(QuestionAbout.WORK, module=ModuleId(3, 1))),
     "question tokenizer": QuestionFrame(7, Question(QuestionAbout.TOKENIZER, piece=258)),
     "question called": QuestionFrame(6, Question(QuestionAbout.CALLED, record=b"record")),
     **{f"answer {about.value}": AnswerFrame(9, about, b"content") for about in QuestionAbout},
@@ -187,6 +191,7 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "entry of nothing": EMPTY_ENTRY,
     "declined": Declined(ROUND, DeclineReason.NOT_READY, BASE),
     "roster": SignedRoster(ROUND, BASE, (ENTRY, EMPTY_ENTRY), Codec.TOP_K_4, "slow links"),
+    "roster of tallies": SignedRoster(ROUND, BASE, (EMPTY_ENTRY,), tallies=(TALLY,)),
     "roster without a reason": SignedRoster(ROUND, BASE, (EMPTY_ENTRY,)),
     "contribution": TensorFrame(Contribution(ROUND, 7, 300, SIGNATURE), FLOATS, 15, 5),
     "reduced": TensorFrame(Reduced(ROUND, 1, 2), FLOATS, 16, 1),

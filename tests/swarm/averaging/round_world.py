@@ -13,7 +13,16 @@ from lab.world.world import Thunk, VirtualTime
 from swarm.averaging import round_events as events
 from swarm.averaging.round_events import Action, CommitStaged, RoundRules, SendMessage
 from swarm.averaging.round_machine import RoundMachine
-from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Entry, Invitation, Prepared, Roster, RoundId
+from swarm.vocabulary.averaging_messages import (
+    MAX_ATTEMPTS,
+    Commit,
+    Entry,
+    Invitation,
+    Prepared,
+    Roster,
+    RoundId,
+    WorkTally,
+)
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 
@@ -93,6 +102,9 @@ class VirtualSigner:
 
     def verify(self, entry: Entry) -> bool:
         return entry == self.sign(entry)
+
+    def vouches(self, tally: WorkTally) -> bool:
+        return tally.signature == b"good"
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ from swarm.averaging.trust import (
     measured_of,
     rates,
 )
-from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
+from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster, WorkRow, WorkTally
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.round_world import VirtualSigner
 
@@ -176,19 +176,54 @@ def test_a_young_run_whose_rounds_fail_for_hours_is_possible() -> None:
     assert possible(RULES, AnchorVersion(3, 3 * 3600 * 100, 10**12, 0, b"x"))
 
 
-def test_shares_follow_tokens_up_to_a_limit_and_long_updates_are_scaled_down() -> None:
-    def coefficients(**entries: Entry) -> dict[str, float]:
-        return {peer: weight.coefficient for peer, weight in weigh({PeerId(p): e for p, e in entries.items()}).items()}
+def lengths(proven: dict[PeerId, float] | None = None, **entries: Entry) -> dict[str, float]:
+    """Length of each member's part of the mean."""
+    members = {PeerId(peer): member for peer, member in entries.items()}
+    return {peer: w.coefficient * members[peer].norm for peer, w in weigh(members, proven).items()}
 
-    assert coefficients(a=entry(100), b=entry(300)) == {A: 0.25, B: 0.75}
-    assert coefficients(a=entry(100), b=entry(10**9)) == {A: 0.2, B: 0.8}
-    clipped = coefficients(a=entry(100), b=entry(100, norm=1e6))
-    assert clipped[A] == 0.5
-    assert clipped[B] * 1e6 == pytest.approx(0.5 * 1.5)
-    more_work = coefficients(a=entry(100), b=entry(400, norm=1e6))
-    assert more_work[B] * 1e6 == pytest.approx(0.8 * 3.0)
-    assert coefficients(a=entry(0), b=entry(100, norm=0.0)) == {A: 0.0, B: 1.0}
-    assert coefficients(a=entry(0), b=entry(0)) == {A: 0.0, B: 0.0}
+
+def test_claims_count_up_to_the_median_and_no_member_outweighs_the_others() -> None:
+    assert lengths(a=entry(100), b=entry(100)) == {A: 0.5, B: 0.5}
+    assert lengths(a=entry(100), b=entry(10**9)) == {A: 0.5, B: 0.5}, "a claim"
+    assert lengths(a=entry(100), b=entry(100, norm=1e6)) == pytest.approx({A: 0.5, B: 0.5})
+    assert lengths(a=entry(0), b=entry(100, norm=0.5)) == {A: 0.0, B: 0.5}
+    assert lengths(a=entry(0), b=entry(0)) == {A: 0.0, B: 0.0}
+    for honest in (2, 4, 8):
+        others = {f"h{n}": entry(100) for n in range(honest)}
+        found = lengths(**others, liar=entry(400, norm=1e6))
+        assert found.pop("liar") <= 1.5 / (honest + 1) + 1e-9 <= sum(found.values()) + 1e-9
+
+
+def test_proven_work_counts_beyond_the_median() -> None:
+    most, little = entry(2000, norm=10.0), entry(100)
+    assert lengths(a=little, b=most)[B] == pytest.approx(0.5)
+    assert lengths({A: 5.0, B: 100.0}, a=little, b=most) == pytest.approx({A: 1 / 21, B: 200 / 21})
+    assert lengths({B: 100.0}, a=little, b=most)[B] > 5, "the other one has just come"
+    assert lengths({A: 50.0, B: 50.0}, a=little, b=most)[B] == pytest.approx(0.5), "tokens that nobody gave it"
+    assert lengths({A: 5.0, B: 100.0}, a=little, b=replace(most, tokens=100))[B] == pytest.approx(0.5)
+
+
+def test_names_without_work_count_together_like_one_replica() -> None:
+    names = {f"n{n}": entry(100, norm=1e6) for n in range(50)}
+    found = lengths({A: 5.0, B: 5.0, C: 5.0}, a=entry(100), b=entry(100), c=entry(100), **names)
+    assert sum(found[name] for name in names) <= 1.5 / 3 * sum(found[peer] for peer in (A, B, C)) + 1e-9
+    assert make_roster(RULES, with_tally(signed(), {A: 100})).tokens == BASE.tokens + 100 + 2 * 100 // 2
+
+
+def with_tally(roster: SignedRoster, recent: dict[PeerId, int], by: PeerId = D, mark: bytes = b"good") -> SignedRoster:
+    rows = tuple(WorkRow(peer, 1, tokens, tokens) for peer, tokens in recent.items())
+    tally = WorkTally(by, roster.round.module, 1, 1000.0, 30.0, rows, b"", mark)
+    return replace(roster, tallies=(*roster.tallies, tally))
+
+
+def test_a_roster_needs_tallies_of_different_data_nodes_that_are_signed() -> None:
+    own = signed().entries[0]
+    good = with_tally(signed(), {A: 100})
+    assert objection(RULES, good, own, SIGNER) is None
+    assert objection(RULES, with_tally(good, {B: 100}), own, SIGNER), "twice the same data node"
+    assert objection(RULES, with_tally(signed(), {A: 100}, mark=b"forged"), own, SIGNER)
+    elsewhere = replace(good, tallies=(replace(good.tallies[0], module=ModuleId(7)),))
+    assert objection(RULES, elsewhere, own, SIGNER)
 
 
 def test_an_anchor_may_be_as_far_as_the_rounds_since_we_were_together_and_no_farther() -> None:
@@ -302,11 +337,11 @@ def roster(attempt: RoundId = ATTEMPT) -> Roster:
 
 def test_a_roster_counts_the_work_and_says_what_it_leads_to() -> None:
     made = roster()
-    assert (made.steps, made.tokens) == (55, 4400)
+    assert (made.steps, made.tokens) == (55, 4250)
     assert make_roster(RULES, replace(signed(), entries=signed().entries[::-1])) == made, "in whatever order"
-    assert objection(RULES, signed(), signed().entries[0], SIGNER.verify) is None
-    assert leads_to(RULES, made, AnchorVersion(5, 55, 4400, 0, b"any"))
-    assert not leads_to(RULES, made, AnchorVersion(5, 55, 4401, 0, b"any"))
+    assert objection(RULES, signed(), signed().entries[0], SIGNER) is None
+    assert leads_to(RULES, made, AnchorVersion(5, 55, 4250, 0, b"any"))
+    assert not leads_to(RULES, made, AnchorVersion(5, 55, 4251, 0, b"any"))
     assert make_roster(RULES, replace(signed(), entries=(entry(0),))) is None
 
 
@@ -349,24 +384,25 @@ def test_rosters_that_cannot_be_right_are_objected_to() -> None:
         (first, SIGNER.sign(replace(second, norm=math.inf)), third),
         (),
     ]
-    assert objection(RULES, made, third, SIGNER.verify) is None
+    assert objection(RULES, made, third, SIGNER) is None
     for entries in wrong:
-        assert objection(RULES, replace(made, entries=entries), third, SIGNER.verify) is not None
-    not_allowed = objection(RULES, replace(made, codec=Codec.INT8), third, SIGNER.verify)
+        assert objection(RULES, replace(made, entries=entries), third, SIGNER) is not None
+    not_allowed = objection(RULES, replace(made, codec=Codec.INT8), third, SIGNER)
     assert not_allowed == "this run's rounds do not use INT8"
 
 
 def test_signatures_are_checked_last_and_once_for_each_of_the_others() -> None:
     asked: list[PeerId] = []
 
-    def verify(entry: Entry) -> bool:
-        asked.append(entry.peer)
-        return True
+    class Asked(VirtualSigner):
+        def verify(self, entry: Entry) -> bool:
+            asked.append(entry.peer)
+            return True
 
     made = signed()
-    objection(RULES, replace(made, codec=Codec.INT8), made.entries[2], verify)
+    objection(RULES, replace(made, codec=Codec.INT8), made.entries[2], Asked())
     assert asked == []
-    assert objection(RULES, made, made.entries[2], verify) is None
+    assert objection(RULES, made, made.entries[2], Asked()) is None
     assert asked == [A, B]
 
 

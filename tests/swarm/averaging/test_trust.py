@@ -12,14 +12,16 @@ from swarm.averaging.trust import (
     FORGIVEN_AFTER_S,
     LONGER_THAN_OURS,
     LONGEST,
-    OPPOSED,
     RESULT_ERROR,
     SHORTEST,
+    TIMES_OPPOSED,
     Beside,
+    Opponents,
     Penalties,
     Reckoning,
     chance_of_audit,
     oddities,
+    suspect,
     unexplained,
 )
 from swarm.vocabulary.statistics import REMEMBERED
@@ -48,16 +50,18 @@ def test_replicas_with_nothing_in_common_are_honest(members: int) -> None:
     assert oddities(OWN, pieces, 1 / members, 1.0, 1.0) == {}
 
 
-def test_a_mean_that_points_away_is_odd() -> None:
-    assert judged(HONEST, beside(A, length=0.3, cosine=OPPOSED + 0.01)) == {}
-    found = judged(HONEST, beside(A, length=0.3, cosine=OPPOSED - 0.01), beside(B, length=0.3, cosine=0.5))
-    assert set(found) == {A}
-    assert "points away" in found[A]
+def test_others_parts_that_oppose_ours_make_a_reducer_suspect() -> None:
+    """Of three members alike, each part has a third of the length of ours."""
+    agreeing, liar = beside(A, length=0.3, cosine=0.6), beside(B, length=0.1, cosine=0.2)
+    assert suspect([beside(OWN, length=0.1, cosine=-1.0), agreeing], OWN, 1 / 3) is None, "our own sum"
+    assert suspect([agreeing, liar], OWN, 1 / 3) == B
+    assert suspect([agreeing, liar], OWN, 0.0) is None
 
 
-def test_one_piece_of_four_is_enough() -> None:
-    pieces = [beside(A, length=0.3, cosine=0.6) for _ in range(3)]
-    assert set(judged(HONEST, *pieces, beside(A, length=0.3, cosine=-1.0))) == {A}
+def test_who_opposes_most_others_again_and_again_is_named_once() -> None:
+    opponents = Opponents()
+    heard = [opponents.observed((OWN, A, B), {B} if n != 1 else set()) for n in range(2 * TIMES_OPPOSED)]
+    assert [named for named in heard if named] == [(B,)]
 
 
 def test_a_mean_longer_than_the_norms_allow_is_odd() -> None:
@@ -95,8 +99,8 @@ def test_where_ours_is_next_to_nothing_the_others_may_have_much() -> None:
 
 def test_who_is_odd_itself_slanders_nobody() -> None:
     """Its update points the other way: so do all means then, its own as well."""
-    others = [beside(peer, length=0.3, cosine=-0.7) for peer in (A, B)]
-    assert judged(beside(OWN, length=0.3, cosine=-0.7), *others) == {}
+    others = [beside(peer, length=0.5 * LONGEST * 1.01, cosine=-0.7) for peer in (A, B)]
+    assert judged(beside(OWN, length=0.5 * LONGEST * 1.01, cosine=-0.7), *others) == {}
     assert set(judged(HONEST, *others)) == {A, B}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.membership.placement import MOST_BELIEVED, Workload, allowed_throughput, hosts_of
-from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView, proven_by
+from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 from tests.swarm.membership.announcements import announcement
@@ -63,15 +63,3 @@ def test_what_a_peer_announces_counts_up_to_four_times_the_median() -> None:
     known = allowed_throughput(hosts_of((OWN, *HONEST, LIAR), WORK, frozenset({LIAR.peer})), WORK)[ModuleId(1)]
     assert unknown == 1000.0 + MOST_BELIEVED * 1000.0
     assert known == 1000.0 + 1e6
-
-
-def test_a_data_node_s_word_weighs_as_much_as_the_work_it_gave() -> None:
-    a, b, c, liar = (PeerId(name) for name in ("a", "b", "c", "liar"))
-    assert proven_by({}, {}) == frozenset()
-    assert proven_by({a: frozenset({c})}, {}) == frozenset(), "who gave us nothing has no say"
-    assert proven_by({a: frozenset({c})}, {a: 1}) == {c}
-    assert proven_by({a: frozenset({c}), b: frozenset()}, {a: 500, b: 500}) == {c}, (
-        "data nodes share the replicas among them"
-    )
-    sybils = {PeerId(f"s{n}"): frozenset({liar}) for n in range(50)}
-    assert proven_by({a: frozenset({c}), **sybils}, {a: 900, **dict.fromkeys(sybils, 1)}) == {c}

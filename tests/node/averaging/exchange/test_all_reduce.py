@@ -153,7 +153,6 @@ def alike(base, count):  # type: ignore[no-untyped-def]
 
 LIES: dict[str, Spoil] = {
     "longer than the members declared": times(100.0),
-    "the other way round": times(-1.0),
     "zeros": lambda values: values.fill(0.0),
     "something else": lambda values: np.copyto(values, np.roll(values, 7919) * np.float32(2.5)),
 }
@@ -164,6 +163,21 @@ async def test_a_mean_that_cannot_contain_what_we_sent_is_objected_to(lie: Spoil
     base = base_anchor(small_layout())
     async with room(base, alike(base, 3)) as here:
         await name_the_liar(here, "c", Reduced, lie, "ab")
+
+
+async def test_a_mean_that_points_the_other_way_makes_its_reducer_suspect() -> None:
+    """A contributor may have done it as well, so nobody is accused before an audit."""
+    base = base_anchor(small_layout())
+    async with room(base, alike(base, 3)) as here:
+
+        def tamper(sender: PeerId, to: PeerId, message: Contribution | Reduced, data: bytearray) -> None:
+            if sender == "c" and isinstance(message, Reduced):
+                np.negative(np.frombuffer(data, np.float32), out=np.frombuffer(data, np.float32))
+
+        here.tamper = tamper
+        await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        suspects = {name: here[name].exchange.record(here[name].anchor).suspect for name in "abc"}
+        assert suspects == {"a": "c", "b": "c", "c": None}
 
 
 async def test_a_replica_whose_update_points_the_other_way_accuses_nobody() -> None:

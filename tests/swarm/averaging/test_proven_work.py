@@ -1,0 +1,74 @@
+"""Work counted and signed by data nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm.averaging.proven_work import (
+    LEAST_SHARE,
+    MARK_S,
+    MAX_KEPT,
+    SIGNED_S,
+    VALID_S,
+    WINDOW_S,
+    Tallies,
+    WorkLedger,
+    proven_work,
+    to_carry,
+)
+from swarm.vocabulary.averaging_messages import MAX_TALLIES, WorkRow, WorkTally
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId
+
+DATA, A, B = PeerId("data"), PeerId("a"), PeerId("b")
+MODULE = ModuleId(1)
+
+
+def tally(by: PeerId = DATA, at: float = 1.0, **recent: int) -> WorkTally:
+    rows = tuple(WorkRow(PeerId(peer), 1, tokens, tokens) for peer, tokens in recent.items())
+    return WorkTally(by, MODULE, 1, at, 10.0, rows)
+
+
+def test_a_ledger_counts_all_visits_and_those_of_the_last_half_minute() -> None:
+    ledger = WorkLedger(DATA)
+    assert ledger.tally(MODULE, 0.0, 0.0) is None
+    for second in range(100):
+        hops = (Hop(MODULE, A if second < 50 else B),)
+        ledger.settled(MicrobatchId(DATA, second), hops, 10, float(second))
+        assert second < MARK_S or ledger.tally(MODULE, second, second) is not None
+    made = ledger.tally(MODULE, 99.0 + SIGNED_S, 7.0)
+    assert made is not None
+    assert made.number == 99
+    assert made.at == 7.0
+    assert WINDOW_S <= made.window_s <= WINDOW_S + MARK_S + SIGNED_S
+    assert [(row.peer, row.visits, row.tokens) for row in made.rows] == [(B, 50, 500)], "A has stopped long ago"
+    own = ledger.tally(ModuleId(0), 99.0, 7.0)
+    assert own is not None
+    assert own.rows[0].peer == DATA
+    assert own.rows[0].visits == 100
+
+
+def test_work_is_summed_over_data_nodes_and_very_little_proves_nothing() -> None:
+    both = proven_work((tally(a=1000, b=10), tally(PeerId("other"), a=1000)))
+    assert both == {A: pytest.approx(200.0)}
+    assert set(proven_work((tally(a=1000, b=int(1000 * LEAST_SHARE) + 1),))) == {A, B}
+
+
+def test_the_latest_tallies_of_a_few_data_nodes_are_kept_until_they_are_old() -> None:
+    tallies = Tallies()
+    tallies.add(tally(at=5.0, a=10), 0.0)
+    tallies.add(tally(at=4.0, b=10), 1.0)
+    assert tallies.valid(1.0) == (tally(at=5.0, a=10),), "an older one cannot replace it"
+    tallies.add(tally(at=4.0, b=10), VALID_S + 1)
+    assert tallies.valid(VALID_S + 1) == (tally(at=4.0, b=10),), "the clock of a data node was set back"
+    for number in range(2 * MAX_KEPT):
+        tallies.add(tally(PeerId(f"d{number}"), a=100 + number), VALID_S + 2)
+    assert len(tallies.valid(VALID_S + 3)) == MAX_KEPT
+    assert tallies.valid(3 * VALID_S) == ()
+
+
+def test_an_answer_carries_few_tallies_and_few_rows() -> None:
+    assert len(to_carry([tally(a=1)] * (MAX_TALLIES + 1))) == MAX_TALLIES
+    many = replace(tally(), rows=tuple(WorkRow(PeerId(f"p{n}"), 1, 1, 1) for n in range(256)))
+    assert len(to_carry([many] * MAX_TALLIES)) == 2
