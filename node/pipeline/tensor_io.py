@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
+from statistics import median_low
 from typing import Final
 
 import torch
@@ -15,7 +18,7 @@ from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.blockwise import Expect, or_violates
 from protocol.codecs.memory import ELEMENT_TYPES, buffer_for, to_device
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import Codec
+from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 
 _NOT_FINITE: Final = "the tensor has elements that are not finite"
 _NO_TENSOR: Final = "the tensor is malformed, or it or a gradient computed from it is not finite"
@@ -56,11 +59,59 @@ def relative_error(tensor: Tensor, encoded: Encoded) -> float:
     return off / length if length else 0.0
 
 
+GRADIENT_AT_MOST: Final = 3.0
+"""Largest norm of a microbatch's gradient, in usual norms. A longer one is scaled down."""
+NORMS_KEPT: Final = 32
+"""Norms of each data node from which its median is computed."""
+MOST_DATA_NODES: Final = 64
+FACTORS_KEPT: Final = 4096
+
+
+class GradientClip:
+    """Limits each microbatch's gradient, so that no data node owns an inner step.
+
+    The usual norm is the lower median of the data nodes' medians: many microbatches of one count like few.
+    """
+
+    def __init__(self) -> None:
+        self._norms: OrderedDict[PeerId, deque[float]] = OrderedDict()
+        self._medians: dict[PeerId, float] = {}
+        self._factors: OrderedDict[MicrobatchId, Tensor] = OrderedDict()
+        self._unread: tuple[PeerId, Tensor] | None = None
+
+    def clipped(self, microbatch: MicrobatchId, gradient: Tensor) -> Tensor:
+        """Returns the gradient [rows, tokens, hidden], scaled down if it is too long; again by the same factor."""
+        factor = self._factors.get(microbatch)
+        if factor is None:
+            # Reading the last norm now, and not this one, keeps the device busy.
+            if self._unread is not None:
+                self._add(self._unread[0], self._unread[1].item())
+            # The norm of a mean falls with the root of the number of tokens.
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) * math.sqrt(gradient[..., 0].numel())
+            self._unread = microbatch.data_node, norm
+            limit = GRADIENT_AT_MOST * median_low(self._medians.values()) if self._medians else math.inf
+            if gradient.device.type == "cpu" and norm <= limit:
+                return gradient
+            factor = self._factors[microbatch] = torch.clamp(limit / norm, max=1.0)
+            if len(self._factors) > FACTORS_KEPT:
+                self._factors.popitem(last=False)
+        return gradient * factor.to(gradient.dtype)
+
+    def _add(self, data_node: PeerId, norm: float) -> None:
+        norms = self._norms.setdefault(data_node, deque(maxlen=NORMS_KEPT))
+        norms.append(norm)
+        self._medians[data_node] = median_low(norms)
+        self._norms.move_to_end(data_node)
+        if len(self._norms) > MOST_DATA_NODES:
+            del self._medians[self._norms.popitem(last=False)[0]]
+
+
 class Wire:
     """Decoder of a worker's received tensors and encoder of its results. Runs on the compute thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._clip = GradientClip()
         self.codec_s = 0.0
         """Seconds spent encoding and decoding, including concurrent GPU work."""
         self._expected: list[Tensor] = []
@@ -88,6 +139,10 @@ class Wire:
             self._check(bool(torch.stack(self._expected).all()), _NO_TENSOR)
         self.codec_s += time.perf_counter() - begun
         return received
+
+    def gradient(self, job: Job, *, before_use: bool = False) -> Tensor:
+        """Decodes a received gradient like `received`, and clips it."""
+        return self._clip.clipped(job.key.microbatch, self.received(job.gradient, before_use=before_use))
 
     def expect(self, holds: Tensor, fault: str) -> None:
         """Makes the job fail with `fault` unless the device bool `holds` is true: now on the CPU, else in `output`."""

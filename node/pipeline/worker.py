@@ -373,7 +373,7 @@ class HopWorker(ReplicaWorker):
         if job.work is Work.REPLAY:  # a substitute has the input but no graph, so backward recomputes
             self._keep(job.ticket, self.wire.received(job.input), None)
         if job.work in (Work.BACKWARD, Work.REPLAY):
-            return self._backward(job, self.wire.received(job.gradient))
+            return self._backward(job, self.wire.gradient(job))
         source = self.wire.received(job.input)
         if job.purpose is Purpose.EVALUATE:
             return self.wire.output(self.passes.evaluate(source, job.documents), job)
@@ -485,7 +485,7 @@ class HopWorker(ReplicaWorker):
             tokens, taken_back = of_tokens(source), self.deferred.cancel(job.key.microbatch)
             if not taken_back:
                 visit = self.passes.forward(source, job.documents)
-                gradients = self.passes.backward(visit, self.wire.received(job.gradient, before_use=True)).parameters
+                gradients = self.passes.backward(visit, self.wire.gradient(job, before_use=True)).parameters
                 taken_back = self._accumulator.retract(job.key.microbatch, tokens, gradients, job.labels)
         self.accumulated -= taken_back
         self.accumulated_tokens -= taken_back * tokens
@@ -596,7 +596,7 @@ class DataWorker(ReplicaWorker):
         return output
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
-        gradient = self.wire.received(job.gradient, before_use=True)
+        gradient = self.wire.gradient(job, before_use=True)
         kept = self._visits.pop(job.ticket, None)
         if kept is None:
             raise StateError(f"microbatch {job.key.microbatch} has no forward pass here")
