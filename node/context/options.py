@@ -18,7 +18,8 @@ from node.data.local_paths import LocalPathOptions
 from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.identity.keys import Identity
-from protocol.manifest.join_link import JoinLink
+from protocol.identity.invitations import Grant
+from protocol.manifest.join_link import JoinLink, read_grant
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
@@ -101,6 +102,14 @@ class NodeOptions:
     reads_text: Annotated[
         bool, setting("data", "Whether this node may host stage 0, which reads the text.", off="no-data")
     ] = True
+    invitation: Annotated[
+        str | None,
+        setting(
+            "invitation",
+            "Invitation to host stage 0, or a file that holds one, without a link [default: the link's]",
+            metavar="TEXT|FILE",
+        ),
+    ] = None
     text: Annotated[Path | None, TextPath] = None
     tokenizer: Annotated[Path | None, TokenizerPath] = None
     model: Annotated[
@@ -193,6 +202,12 @@ class NodeOptions:
     @property
     def allowance(self) -> Allowance:
         return Allowance(self.slots_held, self.moments)
+
+    @property
+    def grant(self) -> Grant | None:
+        if self.invitation is None:
+            return None if self.link is None else self.link.invitation
+        return read_grant(self.invitation)
 
     @property
     def asked_stage(self) -> int | None:

@@ -41,6 +41,8 @@ from protocol.identity.keys import Identity
 from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.identity.invitations import Guests
+from protocol.identity.signatures import Routes
 from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
@@ -67,6 +69,7 @@ async def run_node(
     identity = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
     run = signed.run if signed is not None else cast(JoinLink, options.link).run  # a link or a manifest is given
+    grant = options.grant
     devices = choose_devices(options.device)
     device = devices.value[0]
     if options.threads is not None:
@@ -86,7 +89,10 @@ async def run_node(
                 if signed is None:
                     return
             fitting = FittingModules(signed.manifest, options, device)
-            text = await _joined(options, signed, fitting, identity.peer, consent, stop)
+            guests = Guests(run, signed.author, signed.manifest.data.inviters, signed.manifest.data.open)
+            invitation = b"" if grant is None else grant.invitation(run, identity.peer)
+            uninvited = guests.fault(identity.peer, invitation, clock.wall())
+            text = await _joined(options, signed, fitting, identity.peer, uninvited, consent, stop)
             start = await asyncio.to_thread(open_start, signed.manifest, options.model)
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
@@ -117,6 +123,7 @@ async def run_node(
                     context = ModuleContext(
                         options=options,
                         session=session,
+                        routes=Routes(identity, run, guests, invitation, clock.wall),
                         manifest=signed.manifest,
                         module=chosen.value,
                         device=device,
@@ -139,6 +146,7 @@ async def _joined(
     signed: SignedManifest,
     fitting: FittingModules,
     peer: PeerId,
+    uninvited: str | None,
     consent: Consent | None,
     stop: asyncio.Event,
 ) -> Reasoned[LocalPaths | None]:
@@ -150,6 +158,8 @@ async def _joined(
         )
     own = signed.author == peer
     text = local_paths(signed.manifest.data, options.local_path_options, own=own)
+    if uninvited is not None:
+        text = Reasoned(None, f"{uninvited}; ask the run's author for a link of `skipstone invite`")
     if consent is not None and not await unless(stop, consent(signed, text, fitting.fitting_stages(), own)):
         raise Rejected("the run was not joined", hint="Answer yes when asked, or use --yes.")
     return text

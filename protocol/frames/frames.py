@@ -38,6 +38,7 @@ from swarm.vocabulary.pipeline_messages import (
     Position,
     Purpose,
     Recall,
+    RouteInvitation,
     RouteSignature,
     Settled,
     TensorMessage,
@@ -489,9 +490,10 @@ class _Route:
     signature: RouteSignature
     documents: Documents
     labels: Annotated[int, Range(0, 2**32 - 1)]
+    invitation: RouteInvitation
 
     def fault(self) -> str | None:
-        if (self.modules or self.documents or self.labels) and not self.signature:
+        if (self.modules or self.documents or self.labels or self.invitation) and not self.signature:
             what = f"{len(self.modules)} modules, {len(self.documents)} documents and {self.labels} labels"
             return f"{what} without a signature"
         return None
@@ -500,7 +502,9 @@ class _Route:
     def path(self) -> Path:
         signed = None
         if self.signature:
-            signed = SignedRoute(self.modules, self.lifetime_s, self.signature, self.documents, self.labels)
+            signed = SignedRoute(
+                self.modules, self.lifetime_s, self.signature, self.documents, self.labels, self.invitation
+            )
         return Path(self.microbatch.data_node, self.hops, signed)
 
 
@@ -526,6 +530,7 @@ def _write_route(message: MicrobatchTensor | Recall, _: Around) -> dict[str, Any
         signed.signature,
         signed.documents,
         signed.labels,
+        signed.invitation,
     )
     return {"route": _ROUTE.write(route, None)}
 

@@ -21,11 +21,12 @@ _GRANT_DOMAIN: Final = b"skipstone-invitation:1\0"
 _GUEST_DOMAIN: Final = b"skipstone-guest:1\0"
 _GRANT: Final = struct.Struct(f">{KEY_BYTES}sHQ{SIGNATURE_BYTES}s")  # key, uses, expires, signature
 REMEMBERED: Final = 1024  # Verified invitations in the cache, and as many forged ones
+NEVER: Final = 2**64 - 1
 
-NOT_INVITED: Final = "its data node has no invitation"
-EXPIRED: Final = "its data node's invitation has expired"
-USED_UP: Final = "its data node's invitation is in use by as many other peers as it allows"
-FORGED: Final = "its data node's invitation is not signed by the run's author for this peer"
+NOT_INVITED: Final = "the data node has no invitation"
+EXPIRED: Final = "the data node's invitation has expired"
+USED_UP: Final = "the data node's invitation is in use by as many other peers as it allows"
+FORGED: Final = "the data node's invitation is not signed by the run's author for this peer"
 
 
 @dataclass(frozen=True, slots=True)

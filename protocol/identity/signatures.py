@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
@@ -18,7 +20,7 @@ from protocol.frames.codec import milliseconds, packed
 from protocol.identity.invitations import Guests
 from protocol.identity.keys import Identity, public_key_of, verify
 from swarm.vocabulary.averaging_messages import Contribution, Entry, WorkTally
-from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.errors import ProtocolViolation, Rejected
 from swarm.vocabulary.pipeline_messages import Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute
 
@@ -122,15 +124,27 @@ def hash_of_piece(data: memoryview) -> bytes:
 DOMAIN: Final = b"skipstone-route:2\0"
 DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
 LABELS_DOMAIN: Final = b"skipstone-route-labels:1\0"
+ASK_FOR_INVITATION: Final = "Ask the run's author for a link of `skipstone invite`."
 REMEMBERED: Final = 4096  # Verified signatures in the cache, because each microbatch returns in the backward pass
 
 
 class Routes:
     """Signs this node's routes and verifies all peers' routes, in one run."""
 
-    def __init__(self, identity: Identity, run: RunId) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        run: RunId,
+        guests: Guests,
+        invitation: bytes = b"",
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`invitation` is this node's own."""
         self._identity = identity
         self._run = run
+        self._guests = guests
+        self._invitation = invitation
+        self._wall = wall
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     def signed(
@@ -142,13 +156,21 @@ class Routes:
         documents: tuple[int, ...] = (),
         labels: int = 0,
     ) -> Path:
-        """Signs the route of this node's microbatch. Returns the path with its route; rounds `lifetime_s` to 1 ms."""
+        """Returns the path with its signed route; rounds `lifetime_s` to 1 ms. Raises Rejected: we are not invited."""
+        fault = self._guests.fault(self._identity.peer, self._invitation, self._wall())
+        if fault is not None:
+            raise Rejected(f"this node can no longer launch microbatches: {fault}", hint=ASK_FOR_INVITATION)
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
         signature = self._identity.sign(data)
         self._remember(_name_of(microbatch.data_node, signature, data))
-        return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels))
+        return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels, self._invitation))
+
+    def uninvited(self, message: MicrobatchTensor) -> str | None:
+        """Returns why the data node of a message may not act as one; None if it may. Hops can differ in this."""
+        invitation = b"" if message.path.route is None else message.path.route.invitation
+        return self._guests.fault(message.microbatch.data_node, invitation, self._wall())
 
     def fault(self, message: MicrobatchTensor) -> str | None:
         """Returns why a message violates its signed route; None if valid. Takes 0.2 ms, or 10 us for a known route."""

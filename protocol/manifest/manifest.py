@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from swarm.vocabulary.errors import ManifestError
+from protocol.identity.keys import public_key_of
+from swarm.vocabulary.errors import ManifestError, ProtocolViolation
 from swarm.vocabulary.types import (
     MAX_EXPERTS,
     MAX_FRAGMENTS,
@@ -18,6 +19,7 @@ from swarm.vocabulary.types import (
     MAX_VISIT_RATIO,
     PROTOCOL_VERSIONS,
     ModuleId,
+    PeerId,
 )
 
 Positive = Annotated[int, Field(gt=0)]
@@ -366,7 +368,11 @@ class DataSection(Section):
     """For `huggingface:`: commit of the data set, written by `skipstone new`."""
     dealt_by: Literal["documents", "files"] = "documents"
     """`files` for `huggingface:`: data nodes read the data set file by file. `documents` for all others: shuffled."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by"})
+    open: bool = False
+    """Let every peer act as data node, so that anybody with the link can decide what the model learns."""
+    inviters: Annotated[tuple[PeerId, ...], Field(max_length=16)] = ()
+    """Peers that may invite data nodes, besides the author."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by", "open", "inviters"})
 
     @property
     def kind(self) -> str:
@@ -389,6 +395,16 @@ class DataSection(Section):
         if not known:
             raise ValueError(f"must be one of {SOURCES}")
         return _local_name(source, rest)
+
+    @field_validator("inviters")
+    @classmethod
+    def _inviters_have_keys(cls, inviters: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
+        for peer in inviters:
+            try:
+                public_key_of(peer)
+            except ProtocolViolation as error:
+                raise ValueError(str(error)) from None
+        return inviters
 
     @field_validator("tokenizer")
     @classmethod

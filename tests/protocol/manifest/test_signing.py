@@ -255,7 +255,7 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     scaling = {"kind": "linear", "factor": 2.0}
     later["model"] |= {**model, "rope_scaling": scaling}
     later["data"] = {"source": "huggingface:some/talks", "labels": "assistant", "revision": "ab" * 20}
-    later["data"]["dealt_by"] = "files"
+    later["data"] |= {"dealt_by": "files", "open": True, "inviters": [AUTHOR.peer]}
     later |= {"start": {"modules": ["cd" * 32] * len(later["stages"]["blocks"])}}
     mistral = changed(changed(later, ("model", "family"), "mistral"), ("model", "attention_bias"), False)
     windowed = changed(mistral, ("model", "sliding_window"), 4096)
