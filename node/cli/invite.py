@@ -26,7 +26,7 @@ def invite(
         ),
     ] = None,
     data: Annotated[
-        bool, typer.Option("--data", help="Invite to host stage 0, which reads the text: the only kind of invitation.")
+        bool, typer.Option("--data", help="Invite to host stage 0: the only kind of invitation.", show_default=False)
     ] = True,
     uses: Annotated[int, typer.Option(min=0, max=65_535, help="Peers that may use it (0: any number).")] = 1,
     expires: Annotated[str, typer.Option(help="Time until it ends, and its data nodes stop: 30m, 12h or 7d.")] = "7d",

@@ -169,6 +169,11 @@ class Watch:
         return [event for event in self.seen if isinstance(event, NodeSummary)]
 
 
+def open_run(manifest: Manifest) -> Manifest:
+    """The run in which everybody may act as data node."""
+    return manifest.model_copy(update={"data": manifest.data.model_copy(update={"open": True})})
+
+
 def solo_losses(
     manifest: Manifest, folder: Path, steps: int, *, router: Router | None = None, start: CutModel | None = None
 ) -> list[float]:

@@ -97,7 +97,9 @@ async def test_a_data_node_joins_without_the_tokenizer_s_file(tmp_path: Path) ->
     }
     (tmp_path / "run.toml").write_bytes(sign_manifest(manifest_from_table(table), Identity.create(key)).text)
     author = ("--stage", "1", "--identity", str(key), "--link-file", str(tmp_path / "link"))
-    joining = ("--text", str(text), "--stage", "0", "--steps", "3")
+    code, invitation, _ = await skipstone("invite", str(tmp_path / "run.toml"), "--identity", str(key))
+    assert code == 0
+    joining = ("--text", str(text), "--stage", "0", "--steps", "3", "--invitation", invitation.decode().strip())
     command = (*NODE, str(tmp_path / "run.toml"), *author, *HERE)
     async with asyncio.timeout(PATIENCE_S), running(*command, env=newcomer.environment):
         link = await written(tmp_path / "link")

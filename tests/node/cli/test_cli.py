@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ from node.network.loss_report import AskedPaths
 from node.observability.events import EventSink, MicrobatchCounts, Note
 from node.observability.status import PeerStatus, Status, SwarmStatus
 from node.observability.typed_json import to_json
+from protocol.identity.keys import Identity
+from protocol.manifest.join_link import parse_link, read_grant
 from protocol.manifest.signing import read_signed_manifest
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
@@ -133,6 +136,25 @@ class TestNew:
     def test_a_run_is_named_after_its_file(self, tmp_path: Path, file: str, name: str) -> None:
         ran("new", str(tmp_path / file))
         assert f'name = "{name}"' in (tmp_path / file).read_text()
+
+    def test_an_open_run_says_what_that_means(self, tmp_path: Path) -> None:
+        assert "decide what the model learns" in ran("new", str(tmp_path / "run.toml"), "--open-data").stdout
+        assert read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest.data.open
+
+    def test_its_author_invites_data_nodes(self, tmp_path: Path) -> None:
+        file, other = tmp_path / "run.toml", tmp_path / "other.key"
+        ran("new", str(file))
+        signed, until = read_signed_manifest(file.read_bytes(), None), time.time() + 12 * 3600
+        (tmp_path / "link").write_text(LINK.replace(parse_link(LINK).run, signed.run))
+        words = ("invite", str(file), "--link", str(tmp_path / "link"), "--uses", "3", "--expires", "12h")
+        grant = parse_link(ran(*words).stdout).invitation
+        assert grant is not None
+        assert (grant.uses, abs(grant.expires - until) < 60) == (3, True)
+        assert read_grant(ran("invite", str(file)).stdout.strip()).uses == 1
+        Identity.create(other)
+        assert "neither the author" in refused("invite", str(file), "--identity", str(other))
+        assert "12h" in refused("invite", str(file), "--expires", "2w")
+        assert signed.run in refused("invite", str(file), "--link", LINK)
 
     def test_a_run_with_experts_has_a_router_beside_it(self, tmp_path: Path) -> None:
         file, text = tmp_path / "run.toml", corpus(tmp_path, *[b"some prose " * 40, b"int i = 0;\n" * 40] * 20)

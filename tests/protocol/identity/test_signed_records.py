@@ -16,13 +16,13 @@ from protocol.frames.frames import TensorFrame, decode, encode
 from protocol.generated import records_pb2
 from protocol.identity import signatures as routes
 from protocol.identity.certificates import make_credentials
-from protocol.identity.invitations import Guests
+from protocol.identity.invitations import NOT_INVITED, Grant, Guests
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes, signed_bytes
 from protocol.identity.signed_records import MAX_RECORD_BYTES, decode_announced, directory_key, encode_record
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.errors import ProtocolViolation, Rejected
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import (
     AnchorVersion,
@@ -411,6 +411,19 @@ def test_a_path_that_leaves_the_route(stages: tuple[int, ...]) -> None:
     path = replace(signed(), hops=tuple(Hop(ModuleId(stage), HOP.peer) for stage in stages))
     for message in (forward(path), Backward(NUMBER, path, 0)):
         assert read_by_another(message) == "the path visits other modules than its data node has signed"
+
+
+def test_a_data_node_shows_its_invitation() -> None:
+    guests = Guests(ROUTE_RUN, HOP.peer)
+    invitation = Grant.issue(HOP, ROUTE_RUN, 1, 2**40).invitation(ROUTE_RUN, DATA_NODE.peer)
+    hop, own = Routes(HOP, ROUTE_RUN, guests), Routes(DATA_NODE, ROUTE_RUN, guests, invitation)
+    path = own.signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S)
+    assert hop.uninvited(forward(path)) is None
+    assert hop.uninvited(Backward(NUMBER, path, 0)) is None
+    assert hop.uninvited(forward(signed())) == hop.uninvited(forward(PATH)) == NOT_INVITED
+    assert hop.fault(forward(path)) is None
+    with pytest.raises(Rejected, match="no invitation"):
+        Routes(DATA_NODE, ROUTE_RUN, guests).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S)
 
 
 def test_a_path_without_a_signature() -> None:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity, peer_id_of, verify
 from protocol.manifest.join_link import EXAMPLE, MAX_LINK_PEERS, JoinLink, multiaddr_of, parse_link
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_table, parse_toml
@@ -528,6 +529,14 @@ links = st.builds(
     JoinLink,
     st.text("0123456789abcdef", min_size=64, max_size=64).map(RunId),
     st.lists(addresses, min_size=1, max_size=MAX_LINK_PEERS).map(tuple),
+    st.none()
+    | st.builds(
+        Grant,
+        st.binary(min_size=32, max_size=32),
+        st.integers(0, 2**16 - 1),
+        st.integers(0, 2**64 - 1),
+        st.binary(min_size=64, max_size=64),
+    ),
 )
 
 
@@ -539,7 +548,8 @@ def test_a_link_round_trips(link: JoinLink) -> None:
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_a_shell_leaves_it_alone(shell: str) -> None:
-    link = str(JoinLink(RUN, (ADDRESS, f"/ip6/2001:db8::1/udp/4001/quic-v1/p2p/{PEER}")))
+    invitation = Grant.issue(AUTHOR, RUN, 1, 2**40)
+    link = str(JoinLink(RUN, (ADDRESS, f"/ip6/2001:db8::1/udp/4001/quic-v1/p2p/{PEER}"), invitation))
     for written in (link, f"'{link}'", f'"{link}"'):
         printed = subprocess.run([shell, "-c", f"printf %s {written}"], capture_output=True, check=True).stdout
         assert printed.decode() == link
@@ -610,6 +620,18 @@ def test_a_malformed_address_is_refused(address: str, message: str) -> None:
     assert str(raised.value).isprintable()
     with pytest.raises(ConfigError, match=message):
         JoinLink(RUN, (address,))
+
+
+@pytest.mark.parametrize("invitation", ["", "AAAA", "A" * 141, "%" * 142, "A" * 8000])
+def test_a_malformed_invitation_is_refused(invitation: str) -> None:
+    with pytest.raises(ConfigError, match=r"not an invitation|characters"):
+        parse_link(f"skipstone:{RUN}@{ADDRESS}?invitation={invitation}")
+
+
+@pytest.mark.parametrize("inviters", [["nobody"], [AUTHOR.peer] * 17])
+def test_inviters_are_a_few_peers(inviters: list[str]) -> None:
+    with pytest.raises(ManifestError, match=r"data\.inviters"):
+        manifest_from_table(changed(SMALL, ("data", "inviters"), inviters))
 
 
 def test_a_link_to_nobody_cannot_be_made() -> None:
