@@ -43,8 +43,8 @@ from node.pipeline.worker import HopWorker
 from node.runtime.malloc import keep_freed_memory
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
-from protocol.identity.keys import Identity
 from protocol.identity.invitations import Guests
+from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec

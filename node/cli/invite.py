@@ -22,7 +22,7 @@ def invite(
         str | None,
         typer.Option(
             metavar="LINK|FILE",
-            help="Join link of the run, as from `join --link-file` [default: print only the text for `join --invitation`]",
+            help="Join link of the run, as of `join --link-file` [default: print the text for `join --invitation`]",
         ),
     ] = None,
     data: Annotated[

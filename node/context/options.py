@@ -17,8 +17,8 @@ import typer
 from node.data.local_paths import LocalPathOptions
 from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
-from protocol.identity.keys import Identity
 from protocol.identity.invitations import Grant
+from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink, read_grant
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError

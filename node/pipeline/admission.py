@@ -44,7 +44,9 @@ def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
 class Admission:
     """Checks of the microbatch tensors that other peers send to a peer that hosts `module`."""
 
-    def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault, uninvited: RouteFault) -> None:
+    def __init__(
+        self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault, uninvited: RouteFault
+    ) -> None:
         self._own = own
         self.uninvited = uninvited
         """Returns why a message's data node may not act as one. Other hops may disagree, so it is no violation."""

@@ -38,11 +38,9 @@ from node.start.cut_model import open_start
 from protocol.dht.directory import DirectorySettings
 from protocol.identity.invitations import Guests
 from protocol.identity.keys import Identity
-from protocol.identity.signatures import EntrySigner
+from protocol.identity.signatures import EntrySigner, Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
-from protocol.identity.invitations import Guests
-from protocol.identity.signatures import Routes
 from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest

@@ -154,7 +154,7 @@ class TestNew:
         Identity.create(other)
         assert "neither the author" in refused("invite", str(file), "--identity", str(other))
         assert "12h" in refused("invite", str(file), "--expires", "2w")
-        assert signed.run in refused("invite", str(file), "--link", LINK)
+        assert run("invite", str(file), "--link", LINK).exit_code == 65, "the link of another run"
 
     def test_a_run_with_experts_has_a_router_beside_it(self, tmp_path: Path) -> None:
         file, text = tmp_path / "run.toml", corpus(tmp_path, *[b"some prose " * 40, b"int i = 0;\n" * 40] * 20)
