@@ -19,7 +19,7 @@ from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
-from protocol.manifest.join_link import JoinLink, read_grant
+from protocol.manifest.join_link import JoinLink
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
@@ -105,9 +105,7 @@ class NodeOptions:
     invitation: Annotated[
         str | None,
         setting(
-            "invitation",
-            "Invitation to host stage 0, or a file that holds one, without a link [default: the link's]",
-            metavar="TEXT|FILE",
+            "invitation", "Invitation to host stage 0, or a file with it [default: the link's]", metavar="TEXT|FILE"
         ),
     ] = None
     text: Annotated[Path | None, TextPath] = None
@@ -207,7 +205,8 @@ class NodeOptions:
     def grant(self) -> Grant | None:
         if self.invitation is None:
             return None if self.link is None else self.link.invitation
-        return read_grant(self.invitation)
+        path = Path(self.invitation)
+        return Grant.parse(path.read_text(errors="replace").strip() if path.is_file() else self.invitation)
 
     @property
     def asked_stage(self) -> int | None:

@@ -48,8 +48,7 @@ class Admission:
         self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault, uninvited: RouteFault
     ) -> None:
         self._own = own
-        self.uninvited = uninvited
-        """Returns why a message's data node may not act as one. Other hops may disagree, so it is no violation."""
+        self.uninvited = uninvited  # No violation: other hops may disagree
         self._route_fault = route_fault
         self._module = module
         self._tensor = hidden_tensor(manifest)

@@ -36,7 +36,7 @@ from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving, serve_module
 from node.start.cut_model import open_start
 from protocol.dht.directory import DirectorySettings
-from protocol.identity.invitations import Guests
+from protocol.identity.invitations import HOW_TO_BE_INVITED
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import EntrySigner, Routes
 from protocol.interfaces.clock import SystemClock
@@ -87,7 +87,7 @@ async def run_node(
                 if signed is None:
                     return
             fitting = FittingModules(signed.manifest, options, device)
-            guests = Guests(run, signed.author, signed.manifest.data.inviters, signed.manifest.data.open)
+            guests = signed.guests()
             invitation = b"" if grant is None else grant.invitation(run, identity.peer)
             uninvited = guests.fault(identity.peer, invitation, clock.wall())
             text = await _joined(options, signed, fitting, identity.peer, uninvited, consent, stop)
@@ -115,13 +115,12 @@ async def run_node(
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
                     session.own.memory_bytes, session.own.device_bytes = fitting.announced()
-                    signer = EntrySigner(session.identity, session.run, Guests(session.run, signed.author))
                     chosen = await fitting.choose(session, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     context = ModuleContext(
                         options=options,
                         session=session,
-                        routes=Routes(identity, run, guests, invitation, clock.wall),
+                        routes=Routes(identity, run, guests, invitation),
                         manifest=signed.manifest,
                         module=chosen.value,
                         device=device,
@@ -130,7 +129,7 @@ async def run_node(
                         events=logged,
                         finished=stop.set,
                         saves=SaveRequests(),
-                        proofs=Proofs(session, chosen.value, signer),
+                        proofs=Proofs(session, chosen.value, EntrySigner(identity, run, guests, invitation)),
                         resumed=resumed if resumed.module == chosen.value else ResumedState(),
                         start=start,
                         router=router,
@@ -157,7 +156,7 @@ async def _joined(
     own = signed.author == peer
     text = local_paths(signed.manifest.data, options.local_path_options, own=own)
     if uninvited is not None:
-        text = Reasoned(None, f"{uninvited}; ask the run's author for a link of `skipstone invite`")
+        text = Reasoned(None, f"{uninvited}. {HOW_TO_BE_INVITED}")
     if consent is not None and not await unless(stop, consent(signed, text, fitting.fitting_stages(), own)):
         raise Rejected("the run was not joined", hint="Answer yes when asked, or use --yes.")
     return text

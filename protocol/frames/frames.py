@@ -500,11 +500,10 @@ class _Route:
 
     @property
     def path(self) -> Path:
-        signed = None
-        if self.signature:
-            signed = SignedRoute(
-                self.modules, self.lifetime_s, self.signature, self.documents, self.labels, self.invitation
-            )
+        if not self.signature:
+            return Path(self.microbatch.data_node, self.hops)
+        more = (self.documents, self.labels, self.invitation)
+        signed = SignedRoute(self.modules, self.lifetime_s, self.signature, *more)
         return Path(self.microbatch.data_node, self.hops, signed)
 
 

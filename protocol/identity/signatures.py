@@ -9,7 +9,6 @@ import hashlib
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
@@ -17,7 +16,7 @@ from typing import Final
 from blake3 import blake3
 
 from protocol.frames.codec import milliseconds, packed
-from protocol.identity.invitations import Guests
+from protocol.identity.invitations import HOW_TO_BE_INVITED, Guests
 from protocol.identity.keys import Identity, public_key_of, verify
 from swarm.vocabulary.averaging_messages import Contribution, Entry, WorkTally
 from swarm.vocabulary.errors import ProtocolViolation, Rejected
@@ -124,27 +123,17 @@ def hash_of_piece(data: memoryview) -> bytes:
 DOMAIN: Final = b"skipstone-route:2\0"
 DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
 LABELS_DOMAIN: Final = b"skipstone-route-labels:1\0"
-ASK_FOR_INVITATION: Final = "Ask the run's author for a link of `skipstone invite`."
 REMEMBERED: Final = 4096  # Verified signatures in the cache, because each microbatch returns in the backward pass
 
 
 class Routes:
     """Signs this node's routes and verifies all peers' routes, in one run."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        run: RunId,
-        guests: Guests,
-        invitation: bytes = b"",
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        """`invitation` is this node's own."""
+    def __init__(self, identity: Identity, run: RunId, guests: Guests, invitation: bytes = b"") -> None:
         self._identity = identity
         self._run = run
         self._guests = guests
         self._invitation = invitation
-        self._wall = wall
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     def signed(
@@ -157,9 +146,8 @@ class Routes:
         labels: int = 0,
     ) -> Path:
         """Returns the path with its signed route; rounds `lifetime_s` to 1 ms. Raises Rejected: we are not invited."""
-        fault = self._guests.fault(self._identity.peer, self._invitation, self._wall())
-        if fault is not None:
-            raise Rejected(f"this node can no longer launch microbatches: {fault}", hint=ASK_FOR_INVITATION)
+        if (fault := self._guests.fault(self._identity.peer, self._invitation, time.time())) is not None:
+            raise Rejected(f"this node can no longer be a data node: {fault}", hint=HOW_TO_BE_INVITED)
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
@@ -170,7 +158,7 @@ class Routes:
     def uninvited(self, message: MicrobatchTensor) -> str | None:
         """Returns why the data node of a message may not act as one; None if it may. Hops can differ in this."""
         invitation = b"" if message.path.route is None else message.path.route.invitation
-        return self._guests.fault(message.microbatch.data_node, invitation, self._wall())
+        return self._guests.fault(message.microbatch.data_node, invitation, time.time())
 
     def fault(self, message: MicrobatchTensor) -> str | None:
         """Returns why a message violates its signed route; None if valid. Takes 0.2 ms, or 10 us for a known route."""

@@ -6,7 +6,6 @@ no quotes, except zsh for an invitation.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -88,24 +87,7 @@ def parse_link(text: str) -> JoinLink:
     if not at:
         raise _wrong("there is no '@' with the address of a peer after the run")
     peers, invited, invitation = peers.partition(_INVITATION)
-    return JoinLink(RunId(run), tuple(peers.split(",")), _parse_grant(invitation) if invited else None)
-
-
-def read_grant(text: str) -> Grant:
-    """Parses the invitation in `text`, or in the file that it names. Raises ConfigError."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: not a path, or not text
-        text = Path(text).read_text()
-    return _parse_grant(text.strip())
-
-
-def _parse_grant(text: str) -> Grant:
-    try:
-        return Grant.parse(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"this is not an invitation: {error}",
-            hint="Ask the author of the run for the invitation and copy all of it.",
-        ) from None
+    return JoinLink(RunId(run), tuple(peers.split(",")), Grant.parse(invitation) if invited else None)
 
 
 def multiaddr_of(host: str, port: int) -> str:

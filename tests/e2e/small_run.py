@@ -40,6 +40,7 @@ def small_run(
     visit_ratio: float = 1.0,
     attention: str = "causal",
     labels: str = "all",
+    is_open: bool = False,
     **training: object,
 ) -> Manifest:
     """A byte-level model of `text` with a step of four microbatches."""
@@ -58,7 +59,7 @@ def small_run(
                 "attention": attention,
             },
             "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
-            "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels},
+            "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels, "open": is_open},
             "training": {
                 "rows": 2,
                 "inner_tokens": 256,
@@ -167,11 +168,6 @@ class Watch:
 
     def summaries(self) -> list[NodeSummary]:
         return [event for event in self.seen if isinstance(event, NodeSummary)]
-
-
-def open_run(manifest: Manifest) -> Manifest:
-    """The run in which everybody may act as data node."""
-    return manifest.model_copy(update={"data": manifest.data.model_copy(update={"open": True})})
 
 
 def solo_losses(

@@ -85,9 +85,8 @@ class Targets:
     def signed(self, data_node: Identity, path: Path, position: int, number: int) -> Forward:
         """One that is on its way along a path that its data node, which anybody can invent, has signed."""
         microbatch = MicrobatchId(data_node.peer, number)
-        path = Routes(data_node, self.link.run, Guests(self.link.run, data_node.peer)).signed(
-            microbatch, path, Purpose.TRAIN, LONGEST_LIFETIME_S
-        )
+        routes = Routes(data_node, self.link.run, Guests(self.link.run, data_node.peer))
+        path = routes.signed(microbatch, path, Purpose.TRAIN, LONGEST_LIFETIME_S)
         return Forward(microbatch, path, position, Purpose.TRAIN, LONGEST_LIFETIME_S)
 
     def as_data_node(self, persona: Persona) -> bytes:

@@ -143,9 +143,8 @@ def test_the_rule_for_paths_is_about_training() -> None:
 
 
 def test_a_path_of_a_run_that_skips_stages_may_have_lost_one_more() -> None:
-    rules = Admission(
-        small_manifest(stages__blocks=(0, 1, 1, 1, 1), stages__per_path=3), A, ModuleId(1), signed, signed
-    )
+    manifest = small_manifest(stages__blocks=(0, 1, 1, 1, 1), stages__per_path=3)
+    rules = Admission(manifest, A, ModuleId(1), signed, signed)
     for stages in ((1, 2, 4), (1, 3)):
         rules.check(DATA, forward(path_of(*((stage, A if stage == 1 else B) for stage in stages))), TENSOR)
     for stages in ((1,), (1, 2, 3, 4)):

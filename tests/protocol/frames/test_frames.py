@@ -585,9 +585,8 @@ def test_details_are_cut_when_sent_and_made_harmless_when_read() -> None:
 
 def test_a_path_of_the_greatest_length_fits() -> None:
     documents = (MAX_DOCUMENT_TOKENS,) * MAX_DOCUMENTS
-    route = SignedRoute(
-        (ModuleId(1023, 1023),) * MAX_HOPS, 1.0, bytes(SIGNATURE_BYTES), documents, 1, bytes(INVITATION_BYTES)
-    )
+    modules, invitation = (ModuleId(1023, 1023),) * MAX_HOPS, bytes(INVITATION_BYTES)
+    route = SignedRoute(modules, 1.0, bytes(SIGNATURE_BYTES), documents, 1, invitation)
     path = Path(PEERS[0], (Hop(ModuleId(1023, 1023), PEERS[1]),) * MAX_HOPS, route)
     message = Forward(MicrobatchId(PEERS[0], 2**48 - 1), path, MAX_HOPS, Purpose.TRAIN, 1.0)
     frame = TensorFrame(message, TensorSpec((2, 1024), DType.FLOAT32), 1, 2)
