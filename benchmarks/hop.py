@@ -43,6 +43,7 @@ from node.pipeline.worker import HopWorker
 from node.runtime.malloc import keep_freed_memory
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
+from protocol.identity.invitations import Guests
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes
 from protocol.interfaces.clock import SystemClock
@@ -194,8 +195,8 @@ async def peer_of_two(
         planner = Planner(PathRules(2, 1), membership, times)
         replicas = PlannedReplicas(planner, membership, clock, transport.is_linked)
         custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
-        routes = Routes(identity, RUN)
-        admission = Admission(manifest, identity.peer, module, routes.fault)
+        routes = Routes(identity, RUN, Guests(RUN, identity.peer, is_open=True))
+        admission = Admission(manifest, identity.peer, module, routes.fault, routes.uninvited)
         codecs = LinkCodecs(manifest, worker.tensor, lambda peer: 0.0, transport.goodput_bytes_per_s)
         if codec is not None:
             codecs.choose = lambda to, traffic: codec  # type: ignore[method-assign]

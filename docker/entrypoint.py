@@ -91,9 +91,15 @@ def own_address(host: str) -> str | None:
 
 
 def make_manifest(manifest: Path, template: Path, told: Mapping[str, str]) -> None:
-    """Signs the run that the template describes, unless that was done in a former life: a run keeps its manifest."""
+    """Signs the run of the template and invites the other data nodes, unless an earlier start has done so."""
     if not manifest.exists():
         subprocess.run([SKIPSTONE, "new", str(manifest), "--from", str(template)], env=told, check=True)
+    invitation = manifest.with_name("invitation")
+    if not invitation.exists():
+        command = [SKIPSTONE, "invite", str(manifest), "--uses", "0", "--expires", "9999d"]
+        invited = subprocess.run(command, env=told, check=False, stdout=subprocess.PIPE)
+        if invited.returncode == 0:
+            invitation.write_bytes(invited.stdout)
 
 
 def wait_for(file: Path, limit_s: float) -> None:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from node.cli.export import export
 from node.cli.generate import generate
+from node.cli.invite import invite
 from node.cli.join import join, leave
 from node.cli.new import new
 from node.cli.solo import solo
@@ -93,7 +94,7 @@ def version() -> None:
     typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
 
 
-for command in (up, join, leave, new, tokenize, solo):
+for command in (up, join, leave, new, invite, tokenize, solo):
     app.command(rich_help_panel=RUN)(command)
 app.command(rich_help_panel=LOOK)(status)
 app.command(rich_help_panel=LOOK)(version)

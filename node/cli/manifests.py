@@ -49,6 +49,11 @@ class ManifestChanges:
             help="Tokens that count in the loss: all, or assistant for --data with conversations [default: all]"
         ),
     ] = None
+    open_data: Annotated[
+        bool | None,
+        "data.open",
+        typer.Option("--open-data", help="Let anybody with the link act as data node, without an invitation."),
+    ] = None
     blocks: Annotated[
         str | None,
         "stages.blocks",

@@ -204,6 +204,8 @@ def new(
     typer.echo(f"{file}: run {signed.run}")
     typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
     typer.echo(f"  text: {manifest.data.source}{text}")
+    if manifest.data.open:
+        typer.echo("  open: anybody with the link can hand out work, and so decide what the model learns")
     if manifest.stages.has_experts:
         by = "at random" if router is None else f"by {router_file(file)}; keep it next to the manifest"
         typer.echo(f"  {len(manifest.modules())} modules; documents are routed to experts {by}")

@@ -18,6 +18,7 @@ from node.network.proofs import Proofs
 from node.network.session import NetworkSession
 from node.observability.events import EventSink
 from node.start.cut_model import CutModel
+from protocol.identity.signatures import Routes
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import ModuleId, Reasoned
 
@@ -28,6 +29,7 @@ class ModuleContext:
 
     options: NodeOptions
     session: NetworkSession
+    routes: Routes
     manifest: Manifest
     module: ModuleId
     device: torch.device

@@ -17,6 +17,7 @@ import typer
 from node.data.local_paths import LocalPathOptions
 from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
+from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
 from swarm.pipeline.custody import DEFAULT_SLOTS
@@ -101,6 +102,12 @@ class NodeOptions:
     reads_text: Annotated[
         bool, setting("data", "Whether this node may host stage 0, which reads the text.", off="no-data")
     ] = True
+    invitation: Annotated[
+        str | None,
+        setting(
+            "invitation", "Invitation to host stage 0, or a file with it [default: the link's]", metavar="TEXT|FILE"
+        ),
+    ] = None
     text: Annotated[Path | None, TextPath] = None
     tokenizer: Annotated[Path | None, TokenizerPath] = None
     model: Annotated[
@@ -193,6 +200,13 @@ class NodeOptions:
     @property
     def allowance(self) -> Allowance:
         return Allowance(self.slots_held, self.moments)
+
+    @property
+    def grant(self) -> Grant | None:
+        if self.invitation is None:
+            return None if self.link is None else self.link.invitation
+        path = Path(self.invitation)
+        return Grant.parse(path.read_text(errors="replace").strip() if path.is_file() else self.invitation)
 
     @property
     def asked_stage(self) -> int | None:

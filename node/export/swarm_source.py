@@ -18,7 +18,6 @@ from node.network.peer_files import fetch_router
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession, visit
 from node.start.cut_model import module_layout
-from protocol.identity.invitations import Guests
 from protocol.identity.signatures import EntrySigner
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.signing import SignedManifest
@@ -50,7 +49,7 @@ class SwarmSource:
         self._here: dict[ModuleId, int] = {}
         self._downloads: dict[ModuleId, StateDownloads] = {}
         self._proofs: dict[ModuleId, Proofs] = {}
-        self._signer = EntrySigner(session.identity, session.run, Guests(session.run, signed.author))
+        self._signer = EntrySigner(session.identity, session.run, signed.guests())
 
     async def router(self) -> Router | None:
         """Downloads the run's router. Raises Unreachable if no peer sends the router."""

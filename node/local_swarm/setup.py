@@ -17,6 +17,7 @@ from node.context.options import LogLevel, NodeOptions, without_settings
 from node.data.local_paths import as_written
 from node.experts.router import router_file
 from node.model.moments import MomentType
+from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
 from protocol.manifest.join_link import JoinLink
@@ -165,6 +166,7 @@ class LocalSetup:
                 self._plan(module, next(ports), next(ports), limit)
             self.run: RunId = run_id_of(manifest)
             author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
+            self._invitation = Grant.issue(author, self.run, uses=0, expires=2**64 - 1)
             self._manifest_path = self._folder / "manifest.toml"
             self._manifest_path.write_bytes(sign_manifest(manifest, author).text)
             if options.router:
@@ -190,6 +192,7 @@ class LocalSetup:
         options = NodeOptions(
             link=None if begins else self.link,
             manifest_path=self._manifest_path if begins else None,
+            invitation=str(self._invitation) if is_data_node else None,
             stage=str(peer.module if self._manifest.stages.experts_at(peer.stage) > 1 else peer.stage),
             moving=True if self._options.moving and not is_data_node else None,
             identity_path=peer.identity_path,

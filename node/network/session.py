@@ -21,7 +21,6 @@ from node.observability.status import Status, parse_status
 from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
-from protocol.identity.signatures import Routes
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.clock import Clock, SystemClock
 from protocol.interfaces.transport import Contact, Directory, Question, QuestionAbout, Transport
@@ -364,7 +363,6 @@ class NetworkSession:
     transport: GrpcTransport
     tunnels: RelayTunnels
     book: KnownPeers
-    routes: Routes
     local_address: str  # `host:port` for this machine's own programs
     introduced: frozenset[PeerId]  # Peers in the join link
 
@@ -462,9 +460,9 @@ async def present(
         try:
             # A multiaddr ends with its peer id.
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
-            routes, local = Routes(identity, run), where.local(transport.port)
+            local = where.local(transport.port)
             yield NetworkSession(
-                run, identity, own, sync, dispatcher, directory, transport, tunnels, book, routes, local, introduced
+                run, identity, own, sync, dispatcher, directory, transport, tunnels, book, local, introduced
             )
         finally:
             running.cancel()

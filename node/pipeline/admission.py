@@ -44,8 +44,11 @@ def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
 class Admission:
     """Checks of the microbatch tensors that other peers send to a peer that hosts `module`."""
 
-    def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
+    def __init__(
+        self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault, uninvited: RouteFault
+    ) -> None:
         self._own = own
+        self.uninvited = uninvited  # No violation: other hops may disagree
         self._route_fault = route_fault
         self._module = module
         self._tensor = hidden_tensor(manifest)

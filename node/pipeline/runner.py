@@ -392,6 +392,8 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
         """Checks a tensor's header. Returns a buffer to receive the tensor, or a refusal."""
+        if (uninvited := self._admission.uninvited(message)) is not None:
+            return Refusal(False, uninvited)
         self._admission.check(sender, message, tensor)
         if self._pool.in_use >= self._pool.limit:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)

@@ -182,7 +182,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     async with module_rounds(context, replica, first) as rounds, AsyncExitStack() as stack:
         del first  # free the anchor; the rounds hold their own
         runner = microbatch_runner_for(context, worker, planner, link_codecs(context, worker), rounds)
-        launches = Launches(worker, runner, context.session.routes.signed, tells_labels=manifest.tells_labels)
+        launches = Launches(worker, runner, context.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, launches, clock, measured)
         in_flight = InFlightTable(own.peer, rules, number, counts_of(position), worker.steps)
         reading = ReadingPosition(

@@ -36,9 +36,9 @@ from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving, serve_module
 from node.start.cut_model import open_start
 from protocol.dht.directory import DirectorySettings
-from protocol.identity.invitations import Guests
+from protocol.identity.invitations import HOW_TO_BE_INVITED
 from protocol.identity.keys import Identity
-from protocol.identity.signatures import EntrySigner
+from protocol.identity.signatures import EntrySigner, Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink, multiaddr_of
@@ -67,6 +67,7 @@ async def run_node(
     identity = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
     run = signed.run if signed is not None else cast(JoinLink, options.link).run  # a link or a manifest is given
+    grant = options.grant
     devices = choose_devices(options.device)
     device = devices.value[0]
     if options.threads is not None:
@@ -86,7 +87,10 @@ async def run_node(
                 if signed is None:
                     return
             fitting = FittingModules(signed.manifest, options, device)
-            text = await _joined(options, signed, fitting, identity.peer, consent, stop)
+            guests = signed.guests()
+            invitation = b"" if grant is None else grant.invitation(run, identity.peer)
+            uninvited = guests.fault(identity.peer, invitation, clock.wall())
+            text = await _joined(options, signed, fitting, identity.peer, uninvited, consent, stop)
             start = await asyncio.to_thread(open_start, signed.manifest, options.model)
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
@@ -111,12 +115,12 @@ async def run_node(
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
                     session.own.memory_bytes, session.own.device_bytes = fitting.announced()
-                    signer = EntrySigner(session.identity, session.run, Guests(session.run, signed.author))
                     chosen = await fitting.choose(session, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     context = ModuleContext(
                         options=options,
                         session=session,
+                        routes=Routes(identity, run, guests, invitation),
                         manifest=signed.manifest,
                         module=chosen.value,
                         device=device,
@@ -125,7 +129,7 @@ async def run_node(
                         events=logged,
                         finished=stop.set,
                         saves=SaveRequests(),
-                        proofs=Proofs(session, chosen.value, signer),
+                        proofs=Proofs(session, chosen.value, EntrySigner(identity, run, guests, invitation)),
                         resumed=resumed if resumed.module == chosen.value else ResumedState(),
                         start=start,
                         router=router,
@@ -139,6 +143,7 @@ async def _joined(
     signed: SignedManifest,
     fitting: FittingModules,
     peer: PeerId,
+    uninvited: str | None,
     consent: Consent | None,
     stop: asyncio.Event,
 ) -> Reasoned[LocalPaths | None]:
@@ -150,6 +155,8 @@ async def _joined(
         )
     own = signed.author == peer
     text = local_paths(signed.manifest.data, options.local_path_options, own=own)
+    if uninvited is not None:
+        text = Reasoned(None, f"{uninvited}. {HOW_TO_BE_INVITED}")
     if consent is not None and not await unless(stop, consent(signed, text, fitting.fitting_stages(), own)):
         raise Rejected("the run was not joined", hint="Answer yes when asked, or use --yes.")
     return text

@@ -113,7 +113,7 @@ def microbatch_runner_for(
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
     custody = Custody(own.peer, context.options.slots_held, replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
-    admission = Admission(context.manifest, own.peer, context.module, session.routes.fault)
+    admission = Admission(context.manifest, own.peer, context.module, context.routes.fault, context.routes.uninvited)
     allocate = receive_buffers(context.device)
     on_thread = WorkerThread(worker, context.compute, clock, rounds.runner.after_inner_step, allocate)
     host = ReplicaHost(context, rounds)

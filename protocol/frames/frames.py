@@ -38,6 +38,7 @@ from swarm.vocabulary.pipeline_messages import (
     Position,
     Purpose,
     Recall,
+    RouteInvitation,
     RouteSignature,
     Settled,
     TensorMessage,
@@ -489,18 +490,20 @@ class _Route:
     signature: RouteSignature
     documents: Documents
     labels: Annotated[int, Range(0, 2**32 - 1)]
+    invitation: RouteInvitation
 
     def fault(self) -> str | None:
-        if (self.modules or self.documents or self.labels) and not self.signature:
+        if (self.modules or self.documents or self.labels or self.invitation) and not self.signature:
             what = f"{len(self.modules)} modules, {len(self.documents)} documents and {self.labels} labels"
             return f"{what} without a signature"
         return None
 
     @property
     def path(self) -> Path:
-        signed = None
-        if self.signature:
-            signed = SignedRoute(self.modules, self.lifetime_s, self.signature, self.documents, self.labels)
+        if not self.signature:
+            return Path(self.microbatch.data_node, self.hops)
+        more = (self.documents, self.labels, self.invitation)
+        signed = SignedRoute(self.modules, self.lifetime_s, self.signature, *more)
         return Path(self.microbatch.data_node, self.hops, signed)
 
 
@@ -526,6 +529,7 @@ def _write_route(message: MicrobatchTensor | Recall, _: Around) -> dict[str, Any
         signed.signature,
         signed.documents,
         signed.labels,
+        signed.invitation,
     )
     return {"route": _ROUTE.write(route, None)}
 

@@ -254,7 +254,7 @@ class Hop(_message.Message):
     def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("microbatch", "hops", "position", "modules", "lifetime_ms", "signature", "documents", "labels")
+    __slots__ = ("microbatch", "hops", "position", "modules", "lifetime_ms", "signature", "documents", "labels", "invitation")
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     HOPS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +263,7 @@ class Route(_message.Message):
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    INVITATION_FIELD_NUMBER: _ClassVar[int]
     microbatch: MicrobatchId
     hops: _containers.RepeatedCompositeFieldContainer[Hop]
     position: int
@@ -271,7 +272,8 @@ class Route(_message.Message):
     signature: bytes
     documents: _containers.RepeatedScalarFieldContainer[int]
     labels: int
-    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., position: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[ModuleId, _Mapping]]] = ..., lifetime_ms: _Optional[int] = ..., signature: _Optional[bytes] = ..., documents: _Optional[_Iterable[int]] = ..., labels: _Optional[int] = ...) -> None: ...
+    invitation: bytes
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., position: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[ModuleId, _Mapping]]] = ..., lifetime_ms: _Optional[int] = ..., signature: _Optional[bytes] = ..., documents: _Optional[_Iterable[int]] = ..., labels: _Optional[int] = ..., invitation: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
     __slots__ = ("route", "purpose", "tensor")

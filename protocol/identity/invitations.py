@@ -1,7 +1,6 @@
 """Invitations: the author's signature that lets a peer act as data node, verified offline.
 
-A join link carries a `Grant`; its holder signs an `Invitation` for its own peer id. `proto/link.proto` specifies the
-signed bytes at Route.
+A join link carries a `Grant`, whose holder signs its own peer id. `proto/link.proto` specifies the bytes at Route.
 """
 
 from __future__ import annotations
@@ -10,22 +9,25 @@ import base64
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, Self
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.identity.keys import KEY_BYTES, Identity, public_key_of, verify
+from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import INVITATION_BYTES, SIGNATURE_BYTES, PeerId, RunId
 
 _GRANT_DOMAIN: Final = b"skipstone-invitation:1\0"
 _GUEST_DOMAIN: Final = b"skipstone-guest:1\0"
 _GRANT: Final = struct.Struct(f">{KEY_BYTES}sHQ{SIGNATURE_BYTES}s")  # key, uses, expires, signature
-REMEMBERED: Final = 1024  # Verified invitations in the cache, and as many forged ones
+REMEMBERED: Final = 1024  # Invitations in the cache, valid or forged
 
-NOT_INVITED: Final = "its data node has no invitation"
-EXPIRED: Final = "its data node's invitation has expired"
-USED_UP: Final = "its data node's invitation is in use by as many other peers as it allows"
-FORGED: Final = "its data node's invitation is not signed by the run's author for this peer"
+HOW_TO_BE_INVITED: Final = "Ask the run's author for a link of `skipstone invite`, and copy all of it."
+NOT_INVITED: Final = "the data node has no invitation"
+EXPIRED: Final = "the data node's invitation has expired"
+USED_UP: Final = "the data node's invitation is in use by as many other peers as it allows"
+FORGED: Final = "the data node's invitation is not signed by the run's author for this peer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,11 @@ class Grant:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses `str(grant)`. Raises ValueError for other text."""
-        if len(text) > 2 * _GRANT.size:
-            raise ValueError(f"{len(text)} characters are too long")
-        data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-        if len(data) != _GRANT.size:
-            raise ValueError(f"{len(data)} bytes, not {_GRANT.size}")
-        return cls(*_GRANT.unpack(data))
+        """Parses `str(grant)`. Raises ConfigError."""
+        try:
+            return cls(*_GRANT.unpack(base64.b64decode(f"{text}==", altchars=b"-_", validate=True)))
+        except (ValueError, struct.error):
+            raise ConfigError("this is not an invitation, or not all of it", hint=HOW_TO_BE_INVITED) from None
 
     def __str__(self) -> str:
         data = _GRANT.pack(self.seed, self.uses, self.expires, self.signature)
@@ -61,9 +61,8 @@ class Grant:
     def invitation(self, run: RunId, peer: PeerId) -> bytes:
         """Returns the invitation of `peer`, as it is sent with its routes."""
         key = Ed25519PrivateKey.from_private_bytes(self.seed)
-        public = key.public_key().public_bytes_raw()
-        guest = key.sign(_GUEST_DOMAIN + bytes.fromhex(run) + peer.encode())
-        return _GRANT.pack(public, self.uses, self.expires, self.signature) + guest
+        grant = _GRANT.pack(key.public_key().public_bytes_raw(), self.uses, self.expires, self.signature)
+        return grant + key.sign(_GUEST_DOMAIN + bytes.fromhex(run) + peer.encode())
 
 
 class Guests:
@@ -71,52 +70,48 @@ class Guests:
 
     def __init__(self, run: RunId, author: PeerId, inviters: tuple[PeerId, ...] = (), is_open: bool = False) -> None:
         self._run = bytes.fromhex(run)
-        self.hosts = (author, *inviters)
-        """Peers that sign invitations, and need none."""
-        self.is_open = is_open
-        self._verified: OrderedDict[tuple[bytes, PeerId], bytes] = OrderedDict()
-        """Signature of the guest, by grant and peer."""
-        self._forged: OrderedDict[tuple[bytes, PeerId], bytes] = OrderedDict()
+        self.hosts = (author, *inviters)  # Peers that sign invitations, and need none
+        self._keys = tuple(map(public_key_of, self.hosts))
+        self._is_open = is_open
+        self._accepted: OrderedDict[tuple[bytes, PeerId], None] = OrderedDict()
 
     def fault(self, peer: PeerId, invitation: bytes, now: float) -> str | None:
         """Returns why a peer may not act as data node at the Unix time `now`; None if it may."""
-        return None if self.is_open else self._fault(peer, invitation, now, counts_uses=True)
+        if self._is_open:
+            return None
+        fault = self._not_signed(peer, invitation, now)
+        if fault is not None or peer in self.hosts:
+            return fault
+        use = (invitation[: _GRANT.size], peer)
+        uses = _GRANT.unpack(use[0])[1]
+        if uses and use not in self._accepted and sum(grant == use[0] for grant, _ in self._accepted) >= uses:
+            return USED_UP
+        self._accepted[use] = None
+        self._accepted.move_to_end(use)
+        if len(self._accepted) > REMEMBERED:
+            self._accepted.popitem(last=False)
+        return None
 
     def is_invited(self, peer: PeerId, invitation: bytes, now: float) -> bool:
-        """Whether the peer is the author, an inviter, or invited; all peers agree. An open run alone invites no peer.
+        """Whether the peer is the author, an inviter, or invited. An open run alone makes no peer invited.
 
-        The number of uses does not count, because each peer may have met other guests first.
+        The number of uses does not count: others may have met other guests first, and all must agree.
         """
-        return self._fault(peer, invitation, now, counts_uses=False) is None
+        return self._not_signed(peer, invitation, now) is None
 
-    def _fault(self, peer: PeerId, invitation: bytes, now: float, *, counts_uses: bool) -> str | None:
+    def _not_signed(self, peer: PeerId, invitation: bytes, now: float) -> str | None:
         if peer in self.hosts:
             return None
         if len(invitation) != INVITATION_BYTES:
             return NOT_INVITED
-        grant, guest = invitation[: _GRANT.size], invitation[_GRANT.size :]
-        key, uses, expires, signature = _GRANT.unpack(grant)
-        if now >= expires:
+        if now >= _GRANT.unpack(invitation[: _GRANT.size])[2]:
             return EXPIRED
-        if self._verified.get((grant, peer)) != guest:
-            # A used-up grant costs no verification.
-            if counts_uses and uses and sum(one == grant and other != peer for one, other in self._verified) >= uses:
-                return USED_UP
-            if (invitation, peer) in self._forged or not self._is_signed(peer, grant, key, signature, guest):
-                _remember(self._forged, (invitation, peer), b"")
-                return FORGED
-            _remember(self._verified, (grant, peer), guest)
-        self._verified.move_to_end((grant, peer))
-        return None
-
-    def _is_signed(self, peer: PeerId, grant: bytes, key: bytes, signature: bytes, guest: bytes) -> bool:
-        terms = _GRANT_DOMAIN + self._run + grant[:-SIGNATURE_BYTES]
-        return verify(key, guest, _GUEST_DOMAIN + self._run + peer.encode()) and any(
-            verify(public_key_of(host), signature, terms) for host in self.hosts
-        )
+        return None if _is_signed(self._run, self._keys, peer, invitation) else FORGED
 
 
-def _remember(cache: OrderedDict[tuple[bytes, PeerId], bytes], name: tuple[bytes, PeerId], value: bytes) -> None:
-    cache[name] = value
-    if len(cache) > REMEMBERED:
-        cache.popitem(last=False)
+@lru_cache(REMEMBERED)
+def _is_signed(run: bytes, hosts: tuple[bytes, ...], peer: PeerId, invitation: bytes) -> bool:
+    key, _, _, signature = _GRANT.unpack(invitation[: _GRANT.size])
+    terms = _GRANT_DOMAIN + run + invitation[: _GRANT.size - SIGNATURE_BYTES]
+    is_guest = verify(key, invitation[_GRANT.size :], _GUEST_DOMAIN + run + peer.encode())
+    return is_guest and any(verify(host, signature, terms) for host in hosts)

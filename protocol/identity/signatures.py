@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections import OrderedDict
 from dataclasses import replace
 from functools import lru_cache
@@ -15,10 +16,10 @@ from typing import Final
 from blake3 import blake3
 
 from protocol.frames.codec import milliseconds, packed
-from protocol.identity.invitations import Guests
+from protocol.identity.invitations import HOW_TO_BE_INVITED, Guests
 from protocol.identity.keys import Identity, public_key_of, verify
 from swarm.vocabulary.averaging_messages import Contribution, Entry, WorkTally
-from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.errors import ProtocolViolation, Rejected
 from swarm.vocabulary.pipeline_messages import Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute
 
@@ -128,9 +129,11 @@ REMEMBERED: Final = 4096  # Verified signatures in the cache, because each micro
 class Routes:
     """Signs this node's routes and verifies all peers' routes, in one run."""
 
-    def __init__(self, identity: Identity, run: RunId) -> None:
+    def __init__(self, identity: Identity, run: RunId, guests: Guests, invitation: bytes = b"") -> None:
         self._identity = identity
         self._run = run
+        self._guests = guests
+        self._invitation = invitation
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     def signed(
@@ -142,13 +145,20 @@ class Routes:
         documents: tuple[int, ...] = (),
         labels: int = 0,
     ) -> Path:
-        """Signs the route of this node's microbatch. Returns the path with its route; rounds `lifetime_s` to 1 ms."""
+        """Returns the path with its signed route; rounds `lifetime_s` to 1 ms. Raises Rejected: we are not invited."""
+        if (fault := self._guests.fault(self._identity.peer, self._invitation, time.time())) is not None:
+            raise Rejected(f"this node can no longer be a data node: {fault}", hint=HOW_TO_BE_INVITED)
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
         signature = self._identity.sign(data)
         self._remember(_name_of(microbatch.data_node, signature, data))
-        return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels))
+        return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels, self._invitation))
+
+    def uninvited(self, message: MicrobatchTensor) -> str | None:
+        """Returns why the data node of a message may not act as one; None if it may. Hops can differ in this."""
+        invitation = b"" if message.path.route is None else message.path.route.invitation
+        return self._guests.fault(message.microbatch.data_node, invitation, time.time())
 
     def fault(self, message: MicrobatchTensor) -> str | None:
         """Returns why a message violates its signed route; None if valid. Takes 0.2 ms, or 10 us for a known route."""

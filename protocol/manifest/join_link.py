@@ -1,7 +1,7 @@
-"""Join link: `skipstone:<run>@<multiaddr>[,<multiaddr>...]`, with a run and some of its peers.
+"""Join link: `skipstone:<run>@<multiaddr>[,<multiaddr>...][?invitation=GRANT]`, with a run and some of its peers.
 
 A multiaddr is /ip4, /ip6, /dns4 or /dns6 and a host, then /tcp/PORT or /udp/PORT/quic-v1, then /p2p/PEER. Shells need
-no quotes.
+no quotes, except zsh for an invitation.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from protocol.identity.invitations import Grant
 from protocol.identity.keys import public_key_of
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.vocabulary.types import PeerId, RunId
@@ -25,6 +26,7 @@ EXAMPLE: Final = (
 )
 
 _SCHEME: Final = "skipstone:"
+_INVITATION: Final = "?invitation="
 _RUN: Final = re.compile(r"[0-9a-f]{64}")
 _LABEL: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
@@ -36,6 +38,7 @@ class JoinLink:
 
     run: RunId
     peers: tuple[str, ...]
+    invitation: Grant | None = None
 
     def __post_init__(self) -> None:
         if not _RUN.fullmatch(self.run):
@@ -45,7 +48,8 @@ class JoinLink:
         object.__setattr__(self, "peers", tuple(_checked_address(peer) for peer in self.peers))
 
     def __str__(self) -> str:
-        return f"{_SCHEME}{self.run}@{','.join(self.peers)}"
+        invitation = "" if self.invitation is None else f"{_INVITATION}{self.invitation}"
+        return f"{_SCHEME}{self.run}@{','.join(self.peers)}{invitation}"
 
 
 def is_link(text: str) -> bool:
@@ -82,7 +86,8 @@ def parse_link(text: str) -> JoinLink:
     run, at, peers = link.removeprefix(_SCHEME).partition("@")
     if not at:
         raise _wrong("there is no '@' with the address of a peer after the run")
-    return JoinLink(RunId(run), tuple(peers.split(",")))
+    peers, invited, invitation = peers.partition(_INVITATION)
+    return JoinLink(RunId(run), tuple(peers.split(",")), Grant.parse(invitation) if invited else None)
 
 
 def multiaddr_of(host: str, port: int) -> str:

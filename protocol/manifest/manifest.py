@@ -18,10 +18,12 @@ from swarm.vocabulary.types import (
     MAX_VISIT_RATIO,
     PROTOCOL_VERSIONS,
     ModuleId,
+    PeerId,
 )
 
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Peer = Annotated[PeerId, Field(pattern=r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$")]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
@@ -366,7 +368,11 @@ class DataSection(Section):
     """For `huggingface:`: commit of the data set, written by `skipstone new`."""
     dealt_by: Literal["documents", "files"] = "documents"
     """`files` for `huggingface:`: data nodes read the data set file by file. `documents` for all others: shuffled."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by"})
+    open: bool = False
+    """Let every peer act as data node, so that anybody with the link can decide what the model learns."""
+    inviters: Annotated[tuple[Peer, ...], Field(max_length=16)] = ()
+    """Peers that may invite data nodes, besides the author."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by", "open", "inviters"})
 
     @property
     def kind(self) -> str:

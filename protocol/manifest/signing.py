@@ -15,6 +15,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, Final
 
+from protocol.identity.invitations import Guests
 from protocol.identity.keys import Identity, public_key_of, verify
 from protocol.manifest.manifest import Manifest, Section, manifest_from_table, parse_toml
 from swarm.vocabulary.errors import ManifestError, ProtocolViolation
@@ -89,6 +90,9 @@ class SignedManifest:
     @property
     def run(self) -> RunId:
         return run_id_of(self.manifest)
+
+    def guests(self) -> Guests:
+        return Guests(self.run, self.author, self.manifest.data.inviters, self.manifest.data.open)
 
 
 def canonical(manifest: Manifest) -> bytes:

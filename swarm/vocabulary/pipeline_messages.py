@@ -9,6 +9,7 @@ from typing import Annotated
 from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateChunk, StateControl
 from swarm.vocabulary.bounds import Detail, Length, Range
 from swarm.vocabulary.types import (
+    INVITATION_BYTES,
     MAX_DOCUMENT_TOKENS,
     MAX_DOCUMENTS,
     MAX_HOPS,
@@ -21,6 +22,7 @@ Position = Annotated[int, Range(-1, MAX_HOPS)]  # See `Path`
 # Tokens of each document
 Documents = Annotated[tuple[Annotated[int, Range(1, MAX_DOCUMENT_TOKENS)], ...], Length(0, MAX_DOCUMENTS)]
 RouteSignature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES, or_none=True)]
+RouteInvitation = Annotated[bytes, Length(INVITATION_BYTES, INVITATION_BYTES, or_none=True)]
 
 
 def _off_path(path: Path, position: int, least: int, most: int) -> str | None:

@@ -97,6 +97,7 @@ class SignedRoute:
     signature: bytes  # Ed25519, by the data node's identity key
     documents: tuple[int, ...] = ()  # Tokens of each document; empty for rows of one stream
     labels: int = 0  # Predicted tokens, in runs with labels; else 0
+    invitation: bytes = b""  # The data node's; empty if it needs none
 
     def __post_init__(self) -> None:
         if len(self.modules) > MAX_HOPS:

@@ -38,7 +38,7 @@ home = os.path.realpath(os.environ["SKIPSTONE_HOME"])
 print(json.dumps({{"arguments": sys.argv[1:], "pid": os.getpid(), "home": home, **told}}), flush=True)
 if sys.argv[1] == "new":
     open(sys.argv[2], "x").close()
-else:
+elif sys.argv[1] != "invite":
     sys.stdin.read()
 """
 
@@ -177,6 +177,8 @@ class TestEntrypoint:
         assert first.said()["arguments"] == ["join", manifest]
         first.end()
         assert start("join", manifest, SKIPSTONE_RUN=run).said()["arguments"] == ["join", manifest]
+        [invitation] = (tmp_path / "invitation").read_text().splitlines()
+        assert json.loads(invitation)["arguments"][:2] == ["invite", manifest]
 
     def test_a_manifest_that_cannot_be_made_ends_it(self, tmp_path: Path, start: Callable[..., Container]) -> None:
         (tmp_path / "file").touch()

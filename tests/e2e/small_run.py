@@ -40,6 +40,7 @@ def small_run(
     visit_ratio: float = 1.0,
     attention: str = "causal",
     labels: str = "all",
+    is_open: bool = False,
     **training: object,
 ) -> Manifest:
     """A byte-level model of `text` with a step of four microbatches."""
@@ -58,7 +59,7 @@ def small_run(
                 "attention": attention,
             },
             "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
-            "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels},
+            "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels, "open": is_open},
             "training": {
                 "rows": 2,
                 "inner_tokens": 256,

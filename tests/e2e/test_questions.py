@@ -21,17 +21,22 @@ from node.model.memory_need import needs_of
 from node.network.client import query_evaluation, query_status
 from node.network.loss_report import WHOLE_MODEL, AskedPaths
 from node.observability.events import Completed, NodeStatus, Step
+from node.pipeline.admission import hidden_tensor
+from protocol.identity.invitations import NOT_INVITED
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import manifest_from_table
 from protocol.manifest.signing import sign_manifest
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ManifestError, Unreachable
-from swarm.vocabulary.types import ModuleId
+from swarm.vocabulary.pipeline_messages import Receipt, ReceiptStatus
+from swarm.vocabulary.types import Hop, ModuleId
+from swarm.vocabulary.types import Path as Route
 from tests.e2e.home_network import joined
 from tests.e2e.round_watch import LogTail
 from tests.e2e.small_run import PATIENCE_S, Watch, checked, run_of_experts, skipstone, small_run, write_text
 from tests.node.data.test_tokenizers import word_tokenizer
+from tests.security.adversary import find_targets, header
 from tests.security.test_manifests import HERE, NODE, Victim, running, written
 
 pytestmark = pytest.mark.e2e
@@ -80,6 +85,30 @@ async def test_a_manifest_of_another_run_is_refused_at_once(tmp_path: Path) -> N
     assert "Traceback" not in errors
 
 
+async def test_only_the_author_s_guests_hand_out_work(tmp_path: Path) -> None:
+    """The open run of `tests.security.siege` takes anybody's."""
+    author, run, text = tmp_path / "author.key", tmp_path / "run.toml", write_text(tmp_path / "text")
+    manifest = small_run(text, blocks=(0, 1), inner_steps=100, staleness=1)
+    run.write_bytes(sign_manifest(manifest, Identity.create(author)).text)
+    here = ("--stage", "0", "--text", str(text), "--steps", "2")
+    # The first node has another key than the author, so it needs an invitation as well.
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=2, threads=1, author_path=author)) as swarm:
+        await Watch(swarm).step(1)
+        targets, link = await find_targets(swarm.link, hidden_tensor(manifest), manifest.modules()), str(swarm.link)
+        stranger, victim = targets.persona(), targets.contact(ModuleId(1))
+        path = Route(stranger.peer, (Hop(ModuleId(1), victim.peer),))
+        async with targets.attack(victim, persona=stranger, record=targets.as_data_node(stranger)) as (_, stream):
+            await stream.say(header(targets.signed(stranger.identity, path, 0, 7), targets.tensor))
+            while not isinstance(frame := await stream.hear(), Receipt):
+                assert frame is not None
+        assert (frame.status, frame.detail) == (ReceiptStatus.REFUSED, NOT_INVITED)
+        code, _, said = await skipstone("join", link, *here, "--identity", str(tmp_path / "stranger.key"), "--yes")
+        assert (code, "skipstone invite" in said) == (ConfigError.exit_code, True)
+        _, invited, _ = await skipstone("invite", str(run), "--link", link, "--identity", str(author))
+        async with joined(tmp_path, "friend", invited.decode(), *here) as friend:
+            await friend.until(Step, lambda step: step.step >= 2)
+
+
 def _another_run(tmp_path: Path) -> str:
     return sign_manifest(small_run(tmp_path / "text", blocks=(0, 2)), Identity.generate()).run
 
@@ -97,7 +126,8 @@ async def test_a_data_node_joins_without_the_tokenizer_s_file(tmp_path: Path) ->
     }
     (tmp_path / "run.toml").write_bytes(sign_manifest(manifest_from_table(table), Identity.create(key)).text)
     author = ("--stage", "1", "--identity", str(key), "--link-file", str(tmp_path / "link"))
-    joining = ("--text", str(text), "--stage", "0", "--steps", "3")
+    _, invitation, _ = await skipstone("invite", str(tmp_path / "run.toml"), "--identity", str(key))
+    joining = ("--text", str(text), "--stage", "0", "--steps", "3", "--invitation", invitation.decode().strip())
     command = (*NODE, str(tmp_path / "run.toml"), *author, *HERE)
     async with asyncio.timeout(PATIENCE_S), running(*command, env=newcomer.environment):
         link = await written(tmp_path / "link")

@@ -13,6 +13,7 @@ import grpc
 from protocol.dht.directory import DhtDirectory, DirectorySettings
 from protocol.frames.frames import MAX_CHUNK_BYTES, Hello, TensorFrame
 from protocol.identity.certificates import pem_of
+from protocol.identity.invitations import Guests
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes
 from protocol.identity.signed_records import encode_record
@@ -84,7 +85,8 @@ class Targets:
     def signed(self, data_node: Identity, path: Path, position: int, number: int) -> Forward:
         """One that is on its way along a path that its data node, which anybody can invent, has signed."""
         microbatch = MicrobatchId(data_node.peer, number)
-        path = Routes(data_node, self.link.run).signed(microbatch, path, Purpose.TRAIN, LONGEST_LIFETIME_S)
+        routes = Routes(data_node, self.link.run, Guests(self.link.run, data_node.peer))
+        path = routes.signed(microbatch, path, Purpose.TRAIN, LONGEST_LIFETIME_S)
         return Forward(microbatch, path, position, Purpose.TRAIN, LONGEST_LIFETIME_S)
 
     def as_data_node(self, persona: Persona) -> bytes:

@@ -98,7 +98,8 @@ class Siege:
 @asynccontextmanager
 async def siege(folder: Path, peers: int = PEERS, *, forked: bool = False) -> AsyncIterator[Siege]:
     """A data node, two replicas of stage 1 (one, of three peers), one of stage 2; at work when the block begins."""
-    manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1), inner_steps=20)
+    # Adversaries also act as data nodes.
+    manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1), inner_steps=20, is_open=True)
     (folder / "stderr").mkdir()
     options = LocalSwarmOptions(peers=peers, threads=1, log_dir=folder / "events", log_level="debug")
     with pytest.MonkeyPatch.context() as patch:

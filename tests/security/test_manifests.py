@@ -102,7 +102,7 @@ async def written(file: Path) -> str:
 async def test_a_stranger_s_link_opens_nothing_of_whoever_joins_it(tmp_path: Path) -> None:
     """With no option at all; stage 0 has no peer, so placement would give it to the newcomer."""
     victim = Victim(tmp_path)
-    manifest = small_run(Path("~/.ssh"), blocks=(0, 1))
+    manifest = small_run(Path("~/.ssh"), blocks=(0, 1), is_open=True)
     async with asyncio.timeout(PATIENCE_S), running(*stranger_s(tmp_path, manifest), env=victim.environment):
         link = await written(tmp_path / "link")
         async with running(*NODE, link, *HERE, env=victim.environment) as node:
@@ -125,7 +125,7 @@ async def test_a_stranger_s_link_opens_nothing_of_whoever_joins_it(tmp_path: Pat
 @pytest.mark.e2e
 async def test_who_insists_on_stage_0_is_told_what_to_say(tmp_path: Path) -> None:
     victim = Victim(tmp_path)
-    manifest = small_run(Path("~/.ssh"), blocks=(0, 1))
+    manifest = small_run(Path("~/.ssh"), blocks=(0, 1), is_open=True)
     (tmp_path / "run.toml").write_bytes(sign_manifest(manifest, Identity.generate()).text)
     command = (*NODE, str(tmp_path / "run.toml"), "--stage", "0", *HERE)
     node = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=victim.environment)

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,9 @@ from node.network.loss_report import AskedPaths
 from node.observability.events import EventSink, MicrobatchCounts, Note
 from node.observability.status import PeerStatus, Status, SwarmStatus
 from node.observability.typed_json import to_json
+from protocol.identity.invitations import Grant
+from protocol.identity.keys import Identity
+from protocol.manifest.join_link import parse_link
 from protocol.manifest.signing import read_signed_manifest
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
@@ -133,6 +137,18 @@ class TestNew:
     def test_a_run_is_named_after_its_file(self, tmp_path: Path, file: str, name: str) -> None:
         ran("new", str(tmp_path / file))
         assert f'name = "{name}"' in (tmp_path / file).read_text()
+
+    def test_its_author_invites_data_nodes(self, tmp_path: Path) -> None:
+        file, other = str(tmp_path / "run.toml"), tmp_path / "other.key"
+        assert "decide what the model learns" in ran("new", file, "--open-data").stdout
+        link = LINK.replace(parse_link(LINK).run, read_signed_manifest(Path(file).read_bytes(), None).run)
+        grant = parse_link(ran("invite", file, "--link", link, "--uses", "3").stdout).invitation
+        assert grant is not None
+        assert (grant.uses, abs(grant.expires - time.time() - 7 * 86_400) < 60) == (3, True)
+        assert Grant.parse(ran("invite", file).stdout.strip()).uses == 1
+        Identity.create(other)
+        assert "neither the author" in refused("invite", file, "--identity", str(other))
+        assert "12h" in refused("invite", file, "--expires", "2w")
 
     def test_a_run_with_experts_has_a_router_beside_it(self, tmp_path: Path) -> None:
         file, text = tmp_path / "run.toml", corpus(tmp_path, *[b"some prose " * 40, b"int i = 0;\n" * 40] * 20)

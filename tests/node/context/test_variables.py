@@ -44,6 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
     "stage": "2.2",
     "moving": False,
     "reads_text": False,
+    "invitation": "word",
     "text": Path("/text"),
     "tokenizer": Path("/tokenizer.json"),
     "model": Path("/model"),

@@ -234,7 +234,7 @@ class SmallSwarm:
         visits = CountedVisits()
         runner = MicrobatchRunner(
             Custody(own, 4, self),
-            Admission(self.manifest, own, MODULES[own], lambda message: None),
+            Admission(self.manifest, own, MODULES[own], *2 * (lambda message: None,)),
             WorkerThread(gated, compute, self.clock),
             MemoryTransport(own, self),
             HardestCodec(self.manifest),

@@ -27,7 +27,7 @@ def signed(message: MicrobatchTensor) -> str | None:
 
 
 def admission(own: PeerId = A, stage: int = 1) -> Admission:
-    return Admission(MANIFEST, own, ModuleId(stage), signed)
+    return Admission(MANIFEST, own, ModuleId(stage), signed, signed)
 
 
 def forward(path: Path = AB, position: int = 0) -> Forward:
@@ -133,7 +133,7 @@ def test_the_rule_for_paths_is_about_training() -> None:
     """The whole model may be measured, each stage once, and in order: the rules are no way to keep a microbatch going
     to and fro."""
     manifest = small_manifest(stages__per_path=1)
-    rules = Admission(manifest, A, ModuleId(1), signed)
+    rules = Admission(manifest, A, ModuleId(1), signed, signed)
     measured = replace(forward(), purpose=Purpose.EVALUATE)
     rules.check(DATA, measured, TENSOR)
     again, back = path_of((1, A), (2, B), (2, B)), path_of((1, A), (2, B), (1, B))
@@ -143,7 +143,8 @@ def test_the_rule_for_paths_is_about_training() -> None:
 
 
 def test_a_path_of_a_run_that_skips_stages_may_have_lost_one_more() -> None:
-    rules = Admission(small_manifest(stages__blocks=(0, 1, 1, 1, 1), stages__per_path=3), A, ModuleId(1), signed)
+    manifest = small_manifest(stages__blocks=(0, 1, 1, 1, 1), stages__per_path=3)
+    rules = Admission(manifest, A, ModuleId(1), signed, signed)
     for stages in ((1, 2, 4), (1, 3)):
         rules.check(DATA, forward(path_of(*((stage, A if stage == 1 else B) for stage in stages))), TENSOR)
     for stages in ((1,), (1, 2, 3, 4)):
@@ -160,7 +161,7 @@ def test_a_route_that_the_run_does_not_have_is_not_better_for_being_signed() -> 
 
 
 def test_what_its_data_node_has_not_signed() -> None:
-    rules = Admission(MANIFEST, A, ModuleId(1), lambda message: "the route's signature is not its data node's")
+    rules = Admission(MANIFEST, A, ModuleId(1), lambda message: "the route's signature is not its data node's", signed)
     for sender, message in ((DATA, forward()), (B, backward())):
         with pytest.raises(ProtocolViolation, match=r"data#1: the route's signature is not its data node's"):
             rules.check(sender, message, TENSOR)
@@ -176,13 +177,13 @@ def of_labels(labels: int) -> Path:
 
 def test_labels_are_told_where_some_tokens_are_none_and_of_what_is_trained_on() -> None:
     talks = small_manifest(data__source="path:talks", data__labels="assistant")
-    rules, most = Admission(talks, A, ModuleId(1), signed), talks.microbatch_tokens
+    rules, most = Admission(talks, A, ModuleId(1), signed, signed), talks.microbatch_tokens
     tensor = hidden(*talks.hidden_shape)
     for labels in (1, most):
         rules.check(DATA, forward(of_labels(labels)), tensor)
         rules.check(B, backward(of_labels(labels)), tensor)
     rules.check(DATA, replace(forward(of_labels(0)), purpose=Purpose.EVALUATE), tensor)
-    others = Admission(small_manifest(), A, ModuleId(1), signed)
+    others = Admission(small_manifest(), A, ModuleId(1), signed, signed)
     wrong = [(rules, forward(of_labels(labels))) for labels in (0, most + 1, 2**32 - 1)]
     wrong += [(rules, replace(forward(of_labels(1)), purpose=Purpose.EVALUATE)), (others, forward(of_labels(1)))]
     for admission, message in wrong:
@@ -205,7 +206,7 @@ def hidden(*shape: int) -> TensorSpec:
 
 @pytest.mark.parametrize("documents", [(1,), (LONGEST,), (LONGEST,) * (LARGEST // LONGEST), (1,) * LARGEST, (3, 1, 7)])
 def test_a_tensor_is_as_long_as_its_documents(documents: tuple[int, ...]) -> None:
-    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)
+    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed, signed)
     tensor = hidden(1, sum(documents), OF_DOCUMENTS.model.hidden)
     rules.check(DATA, forward(of_documents(*documents)), tensor)
     rules.check(B, backward(of_documents(*documents)), tensor)
@@ -227,7 +228,7 @@ def test_a_tensor_is_as_long_as_its_documents(documents: tuple[int, ...]) -> Non
     ],
 )
 def test_documents_that_no_honest_data_node_has(documents: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)
+    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed, signed)
     for sender, message in ((DATA, forward(of_documents(*documents))), (B, backward(of_documents(*documents)))):
         with pytest.raises(ProtocolViolation, match="with the tokens of the documents"):
             rules.check(sender, message, hidden(*shape))
@@ -240,7 +241,7 @@ def test_documents_that_no_honest_data_node_has(documents: tuple[int, ...], shap
 def test_documents_that_a_fuzzer_makes_up(documents: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
     true_shape = (1, sum(documents), OF_DOCUMENTS.model.hidden)
     shape = shape or true_shape
-    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)
+    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed, signed)
     honest = bool(documents) and all(1 <= tokens <= LONGEST for tokens in documents) and sum(documents) <= LARGEST
     with nullcontext() if honest and shape == true_shape else pytest.raises(ProtocolViolation):
         rules.check(DATA, forward(of_documents(*documents)), hidden(*shape))
@@ -254,7 +255,7 @@ def test_documents_in_a_run_of_rows() -> None:
 
 def test_a_short_microbatch_brings_no_more_bytes_than_its_tokens() -> None:
     """Its buffer is as large as the largest one's, what comes into it is not."""
-    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)
+    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed, signed)
     apart = TensorSpec((1, 4, 16), DType.FLOAT32, Codec.PLANES, compressed_bytes=4 * 16 * 4 + 1)
     with pytest.raises(ProtocolViolation, match="bytes as PLANES"):
         rules.check(DATA, forward(of_documents(4)), apart)

@@ -159,13 +159,14 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
         return None
 
     monkeypatch.setattr(node, "serve_module", serve)
-    monkeypatch.setattr(node, "Proofs", lambda session: None)
+    monkeypatch.setattr(node, "Proofs", lambda *arguments: SimpleNamespace(signer=None))
     monkeypatch.setattr(node, "replace", lambda given, **changes: SimpleNamespace(**{**vars(given), **changes}))
     session, events, options = Session(announcement("data", 0)), KeptEvents(), told()
     session.withdraw = withdraw  # type: ignore[attr-defined]
     given: Any = SimpleNamespace(
         module=LARGE, options=options, session=session, manifest=MANIFEST, events=events, router=None
     )
+    given.proofs = SimpleNamespace(signer=None)
     fitting = FittingModules(MANIFEST, options, CPU)
     with ComputeThread() as given.compute:
         await node._serve(given, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]

@@ -97,6 +97,7 @@ from swarm.vocabulary.pipeline_messages import (
     Unsettled,
 )
 from swarm.vocabulary.types import (
+    INVITATION_BYTES,
     MAX_DOCUMENT_TOKENS,
     MAX_DOCUMENTS,
     MAX_HOPS,
@@ -129,6 +130,7 @@ ROUTE = SignedRoute((ModuleId(1), ModuleId(300, 2), ModuleId(0)), 61.5, SIGNATUR
 PATH, SIGNED_PATH = Path(A, HOPS), Path(A, HOPS, ROUTE)
 OF_DOCUMENTS = Path(A, HOPS, replace(ROUTE, documents=(1, 300, 2**20)))
 OF_LABELS = Path(A, HOPS, replace(ROUTE, labels=300))
+OF_A_GUEST = Path(A, HOPS, replace(ROUTE, invitation=bytes(range(INVITATION_BYTES))))
 HIDDEN = TensorSpec((2, 128, 64), DType.BFLOAT16, Codec.INT8, outliers=3)
 FLOATS, PLANES = TensorSpec((5000,), DType.FLOAT32), TensorSpec((5000,), DType.FLOAT32, Codec.PLANES, 0, 12345)
 ROUND, FIRST_ROUND = RoundId(ModuleId(3, 1), 300, 2, B), RoundId(ModuleId(0), 1, 0, A)
@@ -151,6 +153,7 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "forward": TensorFrame(Forward(MICROBATCH, SIGNED_PATH, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
     "forward of documents": TensorFrame(Forward(MICROBATCH, OF_DOCUMENTS, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
     "backward of labels": TensorFrame(Backward(MICROBATCH, OF_LABELS, 1), HIDDEN, 12, 3),
+    "forward of a guest": TensorFrame(Forward(MICROBATCH, OF_A_GUEST, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
     "forward at first hop": TensorFrame(Forward(FIRST_MICROBATCH, PATH, 0, Purpose.EVALUATE, 0.0), HIDDEN, 0, 3),
     "forward unsigned": TensorFrame(Forward(MICROBATCH, PATH, 3, Purpose.TRAIN, 1.25), FLOATS, 2**32 - 1, 2),
     "backward": TensorFrame(Backward(MICROBATCH, SIGNED_PATH, -1), HIDDEN, 13, 2),
@@ -582,7 +585,8 @@ def test_details_are_cut_when_sent_and_made_harmless_when_read() -> None:
 
 def test_a_path_of_the_greatest_length_fits() -> None:
     documents = (MAX_DOCUMENT_TOKENS,) * MAX_DOCUMENTS
-    route = SignedRoute((ModuleId(1023, 1023),) * MAX_HOPS, 1.0, bytes(SIGNATURE_BYTES), documents)
+    modules, invitation = (ModuleId(1023, 1023),) * MAX_HOPS, bytes(INVITATION_BYTES)
+    route = SignedRoute(modules, 1.0, bytes(SIGNATURE_BYTES), documents, 1, invitation)
     path = Path(PEERS[0], (Hop(ModuleId(1023, 1023), PEERS[1]),) * MAX_HOPS, route)
     message = Forward(MicrobatchId(PEERS[0], 2**48 - 1), path, MAX_HOPS, Purpose.TRAIN, 1.0)
     frame = TensorFrame(message, TensorSpec((2, 1024), DType.FLOAT32), 1, 2)

@@ -16,12 +16,13 @@ from protocol.frames.frames import TensorFrame, decode, encode
 from protocol.generated import records_pb2
 from protocol.identity import signatures as routes
 from protocol.identity.certificates import make_credentials
+from protocol.identity.invitations import NOT_INVITED, Grant, Guests
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import Routes, signed_bytes
 from protocol.identity.signed_records import MAX_RECORD_BYTES, decode_announced, directory_key, encode_record
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.errors import ProtocolViolation, Rejected
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import (
     AnchorVersion,
@@ -294,6 +295,7 @@ def test_no_bytes_raise_anything_else(data: bytes, in_envelope: bool) -> None:
 
 ROUTE_RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
 DATA_NODE, HOP = Identity.generate(), Identity.generate()
+GUESTS = Guests(ROUTE_RUN, HOP.peer, is_open=True)
 NUMBER = MicrobatchId(DATA_NODE.peer, 7)
 PATH = Path(DATA_NODE.peer, tuple(Hop(ModuleId(stage), HOP.peer) for stage in (1, 2, 3)))
 LIFETIME_S = 61.23456
@@ -301,7 +303,7 @@ NOT_ITS = "the route's signature is not its data node's"
 
 
 def signed(purpose: Purpose = Purpose.TRAIN) -> Path:
-    return Routes(DATA_NODE, ROUTE_RUN).signed(NUMBER, PATH, purpose, LIFETIME_S)
+    return Routes(DATA_NODE, ROUTE_RUN, GUESTS).signed(NUMBER, PATH, purpose, LIFETIME_S)
 
 
 def forward(path: Path, microbatch: MicrobatchId = NUMBER, purpose: Purpose = Purpose.TRAIN) -> Forward:
@@ -318,7 +320,7 @@ def read_by_another(message: MicrobatchTensor) -> str | None:
     frame = decode(encode(TensorFrame(message, TensorSpec((2, 1024), DType.FLOAT32), 1, 1)))
     assert isinstance(frame, TensorFrame)
     assert isinstance(frame.message, Forward | Backward)
-    return Routes(HOP, ROUTE_RUN).fault(frame.message)
+    return Routes(HOP, ROUTE_RUN, GUESTS).fault(frame.message)
 
 
 def test_what_is_signed_is_written_out() -> None:
@@ -340,7 +342,7 @@ def test_documents_are_signed_apart_from_modules() -> None:
 
 def test_nobody_on_the_way_makes_others_mask_it_otherwise() -> None:
     path, counted = (
-        Routes(DATA_NODE, ROUTE_RUN).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S, (5, 6), *labels)
+        Routes(DATA_NODE, ROUTE_RUN, GUESTS).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S, (5, 6), *labels)
         for labels in ((), (7,))
     )
     assert (path.documents, counted.labels) == ((5, 6), 7)
@@ -401,7 +403,7 @@ def test_another_number_purpose_lifetime_or_module_is_not_signed(message: Microb
 
 
 def test_a_signature_holds_in_its_run_only() -> None:
-    assert Routes(HOP, OTHER_RUN).fault(forward(signed())) == NOT_ITS
+    assert Routes(HOP, OTHER_RUN, GUESTS).fault(forward(signed())) == NOT_ITS
 
 
 @pytest.mark.parametrize("stages", [(1, 3, 2), (2, 1), (1, 2, 3, 4), (1, 1), (4,)])
@@ -409,6 +411,17 @@ def test_a_path_that_leaves_the_route(stages: tuple[int, ...]) -> None:
     path = replace(signed(), hops=tuple(Hop(ModuleId(stage), HOP.peer) for stage in stages))
     for message in (forward(path), Backward(NUMBER, path, 0)):
         assert read_by_another(message) == "the path visits other modules than its data node has signed"
+
+
+def test_a_data_node_shows_its_invitation() -> None:
+    guests = Guests(ROUTE_RUN, HOP.peer)
+    invitation = Grant.issue(HOP, ROUTE_RUN, 1, 2**40).invitation(ROUTE_RUN, DATA_NODE.peer)
+    hop, own = Routes(HOP, ROUTE_RUN, guests), Routes(DATA_NODE, ROUTE_RUN, guests, invitation)
+    path = own.signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S)
+    assert hop.uninvited(forward(path)) is hop.uninvited(Backward(NUMBER, path, 0)) is None
+    assert hop.uninvited(forward(signed())) == hop.uninvited(forward(PATH)) == NOT_INVITED
+    with pytest.raises(Rejected, match="no invitation"):
+        Routes(DATA_NODE, ROUTE_RUN, guests).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S)
 
 
 def test_a_path_without_a_signature() -> None:
@@ -426,7 +439,7 @@ def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return honest(key, signature, data)
 
     monkeypatch.setattr(routes, "verify", verify)
-    hop, own = Routes(HOP, ROUTE_RUN), Routes(DATA_NODE, ROUTE_RUN)
+    hop, own = Routes(HOP, ROUTE_RUN, GUESTS), Routes(DATA_NODE, ROUTE_RUN, GUESTS)
     path = own.signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S)
     assert own.fault(forward(path)) is None
     assert checked == [], "what it has signed itself it knows"

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity, peer_id_of, verify
 from protocol.manifest.join_link import EXAMPLE, MAX_LINK_PEERS, JoinLink, multiaddr_of, parse_link
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_table, parse_toml
@@ -255,7 +256,7 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     scaling = {"kind": "linear", "factor": 2.0}
     later["model"] |= {**model, "rope_scaling": scaling}
     later["data"] = {"source": "huggingface:some/talks", "labels": "assistant", "revision": "ab" * 20}
-    later["data"]["dealt_by"] = "files"
+    later["data"] |= {"dealt_by": "files", "open": True, "inviters": [AUTHOR.peer]}
     later |= {"start": {"modules": ["cd" * 32] * len(later["stages"]["blocks"])}}
     mistral = changed(changed(later, ("model", "family"), "mistral"), ("model", "attention_bias"), False)
     windowed = changed(mistral, ("model", "sliding_window"), 4096)
@@ -284,6 +285,7 @@ WRONG_VALUES: dict[str, list[object]] = {
     "training.inner.refresh_lag": [0],
     "training.inner.momentum": [1.0],
     "training.inner.largest_side": [100_000],
+    "data.inviters": [["nobody"], [AUTHOR.peer] * 17],
     "stages.visit_ratio": [0.99, 2.01, math.nan, math.inf, "1.5"],
     "training.fragments": [0, 65],
     "training.rows": [0],
@@ -512,6 +514,7 @@ def test_a_schedule_by_tokens_comes_back_from_its_text() -> None:
 RUN = RunId("0123456789abcdef" * 4)
 PEER = peer_id_of(bytes(range(32)))
 ADDRESS = f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
+INVITATION = Grant.issue(AUTHOR, RUN, 1, 2**40)
 
 labels = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
 hosts = st.one_of(
@@ -528,6 +531,7 @@ links = st.builds(
     JoinLink,
     st.text("0123456789abcdef", min_size=64, max_size=64).map(RunId),
     st.lists(addresses, min_size=1, max_size=MAX_LINK_PEERS).map(tuple),
+    st.sampled_from([None, INVITATION]),
 )
 
 
@@ -539,7 +543,7 @@ def test_a_link_round_trips(link: JoinLink) -> None:
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_a_shell_leaves_it_alone(shell: str) -> None:
-    link = str(JoinLink(RUN, (ADDRESS, f"/ip6/2001:db8::1/udp/4001/quic-v1/p2p/{PEER}")))
+    link = str(JoinLink(RUN, (ADDRESS, f"/ip6/2001:db8::1/udp/4001/quic-v1/p2p/{PEER}"), INVITATION))
     for written in (link, f"'{link}'", f'"{link}"'):
         printed = subprocess.run([shell, "-c", f"printf %s {written}"], capture_output=True, check=True).stdout
         assert printed.decode() == link
@@ -610,6 +614,12 @@ def test_a_malformed_address_is_refused(address: str, message: str) -> None:
     assert str(raised.value).isprintable()
     with pytest.raises(ConfigError, match=message):
         JoinLink(RUN, (address,))
+
+
+@pytest.mark.parametrize("invitation", ["", "AAAA", "A" * 141, "%" * 142, "A" * 8000])
+def test_a_malformed_invitation_is_refused(invitation: str) -> None:
+    with pytest.raises(ConfigError, match=r"not an invitation|characters"):
+        parse_link(f"skipstone:{RUN}@{ADDRESS}?invitation={invitation}")
 
 
 def test_a_link_to_nobody_cannot_be_made() -> None:
