@@ -16,6 +16,7 @@ from swarm.vocabulary.types import (
     MAX_MODULES,
     MAX_STAGES,
     MAX_VISIT_RATIO,
+    OLDEST_RUN,
     PROTOCOL_VERSIONS,
     ModuleId,
     PeerId,
@@ -468,7 +469,7 @@ class StartSection(Section):
 class Manifest(Section):
     """The definition of a run. Read it by `protocol.manifest.signing`; compare two by their RunIds."""
 
-    protocol: Annotated[int, Field(ge=PROTOCOL_VERSIONS.lowest, le=PROTOCOL_VERSIONS.highest)]
+    protocol: Annotated[int, Field(ge=OLDEST_RUN, le=PROTOCOL_VERSIONS.highest)]
     """Lowest protocol version that supports this run."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -583,7 +584,7 @@ def data_section(table: dict[str, Any]) -> DataSection:
 
 def _check_protocol(version: object) -> None:
     """Raises ManifestError if we do not support the run's protocol version, on which all other keys depend."""
-    lowest, highest = PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest
+    lowest, highest = OLDEST_RUN, PROTOCOL_VERSIONS.highest
     if type(version) is int and not lowest <= version <= highest:
         spoken = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
         advice = (

@@ -182,7 +182,8 @@ class VersionRange:
         return highest if highest >= max(self.lowest, other.lowest) else None
 
 
-PROTOCOL_VERSIONS = VersionRange(2, 2)
+PROTOCOL_VERSIONS = VersionRange(3, 3)
+OLDEST_RUN = 2  # Lowest protocol version of a manifest; only peers must be of version 3
 
 
 def short(peer: PeerId) -> str:

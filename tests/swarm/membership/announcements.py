@@ -19,7 +19,7 @@ def announcement(
     slots: int = 8,
     free_slots: int = 8,
     run: RunId = RUN,
-    versions: VersionRange = VersionRange(2, 2),  # noqa: B008 - immutable
+    versions: VersionRange = VersionRange(3, 3),  # noqa: B008 - immutable
     memory_bytes: int = 0,
 ) -> Announcement:
     module = ModuleId(stage) if isinstance(stage, int) else stage
