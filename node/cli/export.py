@@ -37,7 +37,7 @@ def export(
     if every and path is not None:
         raise typer.BadParameter("cannot be combined with --path", param_hint="--all")
     announce("skipstone export: gathering the modules", as_json=json)
-    done = run_loop(_export(source, folder, tokenizer, (path, every), replace=force, as_json=json))
+    done = run_loop(_export(source, folder, tokenizer, path, every=every, replace=force, as_json=json))
     if json:
         print_json({"path": str(done.path), "run": done.run, "files": done.files, "bytes": done.size_bytes})
     else:
@@ -46,27 +46,17 @@ def export(
 
 
 async def _export(
-    source: str,
-    folder: Path,
-    tokenizer: Path | None,
-    chosen: tuple[str | None, bool],
-    *,
-    replace: bool,
-    as_json: bool,
+    source: str, folder: Path, tokenizer: Path | None, path: str | None, *, every: bool, replace: bool, as_json: bool
 ) -> Export:
-    """Writes the model of `source` to `folder`. `chosen`: the path, and whether to write every module instead."""
     from node.data.local_paths import LocalPathOptions
     from node.export.open_model import open_model
     from node.export.source import parse_path
     from node.export.writer import export as write
-    from node.export.writer import export_all, require_free
+    from node.export.writer import require_free
 
     require_free(folder, replace=replace)  # fail before a long download
     with download_bar(silent=as_json) as on_progress:
         async with open_model(source, on_progress, LocalPathOptions(tokenizer=tokenizer)) as opened:
-            path, every = chosen
             file, stages = opened.tokenizer_file(), opened.source.signed.manifest.stages.count
-            if every:
-                return await export_all(opened.source, folder, tokenizer_file=file, replace=replace)
             route = None if path is None else parse_path(path, stages)
-            return await write(opened.source, folder, tokenizer_file=file, route=route, replace=replace)
+            return await write(opened.source, folder, tokenizer_file=file, route=route, every=every, replace=replace)

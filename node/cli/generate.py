@@ -92,7 +92,7 @@ async def _generate(source: str, tokenizer_file: Path | None, asked: _Asked, *, 
         prompt = tokenizer.encode(asked.prompt).tolist()
         model, route = await model_on_path(opened.source, where, asked.path, prompt)
         decoder = (await model.decoder(route)).through(stages)
-        window = asked.again_every if model.has_paths else None
+        window = asked.again_every if model.router is not None else None
         if window is None:
             await stack.aclose()  # nothing more to fetch: leave the swarm
         _tell_of(asked, decoder, route, len(prompt))

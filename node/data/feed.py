@@ -52,7 +52,7 @@ def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
     seed, held_out = manifest.seed, manifest.data.held_out
     opened = _documents(text, as_written(text.data), None)
     documents = list(opened.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
-    router = fit_router(documents, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed).router
+    router = fit_router(documents, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed)
     routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
     return manifest_from_table(table | {"routing": routing}), router
 

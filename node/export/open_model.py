@@ -156,7 +156,7 @@ async def _losses(
     losses = {stages: [(0.0, 0)] * len(texts) for stages in subsets}
     # Route by route, so that each route's modules are read once.
     for route in sorted({text.route for text in texts}):
-        decoder = await model.decoder(model.route_for(route))
+        decoder = await model.decoder(None if model.router is None else route)
         for number, text in enumerate(texts):
             if text.route == route:
                 for stages in subsets:

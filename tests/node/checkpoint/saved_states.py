@@ -22,8 +22,8 @@ from node.data.documents import StreamPosition
 from node.data.local_paths import NO_LOCAL_PATHS, LocalPathOptions
 from node.data.packing import Cursor
 from node.export.open_model import open_model
-from node.export.source import read_decoder
-from node.export.writer import Export, export, export_all
+from node.export.source import RoutedModel
+from node.export.writer import Export, export
 from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer, InnerState
@@ -194,13 +194,10 @@ def logits_of(model: WholeModel, tokens: torch.Tensor) -> torch.Tensor:
     return model.head.logits(hidden)
 
 
-def exported(
-    source: Path, target: Path, *, told: LocalPathOptions = NO_LOCAL_PATHS, every: bool = False, **how: Any
-) -> Export:
+def exported(source: Path, target: Path, *, told: LocalPathOptions = NO_LOCAL_PATHS, **how: Any) -> Export:
     async def run() -> Export:
         async with open_model(str(source), local_path_options=told) as opened:
-            write = export_all if every else export
-            return await write(opened.source, target, tokenizer_file=opened.tokenizer_file(), **how)
+            return await export(opened.source, target, tokenizer_file=opened.tokenizer_file(), **how)
 
     return asyncio.run(run())
 
@@ -208,7 +205,7 @@ def exported(
 def decoder_of(folder: Path) -> Decoder:
     async def run() -> Decoder:
         async with open_model(str(folder)) as opened:
-            return await read_decoder(opened.source, CPU)
+            return await RoutedModel(opened.source, CPU, None).decoder(None)
 
     return asyncio.run(run())
 

@@ -17,7 +17,7 @@ from node.data.local_paths import LocalPathOptions
 from node.export import source as source_module
 from node.export.hugging_face import SHARD_BYTES, plan_shards
 from node.export.open_model import evaluate_model
-from node.export.source import read_decoder
+from node.export.source import RoutedModel
 from node.export.swarm_source import state_to_take
 from node.export.writer import export
 from node.model.decoder import Decoder
@@ -308,7 +308,7 @@ class TestAnySource:
         return {module: parameters_of(*parts) for module, parts in WholeModel(small_manifest(), CPU).modules()}
 
     def read(self, modules: dict[ModuleId, dict[str, torch.Tensor]], manifest: Manifest | None = None) -> Decoder:
-        return asyncio.run(read_decoder(OneSource(manifest or small_manifest(), modules), CPU))
+        return asyncio.run(RoutedModel(OneSource(manifest or small_manifest(), modules), CPU, None).decoder(None))
 
     def test_what_it_gives_is_checked(self, tmp_path: Path) -> None:
         name = "model.layers.1.mlp.up_proj.weight"
