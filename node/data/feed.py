@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Final, Self
 
 from node.data.documents import Documents, FileShare, Fragment, StreamPosition, is_held_out, marking, owner
@@ -177,9 +176,7 @@ class Prefetcher:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopping.set()
         with suppress(queue.Empty):
             self._packed.get_nowait()  # unblocks a thread that waits in `put`

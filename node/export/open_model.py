@@ -39,7 +39,7 @@ class CheckpointSource:
         gathered = gather_modules(path)
         for problem in gathered.problems:
             log.warning("ignoring a damaged snapshot: %s", problem)
-        self._parameters = gathered.modules
+        self._gathered = gathered
         self.signed: SignedManifest = gathered.signed
         self.modules = gathered.signed.manifest.modules()
         self._manifest_file = path / MANIFEST_NAME
@@ -48,7 +48,7 @@ class CheckpointSource:
         return await asyncio.to_thread(load_router, self._manifest_file, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
-        return await asyncio.to_thread(self._parameters.__getitem__, module)
+        return await asyncio.to_thread(self._gathered.module, module)
 
 
 Place = TypeVar("Place")
