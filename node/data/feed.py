@@ -20,7 +20,7 @@ from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
 from node.experts.fitting import fit_router
 from node.experts.router import DocumentRouter, Router, document_router, router_digest
-from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, document_cost, manifest_from_table
+from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, manifest_from_table
 from swarm.vocabulary.errors import ConfigError, SkipstoneError
 from swarm.vocabulary.types import MicrobatchId, PeerId
 
@@ -71,7 +71,7 @@ class TrainingFeed:
         if manifest.packs_documents:
             self._packer: Packer = DocumentPacker(manifest, fragments, start, router=documents.router)
         else:
-            self._packer = _row_packer(manifest, fragments, start)
+            self._packer = RowPacker(manifest, fragments, start)
 
     @property
     def cursor(self) -> Cursor:
@@ -117,7 +117,7 @@ def held_out_microbatches(
     packer: Packer = (
         DocumentPacker(manifest, fragments, START, unscored, opened.router, uneven=math.inf)
         if manifest.packs_documents
-        else _row_packer(manifest, fragments, START)
+        else RowPacker(manifest, fragments, START)
     )
     given = 0
     while given < count:
@@ -141,17 +141,6 @@ def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
         tokens -= fragment.tokens.size
         if tokens <= 0:
             return
-
-
-def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor) -> RowPacker:
-    return RowPacker(
-        fragments,
-        rows=manifest.training.rows,
-        sequence=manifest.model.sequence,
-        seed=manifest.seed,
-        start=start,
-        cost=manifest.training.rows * document_cost(manifest.model, manifest.model.sequence),
-    )
 
 
 # ---- prefetching -----------------------------------------------------------------------------------------------------
