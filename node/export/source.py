@@ -202,9 +202,14 @@ class ExportedSource:
         if not by_module:
             _check_config(path / CONFIG, self.signed)
         self._path = path
-        self.modules = _modules_in(path, origin, self.signed.manifest)
-        self._digests = _digests(path, origin)
-        self._files = None if by_module else _files_by_parameter(path, origin, self.signed.manifest)
+        digests, manifest = origin.get("modules"), self.signed.manifest
+        if not isinstance(digests, dict):
+            raise StateError(f"{path / ORIGIN}: `modules` must map modules to digests")
+        self._digests: Mapping[str, Any] = digests
+        self.modules = tuple(module for module in manifest.modules() if str(module) in digests)
+        if {module.stage for module in self.modules} != set(range(manifest.stages.count)):
+            raise StateError(f"{path / ORIGIN}: `modules` lacks a stage", hint="Export the model again.")
+        self._files = None if by_module else _files_by_parameter(path, origin, manifest)
         for module in self.modules:
             for file, shapes in self._by_file(module).items():
                 check_header(file, shapes)
@@ -224,10 +229,8 @@ class ExportedSource:
         if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):
             files = ", ".join(sorted(file.name for file in self._by_file(module)))
             raise CorruptSnapshot(
-                (
-                    f"{self._path}: module {module} differs from the exported one. {files} or {ORIGIN} was changed "
-                    "or damaged"
-                ),
+                f"{self._path}: module {module} differs from the exported one. {files} or {ORIGIN} "
+                "was changed or damaged",
                 hint="Export the model or copy the folder again.",
             )
         return tensors
@@ -246,15 +249,6 @@ class ExportedSource:
         return files
 
 
-def _modules_in(path: Path, origin: Mapping[str, Any], manifest: Manifest) -> tuple[ModuleId, ...]:
-    """Returns the modules that the folder's `skipstone.json` lists. Raises StateError if a stage has none."""
-    named = _digests(path, origin)
-    modules = tuple(module for module in manifest.modules() if str(module) in named)
-    if {module.stage for module in modules} != set(range(manifest.stages.count)):
-        raise StateError(f"{path / ORIGIN}: `modules` lacks a stage", hint="Export the model again.")
-    return modules
-
-
 def is_exported(path: Path) -> bool:
     """Tells whether `skipstone export` wrote the folder."""
     return (path / ORIGIN).is_file()
@@ -271,13 +265,6 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifes
         with opened_tensors(path / file) as opened:
             found |= dict.fromkeys(opened.keys(), path / file)
     return found
-
-
-def _digests(path: Path, origin: Mapping[str, Any]) -> Mapping[str, Any]:
-    digests = origin.get("modules")
-    if not isinstance(digests, dict):
-        raise StateError(f"{path / ORIGIN}: `modules` must map modules to digests")
-    return digests
 
 
 def _check_config(file: Path, signed: SignedManifest) -> None:
