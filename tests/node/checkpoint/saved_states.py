@@ -106,12 +106,12 @@ class SteppedStorage(Storage):
     def __init__(self, before: Callable[[str], None]) -> None:
         self._before = before
 
-    def make_folder(self, path: Path) -> None:
-        self._before("make_folder")
-        super().make_folder(path)
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("make_folder", "write", "sync", "rename", "remove"):
+            self._before(name)
+        return super().__getattribute__(name)
 
     def write(self, path: Path, pieces: Iterable[memoryview]) -> None:
-        self._before("write")
         super().write(path, self._stepped(pieces))
 
     def _stepped(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -120,18 +120,6 @@ class SteppedStorage(Storage):
             for part in (piece[:half], piece[half:]):
                 yield part
                 self._before("written")
-
-    def sync(self, path: Path) -> None:
-        self._before("sync")
-        super().sync(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._before("rename")
-        super().rename(source, target)
-
-    def remove(self, path: Path) -> None:
-        self._before("remove")
-        super().remove(path)
 
 
 class Countdown:

@@ -105,11 +105,6 @@ def test_a_list_of_files_is_asked_for_again_too(hub: LoopbackHub) -> None:
     hub.unlisted = 2
     assert len(opened(pauses=pauses).files) == 8
     assert pauses == [*WAITS[:2]]
-    pauses.clear()
-    hub.unlisted = 1000
-    with pytest.raises(ConfigError, match=r"cannot get the list of files of some/set from the hub: .*503"):
-        opened(pauses=pauses)
-    assert pauses == [*WAITS]
 
 
 def test_a_file_of_another_size_than_the_listing_says_is_not_read(hub: LoopbackHub, tmp_path: Path) -> None:

@@ -114,7 +114,6 @@ DATA = ROUTER.to_bytes()
     ("data", "why"),
     [
         (b"", "is truncated"),
-        (DATA[:30], "length"),
         (DATA[:-1], "length"),
         (DATA + b"\0", "length"),
         (b"S" + DATA[1:], "not a router"),
@@ -177,17 +176,6 @@ def test_shares_that_are_even_enough_stay() -> None:
     scores = np.array([[9, 1], [1, 9], [1, 9]])
     bias = even_bias(scores, np.array([100, 3, 3]), 1.1)
     assert (scores + bias).argmax(axis=1).tolist() == [0, 1, 1], "one large document cannot be evened"
-
-
-def test_those_go_elsewhere_that_lose_the_least() -> None:
-    random = np.random.default_rng(1)
-    scores = np.stack([random.integers(-50, 100, 300), np.zeros(300, dtype=np.int64)], axis=1)
-    sizes = np.full(300, 10)
-    evened = scores + even_bias(scores, sizes, 1.05)
-    moved = (evened.argmax(axis=1) == 1) & (scores.argmax(axis=1) == 0)
-    stayed = evened.argmax(axis=1) == 0
-    assert moved.any()
-    assert scores[moved, 0].max() <= scores[stayed, 0].min()
 
 
 KINDS = (b"abcd ", b"0123,", b"xyz;\n", b"(){}=")
