@@ -244,9 +244,7 @@ async def test_keeping_goes_on_where_it_was_interrupted() -> None:
     await kept.open(PORT)
     waits.now = 200.0
     keeping = asyncio.create_task(kept.keep())
-    async with asyncio.timeout(5):
-        while waits.waited_for is None:
-            await asyncio.sleep(0)
+    await until(lambda: waits.waited_for is not None)
     keeping.cancel()
     assert waits.waited_for == 100.0
 
@@ -640,8 +638,7 @@ async def test_one_at_a_time_for_each_asker_and_few_for_all() -> None:
     async with asyncio.TaskGroup() as tasks:
         for asker in askers[:MAX_AT_ONCE]:
             tasks.create_task(bench.witness.answer(asker, WITNESS_PORT))
-        while len(bench.dialled.seen) < MAX_AT_ONCE:
-            await asyncio.sleep(0)
+        await until(lambda: len(bench.dialled.seen) == MAX_AT_ONCE)
         for asker in (askers[0], askers[-1]):
             with pytest.raises(Busy):
                 await bench.witness.answer(asker, WITNESS_PORT)
@@ -686,10 +683,16 @@ def test_an_allowance_remembers_no_more_than_its_bound() -> None:
 
 @dataclass
 class Links:
-    """Answers of peers, by the host that they announce."""
+    """Answers of peers, and those to which no link can be opened."""
 
     answers: dict[PeerId, DialBackResult | Exception | bytes]
     asked: list[PeerId] = field(default_factory=list)
+    broken: set[PeerId] = field(default_factory=set)
+
+    async def connect(self, peer: PeerId) -> None:
+        self.asked.append(peer)
+        if peer in self.broken:
+            raise Unreachable("nobody is there")
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         assert question == WITNESS_PORT
@@ -781,21 +784,10 @@ def _closed() -> int:
         return int(bound.getsockname()[1])
 
 
-@dataclass
-class HeldLinks:
-    broken: set[PeerId] = field(default_factory=set)
-    asked: list[PeerId] = field(default_factory=list)
-
-    async def connect(self, peer: PeerId) -> None:
-        self.asked.append(peer)
-        if peer in self.broken:
-            raise Unreachable("nobody is there")
-
-
 class HoldingBench:
     def __init__(self, count: int, connect_s: float = CONNECT_S) -> None:
         own = Identity.generate().peer
-        self.membership, self.links, self.clock = Membership(RUN, own), HeldLinks(), ManualClock()
+        self.membership, self.links, self.clock = Membership(RUN, own), Links({}), ManualClock()
         state = LocalPeer(RUN, own, b"", self.clock, state=PeerState.SERVING, module=MODULE)
         self.attachments = Attachments(state, self.membership, self.links, connect_s)
         for _ in range(count):
@@ -846,17 +838,9 @@ async def test_not_everybody_is_tried() -> None:
 
 async def test_a_peer_that_does_not_answer_holds_nothing_up_for_ever() -> None:
     bench = HoldingBench(1, connect_s=0.01)
-    asked = asyncio.Event()
-
-    async def hang(peer: PeerId) -> None:
-        asked.set()
-        await asyncio.Event().wait()
-
-    bench.links.connect = hang  # type: ignore[method-assign]
-    holding = asyncio.create_task(bench.attachments.hold())
-    await asked.wait()
+    bench.links.connect = lambda peer: asyncio.Event().wait()  # type: ignore[method-assign]
     async with asyncio.timeout(LONG_S):
-        assert await holding == ()
+        assert await bench.attachments.hold() == ()
 
 
 ME, ONE, TWO, THREE = (PeerId(name) for name in ("me", "one", "two", "three"))
