@@ -486,28 +486,23 @@ def _headers(storage: Storage, place: Path, run: RunId, problems: list[str]) -> 
     for number in sorted(_numbers(storage, place), reverse=True):
         file = place / _header_name(number)
         try:
-            header = parse_header(_read_bounded(file))
+            with file.open("rb") as opened:
+                text = opened.read(MAX_JSON_BYTES + 1)
+            if len(text) > MAX_JSON_BYTES:
+                raise CorruptSnapshot(f"it is longer than {MAX_JSON_BYTES} bytes")
+            header = parse_header(text)
             if header.owner.run != run:
                 raise CorruptSnapshot(f"it belongs to another run, {header.owner.run}")
             if header.owner.peer != place.name:
                 raise CorruptSnapshot(f"it belongs to another peer, {header.owner.peer}")
             if header.number != number or header.file.name != f"state-{number}.safetensors":
                 raise CorruptSnapshot(f"it is snapshot {header.number} under a different name")
+        except OSError as error:
+            problems.append(f"{file}: it cannot be read: {error.strerror}")
         except SkipstoneError as error:
             problems.append(f"{file}: {error}")
         else:
             yield header
-
-
-def _read_bounded(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise CorruptSnapshot(f"it cannot be read: {error.strerror}") from None
-    if len(text) > MAX_JSON_BYTES:
-        raise CorruptSnapshot(f"it is longer than {MAX_JSON_BYTES} bytes")
-    return text
 
 
 def _numbers(storage: Storage, place: Path) -> list[int]:

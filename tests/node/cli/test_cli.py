@@ -469,6 +469,8 @@ class TestModels:
         result = run("generate", str(checkpoint), *asked)
         assert result.stdout == harmless_lines(answers[0]["text"]) + "\n"
         assert "seed 5" in result.stderr
+        result = ran("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")
+        assert "the prompt has 40 tokens; the model sees the last 16" in result.stderr
 
     def test_generate_with_some_of_the_stages(self, checkpoint: Path) -> None:
         asked = ("generate", str(checkpoint), "the cat", "--tokens", "30", "--seed", "5", "--device", "cpu", "--json")
@@ -481,10 +483,6 @@ class TestModels:
         assert whole["tokens"] != part["tokens"]
         assert "through stages 0 and 1" in run(*asked, "--stages-per-path", "1").stderr
         assert run(*asked, "--stages-per-path", "3").exit_code == ConfigError.exit_code
-
-    def test_a_prompt_longer_than_what_the_model_sees_is_said(self, checkpoint: Path) -> None:
-        result = ran("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")
-        assert "the prompt has 40 tokens; the model sees the last 16" in result.stderr
 
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),

@@ -177,12 +177,6 @@ class TestRows:
         with pytest.raises(ConfigError, match="cannot decompress"):
             list(rows(tmp_path / f"a.jsonl.{suffix}", "text", 0, is_chat=False))
 
-    def test_conversations(self, tmp_path: Path) -> None:
-        said = [{"role": "assistant", "content": "hi"}]
-        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": said}))
-        (read,) = rows(tmp_path / "a.jsonl", "messages", 0, is_chat=True)
-        assert json.loads(read()) == {"messages": said}
-
     def test_parquet_by_groups(self, tmp_path: Path) -> None:
         pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow, of the extras `datasets` and `dev`")
         from pyarrow import parquet

@@ -329,13 +329,6 @@ class TestAnySource:
                 asyncio.run(export(OneSource(small_manifest(), modules), tmp_path / "folder"))
         assert list(tmp_path.iterdir()) == []
 
-    def test_several_experts_are_several_models(self, tmp_path: Path) -> None:
-        manifest = small_manifest(stages__experts=2, model__attention="documents")
-        with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
-            self.read({}, manifest)
-        with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
-            asyncio.run(export(OneSource(manifest, {}), tmp_path / "folder"))
-
     @pytest.mark.parametrize("change", [{"model__sequence": 1_048_576}, {"model__vocabulary": 1_000_000}])
     def test_a_model_larger_than_memory_is_refused_before_it_is_read(
         self, change: dict[str, int], monkeypatch: pytest.MonkeyPatch

@@ -65,7 +65,6 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
 from tests.kit.events import KeptEvents
 from tests.kit.waiting import LONG_S, ManualClock, until
 from tests.protocol.dht.running import MODULE, RUN, announced
-from tests.protocol.transport.link_peers import Persona, Recorder, introduce, node
 
 PORT = 4002
 OUTSIDE = "25.0.0.1"
@@ -750,38 +749,6 @@ def test_different_networks_come_first() -> None:
     order = [a.addresses[0].rpartition(":")[0] for a in found]
     assert order == ["25.0.0.1", "25.0.1.1", "[2001:db8::1]", "name.example", "25.0.0.2", "[2001:db8::2]"]
     assert network_of("25.0.7.9:1") == "25.0.7.0/24"
-
-
-@dataclass
-class Bearing(Recorder):
-    witness: Witness | None = None
-
-    async def answer(self, sender: PeerId, question: Question) -> bytes:
-        return await self.witness.answer(sender, question)
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("dialled_by_asker", [True, False])
-async def test_peers_find_each_other_reachable_and_another_port_not(dialled_by_asker: bool) -> None:
-    asker, bearer = Persona(), Persona()
-    handler = Bearing()
-    async with node(asker) as asking, node(bearer, handler=handler) as bearing, node() as third:
-        handler.witness = Witness(bearing.transport.far_end, ManualClock())
-        introduce(asking, bearing)
-        if not dialled_by_asker:
-            await bearing.transport.ask(asking.peer, Question(QuestionAbout.STATUS), 10)
-        outcomes = []
-        for port in (asking.port, third.port, _closed()):
-            question = Question(QuestionAbout.DIAL_BACK, port=port)
-            outcomes.append(decode_dial_back(await asking.transport.ask(bearing.peer, question, 10)).outcome)
-        assert outcomes == [DialBackOutcome.REACHED, DialBackOutcome.ANOTHER, DialBackOutcome.CLOSED]
-        assert asking.handler.ups == [bearing.peer], "whoever dials back opens no link"
-
-
-def _closed() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 class HoldingBench:
