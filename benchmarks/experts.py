@@ -163,8 +163,8 @@ def routed_manifest(arm: Arm, domains: Domains, options: Any, seed: int) -> tupl
         documents.openings(lambda name: not is_held_out(seed, name, HELD_OUT), FIT_DOCUMENTS, options.prefix)
     )
     fitted = fit_router(fitted_to, plain.stages.experts_of_each, options.prefix, seed, options.restarts)
-    routing = {"router": router_digest(fitted.router.to_bytes()), "prefix": options.prefix}
-    return manifest_of(arm, options, seed, routing), fitted.router
+    routing = {"router": router_digest(fitted.to_bytes()), "prefix": options.prefix}
+    return manifest_of(arm, options, seed, routing), fitted
 
 
 def train(arm: Arm, domains: Domains, options: Any, seed: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -330,23 +331,12 @@ class CheckpointFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """An unusable file of a snapshot, and the reason."""
-
-    file: Path
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.why}"
-
-
-@dataclass(frozen=True, slots=True)
 class Loaded:
     """A peer's newest intact snapshot, and the damaged files of newer snapshots."""
 
     header: Header
     state: ReplicaState
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 def save_state(folder: CheckpointFolder, peer: PeerId, module: ModuleId, state: ReplicaState) -> Header:
@@ -377,14 +367,10 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
 
 def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
     """Removes all snapshots of a peer except the newest KEPT intact ones. If none is intact, removes nothing."""
-    place, kept = folder.of(peer), set[str]()
-    whole = 0
-    for header in whole_snapshots(folder, peer, [], known=folder.written):
-        kept |= {header.file.name, _header_name(header.number)}
-        whole += 1
-        if whole == KEPT:
-            break
-    if not whole:
+    place = folder.of(peer)
+    newest = islice(whole_snapshots(folder, peer, [], known=folder.written), KEPT)
+    kept = {name for header in newest for name in (header.file.name, _header_name(header.number))}
+    if not kept:
         return
     # Sorting removes each json before its tensors, so that no snapshot remains without tensors.
     rest = sorted(name for name in folder.storage.names(place) if _OWN_NAME.fullmatch(name) and name not in kept)
@@ -399,17 +385,17 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
 def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None = None) -> Loaded | None:
     """Loads a peer's newest intact snapshot (of `module`, if given), or None. Raises CorruptSnapshot, StateError."""
     check_run(folder)
-    problems: list[Problem] = []
+    problems: list[str] = []
     for header in whole_snapshots(folder, peer, problems):
         if module in (None, header.owner.module):
             return Loaded(header, read_state(folder.of(peer), header), tuple(problems))
     if problems:
-        raise CorruptSnapshot("no snapshot is intact: " + "; ".join(str(problem) for problem in problems))
+        raise CorruptSnapshot("no snapshot is intact: " + "; ".join(problems))
     return None
 
 
 def whole_snapshots(
-    folder: CheckpointFolder, peer: PeerId, problems: list[Problem], known: Mapping[Path, FileRecord] | None = None
+    folder: CheckpointFolder, peer: PeerId, problems: list[str], known: Mapping[Path, FileRecord] | None = None
 ) -> Iterator[Header]:
     """Yields a peer's intact snapshots, newest first; appends damage to `problems`. Does not hash `known` files."""
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
@@ -424,7 +410,7 @@ def whole_snapshots(
             ):
                 check_file(folder.of(peer), header.file)
         except CorruptSnapshot as error:
-            problems.append(Problem(folder.of(peer) / header.file.name, str(error)))
+            problems.append(f"{path}: {error}")
         else:
             yield header
 
@@ -495,37 +481,28 @@ def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state:
     return header
 
 
-def _headers(storage: Storage, place: Path, run: RunId, problems: list[Problem]) -> Iterator[Header]:
+def _headers(storage: Storage, place: Path, run: RunId, problems: list[str]) -> Iterator[Header]:
     """Yields a peer's valid snapshot headers, newest first, and appends invalid ones to `problems`."""
     for number in sorted(_numbers(storage, place), reverse=True):
         file = place / _header_name(number)
         try:
-            header = parse_header(_read_bounded(file))
-            _check_belongs(header, run, PeerId(place.name), number)
+            with file.open("rb") as opened:
+                text = opened.read(MAX_JSON_BYTES + 1)
+            if len(text) > MAX_JSON_BYTES:
+                raise CorruptSnapshot(f"it is longer than {MAX_JSON_BYTES} bytes")
+            header = parse_header(text)
+            if header.owner.run != run:
+                raise CorruptSnapshot(f"it belongs to another run, {header.owner.run}")
+            if header.owner.peer != place.name:
+                raise CorruptSnapshot(f"it belongs to another peer, {header.owner.peer}")
+            if header.number != number or header.file.name != f"state-{number}.safetensors":
+                raise CorruptSnapshot(f"it is snapshot {header.number} under a different name")
+        except OSError as error:
+            problems.append(f"{file}: it cannot be read: {error.strerror}")
         except SkipstoneError as error:
-            problems.append(Problem(file, str(error)))
+            problems.append(f"{file}: {error}")
         else:
             yield header
-
-
-def _check_belongs(header: Header, run: RunId, peer: PeerId, number: int) -> None:
-    if header.owner.run != run:
-        raise CorruptSnapshot(f"it belongs to another run, {header.owner.run}")
-    if header.owner.peer != peer:
-        raise CorruptSnapshot(f"it belongs to another peer, {header.owner.peer}")
-    if header.number != number or header.file.name != f"state-{number}.safetensors":
-        raise CorruptSnapshot(f"it is snapshot {header.number} under a different name")
-
-
-def _read_bounded(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise CorruptSnapshot(f"it cannot be read: {error.strerror}") from None
-    if len(text) > MAX_JSON_BYTES:
-        raise CorruptSnapshot(f"it is longer than {MAX_JSON_BYTES} bytes")
-    return text
 
 
 def _numbers(storage: Storage, place: Path) -> list[int]:
@@ -539,91 +516,63 @@ def _header_name(number: int) -> str:
     return f"state-{number}.json"
 
 
-_Progress = tuple[int, int, int]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
     """A whole model, gathered from all peers' snapshots in a checkpoint."""
 
+    path: Path
     signed: SignedManifest
-    modules: Mapping[ModuleId, dict[str, Tensor]]
-    """Float32 parameters by name, read on access."""
-    problems: tuple[Problem, ...]
+    replicas: Mapping[ModuleId, list[Header]]
+    """Each module's snapshots on its newest anchor."""
+    problems: tuple[str, ...]
     """Damaged files that were ignored."""
+
+    def module(self, module: ModuleId) -> dict[str, Tensor]:
+        """Averages a module's parameters by tokens in float64, with one replica in memory at a time."""
+        headers = self.replicas[module]
+        files = [self.path / header.owner.peer / header.file.name for header in headers]
+        if len(headers) == 1:
+            return read_tensors(files[0], "local")
+        weights = [header.counters.tokens_since_anchor for header in headers]
+        # Without training since the anchor, all replicas count equally.
+        if not any(weights):
+            weights = [1] * len(headers)
+        total: dict[str, Tensor] = {}
+        for file, weight in zip(files, weights, strict=True):
+            for name, tensor in read_tensors(file, "local").items():
+                part = tensor.to(torch.float64) * (weight / sum(weights))
+                total[name] = total[name] + part if name in total else part
+        return {name: tensor.to(torch.float32) for name, tensor in total.items()}
 
 
 def gather_modules(path: Path) -> Gathered:
-    """Averages the replicas of each module on its newest anchor. Raises ConfigError, ManifestError, StateError."""
+    """Finds each module's replicas on its newest anchor. Raises ConfigError, ManifestError, StateError."""
     signed = read_manifest(path)
-    folder, problems = CheckpointFolder(path, signed.run, signed.text), list[Problem]()
-    peers = sorted(PeerId(entry.name) for entry in os.scandir(path) if entry.is_dir())
-    replicas = [header for peer in peers for header in _newest_of_each_module(folder, peer, problems)]
-    modules: dict[ModuleId, list[Header]] = {}
+    folder, problems, newest = CheckpointFolder(path, signed.run, signed.text), list[str](), list[Header]()
+    for peer in sorted(PeerId(entry.name) for entry in os.scandir(path) if entry.is_dir()):
+        # A peer that moved to another module has snapshots of both.
+        of_peer: dict[ModuleId, Header] = {}
+        for header in whole_snapshots(folder, peer, problems):
+            of_peer.setdefault(header.owner.module, header)
+        newest += of_peer.values()
+    replicas: dict[ModuleId, list[Header]] = {}
     for module in signed.manifest.modules():
-        of_module = [header for header in replicas if header.owner.module == module]
+        of_module = [header for header in newest if header.owner.module == module]
+        if not of_module and problems:
+            raise CorruptSnapshot(f"{path}: no snapshot of module {module} is intact: {'; '.join(problems)}")
         if not of_module:
-            raise _missing(path, module, problems)
+            raise StateError(
+                f"{path} has no snapshot of module {module}",
+                hint="Collect the folders of the swarm's peers, at least one per module.",
+            )
         # Replicas may be a round apart, so only average those on the newest anchor.
-        newest = max(of_module, key=_progress).anchor
-        modules[module] = [header for header in of_module if header.anchor == newest]
-    return Gathered(signed, _Means(path, modules), tuple(problems))
+        anchor = max(of_module, key=_progress).anchor
+        replicas[module] = [header for header in of_module if header.anchor == anchor]
+    return Gathered(path, signed, replicas, tuple(problems))
 
 
-class _Means(Mapping[ModuleId, dict[str, Tensor]]):
-    """Averaged parameters by module, computed at every access, because a whole model may exceed the memory."""
-
-    def __init__(self, path: Path, replicas: dict[ModuleId, list[Header]]) -> None:
-        self._path = path
-        self._replicas = replicas
-
-    def __getitem__(self, module: ModuleId) -> dict[str, Tensor]:
-        return _mean(self._path, self._replicas[module])
-
-    def __iter__(self) -> Iterator[ModuleId]:
-        return iter(self._replicas)
-
-    def __len__(self) -> int:
-        return len(self._replicas)
-
-
-def _newest_of_each_module(folder: CheckpointFolder, peer: PeerId, problems: list[Problem]) -> list[Header]:
-    """Returns a peer's newest header per module. A peer that moved to another module has snapshots of both."""
-    newest: dict[ModuleId, Header] = {}
-    for header in whole_snapshots(folder, peer, problems):
-        newest.setdefault(header.owner.module, header)
-    return list(newest.values())
-
-
-def _progress(header: Header) -> tuple[_Progress, bytes]:
+def _progress(header: Header) -> tuple[int, int, int, bytes]:
     """Returns a sort key for snapshots: round, steps, tokens and digest of the anchor."""
     # If two anchors are equally far, the digest decides the same way everywhere.
     anchor = header.anchor
-    return ((-1, 0, 0), b"") if anchor is None else ((anchor.round, anchor.steps, anchor.tokens), anchor.digest)
-
-
-def _mean(path: Path, headers: list[Header]) -> dict[str, Tensor]:
-    """Averages the parameters of replicas by tokens in float64, with one replica in memory at a time."""
-    files = [path / header.owner.peer / header.file.name for header in headers]
-    if len(headers) == 1:
-        return read_tensors(files[0], "local")
-    weights = [header.counters.tokens_since_anchor for header in headers]
-    # Without training since the anchor, all replicas count equally.
-    if not any(weights):
-        weights = [1] * len(headers)
-    total: dict[str, Tensor] = {}
-    for file, weight in zip(files, weights, strict=True):
-        for name, tensor in read_tensors(file, "local").items():
-            part = tensor.to(torch.float64) * (weight / sum(weights))
-            total[name] = total[name] + part if name in total else part
-    return {name: tensor.to(torch.float32) for name, tensor in total.items()}
-
-
-def _missing(path: Path, module: ModuleId, problems: list[Problem]) -> StateError:
-    if problems:
-        names = "; ".join(str(problem) for problem in problems)
-        return CorruptSnapshot(f"{path}: no snapshot of module {module} is intact: {names}")
-    return StateError(
-        f"{path} has no snapshot of module {module}",
-        hint="Collect the folders of the swarm's peers, at least one per module.",
-    )
+    return (-1, 0, 0, b"") if anchor is None else (anchor.round, anchor.steps, anchor.tokens, anchor.digest)

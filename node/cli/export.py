@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +11,6 @@ from node.cli.options import PathChoice
 from node.cli.views.output import announce, download_bar, print_json, run_loop
 from node.cli.views.text import count
 from node.context.options import TokenizerPath
-
-if TYPE_CHECKING:
-    from node.export.writer import Export
 
 
 def export(
@@ -37,36 +34,24 @@ def export(
     if every and path is not None:
         raise typer.BadParameter("cannot be combined with --path", param_hint="--all")
     announce("skipstone export: gathering the modules", as_json=json)
-    done = run_loop(_export(source, folder, tokenizer, (path, every), replace=force, as_json=json))
+    from node.data.local_paths import LocalPathOptions
+    from node.export.open_model import open_model
+    from node.export.source import parse_path
+    from node.export.writer import Export, require_free
+    from node.export.writer import export as write
+
+    require_free(folder, replace=force)  # fail before a long download
+
+    async def run() -> Export:
+        with download_bar(silent=json) as on_progress:
+            async with open_model(source, on_progress, LocalPathOptions(tokenizer=tokenizer)) as opened:
+                file, stages = opened.tokenizer_file(), opened.source.signed.manifest.stages.count
+                route = None if path is None else parse_path(path, stages)
+                return await write(opened.source, folder, tokenizer_file=file, route=route, every=every, replace=force)
+
+    done = run_loop(run())
     if json:
         print_json({"path": str(done.path), "run": done.run, "files": done.files, "bytes": done.size_bytes})
     else:
         files = "1 file" if done.files == 1 else f"{count(done.files)} files"
         typer.echo(f"{done.path}: run {done.run[:12]}, {count(done.size_bytes)} bytes of parameters in {files}")
-
-
-async def _export(
-    source: str,
-    folder: Path,
-    tokenizer: Path | None,
-    chosen: tuple[str | None, bool],
-    *,
-    replace: bool,
-    as_json: bool,
-) -> Export:
-    """Writes the model of `source` to `folder`. `chosen`: the path, and whether to write every module instead."""
-    from node.data.local_paths import LocalPathOptions
-    from node.export.open_model import open_model
-    from node.export.source import parse_path
-    from node.export.writer import export as write
-    from node.export.writer import export_all, require_free
-
-    require_free(folder, replace=replace)  # fail before a long download
-    with download_bar(silent=as_json) as on_progress:
-        async with open_model(source, on_progress, LocalPathOptions(tokenizer=tokenizer)) as opened:
-            path, every = chosen
-            file, stages = opened.tokenizer_file(), opened.source.signed.manifest.stages.count
-            if every:
-                return await export_all(opened.source, folder, tokenizer_file=file, replace=replace)
-            route = None if path is None else parse_path(path, stages)
-            return await write(opened.source, folder, tokenizer_file=file, route=route, replace=replace)

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +20,6 @@ from swarm.experts.routes import name_of_route
 
 if TYPE_CHECKING:
     from node.data.tokenizers import Tokenizer
-    from node.model.decoder import Decoder, Sampling
-    from swarm.vocabulary.types import Route
 
 
 def generate(
@@ -55,69 +52,49 @@ def generate(
     full, it drops the older half. From a run with experts, only the modules of the text's path are fetched.
     """
     tell("skipstone generate: reading the model")
-    from node.model.decoder import Sampling
-
-    sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
-    asked = _Asked(os.fsencode(prompt), tokens, sampling, device, stages_per_path, path, again_every)
-    run_loop(_generate(source, tokenizer, asked, as_json=json))
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    prompt: bytes
-    limit: int
-    sampling: Sampling
-    device: str
-    stages_per_path: int | None
-    path: str | None
-    again_every: int | None
-
-
-async def _generate(source: str, tokenizer_file: Path | None, asked: _Asked, *, as_json: bool) -> None:
     from node.data.local_paths import LocalPathOptions
     from node.export.open_model import open_model
     from node.export.source import model_on_path
-    from node.model.decoder import Continuation
+    from node.model.decoder import Continuation, Sampling
     from node.model.device import choose_device
     from node.network.loss_report import AskedPaths
 
-    where = choose_device(asked.device).value
-    async with AsyncExitStack() as stack:
-        on_progress = stack.enter_context(download_bar(silent=as_json))
-        opened = await stack.enter_async_context(
-            open_model(source, on_progress, LocalPathOptions(tokenizer=tokenizer_file))
-        )
-        (stages,) = AskedPaths(asked.stages_per_path).of(opened.source.signed.manifest)
-        tokenizer = opened.tokenizer()  # may be missing, so look before the large downloads
-        prompt = tokenizer.encode(asked.prompt).tolist()
-        model, route = await model_on_path(opened.source, where, asked.path, prompt)
-        decoder = (await model.decoder(route)).through(stages)
-        window = asked.again_every if model.has_paths else None
-        if window is None:
-            await stack.aclose()  # nothing more to fetch: leave the swarm
-        _tell_of(asked, decoder, route, len(prompt))
-        text, routes = Continuation(decoder, tokenizer, prompt, asked.limit, asked.sampling), [route]
-        output = _Output(tokenizer, silent=as_json)
-        while not text.has_ended:
-            tokens = text.take(window or asked.limit)
-            while (token := await asyncio.to_thread(next, tokens, None)) is not None:
-                output.push(token)
-            if window is not None and not text.has_ended:
-                again = model.route_of(text.tokens[-window:])
-                if again != routes[-1]:
-                    text.go_on_with((await model.decoder(again)).through(stages))
-                    routes.append(again)
-    named = [name_of_route(each) for each in routes if each is not None]
-    output.finish(len(prompt), asked.sampling.seed, decoder.stages, named)
+    sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
+    where, local_paths = choose_device(device).value, LocalPathOptions(tokenizer=tokenizer)
 
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            on_progress = stack.enter_context(download_bar(silent=json))
+            opened = await stack.enter_async_context(open_model(source, on_progress, local_paths))
+            (stages,) = AskedPaths(stages_per_path).of(opened.source.signed.manifest)
+            words = opened.tokenizer()  # may be missing, so look before the large downloads
+            start = words.encode(os.fsencode(prompt)).tolist()
+            model, route = await model_on_path(opened.source, where, path, start)
+            decoder = (await model.decoder(route)).through(stages)
+            window = again_every if model.router is not None else None
+            if window is None:
+                await stack.aclose()  # nothing more to fetch: leave the swarm
+            if stages_per_path is not None:
+                tell(path_text(decoder.stages))
+            if route is not None:
+                tell(f"path: {name_of_route(route)}")
+            if len(start) > decoder.sequence:
+                tell(f"the prompt has {count(len(start))} tokens; the model sees the last {count(decoder.sequence)}")
+            text, routes = Continuation(decoder, words, start, tokens, sampling), [route]
+            output = _Output(words, silent=json)
+            while not text.has_ended:
+                taken = text.take(window or tokens)
+                while (token := await asyncio.to_thread(next, taken, None)) is not None:
+                    output.push(token)
+                if window is not None and not text.has_ended:
+                    again = model.route_of(text.tokens[-window:])
+                    if again != routes[-1]:
+                        text.go_on_with((await model.decoder(again)).through(stages))
+                        routes.append(again)
+        named = [name_of_route(each) for each in routes if each is not None]
+        output.finish(len(start), sampling.seed, decoder.stages, named)
 
-def _tell_of(asked: _Asked, decoder: Decoder, route: Route | None, prompt_tokens: int) -> None:
-    if asked.stages_per_path is not None:
-        tell(path_text(decoder.stages))
-    if route is not None:
-        tell(f"path: {name_of_route(route)}")
-    if prompt_tokens > decoder.sequence:
-        tell(f"the prompt has {count(prompt_tokens)} tokens; the model sees the last {count(decoder.sequence)}")
+    run_loop(run())
 
 
 class _Output:

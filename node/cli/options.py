@@ -8,17 +8,13 @@ import logging
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from node.cli.views.output import write_whole
 from node.observability.events import Event, EventSink, NodeStatus
 from swarm.vocabulary.types import MAX_VISIT_RATIO
-
-if TYPE_CHECKING:
-    pass
-
 
 VisitedPerPath: Final[Any] = typer.Option(
     min=1,
@@ -47,8 +43,6 @@ MomentsChoice: Final[Any] = typer.Option(
 )
 
 log = logging.getLogger(__name__)
-
-# A longer file is no join link and may be large.
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:

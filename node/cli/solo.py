@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,11 +13,6 @@ from node.cli.options import DataChoice, ManifestChoice, MomentsChoice, SeedChoi
 from node.cli.views.interrupts import Interrupts, leave_at_once
 from node.cli.views.output import announce, event_sink
 from node.model.moments import MomentType
-
-if TYPE_CHECKING:
-    from node.checkpoint.folder import CheckpointFolder
-    from node.experts.router import Router
-    from protocol.manifest.manifest import Manifest
 
 
 def solo(
@@ -44,14 +39,23 @@ def solo(
     with Interrupts(stop.set, leave_at_once) as interrupts:
         import torch
 
+        from node.checkpoint.folder import CheckpointFolder
+        from node.context.options import default_identity_path
         from node.model.device import choose_device
         from node.solo.trainer import CheckpointPlan, train_solo
         from node.start.cut_model import open_start
+        from protocol.identity.keys import Identity
+        from protocol.manifest.signing import sign_manifest
 
         if threads is not None:
             torch.set_num_threads(threads)
         router = router_of(manifest, chosen)
-        folder = None if checkpoint_dir is None else _checkpoint_folder(checkpoint_dir, chosen, router)
+        folder = None
+        if checkpoint_dir is not None:
+            # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
+            signed = sign_manifest(chosen, Identity.load_or_create(default_identity_path()))
+            saved_router = b"" if router is None else router.to_bytes()
+            folder = CheckpointFolder(checkpoint_dir, signed.run, signed.text, router=saved_router)
         train_solo(
             chosen,
             steps=steps or chosen.training.scheduled_steps,
@@ -64,15 +68,3 @@ def solo(
             should_stop=stop.is_set,
         )
     raise typer.Exit(interrupts.exit_code)
-
-
-def _checkpoint_folder(path: Path, manifest: Manifest, router: Router | None) -> CheckpointFolder:
-    """Opens a checkpoint folder with a manifest that this machine signs."""
-    from node.checkpoint.folder import CheckpointFolder
-    from node.context.options import default_identity_path
-    from protocol.identity.keys import Identity
-    from protocol.manifest.signing import sign_manifest
-
-    # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
-    signed = sign_manifest(manifest, Identity.load_or_create(default_identity_path()))
-    return CheckpointFolder(path, signed.run, signed.text, router=b"" if router is None else router.to_bytes())

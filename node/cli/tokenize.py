@@ -60,8 +60,14 @@ def tokenize(
 def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
     """Yields the tokens of each document with its end mark, as Megatron-LM's `--append-eod`."""
     from node.data.documents import whole_text
+    from node.data.sources import Source
 
-    for name, read in _reads(source):
+    reads: Iterator[tuple[str, Callable[[], bytes]]]
+    if isinstance(source, Source):
+        reads = ((name, partial(source.read, name)) for name in source.names)
+    else:
+        reads = ((f"{file}@{row}", read) for file in source.files for row, read in enumerate(source.rows(file, 0)))
+    for name, read in reads:
         try:
             tokens = whole_text(read(), tokenizer).tokens
         except OSError as error:
@@ -70,15 +76,3 @@ def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tok
         # An empty document would become a lone end mark.
         if tokens.size:
             yield tokens
-
-
-def _reads(source: Source | HubStream) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    from node.data.sources import Source
-
-    if isinstance(source, Source):
-        for name in source.names:
-            yield name, partial(source.read, name)
-        return
-    for file in source.files:
-        for number, read in enumerate(source.rows(file, 0)):
-            yield f"{file}@{number}", read

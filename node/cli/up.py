@@ -105,6 +105,11 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
     async with LocalSwarm(manifest, options) as swarm:
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
+
+        def kill(_: int) -> None:
+            swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs
+            loop.call_soon_threadsafe(swarm.kill_all)
+
         if not as_json:
             modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
             stages = f"{manifest.stages.count} stages{modules}"
@@ -112,14 +117,13 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
             typer.echo(f"  skipstone join {swarm.link}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
-        with Interrupts(
-            lambda: loop.call_soon_threadsafe(swarm.request_stop), lambda _: _kill(loop, swarm)
-        ) as interrupts:
+        with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)
             elif not sys.stdout.isatty():
                 # Without a terminal, one line per peer event would bury the steps.
-                await _follow(swarm, lambda event: sink.emit(event) if _is_of_the_whole(event) else None)
+                of_one = InnerStep | LastPeer | NodeSummary | PeerChange
+                await _follow(swarm, lambda event: None if isinstance(event, of_one) else sink.emit(event))
             else:
                 await _show(swarm, manifest.name)
     if swarm.progress.lost:
@@ -151,12 +155,3 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
         drawing = tasks.create_task(draw(Console(), picture))
         await _follow(swarm, lambda event: None)
         drawing.cancel()
-
-
-def _kill(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
-    swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs
-    loop.call_soon_threadsafe(swarm.kill_all)
-
-
-def _is_of_the_whole(event: Event) -> bool:
-    return not isinstance(event, InnerStep | LastPeer | NodeSummary | PeerChange)

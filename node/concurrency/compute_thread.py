@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import Self, TypeVar
 
 from node.concurrency.task_groups import settle
@@ -49,9 +48,7 @@ class ComputeThread:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._wake:
             self._stopping = True
             self._wake.notify()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -35,9 +34,7 @@ class DeviceThreads:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:

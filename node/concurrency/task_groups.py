@@ -66,16 +66,13 @@ class TaskTracker:
     def __init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
         self._begun: set[asyncio.Task[Any]] = set()
-        self._owed = 0
+        self.owed = 0
+        """Tasks started by `owe` that are not done."""
         self._paid = asyncio.Event()
 
     @property
     def are_running(self) -> bool:
         return self._tasks is not None
-
-    @property
-    def owed(self) -> int:
-        return self._owed
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -106,18 +103,18 @@ class TaskTracker:
         """Starts `work` as a task that `nothing_owed` waits for, even before the task first runs."""
         task = self.begin(work)
         if task is not None:
-            self._owed += 1
+            self.owed += 1
             task.add_done_callback(self._pay)
 
     def _pay(self, _task: asyncio.Task[None]) -> None:
-        self._owed -= 1
+        self.owed -= 1
         self._paid.set()
 
     async def nothing_owed(self, patience_s: float) -> None:
         """Waits until all tasks started by `owe` are done, at most `patience_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                while self._owed:
+                while self.owed:
                     self._paid.clear()
                     await self._paid.wait()
 

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -52,11 +52,6 @@ Marking = Callable[[bytes], Marked]
 
 class MalformedDocumentError(Exception):
     """A document that does not have the format that the manifest requires, and is excluded."""
-
-
-class _Message(NamedTuple):
-    role: str
-    content: str
 
 
 def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
@@ -99,7 +94,7 @@ def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
     return Marked(np.concatenate(tokens), np.concatenate(wanted))
 
 
-def _parts(messages: list[_Message]) -> Iterator[tuple[str, bool]]:
+def _parts(messages: list[tuple[str, str]]) -> Iterator[tuple[str, bool]]:
     # Always ChatML: a tokenizer's own template is a Jinja program, and untrusted programs must not run here.
     before = ""
     for role, content in messages:
@@ -115,7 +110,7 @@ def _parts(messages: list[_Message]) -> Iterator[tuple[str, bool]]:
     yield before, False
 
 
-def _messages(document: bytes) -> list[_Message]:
+def _messages(document: bytes) -> list[tuple[str, str]]:
     try:
         read: Any = json.loads(document)
     except (ValueError, RecursionError) as error:
@@ -123,14 +118,11 @@ def _messages(document: bytes) -> list[_Message]:
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
         raise MalformedDocumentError("it has no `messages` list")
-    return [_message(each) for each in messages]
-
-
-def _message(each: Any) -> _Message:
-    role, content = (each.get("role"), each.get("content")) if isinstance(each, dict) else (None, None)
-    if not (isinstance(role, str) and isinstance(content, str)):
+    tables: list[dict[str, Any]] = [each if isinstance(each, dict) else {} for each in messages]
+    found: list[Any] = [(each.get("role"), each.get("content")) for each in tables]
+    if not all(isinstance(part, str) for message in found for part in message):
         raise MalformedDocumentError("a message lacks a text `role` or `content`")
-    return _Message(role, content)
+    return found
 
 
 # ---- order and split -------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Final, Self
 
 from node.data.documents import Documents, FileShare, Fragment, StreamPosition, is_held_out, marking, owner
@@ -21,7 +20,7 @@ from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
 from node.experts.fitting import fit_router
 from node.experts.router import DocumentRouter, Router, document_router, router_digest
-from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, document_cost, manifest_from_table
+from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, manifest_from_table
 from swarm.vocabulary.errors import ConfigError, SkipstoneError
 from swarm.vocabulary.types import MicrobatchId, PeerId
 
@@ -52,7 +51,7 @@ def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
     seed, held_out = manifest.seed, manifest.data.held_out
     opened = _documents(text, as_written(text.data), None)
     documents = list(opened.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
-    router = fit_router(documents, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed).router
+    router = fit_router(documents, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed)
     routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
     return manifest_from_table(table | {"routing": routing}), router
 
@@ -72,7 +71,7 @@ class TrainingFeed:
         if manifest.packs_documents:
             self._packer: Packer = DocumentPacker(manifest, fragments, start, router=documents.router)
         else:
-            self._packer = _row_packer(manifest, fragments, start)
+            self._packer = RowPacker(manifest, fragments, start)
 
     @property
     def cursor(self) -> Cursor:
@@ -118,7 +117,7 @@ def held_out_microbatches(
     packer: Packer = (
         DocumentPacker(manifest, fragments, START, unscored, opened.router, uneven=math.inf)
         if manifest.packs_documents
-        else _row_packer(manifest, fragments, START)
+        else RowPacker(manifest, fragments, START)
     )
     given = 0
     while given < count:
@@ -144,17 +143,6 @@ def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
             return
 
 
-def _row_packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor) -> RowPacker:
-    return RowPacker(
-        fragments,
-        rows=manifest.training.rows,
-        sequence=manifest.model.sequence,
-        seed=manifest.seed,
-        start=start,
-        cost=manifest.training.rows * document_cost(manifest.model, manifest.model.sequence),
-    )
-
-
 # ---- prefetching -----------------------------------------------------------------------------------------------------
 
 
@@ -177,9 +165,7 @@ class Prefetcher:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopping.set()
         with suppress(queue.Empty):
             self._packed.get_nowait()  # unblocks a thread that waits in `put`

@@ -9,10 +9,9 @@ import errno
 import hashlib
 import os
 import stat
-from abc import abstractmethod
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -164,10 +163,16 @@ def _check_regular(found: os.stat_result, path: Path) -> None:
 
 
 class DocumentNames(Sequence[str]):
-    """Names of the documents in several files, computed on demand. `counts`: documents per file."""
+    """Names `FILE@START` of the documents in several files, computed on demand. Raises ConfigError for too many."""
 
-    def __init__(self, counts: Iterable[int]) -> None:
-        self._ends = array("q", accumulate(counts))
+    def __init__(self, files: Sequence[str], starts: Sequence[Sequence[int]], *, is_plain: bool = False) -> None:
+        """Takes the start of each document of each file. `is_plain`: a document that starts at 0 is named `FILE`."""
+        self._files, self._starts, self._is_plain = files, starts, is_plain
+        self._ends = array("q", accumulate(map(len, starts)))
+        if len(self) > MAX_DOCUMENTS:
+            raise ConfigError(
+                f"data.source has {len(self)} documents, more than {MAX_DOCUMENTS}", hint="Use a part of it."
+            )
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -177,23 +182,5 @@ class DocumentNames(Sequence[str]):
             return [self[number] for number in range(len(self))[index]]
         number = range(len(self))[index]
         file = bisect_right(self._ends, number)
-        return self.name_of(file, number - (self._ends[file - 1] if file else 0))
-
-    @abstractmethod
-    def name_of(self, file: int, number: int) -> str:
-        """Returns the name of a document by file and number within the file, both from 0."""
-
-
-class PlacedNames(DocumentNames):
-    """Names `FILE@START` of documents that start within files. Raises ConfigError for more than MAX_DOCUMENTS."""
-
-    def __init__(self, files: Sequence[str], starts: Sequence[array[int]]) -> None:
-        super().__init__(map(len, starts))
-        self._files, self._starts = files, starts
-        if len(self) > MAX_DOCUMENTS:
-            raise ConfigError(
-                f"data.source has {len(self)} documents, more than {MAX_DOCUMENTS}", hint="Use a part of it."
-            )
-
-    def name_of(self, file: int, number: int) -> str:
-        return f"{self._files[file]}@{self._starts[file][number]}"
+        start = self._starts[file][number - (self._ends[file - 1] if file else 0)]
+        return self._files[file] if self._is_plain and not start else f"{self._files[file]}@{start}"

@@ -99,24 +99,15 @@ class RowPacker:
     """Packer that cuts the stream of documents into microbatches of equal shape, one shuffled block at a time."""
 
     def __init__(
-        self,
-        fragments: Iterator[Fragment],
-        *,
-        rows: int,
-        sequence: int,
-        seed: int,
-        start: Cursor,
-        cost: float,
-        block_tokens: int = BLOCK_TOKENS,
+        self, manifest: Manifest, fragments: Iterator[Fragment], start: Cursor, *, block_tokens: int = BLOCK_TOKENS
     ) -> None:
-        """Takes `fragments` that begin at `start.block`. `cost`: compute cost of every microbatch."""
+        """Takes `fragments` that begin at `start.block`."""
         self.cursor = start
         self._fragments = fragments
-        self._rows = rows
-        self._sequence = sequence
-        self._seed = seed
-        self._cost = cost
-        self._block_rows = max(1, block_tokens // (rows * sequence)) * rows
+        self._rows, self._sequence = manifest.training.rows, manifest.model.sequence
+        self._seed = manifest.seed
+        self._cost = self._rows * document_cost(manifest.model, self._sequence)
+        self._block_rows = max(1, block_tokens // (self._rows * self._sequence)) * self._rows
         self._pending: deque[Fragment] = deque()
         self._block: _RowBlock | None = None
 
@@ -322,7 +313,7 @@ class DocumentPacker:
 
     def _next_block(self) -> _Block | None:
         read, left, place = list[tuple[StreamPosition, _Stretch]](), self._block_tokens, self.cursor.block
-        while (found := self._next_stretch()) is not None:
+        while (found := self._waiting.popleft() if self._waiting else next(self._stretches, None)) is not None:
             at, stretch = found
             # Do not mix epochs in a block that is large enough.
             if at.epoch > place.epoch and self._block_tokens - left >= self._enough_tokens:
@@ -338,9 +329,6 @@ class DocumentPacker:
                 left = min(left, tokens_of_last(self._block_tokens - left, self._capacity.tokens))
             place = StreamPosition(at.epoch, at.position + 1)
         return self._packed([stretch for _, stretch in read], place) if read else None
-
-    def _next_stretch(self) -> tuple[StreamPosition, _Stretch] | None:
-        return self._waiting.popleft() if self._waiting else next(self._stretches, None)
 
     def _ended(
         self, read: list[tuple[StreamPosition, _Stretch]], last: tuple[StreamPosition, _Stretch], taken: int

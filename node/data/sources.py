@@ -7,11 +7,11 @@ import struct
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Final, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from node.data.files import (
     MAX_DOCUMENTS,
     DocumentNames,
     Listing,
-    PlacedNames,
     files_below,
     single_file,
     visible_below,
@@ -38,6 +37,9 @@ PIECE_BYTES: Final = 2**14
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 """Folders excluded from `python-stdlib`, because some systems do not install them."""
+
+
+FromListing = TypeVar("FromListing")
 
 
 @runtime_checkable
@@ -64,7 +66,11 @@ def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
             "the manifest names a path for its text, which is unknown on this machine",
             hint="Give the text with --text FILE-OR-FOLDER.",
         )
-    source = _at(place, section)
+    source: FileSource | LineSource | TokenShards
+    if kind == "tokens":
+        source = source_at(place, TokenShards)
+    else:
+        source = source_at(place, LineSource) if section.labels == "assistant" else files_at(place)
     if section.files is not None:
         source.listing.require(section.files)
     return source
@@ -76,7 +82,8 @@ class FileSource:
     def __init__(self, listing: Listing, document_bytes: int) -> None:
         self.listing = listing
         self._document_bytes = document_bytes
-        self.names = _PieceNames(listing, document_bytes)
+        pieces = [range(0, size, document_bytes) for size in listing.sizes]
+        self.names = DocumentNames(listing.names, pieces, is_plain=True)
         if not self.names:
             raise ConfigError(f"{listing.root} contains no text", hint="Choose a file or a folder with text.")
 
@@ -88,27 +95,6 @@ class FileSource:
             return file.read(self._document_bytes)
 
 
-class _PieceNames(DocumentNames):
-    """Names of files and of their pieces, computed on demand: a long sparse file has millions of pieces."""
-
-    def __init__(self, listing: Listing, document_bytes: int) -> None:
-        super().__init__(-(-size // document_bytes) for size in listing.sizes)
-        self._listing = listing
-        self._document_bytes = document_bytes
-        if len(self) > MAX_DOCUMENTS:
-            raise ConfigError(
-                (
-                    f"{listing.root} has {sum(listing.sizes)} bytes, more than {MAX_DOCUMENTS} documents of "
-                    f"{document_bytes} bytes"
-                ),
-                hint="Use a smaller part, or split a long file into several.",
-            )
-
-    def name_of(self, file: int, number: int) -> str:
-        name, offset = self._listing.names[file], number * self._document_bytes
-        return f"{name}@{offset}" if offset else name
-
-
 class LineSource:
     """Source whose documents are lines `NAME@OFFSET` of `.jsonl` files or of the only file. Opening reads all files."""
 
@@ -118,7 +104,7 @@ class LineSource:
             listing.names if len(listing.names) == 1 else [name for name in listing.names if name.endswith(".jsonl")]
         )
         try:
-            self.names = PlacedNames(names, [_line_starts(listing, name) for name in names])
+            self.names = DocumentNames(names, [_line_starts(listing, name) for name in names])
         except OSError as error:
             raise ConfigError(f"{listing.root}: {error.strerror}: {error.filename}") from None
         if not self.names:
@@ -155,32 +141,13 @@ def python_standard_library() -> FileSource:
 
 def files_at(path: Path) -> FileSource:
     """Opens one file cut into small documents, or all visible files below a folder. Raises ConfigError."""
-    with _mapped(path):
-        if path.is_dir():
-            return FileSource(visible_below(path), DOCUMENT_BYTES)
-        return FileSource(single_file(path), PIECE_BYTES)
+    return source_at(path, lambda listing: FileSource(listing, DOCUMENT_BYTES if path.is_dir() else PIECE_BYTES))
 
 
-def shards_at(path: Path) -> TokenShards:
-    with _mapped(path):
-        return TokenShards(visible_below(path))
-
-
-def _at(place: Path, section: DataSection) -> FileSource | LineSource | TokenShards:
-    if section.kind == "tokens":
-        return shards_at(place)
-    return lines_at(place) if section.labels == "assistant" else files_at(place)
-
-
-def lines_at(path: Path) -> LineSource:
-    with _mapped(path):
-        return LineSource(visible_below(path) if path.is_dir() else single_file(path))
-
-
-@contextmanager
-def _mapped(path: Path) -> Iterator[None]:
+def source_at(path: Path, kind: Callable[[Listing], FromListing]) -> FromListing:
+    """Opens a source of this kind from one file, or all visible files below a folder. Raises ConfigError."""
     try:
-        yield
+        return kind(visible_below(path) if path.is_dir() else single_file(path))
     except FileNotFoundError:
         raise ConfigError(f"data.source: {path} does not exist on this machine") from None
     except OSError as error:
@@ -228,7 +195,7 @@ class TokenShards:
         except OSError as error:
             raise ConfigError(f"{listing.root}: {error.strerror}: {error.filename}") from None
         self._shards = dict(zip(names, shards, strict=True))
-        self.names = PlacedNames(names, [shard.starts for shard in shards])
+        self.names = DocumentNames(names, [shard.starts for shard in shards])
         if not self.names:
             raise ConfigError(
                 f"{listing.root} has no token shard with documents",

@@ -94,13 +94,7 @@ def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
 
 def tokenizer_bytes(path: Path, sha256: str) -> bytes:
     """Reads the tokenizer file with this hash. Raises ConfigError if it is missing, too large or different."""
-    try:
-        content = _content(path)
-    except OSError as error:
-        raise ConfigError(
-            f"data.tokenizer: {path} cannot be read: {error.strerror}",
-            hint="Give the run's tokenizer file with --tokenizer; ask the run's author for it.",
-        ) from None
+    content = _content(path)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ConfigError(
@@ -112,16 +106,18 @@ def tokenizer_bytes(path: Path, sha256: str) -> bytes:
 
 def tokenizer_keys(path: Path) -> dict[str, str]:
     """Returns the manifest's `[data]` keys for a tokenizer file. Raises ConfigError if it is missing or too large."""
-    try:
-        content = _content(path)
-    except OSError as error:
-        raise ConfigError(f"the tokenizer {path} cannot be read: {error.strerror or error}") from None
-    return {"tokenizer": f"file:{path.absolute()}", "tokenizer_sha256": hashlib.sha256(content).hexdigest()}
+    return {"tokenizer": f"file:{path.absolute()}", "tokenizer_sha256": hashlib.sha256(_content(path)).hexdigest()}
 
 
 def _content(path: Path) -> bytes:
-    with open_regular(resolved(path)) as file:  # the user named the link, so follow it
-        content = file.read(MAX_TOKENIZER_BYTES + 1)
+    try:
+        with open_regular(resolved(path)) as file:  # the user named the link, so follow it
+            content = file.read(MAX_TOKENIZER_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"data.tokenizer: {path} cannot be read: {error.strerror or error}",
+            hint="Give the run's tokenizer file with --tokenizer; ask the run's author for it.",
+        ) from None
     if len(content) > MAX_TOKENIZER_BYTES:
         raise ConfigError(f"data.tokenizer: {path} is larger than {MAX_TOKENIZER_BYTES} bytes")
     return content

@@ -145,20 +145,11 @@ class Shape:
         return self.ends + self.blocks * self.block
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeChoices:
-    """Chosen shape of a model with a reason for each size, in the order in which these are printed."""
-
-    shape: Shape
-    parameters: Reasoned[int]
-    width: Reasoned[int]
-    depth: Reasoned[int]
-    heads: Reasoned[str]
-    feed_forward: Reasoned[int]
-    embeddings: Reasoned[str]
+Choices = dict[str, Reasoned[Any]]
+"""Chosen values by the names under which they are printed, in that order."""
 
 
-def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
+def choose_shape(parameters: int, vocabulary: int) -> Shape:
     """Chooses width, depth and heads for a number of parameters and a vocabulary. Raises ConfigError."""
     if not SMALLEST <= parameters <= LARGEST:
         raise ConfigError(
@@ -173,10 +164,8 @@ def choose_shape(parameters: int, vocabulary: int) -> ShapeChoices:
         )
     near = [shape for shape in shapes if abs(shape.parameters - parameters) <= NEAR * parameters]
     if near:
-        shape = min(near, key=lambda each: abs(math.log(each.hidden / each.blocks / ASPECT)))
-    else:
-        shape = min(shapes, key=lambda each: abs(each.parameters - parameters))
-    return _shape_choices(shape, parameters)
+        return min(near, key=lambda each: abs(math.log(each.hidden / each.blocks / ASPECT)))
+    return min(shapes, key=lambda each: abs(each.parameters - parameters))
 
 
 def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
@@ -193,28 +182,30 @@ def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
         yield Shape(vocabulary, hidden, blocks, heads, kv_heads, wide, one.tied)
 
 
-def _shape_choices(shape: Shape, parameters: int) -> ShapeChoices:
+def _shape_choices(shape: Shape, wish: Wish) -> Choices:
     head = shape.hidden // shape.heads
-    missed = 100 * (shape.parameters / parameters - 1)
-    a_share = shape.heads // shape.kv_heads
+    missed = 100 * (shape.parameters / wish.parameters - 1)
     tied = f"one matrix for both, usual below {TIED_BELOW // 10**9}b: stage 0 needs half the memory"
     apart = f"one matrix each, usual for {TIED_BELOW // 10**9}b and above"
-    return ShapeChoices(
-        shape,
-        Reasoned(shape.parameters, f"{missed:+.1f} % of the {parameters:,} of --size"),
-        Reasoned(
+    return {
+        "parameters": Reasoned(shape.parameters, f"{missed:+.1f} % of the {wish.parameters:,} of --size"),
+        "vocabulary": Reasoned(shape.vocabulary, f"{wish.tokens.reason}; a multiple of {GRID}"),
+        "width": Reasoned(
             shape.hidden,
             f"{shape.hidden / shape.blocks:.0f} per block, close to nanochat's {ASPECT}; "
             "a narrow, deep model sends smaller hidden states",
         ),
-        Reasoned(shape.blocks, "the number of blocks of this width that --size allows"),
-        Reasoned(
+        "depth": Reasoned(shape.blocks, "the number of blocks of this width that --size allows"),
+        "heads": Reasoned(
             f"{shape.heads} of {head}, {shape.kv_heads} for keys and values",
-            f"{head} elements is usual for this width; {a_share} heads share keys and values, as in Llama 3",
+            f"{head} elements is usual for this width; {shape.heads // shape.kv_heads} heads share keys and values, "
+            "as in Llama 3",
         ),
-        Reasoned(shape.feed_forward, "8/3 of the width, because SwiGLU has three matrices instead of two (Llama)"),
-        Reasoned("tied" if shape.tied else "apart", tied if shape.tied else apart),
-    )
+        "feed-forward": Reasoned(
+            shape.feed_forward, "8/3 of the width, because SwiGLU has three matrices instead of two (Llama)"
+        ),
+        "embeddings": Reasoned("tied", tied) if shape.tied else Reasoned("apart", apart),
+    }
 
 
 TOKENS_A_PARAMETER: Final = 20
@@ -237,37 +228,24 @@ ACTIVATIONS: Final = Codec.INT8
 PSEUDO_GRADIENTS: Final = Codec.INT4
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Chosen training settings of a run, in the order in which they are printed."""
-
-    sequence: Reasoned[int]
-    rows: Reasoned[int]
-    total_tokens: Reasoned[int]
-    step_tokens: Reasoned[int]
-    learning_rate: Reasoned[float]
-    warmup_tokens: Reasoned[int]
-    inner_steps: Reasoned[int]
-    round_seconds: Reasoned[int]
-    fragments: Reasoned[int]
-
-
-def choose_rows(parameters: int) -> tuple[Reasoned[int], Reasoned[int]]:
+def choose_rows(parameters: int) -> Choices:
     """Chooses the tokens per row and the rows per microbatch for a model with this many parameters."""
     sequence = next((tokens for below, tokens in SEQUENCES if parameters < below), LONGEST)
     rows = MICROBATCH_TOKENS // sequence
-    return (
-        Reasoned(sequence, "longer rows for larger models, which use them better"),
-        Reasoned(rows, f"{rows * sequence:,} tokens per microbatch keep a GPU busy and still fit many at a time"),
-    )
+    full = f"{rows * sequence:,} tokens per microbatch keep a GPU busy and still fit many at a time"
+    return {
+        "sequence": Reasoned(sequence, "longer rows for larger models, which use them better"),
+        "rows": Reasoned(rows, full),
+        "type": Reasoned("bfloat16", "half the bytes and twice the speed of float32 on a GPU; parameters stay float32"),
+    }
 
 
 def choose_recipe(
     parameters: int, largest_stage: int, hidden: int, stages: int, replicas: int, total_tokens: int | None
-) -> Recipe:
+) -> Choices:
     """Chooses the training settings of a model with this many parameters and `replicas` per stage."""
-    sequence, rows = choose_rows(parameters)
-    microbatch = sequence.value * rows.value
+    chosen = choose_rows(parameters)
+    microbatch = chosen["sequence"].value * chosen["rows"].value
     wanted = f"{TOKENS_A_PARAMETER} per parameter; more compute is better spent on a larger model (Chinchilla)"
     total = TOKENS_A_PARAMETER * parameters if total_tokens is None else total_tokens
     compute = 6.0 * parameters * total
@@ -279,21 +257,24 @@ def choose_recipe(
     steps = max(1, total // (step * replicas))
     warm_steps = max(1, min(LONGEST_WARM_UP_STEPS, round(WARM_UP * steps)))
     warm = min(warm_steps * step * replicas, total // 2)
-    return Recipe(
-        sequence,
-        rows,
-        Reasoned(total, wanted if total_tokens is None else "set by --total-tokens"),
-        Reasoned(step, said),
-        Reasoned(float(f"{min(1e-2, 0.3118 * compute**-0.1250):.2g}"), "best for this compute (DeepSeek LLM)"),
-        Reasoned(
-            warm, f"{WARM_UP:.0%} of the tokens, at most {LONGEST_WARM_UP_STEPS:,} steps; then a cosine down to a tenth"
-        ),
-        _inner_steps(largest_stage, hidden, step),
-        _round_seconds(largest_stage),
-        Reasoned(1, "stages are small enough to average at once")
+    warming = f"{WARM_UP:.0%} of the tokens, at most {LONGEST_WARM_UP_STEPS:,} steps; then a cosine down to a tenth"
+    rate = float(f"{min(1e-2, 0.3118 * compute**-0.1250):.2g}")
+    return chosen | {
+        "tokens": Reasoned(total, wanted if total_tokens is None else "set by --total-tokens"),
+        "step": Reasoned(step, said),
+        "rate": Reasoned(rate, "best for this compute (DeepSeek LLM)"),
+        "warm-up": Reasoned(warm, warming),
+        "inner steps": _inner_steps(largest_stage, hidden, step),
+        "round after": _round_seconds(largest_stage),
+        "fragments": Reasoned(1, "stages are small enough to average at once")
         if largest_stage < LARGE_STAGE
         else Reasoned(FRAGMENTS, "a large stage is averaged in parts, so that rounds never fill the links"),
-    )
+        "staleness": Reasoned(1, "the pipeline stays full between steps"),
+        "codecs": Reasoned(
+            f"{ACTIVATIONS.name.lower()}, {PSEUDO_GRADIENTS.name.lower()} in rounds",
+            "the strongest compression allowed; fast links send hidden states uncompressed",
+        ),
+    }
 
 
 def _inner_steps(largest_stage: int, hidden: int, step: int) -> Reasoned[int]:
@@ -342,10 +323,9 @@ class DialedRun:
 
 def turn(wish: Wish, name: str) -> DialedRun:
     """Chooses all settings of a run. Raises ConfigError if no run is possible."""
-    vocabulary = -(-wish.tokens.value // GRID) * GRID
-    shape = choose_shape(wish.parameters, vocabulary)
-    sizes = shape.shape
-    sequence, rows = (each.value for each in choose_rows(sizes.parameters))
+    sizes = choose_shape(wish.parameters, -(-wish.tokens.value // GRID) * GRID)
+    of_rows = choose_rows(sizes.parameters)
+    sequence, rows = of_rows["sequence"].value, of_rows["rows"].value
     uncut = _manifest(name, sizes, wish, {"sequence": sequence}, {"rows": rows, "inner_tokens": rows * sequence})
     # The blocks per stage depend on the memory of a block, so the first manifest is uncut.
     blocks = choose_blocks(uncut, wish.peers)
@@ -353,7 +333,11 @@ def turn(wish: Wish, name: str) -> DialedRun:
     replicas = max(1, (wish.peers.number or stages) // stages)
     largest = max(blocks.value) * sizes.block
     recipe = choose_recipe(sizes.parameters, largest, sizes.hidden, stages, replicas, wish.total_tokens)
-    return DialedRun(_cut(uncut, blocks.value, recipe), _choices(shape, wish, vocabulary, blocks, recipe))
+    manifest = _cut(uncut, blocks.value, {name: choice.value for name, choice in recipe.items()})
+    least, most = min(blocks.value[1:]), max(blocks.value[1:])
+    told = Reasoned(f"{stages}, of {least if least == most else f'{least} to {most}'} blocks", blocks.reason)
+    recipe["round after"] = replace(recipe["round after"], value=f"{recipe['round after'].value:,} s")
+    return DialedRun(manifest, tuple((_shape_choices(sizes, wish) | {"stages": told} | recipe).items()))
 
 
 def _manifest(name: str, sizes: Shape, wish: Wish, rows: dict[str, Any], training: dict[str, Any]) -> Manifest:
@@ -384,59 +368,19 @@ def _manifest(name: str, sizes: Shape, wish: Wish, rows: dict[str, Any], trainin
     )
 
 
-def _cut(uncut: Manifest, blocks: tuple[int, ...], recipe: Recipe) -> Manifest:
+def _cut(uncut: Manifest, blocks: tuple[int, ...], recipe: dict[str, Any]) -> Manifest:
     table = uncut.model_dump()
     table["stages"]["blocks"] = blocks
-    table["training"] |= {
-        "inner_tokens": recipe.step_tokens.value,
-        "inner_steps": recipe.inner_steps.value,
-        "round_seconds": float(recipe.round_seconds.value),
-        "fragments": recipe.fragments.value,
-        "inner": table["training"]["inner"] | {"learning_rate": recipe.learning_rate.value},
-        "schedule": table["training"]["schedule"]
-        | {"warmup_tokens": recipe.warmup_tokens.value, "total_tokens": recipe.total_tokens.value},
+    training = table["training"]
+    training["schedule"] |= {"warmup_tokens": recipe["warm-up"], "total_tokens": recipe["tokens"]}
+    training["inner"]["learning_rate"] = recipe["rate"]
+    training |= {
+        "inner_tokens": recipe["step"],
+        "inner_steps": recipe["inner steps"],
+        "round_seconds": float(recipe["round after"]),
+        "fragments": recipe["fragments"],
     }
     return manifest_from_table(table)
-
-
-def _choices(
-    shape: ShapeChoices, wish: Wish, vocabulary: int, blocks: Reasoned[tuple[int, ...]], recipe: Recipe
-) -> tuple[tuple[str, Reasoned[Any]], ...]:
-    tokens = replace(wish.tokens, value=vocabulary, reason=f"{wish.tokens.reason}; a multiple of {GRID}")
-    numbers = blocks.value[1:]
-    each = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
-    stages = f"{len(blocks.value)}, of {each} blocks"
-    return (
-        ("parameters", shape.parameters),
-        ("vocabulary", tokens),
-        ("width", shape.width),
-        ("depth", shape.depth),
-        ("heads", shape.heads),
-        ("feed-forward", shape.feed_forward),
-        ("embeddings", shape.embeddings),
-        ("stages", Reasoned(stages, blocks.reason)),
-        ("sequence", recipe.sequence),
-        ("rows", recipe.rows),
-        (
-            "type",
-            Reasoned("bfloat16", "half the bytes and twice the speed of float32 on a GPU; parameters stay float32"),
-        ),
-        ("tokens", recipe.total_tokens),
-        ("step", recipe.step_tokens),
-        ("rate", recipe.learning_rate),
-        ("warm-up", recipe.warmup_tokens),
-        ("inner steps", recipe.inner_steps),
-        ("round after", Reasoned(f"{recipe.round_seconds.value:,} s", recipe.round_seconds.reason)),
-        ("fragments", recipe.fragments),
-        ("staleness", Reasoned(1, "the pipeline stays full between steps")),
-        (
-            "codecs",
-            Reasoned(
-                f"{ACTIVATIONS.name.lower()}, {PSEUDO_GRADIENTS.name.lower()} in rounds",
-                "the strongest compression allowed; fast links send hidden states uncompressed",
-            ),
-        ),
-    )
 
 
 LINKS_MBIT_S: Final = (20, 100, 1000)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import product
 from typing import Final
@@ -51,13 +50,6 @@ EVEN: Final = 1.02
 """Largest share of the tokens per expert, relative to an equal share, if possible."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fitted:
-    router: Router
-    routes: npt.NDArray[np.int64]
-    """Expert per document and stage, [documents, stages after stage 0]."""
-
-
 def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
     """Counts the token pairs in each document's first `prefix` tokens by hash bucket, [documents, BUCKETS]."""
     counted = np.zeros((len(openings), BUCKETS), dtype=np.float32)
@@ -68,7 +60,7 @@ def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
 
 def fit_router(
     documents: Sequence[tuple[Tokens, int]], experts: Sequence[int], prefix: int, seed: int, restarts: int = RESTARTS
-) -> Fitted:
+) -> Router:
     """Fits a router to documents (first tokens, length). Raises ConfigError if there are too few documents."""
     stages = tuple(experts[1:])
     routes = math.prod(stages)
@@ -84,9 +76,7 @@ def fit_router(
         None if count == 1 else _stage_table(counts, sizes, of_stage[:, stage], count)
         for stage, count in enumerate(stages)
     )
-    router = Router(tables, prefix)
-    chosen = [[scores.index(max(scores)) for scores in router.affinity("", opening)] for opening in openings]
-    return Fitted(router, np.array(chosen, dtype=np.int64))
+    return Router(tables, prefix)
 
 
 def _check(stages: tuple[int, ...], routes: int, documents: int) -> None:
@@ -118,7 +108,8 @@ def _clustered(counts: Matrix, clusters: int, random: np.random.Generator) -> tu
         scores = counts @ centres.T
         before, labels = labels, np.array(balanced(scores.tolist(), clusters), dtype=np.int64)
         likelihood = float(scores[np.arange(len(counts)), labels].sum())
-        centres = _log_probabilities(_sums(counts, labels, clusters), mean)
+        sums = np.stack([counts[labels == cluster].sum(axis=0) for cluster in range(clusters)])
+        centres = _log_probabilities(sums, mean)
         if np.array_equal(before, labels):
             break
     return likelihood, labels, centres
@@ -129,10 +120,6 @@ def _far_from(counts: Matrix, chosen: list[int], random: np.random.Generator) ->
     units = np.sqrt(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
     distances = np.maximum(1 - (units @ units[chosen].T).max(axis=1), 1e-9)
     return int(random.choice(len(counts), p=distances / distances.sum()))
-
-
-def _sums(counts: Matrix, labels: Labels, clusters: int) -> Matrix:
-    return np.stack([counts[labels == cluster].sum(axis=0) for cluster in range(clusters)])
 
 
 def _log_probabilities(sums: Matrix, mean: Matrix) -> Matrix:
@@ -146,7 +133,8 @@ def _laid_out(centres: Matrix, stages: tuple[int, ...]) -> Labels:
     routes = np.array(list(product(*(range(count) for count in stages))), dtype=np.int64)
     # Number of stages with a choice that two routes share.
     shared = (routes[:, None, :] == routes[None, :, :])[:, :, np.array(stages) > 1].sum(axis=2)
-    apart = _apart(centres)
+    squares = (centres**2).sum(axis=1)
+    apart = (squares[:, None] + squares[None, :] - 2 * centres @ centres.T) / centres.shape[1]
     place = np.arange(len(centres))
     better = True
     while better:
@@ -158,12 +146,6 @@ def _laid_out(centres: Matrix, stages: tuple[int, ...]) -> Labels:
                 if _cost(shared, apart, place) - _cost(shared, apart, swapped) > 1e-6:
                     place, better = swapped, True
     return routes[place]
-
-
-def _apart(centres: Matrix) -> Matrix:
-    squares = (centres**2).sum(axis=1)
-    found: Matrix = (squares[:, None] + squares[None, :] - 2 * centres @ centres.T) / centres.shape[1]
-    return found
 
 
 def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:

@@ -72,8 +72,8 @@ def index_json(shards: tuple[Shard, ...]) -> dict[str, Any]:
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
 
 
-def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shards: tuple[Shard, ...]) -> dict[str, Any]:
-    """Returns the content of `skipstone.json`. Without shards, each module has a separate file."""
+def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shards: int) -> dict[str, Any]:
+    """Returns the content of `skipstone.json`. `shards`: their number, or 0 if each module has a separate file."""
     stages = signed.manifest.stages
     return {
         "format": FORMAT,
@@ -87,7 +87,7 @@ def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shard
             "visited_per_path": stages.visited_per_path,
             "trained_with_skipping": stages.visited_per_path < stages.count - 1,
         },
-        "shards": len(shards),
+        "shards": shards,
         "modules": {str(module): digest.hex() for module, digest in digests.items()},
     }
 
@@ -95,6 +95,11 @@ def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shard
 def module_file(module: ModuleId) -> str:
     """Returns the file name of one module in an export of all experts."""
     return f"module-{module}.safetensors"
+
+
+def module_shards(manifest: Manifest, modules: Sequence[ModuleId]) -> tuple[Shard, ...]:
+    """Returns one file per module, for an export of all experts."""
+    return tuple(Shard(module_file(module), parameter_shapes(manifest, module)) for module in modules)
 
 
 def shard_files(count: int) -> list[str]:

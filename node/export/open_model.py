@@ -39,7 +39,7 @@ class CheckpointSource:
         gathered = gather_modules(path)
         for problem in gathered.problems:
             log.warning("ignoring a damaged snapshot: %s", problem)
-        self._parameters = gathered.modules
+        self._gathered = gathered
         self.signed: SignedManifest = gathered.signed
         self.modules = gathered.signed.manifest.modules()
         self._manifest_file = path / MANIFEST_NAME
@@ -48,7 +48,7 @@ class CheckpointSource:
         return await asyncio.to_thread(load_router, self._manifest_file, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
-        return await asyncio.to_thread(self._parameters.__getitem__, module)
+        return await asyncio.to_thread(self._gathered.module, module)
 
 
 Place = TypeVar("Place")
@@ -156,7 +156,7 @@ async def _losses(
     losses = {stages: [(0.0, 0)] * len(texts) for stages in subsets}
     # Route by route, so that each route's modules are read once.
     for route in sorted({text.route for text in texts}):
-        decoder = await model.decoder(model.route_for(route))
+        decoder = await model.decoder(None if model.router is None else route)
         for number, text in enumerate(texts):
             if text.route == route:
                 for stages in subsets:

@@ -55,16 +55,6 @@ async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
     return parameters
 
 
-async def read_decoder(source: ModuleSource, device: torch.device, route: Route | None = None) -> Decoder:
-    """Loads the whole model, or one route of it, as a Decoder. Raises ConfigError, ResourceExhausted, StateError."""
-    manifest, modules = source.signed.manifest, path_modules(source, route)
-    require_memory(manifest, modules)
-    parameters: dict[str, Tensor] = {}
-    for module in modules:
-        parameters |= await checked_module(source, module)
-    return await asyncio.to_thread(Decoder, manifest, parameters, device)
-
-
 def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, ...]:
     """Returns a route's modules by stage (None: the only route). Raises ConfigError if it is missing or ambiguous."""
     manifest, there = source.signed.manifest, source.modules
@@ -138,41 +128,28 @@ class RoutedModel:
     """A source's model as one decoder per route; `router` chooses a text's route (None: the model has one route)."""
 
     def __init__(self, source: ModuleSource, device: torch.device, router: DocumentRouter | None) -> None:
-        self._source, self._device, self._router = source, device, router
-        self._read: dict[ModuleId, dict[str, Tensor]] = {}
-
-    @property
-    def modules_read(self) -> tuple[ModuleId, ...]:
-        """Modules whose parameters have been loaded so far."""
-        return tuple(self._read)
-
-    @property
-    def has_paths(self) -> bool:
-        """Whether texts choose among several paths."""
-        return self._router is not None
+        self._source, self._device, self.router = source, device, router
+        self.read: dict[ModuleId, dict[str, Tensor]] = {}
+        """Parameters of the modules that were loaded so far."""
 
     def route_of(self, tokens: Sequence[int]) -> Route | None:
         """Returns the route of a text by its first tokens, limited to the source's experts. None for a single path."""
-        if self._router is None:
+        if self.router is None:
             return None
-        affinity = self._router.affinity("", np.array(tokens, dtype=np.int64))
+        affinity = self.router.affinity("", np.array(tokens, dtype=np.int64))
         there = frozenset(self._source.modules)
         return served_route(best_route(affinity), affinity, lambda module: module in there).value
 
-    def route_for(self, route: Route) -> Route | None:
-        """Returns the route whose decoder computes this text; None if the model has a single path."""
-        return None if self._router is None else route
-
     async def decoder(self, route: Route | None) -> Decoder:
-        """Returns a route's Decoder; loads only modules not loaded before. Raises the errors of `read_decoder`."""
+        """Returns a route's Decoder; loads only modules not loaded before. Raises SkipstoneError."""
         manifest, modules = self._source.signed.manifest, path_modules(self._source, route)
         # Modules of earlier paths stay in memory.
-        require_memory(manifest, tuple({*self._read, *modules}))
+        require_memory(manifest, tuple({*self.read, *modules}))
         for module in modules:
-            if module not in self._read:
+            if module not in self.read:
                 parameters = await checked_module(self._source, module)
-                self._read[module] = {name: tensor.to(self._device) for name, tensor in parameters.items()}
-        whole = {name: tensor for module in modules for name, tensor in self._read[module].items()}
+                self.read[module] = {name: tensor.to(self._device) for name, tensor in parameters.items()}
+        whole = {name: tensor for module in modules for name, tensor in self.read[module].items()}
         return Decoder(manifest, whole, self._device)
 
 
@@ -225,9 +202,14 @@ class ExportedSource:
         if not by_module:
             _check_config(path / CONFIG, self.signed)
         self._path = path
-        self.modules = _modules_in(path, origin, self.signed.manifest)
-        self._digests = _digests(path, origin)
-        self._files = None if by_module else _files_by_parameter(path, origin, self.signed.manifest)
+        digests, manifest = origin.get("modules"), self.signed.manifest
+        if not isinstance(digests, dict):
+            raise StateError(f"{path / ORIGIN}: `modules` must map modules to digests")
+        self._digests: Mapping[str, Any] = digests
+        self.modules = tuple(module for module in manifest.modules() if str(module) in digests)
+        if {module.stage for module in self.modules} != set(range(manifest.stages.count)):
+            raise StateError(f"{path / ORIGIN}: `modules` lacks a stage", hint="Export the model again.")
+        self._files = None if by_module else _files_by_parameter(path, origin, manifest)
         for module in self.modules:
             for file, shapes in self._by_file(module).items():
                 check_header(file, shapes)
@@ -247,10 +229,8 @@ class ExportedSource:
         if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):
             files = ", ".join(sorted(file.name for file in self._by_file(module)))
             raise CorruptSnapshot(
-                (
-                    f"{self._path}: module {module} differs from the exported one. {files} or {ORIGIN} was changed "
-                    "or damaged"
-                ),
+                f"{self._path}: module {module} differs from the exported one. {files} or {ORIGIN} "
+                "was changed or damaged",
                 hint="Export the model or copy the folder again.",
             )
         return tensors
@@ -269,15 +249,6 @@ class ExportedSource:
         return files
 
 
-def _modules_in(path: Path, origin: Mapping[str, Any], manifest: Manifest) -> tuple[ModuleId, ...]:
-    """Returns the modules that the folder's `skipstone.json` lists. Raises StateError if a stage has none."""
-    named = _digests(path, origin)
-    modules = tuple(module for module in manifest.modules() if str(module) in named)
-    if {module.stage for module in modules} != set(range(manifest.stages.count)):
-        raise StateError(f"{path / ORIGIN}: `modules` lacks a stage", hint="Export the model again.")
-    return modules
-
-
 def is_exported(path: Path) -> bool:
     """Tells whether `skipstone export` wrote the folder."""
     return (path / ORIGIN).is_file()
@@ -294,13 +265,6 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifes
         with opened_tensors(path / file) as opened:
             found |= dict.fromkeys(opened.keys(), path / file)
     return found
-
-
-def _digests(path: Path, origin: Mapping[str, Any]) -> Mapping[str, Any]:
-    digests = origin.get("modules")
-    if not isinstance(digests, dict):
-        raise StateError(f"{path / ORIGIN}: `modules` must map modules to digests")
-    return digests
 
 
 def _check_config(file: Path, signed: SignedManifest) -> None:

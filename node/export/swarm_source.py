@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -115,7 +115,14 @@ async def open_swarm(
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
         modules = signed.manifest.modules()
-        await _look_around(session, modules, patience_s)
+        # Find the peers that announce each module, and check which of them are still online.
+        session.membership_sync.watch(modules)
+        try:
+            async with asyncio.timeout(patience_s):
+                await session.membership_sync.looked.wait()
+        except TimeoutError:
+            raise Unreachable(f"cannot read the swarm's directory within {patience_s:.0f} s") from None
+        await session.membership_sync.alive(modules)
         source = SwarmSource(session, signed, on_progress)
         clock = session.own.clock
         deadline = clock.monotonic() + patience_s
@@ -123,17 +130,6 @@ async def open_swarm(
         for module in modules[:1] if signed.manifest.stages.has_experts else modules:
             await source.agreed(module, deadline - clock.monotonic())
         yield source
-
-
-async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], patience_s: float) -> None:
-    """Finds the peers that announce each module, and checks which of them are still online."""
-    session.membership_sync.watch(modules)
-    try:
-        async with asyncio.timeout(patience_s):
-            await session.membership_sync.looked.wait()
-    except TimeoutError:
-        raise Unreachable(f"cannot read the swarm's directory within {patience_s:.0f} s") from None
-    await session.membership_sync.alive(modules)
 
 
 def state_to_take(

@@ -53,59 +53,36 @@ async def export(
     *,
     tokenizer_file: Path | None = None,
     route: Route | None = None,
+    every: bool = False,
     replace: bool = False,
     shard_bytes: int = layout.SHARD_BYTES,
 ) -> Export:
-    """Exports a model to a folder, with one module and one shard in memory. Raises ConfigError, StateError."""
+    """Exports a route of a model, or `every` module, to a folder. Raises ConfigError, StateError.
+
+    Holds one module and one shard in memory.
+    """
     manifest = source.signed.manifest
-    modules = path_modules(source, route)
+    if every and not manifest.stages.has_experts:
+        raise ConfigError(f"run {manifest.name} has a single path", hint="Omit --all to export the whole model.")
+    modules = source.modules if every else path_modules(source, route)
     require_free(target, replace=replace)
-    shards = layout.plan_shards(manifest, modules, shard_bytes)
+    shards = layout.module_shards(manifest, modules) if every else layout.plan_shards(manifest, modules, shard_bytes)
     with _written_beside(target) as beside:
         await asyncio.to_thread(_write_tokenizer, beside, manifest, tokenizer_file)
         digests = await _write_parameters(beside, source, modules, shards)
-        if len(shards) > 1:
+        if every:
+            (beside / layout.CONFIG).unlink()  # `transformers` must not load this folder
+        elif len(shards) > 1:
             _write_json(beside / layout.INDEX, layout.index_json(shards))
-        await _finish(beside, source, digests, shards)
+        router = await source.router()
+        if router is not None:
+            router_file(beside / layout.MANIFEST).write_bytes(router.to_bytes())
+        (beside / layout.MANIFEST).write_bytes(source.signed.text)
+        origin = layout.origin_json(source.signed, digests, 0 if every else len(shards))
+        _write_json(beside / layout.ORIGIN, origin)
+        await asyncio.to_thread(_make_durable, beside)
     size = sum(parameter_bytes(shard.shapes) for shard in shards)
     return Export(target, source.signed.run, len(shards), size)
-
-
-async def export_all(
-    source: ModuleSource, target: Path, *, tokenizer_file: Path | None = None, replace: bool = False
-) -> Export:
-    """Exports every module of a run with experts to a separate file, and the router. Raises the errors of `export`."""
-    manifest = source.signed.manifest
-    if not manifest.stages.has_experts:
-        raise ConfigError(f"run {manifest.name} has a single path", hint="Omit --all to export the whole model.")
-    require_free(target, replace=replace)
-    digests: dict[ModuleId, bytes] = {}
-    size = 0
-    with _written_beside(target) as beside:
-        await asyncio.to_thread(_write_tokenizer, beside, manifest, tokenizer_file)
-        # Tensors get the same mode as the other files.
-        mode = (beside / layout.CONFIG).stat().st_mode
-        (beside / layout.CONFIG).unlink()  # `transformers` must not load this folder
-        for module in source.modules:
-            parameters = dict(await checked_module(source, module))
-            digests[module] = await asyncio.to_thread(digest_of_tensors, parameters)
-            size += sum(4 * tensor.numel() for tensor in parameters.values())
-            tensors = {name: tensor.contiguous() for name, tensor in parameters.items()}
-            await asyncio.to_thread(_write_tensors, beside / layout.module_file(module), tensors, mode)
-        await _finish(beside, source, digests, ())
-    return Export(target, source.signed.run, len(digests), size)
-
-
-async def _finish(
-    folder: Path, source: ModuleSource, digests: Mapping[ModuleId, bytes], shards: tuple[layout.Shard, ...]
-) -> None:
-    """Writes router, manifest and `skipstone.json` to the folder, and flushes the folder to disk."""
-    router = await source.router()
-    if router is not None:
-        router_file(folder / layout.MANIFEST).write_bytes(router.to_bytes())
-    (folder / layout.MANIFEST).write_bytes(source.signed.text)
-    _write_json(folder / layout.ORIGIN, layout.origin_json(source.signed, digests, shards))
-    await asyncio.to_thread(_make_durable, folder)
 
 
 def _make_durable(folder: Path) -> None:
@@ -193,9 +170,8 @@ def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> Non
         name = tokenizer.end_of_document_name
         assert file is not None, "a tokenizer was opened"
         assert manifest.data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
-        content = tokenizer_bytes(
-            file, manifest.data.tokenizer_sha256
-        )  # read and checked again: the file may have changed
+        # Read and checked again, because the file may have changed.
+        content = tokenizer_bytes(file, manifest.data.tokenizer_sha256)
         (folder / layout.TOKENIZER).write_bytes(content)
     else:
         name = BYTES_END_OF_DOCUMENT

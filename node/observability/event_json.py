@@ -10,7 +10,6 @@ import time
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from node.observability.events import Event, EventSink, LogEvent, Started
@@ -84,21 +83,19 @@ MAX_BYTES = 256 * 2**20
 
 
 class EventLog:
-    """Event sink that appends to a file while open; after `max_bytes` it continues in `.2`, `.3`, ..."""
+    """Event sink that appends to a file `PEER-START.jsonl` while open; after `max_bytes`, to `.2`, `.3`, ..."""
 
     def __init__(
         self,
         folder: Path,
-        name: str,
         peer: str,
-        unix_ms: int,
+        wall: Callable[[], float] = time.time,
         max_bytes: int = MAX_BYTES,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
-        self._name = name
         self._peer = peer
-        self._unix_ms = unix_ms
+        self._unix_ms = int(wall() * 1000)
         self._max_bytes = max_bytes
         self._monotonic = monotonic
         self._began = monotonic()
@@ -118,9 +115,7 @@ class EventLog:
             ) from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._close()
 
     def emit(self, event: Event) -> None:
@@ -137,7 +132,7 @@ class EventLog:
         self._close()
         self._part += 1
         end = ".jsonl" if self._part == 1 else f".{self._part}.jsonl"
-        path = self._folder / f"{self._name}{end}"
+        path = self._folder / f"{self._peer}-{self._unix_ms}{end}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._written = 0
         self._append(Started(self._peer, self._unix_ms, self._part))
@@ -153,12 +148,6 @@ class EventLog:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-def open_event_log(folder: Path, peer: str, wall: Callable[[], float] = time.time) -> EventLog:
-    """Creates the log of a node that starts now: FOLDER/<peer>-<start in Unix milliseconds>.jsonl."""
-    unix_ms = int(wall() * 1000)
-    return EventLog(folder, f"{peer}-{unix_ms}", peer, unix_ms)
 
 
 class Tee:

@@ -14,7 +14,7 @@ for `skipstone check`. A microbatch is named by the last six characters of its d
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, dataclass_transform
 
 from node.observability.typed_json import OMITTED_IF_NONE
 from swarm.workload.microbatch_sizes import SizeSummary
@@ -45,11 +45,20 @@ class BusySeconds:
     """Computed while no other job waited."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class _Kind:
+    """Base of the events: makes each subclass a frozen dataclass, with `name` as its kind in JSON."""
+
+    NAME: ClassVar[str]
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        cls.NAME = name
+        dataclass(frozen=True)(cls)
+
+
+class Step(_Kind, name="step"):
     """Training step `step` (from 1) is done at a data node, in a local swarm or in a solo run."""
 
-    NAME: ClassVar[str] = "step"
     step: int
     loss: float
     tokens: int
@@ -59,11 +68,9 @@ class Step:
     sizes: SizeSummary | None = field(default=None, metadata=OMITTED_IF_NONE)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
+class NodeStatus(_Kind, name="node"):
     """The node's state, module, address or join link has changed."""
 
-    NAME: ClassVar[str] = "node"
     peer: str
     module: str | None
     """`stage.expert`; null before the node hosts a module."""
@@ -73,11 +80,9 @@ class NodeStatus:
     link: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(_Kind, name="reach"):
     """The way in which peers reach the node was found or has changed."""
 
-    NAME: ClassVar[str] = "reach"
     peer: str
     step: str
     """`direct`, `mapped`, `reverse`, `unreachable` or `unknown`; more may come."""
@@ -88,99 +93,78 @@ class Reach:
     """Advice for a person, or empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OfModule:
+class _OfModule(_Kind):
     peer: str
     module: str
 
 
-@dataclass(frozen=True, slots=True)
-class Move(_OfModule):
+class Move(_OfModule, name="move"):
     """The node moves to another module, which needs it more. It then reports draining, joining and serving."""
 
-    NAME: ClassVar[str] = "move"
     target: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class InnerStep(_OfModule):
+class InnerStep(_OfModule, name="inner_step"):
     """A replica took an optimizer step with the mean gradient of `visits` microbatches."""
 
-    NAME: ClassVar[str] = "inner_step"
     step: int
     visits: int
     gradient_norm: float
     learning_rate: float
 
 
-@dataclass(frozen=True, slots=True)
-class Load(_OfModule):
+class Load(_OfModule, name="load"):
     """Current load of a replica, sent periodically."""
 
-    NAME: ClassVar[str] = "load"
     slots: int
     busy_slots: int
     tokens_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(_Kind, name="waiting"):
     """No peer serves `module`. Microbatches wait for one, or skip the stage if the run allows that."""
 
-    NAME: ClassVar[str] = "waiting"
     module: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(_Kind, name="resumed"):
     """A peer serves `module` again."""
 
-    NAME: ClassVar[str] = "resumed"
     module: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerChange:
+class PeerChange(_Kind, name="peer"):
     """The link to another peer has come up or gone down."""
 
-    NAME: ClassVar[str] = "peer"
     peer: str
     change: Literal["up", "down"]
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abandoned:
+class Abandoned(_Kind, name="abandoned"):
     """A microbatch will not be completed."""
 
-    NAME: ClassVar[str] = "abandoned"
     microbatch: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Visit(_OfModule):
+class Visit(_OfModule, name="visit"):
     """A replica's gradient of a microbatch is confirmed, because the data node completed the microbatch."""
 
-    NAME: ClassVar[str] = "visit"
     microbatch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Retracted(_OfModule):
+class Retracted(_OfModule, name="retracted"):
     """A replica subtracted the gradient of a microbatch, which it had added before."""
 
-    NAME: ClassVar[str] = "retracted"
     microbatch: str
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(_Kind, name="completed"):
     """A microbatch has returned to its data node, which confirms the gradients."""
 
-    NAME: ClassVar[str] = "completed"
     peer: str
     microbatch: str
     hops: tuple[str, ...]
@@ -191,11 +175,9 @@ class Completed:
     """Experts of its documents. `hops` differs where an expert was unserved."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundProgress(_OfModule):
+class RoundProgress(_OfModule, name="round_progress"):
     """A replica exchanges pseudo-gradients; sent at the start of an attempt at a round and at each further 10 %."""
 
-    NAME: ClassVar[str] = "round_progress"
     round: int
     attempt: int
     convener: str
@@ -203,11 +185,9 @@ class RoundProgress(_OfModule):
     percent: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoundCommitted(_OfModule):
+class RoundCommitted(_OfModule, name="round"):
     """A replica has applied an averaging round, and now holds the anchor with this digest."""
 
-    NAME: ClassVar[str] = "round"
     round: int
     digest: str
     members: tuple[str, ...]
@@ -224,11 +204,9 @@ class RoundCommitted(_OfModule):
     audit_received_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaAccused(_OfModule):
+class ReplicaAccused(_OfModule, name="accused"):
     """This replica's audit of a round convicted another replica, which it excludes from further rounds."""
 
-    NAME: ClassVar[str] = "accused"
     accused: str
     round: int
     why: str
@@ -236,21 +214,17 @@ class ReplicaAccused(_OfModule):
     """Hex BLAKE3 of the signed hashes; empty without proof."""
 
 
-@dataclass(frozen=True, slots=True)
-class CatchingUp(_OfModule):
+class CatchingUp(_OfModule, name="catching_up"):
     """A replica downloads the anchor of a round that it missed; sent once a second."""
 
-    NAME: ClassVar[str] = "catching_up"
     round: int
     bytes: int
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CaughtUp(_OfModule):
+class CaughtUp(_OfModule, name="caught_up"):
     """A replica has downloaded the anchor of a round that it missed."""
 
-    NAME: ClassVar[str] = "caught_up"
     round: int
     digest: str
     bytes: int
@@ -260,67 +234,53 @@ class CaughtUp(_OfModule):
     """Verified bytes from each of `donors`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restored(_OfModule):
+class Restored(_OfModule, name="restored"):
     """A replica has loaded an anchor from a checkpoint."""
 
-    NAME: ClassVar[str] = "restored"
     round: int
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(_Kind, name="started"):
     """First line of a log file, also after rotation. Time is this machine's clock."""
 
-    NAME: ClassVar[str] = "started"
     peer: str
     unix_ms: int
     part: int
     """Number of the file within this process, from 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Continued:
+class Continued(_Kind, name="continued"):
     """A data node resumed from a checkpoint, with the counts of microbatches that it had reached."""
 
-    NAME: ClassVar[str] = "continued"
     peer: str
     microbatches: MicrobatchCounts
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(_Kind, name="ended"):
     """Last line of the log of a node that stopped cleanly."""
 
-    NAME: ClassVar[str] = "ended"
     peer: str
     unix_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class LastPeer(_OfModule):
+class LastPeer(_OfModule, name="last_peer"):
     """The node stops and no other peer serves its module."""
 
-    NAME: ClassVar[str] = "last_peer"
     saved_in: str | None
     """Folder with the module's state; null if the state is lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(_Kind, name="note"):
     """A message for a person."""
 
-    NAME: ClassVar[str] = "note"
     level: Literal["info", "warning", "error"]
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSummary:
+class NodeSummary(_Kind, name="node_summary"):
     """Totals of a node's work in its module, when it leaves the module or stops. Only data nodes have losses."""
 
-    NAME: ClassVar[str] = "node_summary"
     peer: str
     module: str | None
     steps: int
@@ -344,11 +304,9 @@ class PeerSummary:
     exit_code: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(_Kind, name="summary"):
     """Last event of `skipstone up` and `skipstone solo`."""
 
-    NAME: ClassVar[str] = "summary"
     steps: int
     loss_first: float | None
     loss_last: float | None

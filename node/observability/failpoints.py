@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from swarm.vocabulary.errors import ConfigError
@@ -41,17 +40,11 @@ POINTS: Final[Mapping[str, str]] = {
 }
 
 
-@dataclass(slots=True)
-class _Fuse:
-    point: str
-    left: int
-
-
 def crash_point(name: str) -> None:
     """Kills the process at the N-th call, if SKIPSTONE_CRASH_AT names this failpoint."""
-    if _fuse is not None and name == _fuse.point:
-        _fuse.left -= 1
-        if _fuse.left == 0:
+    if name in _left:
+        _left[name] -= 1
+        if _left[name] == 0:
             # SIGKILL, so that no handler or `finally` softens the crash.
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -63,17 +56,16 @@ def crash_at(point: str, nth: int) -> str:
     return f"{point}:{nth}"
 
 
-def _fuse_of(environment: Mapping[str, str]) -> _Fuse | None:
-    """Parses SKIPSTONE_CRASH_AT into failpoint and count; None if it is not set. Raises ConfigError."""
+def _calls_left(value: str | None) -> dict[str, int]:
+    """Parses SKIPSTONE_CRASH_AT into failpoint and count; empty if it is not set. Raises ConfigError."""
     # An unknown point must fail: a crash that never happens would look like success.
-    value = environment.get(VARIABLE)
     if not value:
-        return None
+        return {}
     point, _, number = value.rpartition(":")
     if point not in POINTS or not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"{VARIABLE}={value!r} names no crash point", hint="Write it as NAME:N.")
-    return _Fuse(point, int(number))
+    return {point: int(number)}
 
 
 # Read once at import, before any point is reached.
-_fuse = _fuse_of(os.environ)
+_left = _calls_left(os.environ.get(VARIABLE))

@@ -7,8 +7,8 @@ import ipaddress
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -246,12 +246,18 @@ async def reachable(
     ask = witnesses_of(session.membership, transport)
     hold = Attachments(own, session.membership, transport).hold
     adoption = Adoption(own, events, membership_sync.announce, own.addresses)
+    switchboard = Switchboard(session.run, own.peer, transport, membership_sync.announced, own.clock)
+    answers = {
+        QuestionAbout.DIAL_BACK: Witness(without_tunnels(own, transport.far_end), own.clock).answer,
+        QuestionAbout.CALL: switchboard.pass_on,
+        QuestionAbout.CALLED: switchboard.follow,
+    }
 
     async def climbing() -> Standing:
         return await climb(transport.port, advertised_host, ask, router)
 
     try:
-        with _of_use_to_others(session):
+        with session.dispatcher.registered(answers=answers):
             async with task_scope() as tasks:
                 running = (
                     tasks.create_task(watch(climbing, hold, adoption, router)),
@@ -310,17 +316,3 @@ async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
             log.info("%s", keeping.result().reason)
         keeping.cancel()
         waiting.cancel()
-
-
-@contextmanager
-def _of_use_to_others(session: NetworkSession) -> Iterator[None]:
-    """Answers peers within the block: dials them back as a test, passes calls on, and connects when called."""
-    transport, membership_sync, clock = session.transport, session.membership_sync, session.own.clock
-    switchboard = Switchboard(session.run, session.own.peer, transport, membership_sync.announced, clock)
-    answers = {
-        QuestionAbout.DIAL_BACK: Witness(without_tunnels(session.own, transport.far_end), clock).answer,
-        QuestionAbout.CALL: switchboard.pass_on,
-        QuestionAbout.CALLED: switchboard.follow,
-    }
-    with session.dispatcher.registered(answers=answers):
-        yield

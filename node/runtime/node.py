@@ -25,7 +25,7 @@ from node.model.device import choose_devices
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession, Whereabouts, present
-from node.observability.event_json import Tee, open_event_log
+from node.observability.event_json import EventLog, Tee
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
 from node.runtime.leave_socket import leave_requests, sole_use
@@ -213,7 +213,7 @@ def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[E
     if options.log_dir is None:
         yield Tee(stream, None)
         return
-    with open_event_log(options.log_dir, peer) as event_log:
+    with EventLog(options.log_dir, peer) as event_log:
         yield Tee(stream, event_log)
         # Reached only after a clean end; `skipstone check` relies on it.
         event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))

@@ -20,7 +20,6 @@ from node.checkpoint.folder import (
     CheckpointFolder,
     Gathered,
     Header,
-    Problem,
     check_run,
     read_state,
     remove_older,
@@ -188,7 +187,7 @@ class WholeModel:
     def load(self, gathered: Gathered) -> None:
         """Loads every module's parameters. Raises StateError if they belong to another model."""
         for module, parts in self.modules():
-            saved, parameters = gathered.modules[module], parameters_of(*parts)
+            saved, parameters = gathered.module(module), parameters_of(*parts)
             if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in parameters.items()}:
                 raise StateError(f"the checkpoint's module {module} does not match the model of its manifest")
             for name, parameter in parameters.items():
@@ -242,16 +241,16 @@ class SoloTrainer:
         for each in self._hosted:  # last, so that a crash leaves one complete save
             remove_older(folder, solo_peer(each.module))
 
-    def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
+    def resume(self, folder: CheckpointFolder) -> tuple[str, ...]:
         """Restores the last complete save, if any; returns damaged files. Raises CorruptSnapshot, StateError."""
         check_run(folder)
-        problems: list[Problem] = []
+        problems: list[str] = []
         saved = [_by_position(whole_snapshots(folder, solo_peer(each.module), problems)) for each in self._hosted]
         # Modules are saved one after the other: only a position that all share is consistent.
         common = set(saved[0]).intersection(*saved)
         if not common:
             if problems or any(saved):
-                named = "; ".join(str(problem) for problem in problems) or "its modules were saved at different times"
+                named = "; ".join(problems) or "its modules were saved at different times"
                 raise CorruptSnapshot(f"{folder.path}: no save of the run is complete: {named}")
             return ()
         for each, headers in zip(self._hosted, saved, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ import pytest
 from huggingface_hub import constants
 
 NAME = "some/set"
-PIECE = 2**16
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
@@ -31,12 +29,9 @@ class LoopbackHub:
         self.unlisted = 0
         self.status = 500
         self.fetched: list[str] = []
-        self.bytes = 0
         self.tokens: list[str] = []
         self.gates: dict[str, threading.Event] = {}
         self.url = ""
-        self.rate: float | None = None
-        self.link = threading.Lock()
 
     def answer(self, path: str) -> bytes | None:
         if path in (f"/api/datasets/{NAME}", f"/api/datasets/{NAME}/revision/{COMMIT}"):
@@ -81,7 +76,6 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
                 hub.failures[name] -= 1
                 return self._send(hub.status, b"", is_head)
             hub.fetched.append(name)
-            hub.bytes += len(found)
             return self._send(200, found, is_head)
 
         def _send(self, status: int, body: bytes, is_head: bool) -> None:
@@ -90,13 +84,8 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             self.send_header("ETag", '"%040x"' % (hash(body) & 0xFFFFFFFF))
             self.send_header("X-Repo-Commit", hub.commit)
             self.end_headers()
-            if not is_head and hub.rate is None:
+            if not is_head:
                 self.wfile.write(body)
-            elif not is_head and hub.rate is not None:
-                for at in range(0, len(body), PIECE):
-                    with hub.link:
-                        time.sleep(len(body[at : at + PIECE]) / hub.rate)
-                    self.wfile.write(body[at : at + PIECE])
 
     return Handler
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, TypeVar
 
 from node.cli.views.output import tell
@@ -44,9 +44,7 @@ class Interrupts:
                 self._previous[number] = signal.signal(number, self._arrived)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

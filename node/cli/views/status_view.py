@@ -17,7 +17,6 @@ from node.observability.status import (
     ComputeStatus,
     PathStatus,
     PeerStatus,
-    RoundStatus,
     RouteStatus,
     SwarmStatus,
 )
@@ -226,8 +225,9 @@ def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     yield from _codec_table(
         "codecs (chosen by the sender, for each link)", ("from", "to", "link", "activations", "gradients", "why"), links
     )
-    rounds = [(peer, last) for peer in status.peers if (last := _chosen_round(peer)) is not None]
-    newest = {peer.module: last for peer, last in sorted(rounds, key=lambda each: -each[1].seconds_ago)}
+    known = [(peer.module, last) for peer in status.peers if (last := peer.said.last_round) is not None]
+    chosen = [(module, last) for module, last in known if last.codec_reason not in ("", NO_CHOICE)]
+    newest = dict(sorted(chosen, key=lambda each: -each[1].seconds_ago))
     cells = sorted(
         (harmless(module or "-", 12), harmless(last.codec, 12), harmless(last.codec_reason, 120))
         for module, last in newest.items()
@@ -244,11 +244,6 @@ def _codec_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, 
     )
     if len(rows) > MOST_ROWS:
         yield Text(f"and {len(rows) - MOST_ROWS} more", style="dim")
-
-
-def _chosen_round(peer: PeerStatus) -> RoundStatus | None:
-    last = peer.said.last_round
-    return None if last is None or last.codec_reason in ("", NO_CHOICE) else last
 
 
 # With one allowed codec there is nothing to explain.

@@ -22,8 +22,8 @@ from node.data.documents import StreamPosition
 from node.data.local_paths import NO_LOCAL_PATHS, LocalPathOptions
 from node.data.packing import Cursor
 from node.export.open_model import open_model
-from node.export.source import read_decoder
-from node.export.writer import Export, export, export_all
+from node.export.source import RoutedModel
+from node.export.writer import Export, export
 from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer, InnerState
@@ -106,12 +106,12 @@ class SteppedStorage(Storage):
     def __init__(self, before: Callable[[str], None]) -> None:
         self._before = before
 
-    def make_folder(self, path: Path) -> None:
-        self._before("make_folder")
-        super().make_folder(path)
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("make_folder", "write", "sync", "rename", "remove"):
+            self._before(name)
+        return super().__getattribute__(name)
 
     def write(self, path: Path, pieces: Iterable[memoryview]) -> None:
-        self._before("write")
         super().write(path, self._stepped(pieces))
 
     def _stepped(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -120,18 +120,6 @@ class SteppedStorage(Storage):
             for part in (piece[:half], piece[half:]):
                 yield part
                 self._before("written")
-
-    def sync(self, path: Path) -> None:
-        self._before("sync")
-        super().sync(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._before("rename")
-        super().rename(source, target)
-
-    def remove(self, path: Path) -> None:
-        self._before("remove")
-        super().remove(path)
 
 
 class Countdown:
@@ -194,13 +182,10 @@ def logits_of(model: WholeModel, tokens: torch.Tensor) -> torch.Tensor:
     return model.head.logits(hidden)
 
 
-def exported(
-    source: Path, target: Path, *, told: LocalPathOptions = NO_LOCAL_PATHS, every: bool = False, **how: Any
-) -> Export:
+def exported(source: Path, target: Path, *, told: LocalPathOptions = NO_LOCAL_PATHS, **how: Any) -> Export:
     async def run() -> Export:
         async with open_model(str(source), local_path_options=told) as opened:
-            write = export_all if every else export
-            return await write(opened.source, target, tokenizer_file=opened.tokenizer_file(), **how)
+            return await export(opened.source, target, tokenizer_file=opened.tokenizer_file(), **how)
 
     return asyncio.run(run())
 
@@ -208,7 +193,7 @@ def exported(
 def decoder_of(folder: Path) -> Decoder:
     async def run() -> Decoder:
         async with open_model(str(folder)) as opened:
-            return await read_decoder(opened.source, CPU)
+            return await RoutedModel(opened.source, CPU, None).decoder(None)
 
     return asyncio.run(run())
 

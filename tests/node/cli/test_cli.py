@@ -207,16 +207,13 @@ class TestNew:
             (("--route-from", "python-stdlib"), 78, "needs experts"),
             (("--size", "10q"), 78, "not a number of parameters"),
             (("--size", "10m", "--card", "much"), 78, "is not a size"),
-            (("--size", "7b", "--card", "1GB"), 78, "one block of this model needs more"),
             (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both set"),
             (("--experts", "two"), 78, "not a list of numbers"),
-            (("--experts", "1,2"), 65, "one for each of the 5 stages"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
             (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
             (("--size", "10m", "--total-tokens", "0"), 78, "at least 1"),
             (("--card", "12GB"), 78, "--card goes with --size"),
             (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "nowhere.json"),
-            (("--experts", "5", "--route-from", "python-stdlib"), 78, "20 experts on 625 routes"),
         ],
     )
     def test_wrong_values(self, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
@@ -472,6 +469,8 @@ class TestModels:
         result = run("generate", str(checkpoint), *asked)
         assert result.stdout == harmless_lines(answers[0]["text"]) + "\n"
         assert "seed 5" in result.stderr
+        result = ran("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")
+        assert "the prompt has 40 tokens; the model sees the last 16" in result.stderr
 
     def test_generate_with_some_of_the_stages(self, checkpoint: Path) -> None:
         asked = ("generate", str(checkpoint), "the cat", "--tokens", "30", "--seed", "5", "--device", "cpu", "--json")
@@ -485,16 +484,11 @@ class TestModels:
         assert "through stages 0 and 1" in run(*asked, "--stages-per-path", "1").stderr
         assert run(*asked, "--stages-per-path", "3").exit_code == ConfigError.exit_code
 
-    def test_a_prompt_longer_than_what_the_model_sees_is_said(self, checkpoint: Path) -> None:
-        result = ran("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")
-        assert "the prompt has 40 tokens; the model sees the last 16" in result.stderr
-
     @pytest.mark.parametrize(
         ("arguments", "code", "message"),
         [
             (("generate", "nowhere", "a"), 78, "not a join link, a checkpoint or an exported folder"),
             (("export", "nowhere", "folder"), 78, "not a join link, a checkpoint or an exported folder"),
-            (("eval", "nowhere"), 78, "not a join link"),
             (("generate", "nowhere", "a", "--temperature", "-1"), 78, "temperature"),
             (("generate", "nowhere", "a", "--device", "abacus"), 78, "abacus"),
             (("generate", "nowhere", "a", "--tokens", "0"), 2, ""),
@@ -551,21 +545,14 @@ def options_of(command: Any) -> Iterator[str]:
 
 
 def options_of_benchmarks() -> Iterator[str]:
-    """Yields literal options, and the keywords in `main`, which `benchmarks.kit` turns into options."""
+    """Yields literal options, and the names in `main`, which `benchmarks.kit` turns into options."""
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         tree = ast.parse(path.read_text())
         found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         yield from (each for each in found if isinstance(each, str) and each.startswith("--"))
         for main in (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"):
-            keywords = [node.arg for node in ast.walk(main) if isinstance(node, ast.keyword) and node.arg]
-            tables = [
-                key.value
-                for node in ast.walk(main)
-                if isinstance(node, ast.Dict)
-                for key in node.keys
-                if isinstance(key, ast.Constant)
-            ]
-            yield from (f"--{str(name).replace('_', '-')}" for name in (*keywords, *tables))
+            names = (getattr(node, "arg", None) or getattr(node, "value", None) for node in ast.walk(main))
+            yield from (f"--{name.replace('_', '-')}" for name in names if isinstance(name, str))
 
 
 def test_options_in_documents_exist() -> None:

@@ -319,8 +319,7 @@ async def test_what_is_owed_counts_before_its_task_begins_and_until_it_is_done()
         assert chores.owed == 2
         waiting = asyncio.create_task(chores.nothing_owed(60))
         first.set()
-        while chores.owed == 2:
-            await asyncio.sleep(0)
+        await until(lambda: chores.owed == 1)
         assert not waiting.done()
         second.set()
         await waiting

@@ -460,8 +460,10 @@ def fragments_of(lengths: list[int]) -> Iterator[Fragment]:
 def row_packer(
     fragments: Iterator[Fragment], rows: int, sequence: int, block: int, start: Cursor | None = None
 ) -> RowPacker:
-    start = start or Cursor()
-    return RowPacker(fragments, rows=rows, sequence=sequence, seed=5, start=start, cost=8.0, block_tokens=block)
+    model = MANIFEST.model.model_copy(update={"sequence": sequence})  # shorter than a manifest may have
+    training = MANIFEST.training.model_copy(update={"rows": rows})
+    manifest = MANIFEST.model_copy(update={"model": model, "training": training})
+    return RowPacker(manifest, fragments, start or Cursor(), block_tokens=block)
 
 
 @given(ROW_LENGTHS, ROWS, SEQUENCE, ROW_BLOCK)

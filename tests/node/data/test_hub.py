@@ -105,11 +105,6 @@ def test_a_list_of_files_is_asked_for_again_too(hub: LoopbackHub) -> None:
     hub.unlisted = 2
     assert len(opened(pauses=pauses).files) == 8
     assert pauses == [*WAITS[:2]]
-    pauses.clear()
-    hub.unlisted = 1000
-    with pytest.raises(ConfigError, match=r"cannot get the list of files of some/set from the hub: .*503"):
-        opened(pauses=pauses)
-    assert pauses == [*WAITS]
 
 
 def test_a_file_of_another_size_than_the_listing_says_is_not_read(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -181,12 +176,6 @@ class TestRows:
         (tmp_path / f"a.jsonl.{suffix}").write_bytes(b"no such thing")
         with pytest.raises(ConfigError, match="cannot decompress"):
             list(rows(tmp_path / f"a.jsonl.{suffix}", "text", 0, is_chat=False))
-
-    def test_conversations(self, tmp_path: Path) -> None:
-        said = [{"role": "assistant", "content": "hi"}]
-        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": said}))
-        (read,) = rows(tmp_path / "a.jsonl", "messages", 0, is_chat=True)
-        assert json.loads(read()) == {"messages": said}
 
     def test_parquet_by_groups(self, tmp_path: Path) -> None:
         pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow, of the extras `datasets` and `dev`")

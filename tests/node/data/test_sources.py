@@ -16,7 +16,7 @@ from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data import files as listing
 from node.data.files import LINE_BYTES, MAX_DOCUMENTS, files_below
 from node.data.hub import newest_commit
-from node.data.sources import DOCUMENT_BYTES, PIECE_BYTES, FileSource, files_at, lines_at, open_source
+from node.data.sources import DOCUMENT_BYTES, PIECE_BYTES, FileSource, LineSource, files_at, open_source, source_at
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError, ManifestError
 from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving
@@ -245,7 +245,7 @@ def test_lines_of_all_files_are_documents_in_the_order_of_names(tmp_path: Path) 
     (tmp_path / "b.jsonl").write_bytes(b"three\n")
     (tmp_path / "a.jsonl").write_bytes(b"one\r\n\n  \ntwo")
     (tmp_path / "c.txt").write_bytes(b"not asked for\n")
-    source = lines_at(tmp_path)
+    source = source_at(tmp_path, LineSource)
     assert list(source.names) == ["a.jsonl@0", "a.jsonl@9", "b.jsonl@0"]
     assert source.names[1:] == ["a.jsonl@9", "b.jsonl@0"]
     assert [source.read(name).strip() for name in source.names] == [b"one", b"two", b"three"]
@@ -254,13 +254,13 @@ def test_lines_of_all_files_are_documents_in_the_order_of_names(tmp_path: Path) 
 
 def test_one_file_may_be_called_anything(tmp_path: Path) -> None:
     (tmp_path / "talk.json@0").write_bytes(b"a\nb\n")
-    source = lines_at(tmp_path / "talk.json@0")
+    source = source_at(tmp_path / "talk.json@0", LineSource)
     assert [source.read(name) for name in source.names] == [b"a\n", b"b\n"]
 
 
 def test_a_line_that_is_too_long_is_left_out_and_does_not_hide_the_next(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"x" * LINE_BYTES + b"\n" + b"y" * (2 * LINE_BYTES) + b"\n" + b"z\n")
-    source = lines_at(tmp_path)
+    source = source_at(tmp_path, LineSource)
     fits, too_long, last = source.names
     assert source.read(fits) == b"x" * LINE_BYTES + b"\n"
     assert source.read(last) == b"z\n"
@@ -271,6 +271,6 @@ def test_a_line_that_is_too_long_is_left_out_and_does_not_hide_the_next(tmp_path
 def test_a_place_without_a_line_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n \n")
     with pytest.raises(ConfigError, match="no line"):
-        lines_at(tmp_path)
+        source_at(tmp_path, LineSource)
     with pytest.raises(ConfigError, match="does not exist"):
-        lines_at(tmp_path / "none")
+        source_at(tmp_path / "none", LineSource)

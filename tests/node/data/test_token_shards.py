@@ -14,7 +14,7 @@ from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data import sources
 from node.data.documents import StreamPosition
 from node.data.feed import open_documents
-from node.data.sources import READ_AS, ShardWriter, shards_at
+from node.data.sources import READ_AS, ShardWriter, TokenShards, source_at
 from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
@@ -31,7 +31,7 @@ def written(folder: Path, documents: list[list[int]], vocabulary: int = 257, sha
 
 
 def read_back(folder: Path) -> list[list[int]]:
-    source = shards_at(folder)
+    source = source_at(folder, TokenShards)
     return [np.frombuffer(source.read(name), READ_AS).tolist() for name in source.names]
 
 
@@ -48,7 +48,7 @@ def test_documents_come_back_as_they_were(
     assert read_back(folder) == documents
     sizes = [path.stat().st_size for path in folder.glob("*.bin")]
     assert sum(sizes) == sum(map(len, documents)) * (2 if vocabulary == 2**16 else 4)
-    assert len({*shards_at(folder).names}) == len(documents)
+    assert len({*source_at(folder, TokenShards).names}) == len(documents)
     assert not list(folder.glob(".*"))
 
 
@@ -91,13 +91,13 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, damage: str) -> N
     if damage == "data":
         (folder / "00000.bin").write_bytes(b"\0" * 5)
     with pytest.raises(ConfigError, match="00000"):
-        shards_at(folder)
+        source_at(folder, TokenShards)
 
 
 def test_a_folder_without_shards_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(ConfigError, match="no token shard"):
-        shards_at(tmp_path)
+        source_at(tmp_path, TokenShards)
 
 
 def shards_manifest(folder: Path) -> Manifest:

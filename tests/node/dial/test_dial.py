@@ -47,7 +47,7 @@ def test_the_size_is_met_and_the_manifest_says_what_was_told(size: int, vocabula
 
 @pytest.mark.parametrize("size", [SMALLEST, 2 * MILLION, LARGEST])
 def test_the_ends_of_the_range_are_met_as_well(size: int) -> None:
-    assert choose_shape(size, 320).shape.parameters == pytest.approx(size, rel=0.1)
+    assert choose_shape(size, 320).parameters == pytest.approx(size, rel=0.1)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -111,9 +111,9 @@ def test_what_cannot_be_is_refused_with_what_would_help(wish: Wish, said: str) -
 
 def test_step_and_rate_are_those_of_the_fits() -> None:
     recipe = choose_recipe(7 * BILLION, 10**8, 4096, 10, 1, 2 * 10**12)
-    assert recipe.step_tokens.value == pytest.approx(2304 * 4096, rel=0.15)
-    assert recipe.learning_rate.value == pytest.approx(4.2e-4, rel=0.15)
-    assert recipe.total_tokens == Reasoned(2 * 10**12, "set by --total-tokens")
+    assert recipe["step"].value == pytest.approx(2304 * 4096, rel=0.15)
+    assert recipe["rate"].value == pytest.approx(4.2e-4, rel=0.15)
+    assert recipe["tokens"] == Reasoned(2 * 10**12, "set by --total-tokens")
 
 
 @pytest.mark.parametrize("size", SIZES)

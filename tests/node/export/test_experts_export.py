@@ -134,7 +134,7 @@ class TestGeneration:
         route = model.route_of(list(b"The quick brown fox"))
         assert route in PATHS
         await model.decoder(route)
-        assert model.modules_read == tuple(module_at(route, stage) for stage in range(3))
+        assert tuple(model.read) == tuple(module_at(route, stage) for stage in range(3))
         assert model.route_of([]) in PATHS, "an empty prompt has a route, too"
         assert {model.route_of(list(f"{n}-{n * n}".encode())) for n in range(200)} == set(PATHS)
 

@@ -17,7 +17,7 @@ from node.data.local_paths import LocalPathOptions
 from node.export import source as source_module
 from node.export.hugging_face import SHARD_BYTES, plan_shards
 from node.export.open_model import evaluate_model
-from node.export.source import read_decoder
+from node.export.source import RoutedModel
 from node.export.swarm_source import state_to_take
 from node.export.writer import export
 from node.model.decoder import Decoder
@@ -308,7 +308,7 @@ class TestAnySource:
         return {module: parameters_of(*parts) for module, parts in WholeModel(small_manifest(), CPU).modules()}
 
     def read(self, modules: dict[ModuleId, dict[str, torch.Tensor]], manifest: Manifest | None = None) -> Decoder:
-        return asyncio.run(read_decoder(OneSource(manifest or small_manifest(), modules), CPU))
+        return asyncio.run(RoutedModel(OneSource(manifest or small_manifest(), modules), CPU, None).decoder(None))
 
     def test_what_it_gives_is_checked(self, tmp_path: Path) -> None:
         name = "model.layers.1.mlp.up_proj.weight"
@@ -328,13 +328,6 @@ class TestAnySource:
             with pytest.raises(StateError, match=message):
                 asyncio.run(export(OneSource(small_manifest(), modules), tmp_path / "folder"))
         assert list(tmp_path.iterdir()) == []
-
-    def test_several_experts_are_several_models(self, tmp_path: Path) -> None:
-        manifest = small_manifest(stages__experts=2, model__attention="documents")
-        with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
-            self.read({}, manifest)
-        with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
-            asyncio.run(export(OneSource(manifest, {}), tmp_path / "folder"))
 
     @pytest.mark.parametrize("change", [{"model__sequence": 1_048_576}, {"model__vocabulary": 1_000_000}])
     def test_a_model_larger_than_memory_is_refused_before_it_is_read(

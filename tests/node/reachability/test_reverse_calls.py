@@ -26,7 +26,7 @@ from protocol.transport.dialer import Calls, Ways
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import Busy, PeerError, ProtocolViolation, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId
-from tests.kit.waiting import ManualClock
+from tests.kit.waiting import ManualClock, until
 from tests.protocol.dht.running import OTHER_RUN, announced
 from tests.protocol.transport.link_peers import (
     LONG,
@@ -157,8 +157,7 @@ async def test_few_calls_at_once_go_to_one_peer() -> None:
     async with asyncio.TaskGroup() as tasks:
         for _ in range(MAX_AT_ONCE_TO_ONE):
             tasks.create_task(bench.pass_on())
-        while len(bench.lines.asked) < MAX_AT_ONCE_TO_ONE:
-            await asyncio.sleep(0)
+        await until(lambda: len(bench.lines.asked) == MAX_AT_ONCE_TO_ONE)
         with pytest.raises(Busy, match="busy with other calls"):
             await bench.pass_on()
         bench.lines.gate.set()
@@ -203,8 +202,7 @@ async def test_one_caller_is_dialled_now_and_then_and_few_at_once() -> None:
     async with asyncio.TaskGroup() as tasks:
         for caller in (bench.caller, *(Identity.generate() for _ in range(MAX_FOLLOWED_AT_ONCE - 1))):
             tasks.create_task(bench.follow(caller))
-        while len(bench.lines.connected) < FOLLOWED_BURST + MAX_FOLLOWED_AT_ONCE:
-            await asyncio.sleep(0)
+        await until(lambda: len(bench.lines.connected) == FOLLOWED_BURST + MAX_FOLLOWED_AT_ONCE)
         for caller in (bench.caller, Identity.generate()):
             with pytest.raises(Busy, match="already in progress"):
                 await bench.follow(caller)
