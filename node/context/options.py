@@ -104,9 +104,7 @@ class NodeOptions:
     ] = True
     invitation: Annotated[
         str | None,
-        setting(
-            "invitation", "Invitation to host stage 0, or a file with it [default: the link's]", metavar="TEXT|FILE"
-        ),
+        setting("invitation", "Invitation to host stage 0, or its file [default: the link's]", metavar="TEXT|FILE"),
     ] = None
     text: Annotated[Path | None, TextPath] = None
     tokenizer: Annotated[Path | None, TokenizerPath] = None

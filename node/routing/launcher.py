@@ -261,7 +261,8 @@ class DataNode(PathEnds):
         if entry is not None:
             self._abandoned(entry, text, detail)
         self._landed.set()
-        self.wake()
+        if not detail.startswith("refused"):  # the next one would be refused at once
+            self.wake()
 
     def _packed(self) -> SizeSummary | None:
         return self.sizes.summary() if self._packs_documents else None
