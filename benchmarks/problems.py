@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from lab.world.instance import Instance, peer_of
-from swarm.routing.cost_model import Costs
+from swarm.routing.measured_times import Costs
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.types import PeerId
 

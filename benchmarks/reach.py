@@ -86,8 +86,7 @@ async def settled(session: NetworkSession, events: Listener) -> Reach:
     reach = await events.found
     async with asyncio.timeout(PATIENCE_S):
         while reach.step == "reverse":
-            figures = session.directory.statistics
-            if figures.running and figures.restarts > 0:
+            if session.directory.process_id is not None and session.directory.restarts > 0:
                 break
             await asyncio.sleep(0.1)
     return reach

@@ -14,7 +14,7 @@ from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
     from lab.world.instance import Instance
-    from swarm.routing.cost_model import PeerRoute
+    from swarm.routing.measured_times import PeerRoute
     from swarm.vocabulary.types import PeerId
 
 # Schedules of a solver can be large, but not unbounded.

@@ -11,8 +11,7 @@ from itertools import chain
 from typing import Final
 
 from swarm.membership.membership import Membership
-from swarm.routing.cost_model import PeerRoute
-from swarm.routing.measured_times import MeasuredTimes
+from swarm.routing.measured_times import MeasuredTimes, PeerRoute
 from swarm.routing.path_rules import PathRules, ring_stages
 from swarm.routing.planner import NoReplica, Planner
 from swarm.vocabulary.pipeline_messages import Direction, Receipt

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.routing.cost_model import Costs
+from swarm.routing.measured_times import Costs
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.errors import ConfigError, ManifestError
 from swarm.vocabulary.types import PeerId

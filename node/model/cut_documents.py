@@ -50,8 +50,7 @@ class CutDocuments:
     rank: int
     whole: tuple[int, ...]
     cut: tuple[int, ...]
-    pieces: tuple[tuple[tuple[range, ...], ...], ...]
-    """Token ranges, indexed by cut document and rank."""
+    pieces: tuple[tuple[tuple[range, ...], ...], ...]  # Token ranges, indexed by cut document and rank
     exchange: Exchange
 
     def __len__(self) -> int:

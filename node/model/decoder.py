@@ -100,8 +100,7 @@ def decoder_bytes(manifest: Manifest) -> int:
 class Sampling:
     """Sampling settings, applied in the order temperature, `top_k`, `top_p`. Raises ConfigError on an invalid value."""
 
-    temperature: float = 0.8
-    """0: greedy decoding."""
+    temperature: float = 0.8  # 0: greedy decoding
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0

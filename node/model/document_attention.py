@@ -21,8 +21,7 @@ from swarm.vocabulary.types import Reasoned
 
 Kernel = Literal["each", "variable-length", "block-sparse"]
 
-PACKINGS: Final = 8
-"""Packings whose block masks are cached. All blocks of a stage share one mask."""
+PACKINGS: Final = 8  # Packings whose block masks are cached. All blocks of a stage share one mask.
 _FLASH_HEAD_SIZES: Final = range(8, 257, 8)
 
 

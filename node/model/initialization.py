@@ -19,13 +19,11 @@ from node.model.blocks import RMSNorm, packed_weights
 from node.model.optimizers.packed import Floats
 from node.model.shapes import EMBEDDING, HEAD
 
-_CHUNK: Final = 2**20
-"""Integers drawn at a time (8 MiB)."""
+_CHUNK: Final = 2**20  # Integers drawn at a time (8 MiB)
 _SUM_MEAN: Final = 4 * 65_535 // 2
 _SUM_DEVIATION: Final = math.sqrt(4 * (65_536**2 - 1) / 12)
 
-_SMALL: Final = 0.02
-"""Standard deviation of embedding and head, which makes the first loss close to ln(vocabulary)."""
+_SMALL: Final = 0.02  # Standard deviation of embedding and head, which makes the first loss close to ln(vocabulary)
 _WRITES_TO_RESIDUAL: Final = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 

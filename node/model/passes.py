@@ -160,8 +160,7 @@ class _Workspace:
             strip.add_(wide.copy_(products), alpha=weight)
 
 
-LOGITS_AT_ONCE: Final = 2**25
-"""Logits in memory at a time, in elements (128 MiB in float32)."""
+LOGITS_AT_ONCE: Final = 2**25  # Logits in memory at a time, in elements (128 MiB in float32)
 
 HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtype of hidden states and matrix products by `model.dtype`."""
@@ -280,11 +279,9 @@ def _fill(manifest: Manifest, part: nn.Module) -> None:
             parameter.zero_()
 
 
-FAR_FROM_OVERFLOW: Final = 1e30
-"""Limit of a gradient bound, far below the largest float32 and bfloat16 (3e38)."""
+FAR_FROM_OVERFLOW: Final = 1e30  # Limit of a gradient bound, far below the largest float32 and bfloat16 (3e38)
 
-Around = Callable[[], AbstractContextManager[object]]
-"""Makes the context in which each thread computes a forward pass."""
+Around = Callable[[], AbstractContextManager[object]]  # Makes the context in which each thread computes a forward pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -372,8 +369,7 @@ class HeadVisit:
 
     loss: float
     source: Tensor
-    take_back: Callable[[], None]
-    """Subtracts the added gradients from the sums, up to rounding."""
+    take_back: Callable[[], None]  # Subtracts the added gradients from the sums, up to rounding
 
 
 class OneHead:

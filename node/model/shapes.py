@@ -12,11 +12,9 @@ from swarm.vocabulary.types import ModuleId
 Shape = tuple[int, ...]
 
 EMBEDDING: Final = "model.embed_tokens.weight"
-HEAD: Final = "lm_head.weight"
-"""Name of the LM head if it is not tied to the embedding."""
+HEAD: Final = "lm_head.weight"  # Name of the LM head if it is not tied to the embedding
 BYTES_PER_PARAMETER: Final = 4
-LEAST_ELEMENTS: Final = 4096
-"""Smallest matrix whose moments may have 8 bits, in elements (as in bitsandbytes)."""
+LEAST_ELEMENTS: Final = 4096  # Smallest matrix whose moments may have 8 bits, in elements (as in bitsandbytes)
 
 
 def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:

@@ -18,7 +18,7 @@ from node.pipeline.runner import PathEnds
 from node.pipeline.worker import Launches
 from node.routing.evaluation import Evaluator
 from node.routing.window_finder import WindowFinder
-from swarm.experts.route_tally import MAX_ROUTES, RouteTally
+from swarm.experts.routes import MAX_ROUTES, RouteTally
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.in_flight import InFlight, InFlightTable
 from swarm.routing.attribution import LossOutliers, Outlier, PathTimes
@@ -30,8 +30,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 log = logging.getLogger(__name__)
 
-LIFETIME_IN_PATHS = 20
-"""A microbatch without a sign of life for this many times its path's usual duration is abandoned."""
+LIFETIME_IN_PATHS = 20  # A microbatch without a sign of life for this many times its path's usual duration is abandoned
 TRIAL_IN_PATHS = 3
 """A microbatch on a path with an unproven replica is launched again after this many times the path's usual duration."""
 LEAST_TRIAL_S = 1.0
@@ -54,8 +53,7 @@ class TrainingProgress:
     loss_last: float | None = None
     tokens: int = 0
     waiting_for: tuple[ModuleId, ...] = ()
-    visits: dict[ModuleId, int] = field(default_factory=dict)
-    """Completed visits of each module after stage 0."""
+    visits: dict[ModuleId, int] = field(default_factory=dict)  # Completed visits of each module after stage 0
     routes: RouteTally = field(default_factory=RouteTally)
 
     @property
@@ -109,8 +107,7 @@ class DataNode(PathEnds):
         self._queue = LaunchQueue(planner, texts.ready, training.reading.drawn, self.in_flight.next_number)
         self._trials: dict[MicrobatchId, float] = {}
         """Microbatches on trial with an unproven replica, and when they end."""
-        self._missing: dict[ModuleId, str] = {}
-        """Unserved modules, with the consequence that was reported."""
+        self._missing: dict[ModuleId, str] = {}  # Unserved modules, with the consequence that was reported
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
 

@@ -39,7 +39,7 @@ from node.runtime.role import link_codecs, microbatch_runner_for, moments_status
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
-from swarm.experts.route_tally import RouteTally
+from swarm.experts.routes import RouteTally
 from swarm.pipeline.in_flight import Counts, InFlightRules, InFlightTable
 from swarm.routing.attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes

@@ -208,7 +208,7 @@ def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels:
         addresses=own.addresses,
         via=own.via,
         reach=ReachStatus(own.reach.step.value, own.reach.reason),
-        relay=RelayStatus(own.relay, **dataclasses.asdict(tunnels.carried())),
+        relay=RelayStatus(own.relay, **tunnels.carried()),
         relays=tuple(AttachmentStatus(each.relay, each.standing, each.reason) for each in tunnels.attachments()),
         unix_ms=int(own.clock.wall() * 1000),
         slots=custody.slots,

@@ -6,7 +6,7 @@ If a codec cannot express a tensor, a wider codec is used.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from protocol.codecs.memory import (
     to_device,
     to_host,
 )
-from protocol.codecs.top_k import TOP_K_2, TOP_K_4
+from protocol.codecs.top_k import TOP_K_2, TOP_K_4, TopK
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
@@ -53,16 +53,9 @@ class HalfPrecision:
             value.copy_(half)
 
 
-class _Simple(Protocol):
-    """A codec whose encoded length depends only on the number of elements."""
-
-    def encode(self, values: Tensor, out: Tensor) -> None: ...
-
-    def decode(self, data: Tensor, out: Tensor) -> None: ...
-
-
 _BLOCKWISE: Final[dict[Codec, Blockwise]] = {Codec.INT8: INT8, Codec.INT4: INT4}
-_SIMPLE: Final[dict[Codec, _Simple]] = {
+# Codecs whose encoded length depends only on the number of elements
+_SIMPLE: Final[dict[Codec, Unchanged | HalfPrecision | Blockwise | TopK]] = {
     Codec.NONE: Unchanged(),
     Codec.BF16: HalfPrecision(),
     **_BLOCKWISE,
@@ -83,7 +76,10 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
     if codec is Codec.NONE:
         return Encoded(TensorSpec(shape, dtype), octets_of_tensor(to_host(values.detach().view(-1).view(torch.uint8))))
     if codec is Codec.PLANES:
-        return _encode_planes(values.detach().cpu())
+        data = planes.encode(values.detach().cpu().view(-1))
+        if data is None:
+            return encode(values, Codec.NONE)
+        return Encoded(TensorSpec(shape, dtype, codec, compressed_bytes=len(data)), octets_of_tensor(data))
     try:
         return _encode(values.detach(), TensorSpec(shape, dtype, codec))
     except StateError:
@@ -101,14 +97,6 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     return Encoded(spec, octets_of_tensor(to_host(out)))
 
 
-def _encode_planes(values: Tensor) -> Encoded:
-    data = planes.encode(values.view(-1))
-    if data is None:
-        return encode(values, Codec.NONE)
-    spec = TensorSpec(tuple(values.shape), DTYPES[values.dtype], Codec.PLANES, compressed_bytes=len(data))
-    return Encoded(spec, octets_of_tensor(data))
-
-
 def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_violates) -> None:
     """Decodes `data` into `out`, a contiguous tensor of the spec's shape and type.
 
@@ -119,7 +107,10 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
     if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or out.dtype is not ELEMENT_TYPES[spec.dtype]:
         raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not match {spec}")
     if spec.codec is Codec.PLANES:
-        _decode_planes(octets_of(data), out)
+        elements = out.view(-1) if out.is_cpu else torch.empty(out.numel(), dtype=out.dtype)
+        planes.decode(octets_of(data), elements)
+        if not out.is_cpu:
+            out.view(-1).copy_(elements)
         return
     octets = octets_of(data) if out.is_cpu else to_device(octets_of(data), out.device)
     blockwise = _BLOCKWISE.get(spec.codec)
@@ -127,15 +118,6 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
         outliers.decode(spec, octets, blockwise, out, expect)
     else:
         _SIMPLE[spec.codec].decode(octets, out.view(-1))
-
-
-def _decode_planes(octets: Tensor, out: Tensor) -> None:
-    """Decodes codec PLANES on the CPU, then copies the elements to the device of `out` if necessary."""
-    target = out.view(-1)
-    elements = target if out.device.type == "cpu" else torch.empty_like(target, device="cpu")
-    planes.decode(octets, elements)
-    if elements is not target:
-        target.copy_(elements)
 
 
 # ---- vectors ---------------------------------------------------------------------------------------------------------

@@ -38,10 +38,14 @@ _PINS: Final = "cuda"
 _COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})  # MPS reads the source later without keeping a reference
 
 
+def _ordinary(size_bytes: int) -> memoryview:
+    return memoryview(bytearray(size_bytes))
+
+
 def buffer_for(size_bytes: int, device: torch.device) -> memoryview:
     """Allocates writable memory for copies to the device, pinned for a GPU if possible. Raises MemoryError."""
     pinned = _pinned(size_bytes) if device.type == _PINS else None
-    return memoryview(bytearray(size_bytes)) if pinned is None else pinned.numpy().data
+    return _ordinary(size_bytes) if pinned is None else pinned.numpy().data
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -87,7 +91,3 @@ class BufferPool:
         """Puts a buffer, or a slice of a buffer, back into the pool. The caller must no longer use its memory."""
         self.in_use -= 1
         self._free.append(memoryview(buffer.obj))
-
-
-def _ordinary(size_bytes: int) -> memoryview:
-    return memoryview(bytearray(size_bytes))

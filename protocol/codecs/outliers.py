@@ -108,11 +108,8 @@ def _found(values: Tensor) -> Tensor:
 
 
 def find_without_looking(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds outlier channels without a wait for the device.
-
-    Returns:
-        Indices of the largest outlier channels, ascending, padded with the number of channels; and their count (int64).
-    """
+    """Finds the largest outlier channels, ascending, padded with the number of channels; and their count (int64)."""
+    # Without a wait for the device.
     most, channels = most_apart(values), values.shape[-1]
     largest, stand_out = _standing_out(values)
     sizes = torch.where(stand_out, largest, -1.0)

@@ -19,7 +19,6 @@ from protocol.dht.guards import (
     GuardedProtocol,
     GuardedStorage,
     RecordRules,
-    RecordStore,
     SourceBudgets,
     guard_serializer,
     node_id_of,
@@ -167,8 +166,8 @@ async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode
         cache_on_store=False,
         reuse_get_requests=False,
     )
-    node.protocol.storage = GuardedStorage(RecordStore(time.time, owners_per_key(keys), longest_s=MAX_LIFETIME_S))
-    node.protocol.cache = GuardedStorage(RecordStore(time.time, owners_of_key=0, max_records=0))
+    node.protocol.storage = GuardedStorage(time.time, owners_per_key(keys), longest_s=MAX_LIFETIME_S)
+    node.protocol.cache = GuardedStorage(time.time, owners_of_key=0, max_records=0)
     return node
 
 

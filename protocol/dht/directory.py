@@ -20,7 +20,6 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, directory_key, encode_record, is_verified
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
-from protocol.nat.relay import RelayFigures, read_figures
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import (
     ConfigError,
@@ -74,16 +73,6 @@ class DirectorySettings:
             raise ConfigError(f"directory: port {self.port} is out of range")
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryStatistics:
-    """Statistics of the DHT process, for `status` and diagnosis."""
-
-    running: bool
-    restarts: int
-    peers: int  # Nodes in our routing table
-    records: int  # Records stored here for the swarm
-
-
 class LatestSequences:
     """Sequence number of each peer's newest unexpired record, so that older records are refused."""
 
@@ -118,7 +107,7 @@ class DhtDirectory:
         self._child: DhtChild | None = None
         self._situation = dht_process_pb2.DhtSituation()
         self._port = settings.port
-        self._starts = 0
+        self.restarts = -1  # The first start makes it 0
         self._kept: dict[str, dht_process_pb2.DhtRequest] = {}
         self._sequences = LatestSequences()
 
@@ -203,15 +192,6 @@ class DhtDirectory:
         return list(self._situation.multiaddrs)
 
     @property
-    def statistics(self) -> DirectoryStatistics:
-        return DirectoryStatistics(
-            running=self._child is not None,
-            restarts=max(0, self._starts - 1),
-            peers=self._situation.peers,
-            records=self._situation.records,
-        )
-
-    @property
     def process_id(self) -> int | None:
         """Process id of the DHT process, for diagnosis; None while it is not running."""
         return None if self._child is None else self._child.process_id
@@ -262,7 +242,7 @@ class DhtDirectory:
             self._situation = situation
             ports = re.findall(r"/tcp/(\d+)", " ".join(situation.multiaddrs))
             self._port = self._port or int(ports[0] if ports else 0)
-            self._starts += 1
+            self.restarts += 1
             self._child = child
             try:
                 if not started.done():
@@ -320,13 +300,6 @@ MAX_ATTACHED: Final = 2
 OPEN_S: Final = 16.0  # Timeout per relay, for the dial and the far end's acceptance
 
 
-@dataclass(frozen=True, slots=True)
-class RelayAttachment:
-    relay: str
-    standing: bool
-    reason: str  # Reason if it is not standing
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayTunnels:
     """Tunnels through relays, in both directions. `relay_of` returns the multiaddr of a peer's relay, or ""."""
@@ -358,11 +331,11 @@ class RelayTunnels:
         attach = dht_process_pb2.DhtAttach(relays=relays[:MAX_ATTACHED], local=local)
         await self.directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
 
-    def attachments(self) -> list[RelayAttachment]:
+    def attachments(self) -> Sequence[dht_process_pb2.DhtAttachment]:
         """Returns the state of each relay attachment requested by `attach`, as of the last heartbeat (every 2 s)."""
-        standing = self.directory.situation.attachments
-        return [RelayAttachment(each.relay, each.standing, each.reason) for each in standing]
+        return self.directory.situation.attachments
 
-    def carried(self) -> RelayFigures:
-        """Returns statistics of the traffic that this node relayed since its start, as of the last heartbeat."""
-        return read_figures(self.directory.situation.relay)
+    def carried(self) -> dict[str, int]:
+        """Returns the `DhtRelayFigures` of the traffic that this node relayed, as of the last heartbeat."""
+        relay = self.directory.situation.relay
+        return {field.name: getattr(relay, field.name) for field in relay.DESCRIPTOR.fields}

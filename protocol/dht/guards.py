@@ -30,7 +30,6 @@ from protocol.identity.signed_records import (
     directory_key,
 )
 from protocol.transport.rate_limits import TokenBuckets
-from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, RunId
 
@@ -42,79 +41,6 @@ MAX_KEYS_OF_OWNER = 8
 def owners_per_key(keys: int) -> int:
     """Returns the limit of record owners per DHT key, so that `keys` keys together have about MAX_RECORDS records."""
     return max(MIN_OWNERS_OF_KEY, min(MAX_OWNERS_OF_KEY, MAX_RECORDS // keys))
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A stored DHT record: the validated bytes, which this store does not decode, and their expiry (Unix time)."""
-
-    value: bytes
-    expires_at: float
-
-
-@dataclass(slots=True)
-class RecordStore:
-    """Bounded store of unexpired DHT records by key and owner. `now` returns Unix time in seconds."""
-
-    now: Callable[[], float]
-    owners_of_key: int = MAX_OWNERS_OF_KEY
-    max_records: int = MAX_RECORDS
-    longest_s: float = math.inf  # Longest remaining time in seconds, in case this machine's clock was set back
-    _rooms: dict[Any, dict[str, Kept]] = field(default_factory=dict)
-    _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)
-    _count: int = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def put(self, key: Any, owner: str, kept: Kept) -> bool:
-        """Stores a record that replaces an older one of its owner, or if the store has room. Returns whether it did."""
-        if not self._holds(kept):
-            return False
-        present = self._rooms.get(key, {}).get(owner)
-        if present is not None:
-            is_newer = kept.expires_at > present.expires_at or not self._holds(present)
-            if is_newer:
-                self._rooms[key][owner] = kept
-            return is_newer
-        if self._is_full(key):
-            self._drop_expired()
-            if self._is_full(key):
-                return False
-        if len(self._keys_of.get(owner, ())) >= MAX_KEYS_OF_OWNER:
-            oldest = min(self._keys_of[owner], key=lambda key: self._rooms[key][owner].expires_at)
-            self._remove(oldest, owner)
-        self._rooms.setdefault(key, {})[owner] = kept
-        self._keys_of.setdefault(owner, {})[key] = None
-        self._count += 1
-        return True
-
-    def of_key(self, key: Any) -> dict[str, Kept]:
-        return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if self._holds(kept)}
-
-    def keys(self) -> Iterator[Any]:
-        self._drop_expired()
-        return iter(tuple(self._rooms))
-
-    def _holds(self, kept: Kept) -> bool:
-        return 0 < kept.expires_at - self.now() <= self.longest_s
-
-    def _is_full(self, key: Any) -> bool:
-        return len(self._rooms.get(key, ())) >= self.owners_of_key or self._count >= self.max_records
-
-    def _drop_expired(self) -> None:
-        for key, room in tuple(self._rooms.items()):
-            for owner, kept in tuple(room.items()):
-                if not self._holds(kept):
-                    self._remove(key, owner)
-
-    def _remove(self, key: Any, owner: str) -> None:
-        del self._rooms[key][owner], self._keys_of[owner][key]
-        if not self._rooms[key]:
-            del self._rooms[key]
-        if not self._keys_of[owner]:
-            del self._keys_of[owner]
-        self._count -= 1
 
 
 log = logging.getLogger(__name__)
@@ -213,48 +139,92 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
             raise ProtocolViolation("dht: stored under another key, not the signed one")
         if record.subkey != MSGPackSerializer.dumps(str(announcement.peer)):
             raise ProtocolViolation("dht: the subkey is not the owner's peer id")
-        self._check_module(announcement)
-
-    def _check_module(self, announcement: Announcement) -> None:
         module = announcement.module
-        if module is None:
-            return
-        if module.stage >= len(self._experts) or module.expert >= self._experts[module.stage]:
+        if module is not None and (module.stage >= len(self._experts) or module.expert >= self._experts[module.stage]):
             raise ProtocolViolation(f"dht: the run has no module {module}")
 
 
+@dataclass(slots=True, eq=False)
 class GuardedStorage:
-    """A `RecordStore` with the interface of hivemind's DHT storage."""
+    """Bounded store of unexpired DHT records by key and owner, with the interface of hivemind's DHT storage.
 
-    # Returns a new dictionary each time, because hivemind merges into it.
+    It does not decode the values, which are validated. `now` returns Unix time in seconds.
+    """
 
-    def __init__(self, store: RecordStore) -> None:
-        self._records = store
+    now: Callable[[], float]
+    owners_of_key: int = MAX_OWNERS_OF_KEY
+    max_records: int = MAX_RECORDS
+    longest_s: float = math.inf  # Longest remaining time in seconds, in case this machine's clock was set back
+    _rooms: dict[Any, dict[str, ValueWithExpiration]] = field(default_factory=dict)
+    _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)
+    _count: int = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self.of_key(key))
 
     def store(self, key: Any, value: bytes, expiration_time: float, subkey: str | None = None) -> bool:
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: Any, subkey: str, value: bytes, expiration_time: float) -> bool:
-        return self._records.put(key, subkey, Kept(value, expiration_time))
+        """Stores a record that replaces an older one of its owner, or if the store has room. Returns whether it did."""
+        owner, kept = subkey, ValueWithExpiration(value, expiration_time)
+        if not self._holds(kept):
+            return False
+        present = self._rooms.get(key, {}).get(owner)
+        if present is not None:
+            is_newer = expiration_time > present.expiration_time or not self._holds(present)
+            if is_newer:
+                self._rooms[key][owner] = kept
+            return is_newer
+        if self._is_full(key):
+            self._drop_expired()
+            if self._is_full(key):
+                return False
+        if len(self._keys_of.get(owner, ())) >= MAX_KEYS_OF_OWNER:
+            oldest = min(self._keys_of[owner], key=lambda key: self._rooms[key][owner].expiration_time)
+            self._remove(oldest, owner)
+        self._rooms.setdefault(key, {})[owner] = kept
+        self._keys_of.setdefault(owner, {})[key] = None
+        self._count += 1
+        return True
+
+    def of_key(self, key: Any) -> dict[str, ValueWithExpiration]:
+        return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if self._holds(kept)}
 
     def get(self, key: Any) -> ValueWithExpiration | None:
-        return dictionary_of(
-            {owner: (kept.value, kept.expires_at) for owner, kept in self._records.of_key(key).items()}
-        )
+        return dictionary_of(self.of_key(key))  # a new dictionary each time, because hivemind merges into it
 
     def items(self) -> Iterator[tuple[Any, ValueWithExpiration]]:
-        for key in self._records.keys():  # noqa: SIM118  # not a mapping
+        self._drop_expired()
+        for key in tuple(self._rooms):
             if (item := self.get(key)) is not None:
                 yield key, item
 
-    def __contains__(self, key: Any) -> bool:
-        return bool(self._records.of_key(key))
+    def _holds(self, kept: ValueWithExpiration) -> bool:
+        return bool(0 < kept.expiration_time - self.now() <= self.longest_s)
 
-    def __len__(self) -> int:
-        return len(self._records)
+    def _is_full(self, key: Any) -> bool:
+        return len(self._rooms.get(key, ())) >= self.owners_of_key or self._count >= self.max_records
+
+    def _drop_expired(self) -> None:
+        for key, room in tuple(self._rooms.items()):
+            for owner, kept in tuple(room.items()):
+                if not self._holds(kept):
+                    self._remove(key, owner)
+
+    def _remove(self, key: Any, owner: str) -> None:
+        del self._rooms[key][owner], self._keys_of[owner][key]
+        if not self._rooms[key]:
+            del self._rooms[key]
+        if not self._keys_of[owner]:
+            del self._keys_of[owner]
+        self._count -= 1
 
 
-def dictionary_of(records: Mapping[str, tuple[bytes, float]]) -> ValueWithExpiration | None:
+def dictionary_of(records: Mapping[str, ValueWithExpiration]) -> ValueWithExpiration | None:
     """Converts one key's records, by owner, to hivemind's dictionary with the latest expiry; None for no records."""
     if not records:
         return None
@@ -269,7 +239,7 @@ def recomputed(answer: ValueWithExpiration | None) -> ValueWithExpiration | None
     """Returns a DHT node's answer with the expiry computed from its records, because the node may claim another."""
     if answer is None or not isinstance(answer.value, DictionaryDHTValue):
         return None
-    return dictionary_of({owner: (kept.value, kept.expiration_time) for owner, kept in answer.value.data.items()})
+    return dictionary_of(answer.value.data)
 
 
 def plausible(nearest: Mapping[Any, PeerID], most: int) -> dict[Any, PeerID]:

@@ -19,7 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # noqa: E402
 
 from protocol.dht.dht_node import DhtService  # noqa: E402
 from protocol.libp2p.daemon import Libp2pStreams  # noqa: E402
-from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService, read_figures, write_figures  # noqa: E402  # noqa: E402
+from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService  # noqa: E402
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, SkipstoneError  # noqa: E402
 from swarm.vocabulary.types import PeerId, RunId  # noqa: E402
 
@@ -48,7 +48,7 @@ class _Work:
         self._attachments: dict[str, tuple[Attachment, asyncio.Task[None]]] = {}
 
     async def serve_relay(self, start: dht_process_pb2.DhtStart) -> None:
-        before = read_figures(start.relay_before) if start.HasField("relay_before") else None
+        before = start.relay_before if start.HasField("relay_before") else None
         self._relay = RelayService(self._run, RelayLimits(start.relay_bytes_per_hour), before)
         await self._streams.take(self._relay.serve)
 
@@ -70,7 +70,7 @@ class _Work:
     async def describe(self, reply: dht_process_pb2.DhtReply) -> None:
         reply.situation.CopyFrom(await self._dht.situation())
         if self._relay is not None:
-            reply.situation.relay.CopyFrom(write_figures(self._relay.figures()))
+            reply.situation.relay.CopyFrom(self._relay.figures())
         for each, _ in self._attachments.values():
             reply.situation.attachments.add(relay=each.relay, standing=each.standing, reason=each.reason)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
@@ -12,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from protocol.frames.codec import parsed, printable
@@ -63,7 +62,7 @@ class RelayStream:
         """Ends the stream after sending the written bytes, or after CLOSE_PATIENCE_S. Raises only CancelledError."""
         self.writer.close()
         try:
-            with contextlib.suppress(OSError, TimeoutError):
+            with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(CLOSE_PATIENCE_S):
                     await self.writer.wait_closed()
         finally:
@@ -206,27 +205,6 @@ def _pair(one: PeerId, other: PeerId) -> str:
     return "|".join(sorted((one, other)))
 
 
-@dataclass(slots=True)
-class RelayFigures:
-    """Statistics of a relay, as `DhtRelayFigures` (proto/dht_process.proto)."""
-
-    carried_bytes: int = 0
-    left_bytes: int = 0
-    attached: int = 0
-    tunnels: int = 0
-    opened: int = 0
-    refused: int = 0
-    cut_off: int = 0
-
-
-def write_figures(figures: RelayFigures) -> dht_process_pb2.DhtRelayFigures:
-    return dht_process_pb2.DhtRelayFigures(**asdict(figures))
-
-
-def read_figures(message: dht_process_pb2.DhtRelayFigures) -> RelayFigures:
-    return RelayFigures(**{each.name: getattr(message, each.name) for each in fields(RelayFigures)})
-
-
 log = logging.getLogger(__name__)
 
 
@@ -246,14 +224,14 @@ class RelayService:
         self,
         run: RunId,
         limits: RelayLimits,
-        before: RelayFigures | None = None,
+        before: dht_process_pb2.DhtRelayFigures | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`before`: statistics of a previous process, which this one continues."""
         self._run = run
         self._limits = limits
         self._budget = RelayBudget(limits, now, None if before is None else before.left_bytes)
-        self._figures = RelayFigures() if before is None else before
+        self._figures = before or dht_process_pb2.DhtRelayFigures()
         self._attachments: dict[PeerId, RelayStream] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count(1)
@@ -262,9 +240,11 @@ class RelayService:
         self._greeting: Counter[PeerId] = Counter()
         self._open: Counter[PeerId] = Counter()
 
-    def figures(self) -> RelayFigures:
-        now = {"attached": len(self._attachments), "tunnels": self._open.total(), "left_bytes": self._budget.left()}
-        return replace(self._figures, **now)
+    def figures(self) -> dht_process_pb2.DhtRelayFigures:
+        figures = self._figures
+        figures.attached, figures.tunnels = len(self._attachments), self._open.total()
+        figures.left_bytes = self._budget.left()
+        return figures
 
     async def serve(self, stream: RelayStream) -> None:
         """Serves an incoming stream by its first message: attach, open or accept. Raises only CancelledError."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import random
 import secrets
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,16 +24,17 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import AddressBook, FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
-from protocol.transport.handshake import SameKey, StreamAdmission, expect_hello, objection_to
+from protocol.transport.handshake import SameKey, expect_hello, objection_to, proven_peer
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
+from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
 _ABOUT_AS_OLD_S: Final = 1.0  # Tolerance for a process's age, because of a Hello's latency
+MAX_STREAMS_PER_PEER: Final = 3  # The link, its successor after a restart, and one that ends
 _SPARE_STREAMS: Final = 16  # Streams beyond `max_links` during the handshake
 
 
@@ -66,7 +68,7 @@ class GrpcTransport:
         self._clock = clock
         self._settings = settings
         self._own_record = own_record
-        self._admission = StreamAdmission(credentials.run)
+        self._streams: Counter[PeerId] = Counter()  # Accepted ones that gRPC has not released yet
         self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
         self.incarnation = secrets.randbits(64)  # Distinguishes this process from others with the same key
         self._began = clock.monotonic()
@@ -248,7 +250,16 @@ class GrpcTransport:
 
     async def _serve(self, _requests: object, context: ServicerContext) -> None:
         """Handles `Connect` for gRPC: admits the caller and serves its stream in our task group, which sees errors."""
-        peer = await self._admission.enter(context)
+        # If a caller does not read, gRPC cannot end its stream, because the status waits behind the written frames.
+        # This is why each peer gets few streams, and why a refusal is a status without frames.
+        try:
+            peer = proven_peer(AcceptedStream(context).certificate(), self._run)
+        except Rejected as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        if self._streams[peer] >= MAX_STREAMS_PER_PEER:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "too many streams at once from this peer")
+        self._streams[peer] += 1
+        context.add_done_callback(lambda _context: self._released(peer))
         if self._closing:
             return
         task = self._spawn(self._welcome(peer, AcceptedStream(context)))
@@ -257,6 +268,9 @@ class GrpcTransport:
         except asyncio.CancelledError:
             task.cancel()
             raise
+
+    def _released(self, peer: PeerId) -> None:
+        self._streams -= Counter((peer,))  # and nothing is kept of 0
 
     async def _welcome(self, peer: PeerId, stream: AcceptedStream) -> None:
         """Reads a caller's Hello. Serves the stream as a link until it ends, or objects to it by a Farewell."""

@@ -1,47 +1,17 @@
-"""The handshake: admission of streams, Hellos and Farewells."""
-# If a caller does not read, gRPC cannot end its stream, because the status waits behind the written frames. This is
-# why each peer gets few streams, and why a refusal is a status without frames.
+"""The handshake: verification of certificates, Hellos and Farewells."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Final
-
-import grpc
 
 from protocol.frames.frames import Farewell, FarewellReason, Frame, Hello
 from protocol.identity.certificates import peer_of_certificate
 from protocol.identity.signed_records import RECORD_LIFETIME_S
-from protocol.transport.grpc_streams import AcceptedStream, ServicerContext
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
 
-MAX_STREAMS_PER_PEER: Final = 3  # The link, its successor after a restart, and one that ends
 FORMER_LIFE_MS: Final = 5000  # Largest clock correction between two processes of one node, in ms
-
-
-class StreamAdmission:
-    """Admission of incoming streams: only from the run's peers, and only a few per peer until gRPC releases them."""
-
-    def __init__(self, run: RunId) -> None:
-        self._run = run
-        self._streams: Counter[PeerId] = Counter()
-
-    async def enter(self, context: ServicerContext) -> PeerId:
-        """Admits a caller's stream and returns the caller's peer id. Raises grpc.aio.AbortError if it is refused."""
-        try:
-            peer = proven_peer(AcceptedStream(context).certificate(), self._run)
-        except Rejected as error:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
-        if self._streams[peer] >= MAX_STREAMS_PER_PEER:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "too many streams at once from this peer")
-        self._streams[peer] += 1
-        context.add_done_callback(lambda _context: self._left(peer))
-        return peer
-
-    def _left(self, peer: PeerId) -> None:
-        self._streams -= Counter((peer,))  # and nothing is kept of 0
 
 
 def proven_peer(certificate: bytes, run: RunId) -> PeerId:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from protocol.frames.frames import (
     MAX_ANSWER_BYTES,
@@ -98,54 +98,11 @@ class ByteBudget:
         return self._used_places < self._places and self.used_bytes + size_bytes <= self._budget_bytes
 
 
-Item = TypeVar("Item")
-
-
 class TrafficClass(enum.Enum):
     """Class of tensors with a separate budget and queue, so that rounds and microbatches cannot delay each other."""
 
     MICROBATCHES = 0
     BULK = 1  # Rounds and state
-
-
-class Turns(Generic[Item]):
-    """One FIFO queue per traffic class. `take` serves the classes in rotation."""
-
-    def __init__(self) -> None:
-        self._queues: deque[tuple[TrafficClass, deque[Item]]] = deque(
-            (traffic_class, deque()) for traffic_class in TrafficClass
-        )
-
-    def __bool__(self) -> bool:
-        return any(queue for _, queue in self._queues)
-
-    def add(self, traffic_class: TrafficClass, item: Item) -> None:
-        self._queue(traffic_class).append(item)
-
-    def first(self) -> Item | None:
-        return next((queue[0] for _, queue in self._queues if queue), None)
-
-    def take(self) -> Item:
-        for traffic_class, queue in self._queues:
-            if queue:
-                self._queues.remove((traffic_class, queue))
-                self._queues.append((traffic_class, queue))
-                return queue.popleft()
-        raise IndexError("all queues are empty")
-
-    def remove(self, traffic_class: TrafficClass, item: Item) -> bool:
-        queue = self._queue(traffic_class)
-        if item not in queue:
-            return False
-        queue.remove(item)
-        return True
-
-    def clear(self) -> None:
-        for _, queue in self._queues:
-            queue.clear()
-
-    def _queue(self, traffic_class: TrafficClass) -> deque[Item]:
-        return next(queue for own, queue in self._queues if own is traffic_class)
 
 
 MAX_WAITING_BYTES: Final = 1024 * 1024  # Small frames. `put` waits at half of it; the rest is for pongs and answers.
@@ -158,6 +115,34 @@ class _Sending:
     done: asyncio.Future[bool]
 
 
+class _Turns:
+    """One FIFO queue of tensors per traffic class. `take` serves the classes in rotation."""
+
+    def __init__(self) -> None:
+        self._queues = OrderedDict((traffic_class, deque[_Sending]()) for traffic_class in TrafficClass)
+
+    def add(self, sending: _Sending) -> None:
+        self._queues[sending.traffic_class].append(sending)
+
+    def first(self) -> _Sending | None:
+        return next((queue[0] for queue in self._queues.values() if queue), None)
+
+    def take(self, first: _Sending) -> None:
+        self._queues[first.traffic_class].popleft()
+        self._queues.move_to_end(first.traffic_class)
+
+    def remove(self, sending: _Sending) -> bool:
+        queue = self._queues[sending.traffic_class]
+        if sending not in queue:
+            return False
+        queue.remove(sending)
+        return True
+
+    def clear(self) -> None:
+        for queue in self._queues.values():
+            queue.clear()
+
+
 class Outbox:
     """Queue of frames and tensors of one link, sent by the task that runs `pump`. `budgets`: one per traffic class."""
 
@@ -165,7 +150,7 @@ class Outbox:
         self._budgets = dict(budgets)
         self._small: deque[bytes] = deque()
         self._small_bytes = 0
-        self._turns: Turns[_Sending] = Turns()
+        self._turns = _Turns()
         self._open: dict[int, _Sending] = {}
         self._something_to_send = asyncio.Event()
         self._queue_for_room = asyncio.Lock()
@@ -205,7 +190,7 @@ class Outbox:
                 raise self._closed
             sending = _Sending(make(), traffic_class, asyncio.get_running_loop().create_future())
             self._open[sending.transfer.number] = sending
-            self._turns.add(traffic_class, sending)
+            self._turns.add(sending)
             self._something_to_send.set()
             try:
                 return await sending.done
@@ -246,17 +231,17 @@ class Outbox:
                 await write(self._take_small())
             elif self._closed is not None:
                 return
-            elif self._turns:
-                await self._write_turn(write)
+            elif (sending := self._turns.first()) is not None:
+                await self._write_turn(sending, write)
             else:
                 self._something_to_send.clear()
                 await self._something_to_send.wait()
 
-    async def _write_turn(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        sending = self._turns.take()
+    async def _write_turn(self, sending: _Sending, write: Callable[[bytes], Awaitable[None]]) -> None:
+        self._turns.take(sending)
         frame = sending.transfer.next_frame()
         if not sending.transfer.finished:
-            self._turns.add(sending.traffic_class, sending)
+            self._turns.add(sending)
         # Runs while `write` waits for the stream, which takes about as long as copying and hashing a chunk.
         asyncio.get_running_loop().call_soon(self._prepare_turn)
         await write(frame)
@@ -270,7 +255,7 @@ class Outbox:
 
     def _withdraw(self, sending: _Sending) -> None:
         """Removes a tensor from the queue. Sends Cancel if the receiver knows the transfer and expects more chunks."""
-        waits = self._turns.remove(sending.traffic_class, sending)
+        waits = self._turns.remove(sending)
         if waits and sending.transfer.begun and self._closed is None:
             # Not by `post`, because this frame must be sent. The number of transfers bounds these frames.
             self._queue(encode(Cancel(sending.transfer.number)))
@@ -813,8 +798,10 @@ class Link:
             case Pong(token):
                 if self._meter.pong(token):
                     self._ponged.set()
+            case Cancel(transfer) if self._inbox.owns(transfer):
+                self._inbox.withdrawn(transfer)
             case Cancel(transfer):
-                self._cancelled(transfer)
+                self.outbox.stop(transfer)
             case QuestionFrame():
                 answering.asked(frame)
             case AnswerFrame():
@@ -828,12 +815,6 @@ class Link:
                 raise ProtocolViolation("a second Hello on one stream")
             case _:
                 self._handler.received_control(self.peer, frame)
-
-    def _cancelled(self, transfer: int) -> None:
-        if self._inbox.owns(transfer):
-            self._inbox.withdrawn(transfer)
-        else:
-            self.outbox.stop(transfer)
 
 
 def _hops_of(message: TensorMessage) -> int:

@@ -80,10 +80,6 @@ class CommonPatience(TokenBucket):
     def __init__(self, now: float) -> None:
         super().__init__(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
-    def exchanged(self, hops: int) -> None:
-        """Adds tokens for the small frames that one tensor causes; more for a path with more `hops`."""
-        self.earn(COMMON_A_TENSOR + hops)
-
 
 class Patience:
     """Token bucket for the small frames that a peer may send on one link. Times are monotonic seconds."""
@@ -93,9 +89,9 @@ class Patience:
         self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
 
     def exchanged(self, hops: int = 0) -> None:
-        """Adds tokens to this and the common bucket for the small frames that one tensor with `hops` causes."""
+        """Adds tokens to both buckets for the small frames that one tensor causes; more for a path with more `hops`."""
         self._own.earn(FRAMES_A_TENSOR + hops)
-        self._common.exchanged(hops)
+        self._common.earn(COMMON_A_TENSOR + hops)
 
     def heard(self, now: float, octets: int = 0, *, serves: bool = True) -> float:
         """Charges the peer for one small frame of `octets` bytes. Returns the seconds to wait before the next read."""

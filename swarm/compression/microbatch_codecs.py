@@ -41,13 +41,9 @@ def codec_levels(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
 def choose(
     levels: Sequence[Codec], sizes: Mapping[Codec, int], current: Codec | None, bytes_per_s: float, visit_s: float
 ) -> Reasoned[Codec]:
-    """Chooses one of `levels` (mildest first, at least one) for a link.
+    """Chooses one of `levels` (mildest first) for a link. `sizes`: encoded bytes; `current`: codec in use.
 
-    Args:
-        sizes: encoded bytes of the tensor by codec.
-        current: codec in use.
-        bytes_per_s: goodput of the link; 0 if unknown.
-        visit_s: compute time of a microbatch at the slower end, both directions; 0 if unknown.
+    `visit_s`: compute time of a microbatch at the slower end, in both directions. 0 for unknown figures.
     """
     if len(levels) == 1:
         return Reasoned(levels[0], NO_CHOICE)

@@ -69,12 +69,9 @@ def codec_levels(limit: Codec) -> tuple[RoundCodecs, ...]:
 def choose(
     levels: Sequence[CodecLevel], both_ways_bytes: float, slowest_bytes_per_s: float, interval_s: float
 ) -> Reasoned[RoundCodecs]:
-    """Chooses one of `levels` (mildest first, at least one) for a round.
+    """Chooses one of `levels` (mildest first) for a round, by the float32 bytes that its slowest member exchanges.
 
-    Args:
-        both_ways_bytes: float32 bytes that the slowest member sends and receives.
-        slowest_bytes_per_s: goodput of the slowest member's link; 0 if unknown.
-        interval_s: seconds of local work between rounds.
+    `slowest_bytes_per_s`: goodput of that member's link; 0 if unknown. `interval_s`: local work between rounds.
     """
     if len(levels) == 1:
         return Reasoned(levels[0].codecs, NO_CHOICE)

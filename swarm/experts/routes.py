@@ -1,10 +1,14 @@
-"""Routes of documents: the best experts by score, the best served experts, and a fair launch order of routes."""
+"""Routes of documents: the best experts by score, the best served experts, launch order, and statistics of routes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
-from swarm.vocabulary.types import Affinity, ModuleId, Reasoned, Route
+from swarm.vocabulary.statistics import Ewma
+from swarm.vocabulary.types import Affinity, ModuleId, Path, Reasoned, Route
 
 
 def best_route(affinity: Affinity) -> Route:
@@ -23,25 +27,13 @@ def name_of_route(route: Route) -> str:
 
 
 def in_shares(counts: Sequence[int]) -> list[int]:
-    """Interleaves routes in proportion to their microbatches, so that no expert gets its work in one burst.
-
-    Returns:
-        The index of a route for each turn. Ties go to the lower index.
-    """
+    """Returns the index of a route for each turn, in proportion, so that no expert gets its work in one burst."""
     turns = [((2 * turn + 1) / (2 * count), route) for route, count in enumerate(counts) for turn in range(count)]
     return [route for _, route in sorted(turns)]
 
 
 def served_route(route: Route, affinity: Affinity, is_served: Callable[[ModuleId], bool]) -> Reasoned[Route | None]:
-    """Returns the microbatch's route, with the best served expert in place of each unserved one.
-
-    Args:
-        route: experts with the best scores; empty in a run without experts.
-        affinity: score of each expert of each stage after stage 0.
-
-    Returns:
-        None if a stage has no served expert.
-    """
+    """Returns the route with the best served expert in place of each unserved one; None if a stage has none."""
     taken: list[int] = []
     instead: list[str] = []
     for stage, (own, scores) in enumerate(zip(route, affinity, strict=True), start=1):
@@ -56,3 +48,42 @@ def served_route(route: Route, affinity: Affinity, is_served: Callable[[ModuleId
     if not instead:
         return Reasoned(route, "all modules of its route are served")
     return Reasoned(tuple(taken), f"the best served experts: {', '.join(instead)} (not served)")
+
+
+MAX_ROUTES: Final = 256  # Routes with their own figures; later ones share those of the empty route
+OTHERS: Final[Route] = ()
+
+
+@dataclass(slots=True)
+class RouteFigures:
+    """Statistics of one route's completed microbatches."""
+
+    visits: int = 0
+    rerouted: int = 0  # Visits that took a different route than the documents' own
+    loss: Ewma = field(default_factory=Ewma)  # Nats per token, of the latest microbatches
+
+
+def missed_modules(route: Route, path: Path) -> tuple[ModuleId, ...]:
+    """Returns the modules of a route that a path replaces by other experts."""
+    wanted = ((module_at(route, hop.module.stage), hop.module) for hop in path.hops if route)
+    return tuple(own for own, taken in wanted if own != taken)
+
+
+class RouteTally:
+    """Statistics of all routes at one data node."""
+
+    def __init__(self) -> None:
+        self.routes: dict[Route, RouteFigures] = {}
+        # Completed microbatches by the module that was replaced
+        self.rerouted: Counter[ModuleId] = Counter()
+
+    def completed(self, route: Route, path: Path, loss: float | None) -> None:
+        """Counts a completed microbatch. `route`: experts with the best scores; `path`: the path actually taken."""
+        known = route if route in self.routes or len(self.routes) < MAX_ROUTES else OTHERS
+        figures = self.routes.setdefault(known, RouteFigures())
+        missed = missed_modules(route, path)
+        figures.visits += 1
+        figures.rerouted += bool(missed)
+        self.rerouted.update(missed)
+        if loss is not None:
+            figures.loss.add(loss)

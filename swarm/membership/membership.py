@@ -51,8 +51,7 @@ class Membership:
         self.run = run
         self.own = own
         self._members: dict[PeerId, _Member] = {}
-        self.linked: set[PeerId] = set()
-        """Peers to which a link is open."""
+        self.linked: set[PeerId] = set()  # Peers to which a link is open
         self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
@@ -185,11 +184,8 @@ class Membership:
 
     def _evict_one(self) -> PeerId:
         """Removes one peer to make space: visitors (peers without a module) first, then the earliest to expire."""
-
-        def worth(member: _Member) -> tuple[bool, float]:
-            return member.announcement.state is not PeerState.VISITING, member.expires
-
-        victim = min(self._members.values(), key=worth).announcement.peer
+        worth = {peer: (m.announcement.state is not PeerState.VISITING, m.expires) for peer, m in self._members.items()}
+        victim = min(worth, key=worth.__getitem__)
         del self._members[victim]
         return victim
 
@@ -216,8 +212,11 @@ def by_worth(
         stages = max(stages, module.stage + 1)
 
     def worth(announcement: Announcement) -> tuple[bool, bool, bytes]:
-        near = announcement.module is not None and _is_near(module, announcement.module, stages)
-        return not near, announcement.peer not in kept, _draw(own, announcement.peer)
+        other, near = announcement.module, False
+        if module is not None and other is not None:
+            near = other == module or (other.stage - module.stage) % stages in (1, stages - 1)
+        draw = hashlib.sha256(f"{own} {announcement.peer}".encode()).digest()
+        return not near, announcement.peer not in kept, draw
 
     return [announcement.peer for announcement in sorted(fit, key=worth)]
 
@@ -226,13 +225,3 @@ def relays_first(order: Sequence[PeerId], relaying: Collection[PeerId], wanted: 
     """Moves the first `wanted` peers that relay traffic to the front of the order."""
     chosen = [peer for peer in order if peer in relaying][:wanted]
     return chosen + [peer for peer in order if peer not in chosen]
-
-
-def _is_near(own: ModuleId | None, other: ModuleId, stages: int) -> bool:
-    if own is None:
-        return False
-    return other == own or (other.stage - own.stage) % stages in (1, stages - 1)
-
-
-def _draw(own: PeerId, other: PeerId) -> bytes:
-    return hashlib.sha256(f"{own} {other}".encode()).digest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,7 @@ class Need:
 
 
 Needs = Mapping[ModuleId, Need]
+_Free = Reasoned[int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,7 @@ class FreeMemory:
 
     def and_back(self, need: Need) -> FreeMemory:
         """Returns the free memory after a module that needs `need` is unloaded."""
-        device = self.device
-        if device is None:
-            return FreeMemory(_more(self.memory, need.all), None)
-        return FreeMemory(_more(self.memory, need.memory), _more(device, need.device))
+        return self._changed(need, _more)
 
     def within(self, limit: Reasoned[int] | None) -> FreeMemory:
         """Returns the free memory with the compute device's part capped at a limit, if any."""
@@ -61,9 +59,12 @@ class FreeMemory:
 
     def reaching(self, need: Need) -> FreeMemory:
         """Returns the free memory, raised to `need` if less, so that other peers see that the module fits."""
+        return self._changed(need, _at_least)
+
+    def _changed(self, need: Need, change: Callable[[_Free, int], _Free]) -> FreeMemory:
         if self.device is None:
-            return FreeMemory(_at_least(self.memory, need.all), None)
-        return FreeMemory(_at_least(self.memory, need.memory), _at_least(self.device, need.device))
+            return FreeMemory(change(self.memory, need.all), None)
+        return FreeMemory(change(self.memory, need.memory), change(self.device, need.device))
 
     @property
     def largest(self) -> int | None:
@@ -86,24 +87,24 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB // 10 else f"{size_bytes / 2**20:.1f} MiB"
 
 
-def _steps(there: Reasoned[int | None]) -> int:
+def _steps(there: _Free) -> int:
     return 0 if there.value is None else max(1, there.value // STEP_BYTES) * STEP_BYTES
 
 
-def _lack(wanted: int, there: Reasoned[int | None]) -> str | None:
+def _lack(wanted: int, there: _Free) -> str | None:
     if there.value is None or wanted <= there.value:
         return None
     return f"{size_text(there.value)} are free {there.reason}"
 
 
-def _more(there: Reasoned[int | None], back: int) -> Reasoned[int | None]:
+def _more(there: _Free, back: int) -> _Free:
     return there if there.value is None else Reasoned(there.value + back, there.reason)
 
 
-def _at_least(there: Reasoned[int | None], wanted: int) -> Reasoned[int | None]:
+def _at_least(there: _Free, wanted: int) -> _Free:
     whole = -(-wanted // STEP_BYTES) * STEP_BYTES
     return there if there.value is None or there.value >= whole else Reasoned(whole, there.reason)
 
 
-def _lesser(there: Reasoned[int | None], limit: Reasoned[int]) -> Reasoned[int | None]:
+def _lesser(there: _Free, limit: Reasoned[int]) -> _Free:
     return there if there.value is not None and there.value <= limit.value else Reasoned(limit.value, limit.reason)

@@ -24,13 +24,10 @@ from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
 from swarm.workload.microbatch_sizes import MicrobatchSizes
 
 MAX_TRACES: Final = 4096
-LOST_S: Final = 10.0
-"""Shortest visit time that a lost microbatch counts as, in seconds: failing at once must not look fast."""
-LOST_ADDS: Final = 0.2
-"""Largest share by which a lost microbatch raises a peer's mean: another hop may be at fault."""
+LOST_S: Final = 10.0  # Shortest visit time that a lost microbatch counts as: failing at once must not look fast
+LOST_ADDS: Final = 0.2  # Largest share by which a lost microbatch raises a peer's mean: another hop may be at fault
 
-_Mark = tuple[Direction, int]
-"""Direction of a pass and position of the sender."""
+_Mark = tuple[Direction, int]  # Direction of a pass and position of the sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +39,17 @@ class _Passed:
 
 @dataclass(slots=True)
 class _Trace:
-    """Observed times of one microbatch.
-
-    Args:
-        queue: our microbatches in flight through each peer at the launch.
-        size: cost relative to a usual microbatch, by which measurements are divided.
-        elapsed_s: time of each hop's visit.
-        at_peers_s: sum of waiting and computing times at all peers.
-    """
+    """Observed times of one microbatch."""
 
     path: Path
     begun: float
-    queue: Mapping[PeerId, int]
-    size: float
+    queue: Mapping[PeerId, int]  # Our microbatches in flight through each peer at the launch
+    size: float  # Cost relative to a usual microbatch, by which measurements are divided
     loss_known: float | None = None
     completed: float | None = None
     passed: dict[_Mark, _Passed] = field(default_factory=dict)
-    elapsed_s: dict[_Mark, float] = field(default_factory=dict)
-    at_peers_s: float = 0.0
+    elapsed_s: dict[_Mark, float] = field(default_factory=dict)  # Of each hop's visit
+    at_peers_s: float = 0.0  # Sum of waiting and computing times at all peers
     sent_s: float = 0.0
 
     def is_hop(self, position: int) -> bool:
@@ -84,12 +74,7 @@ def _next_position(mark: _Mark) -> int:
 
 
 class PathTimes:
-    """Converter of the receipts of a data node's microbatches to samples for `MeasuredTimes`.
-
-    Args:
-        own: the data node.
-        slots_of: returns the slots that a peer announces.
-    """
+    """Converter of receipts of the microbatches of the data node `own` to samples for `MeasuredTimes`."""
 
     def __init__(self, own: PeerId, times: MeasuredTimes, slots_of: Callable[[PeerId], int]) -> None:
         self._own, self._times, self._slots_of = own, times, slots_of
@@ -98,12 +83,7 @@ class PathTimes:
     def launched(
         self, microbatch: MicrobatchId, path: Path, queue: Mapping[PeerId, int], now: float, size: float = 1.0
     ) -> None:
-        """Starts the trace of a launched microbatch.
-
-        Args:
-            queue: our microbatches in flight through each peer.
-            size: cost relative to a usual microbatch: longer documents must not make a peer look slow.
-        """
+        """Starts the trace of a launched microbatch. `queue`: our microbatches in flight through each peer."""
         self._traces[microbatch] = _Trace(path, now, dict(queue), size)
         while len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)
@@ -136,8 +116,10 @@ class PathTimes:
             return
         trace.passed[mark] = _Passed(sender, receipt, now)
         self._add_link(trace, sender, receipt)
-        if not trace.is_hop(position):
-            self._add_own_work(trace, sender, receipt)
+        if not trace.is_hop(position):  # our own work
+            trace.at_peers_s += receipt.waited_s + receipt.computed_s
+            if direction is Direction.FORWARD:
+                self._times.computed(sender, direction, receipt.computed_s / trace.size)
         for known in (mark, (direction, _next_position(mark))):
             self._add_visit(trace, known)
         self._add_completed(receipt.microbatch, trace)
@@ -150,10 +132,8 @@ class PathTimes:
             self._add_completed(microbatch, trace)
 
     def lost(self, microbatch: MicrobatchId, now: float) -> None:
-        """Counts a lost microbatch against every hop of its path.
-
-        We cannot tell which hop is at fault; the times of honest peers recover by visits on other paths.
-        """
+        """Counts a lost microbatch against every hop of its path, because we cannot tell which hop is at fault."""
+        # The times of honest peers recover by visits on other paths.
         trace = self._traces.pop(microbatch, None)
         if trace is not None:
             for hop in trace.path.hops:
@@ -168,11 +148,6 @@ class PathTimes:
         if -1 <= position <= len(trace.path.hops):
             self._times.sent(sender, trace.path.peer_at(position), receipt.sent_s / trace.size)
             trace.sent_s += receipt.sent_s
-
-    def _add_own_work(self, trace: _Trace, sender: PeerId, receipt: Receipt) -> None:
-        trace.at_peers_s += receipt.waited_s + receipt.computed_s
-        if receipt.direction is Direction.FORWARD:
-            self._times.computed(sender, Direction.FORWARD, receipt.computed_s / trace.size)
 
     def _add_visit(self, trace: _Trace, mark: _Mark) -> None:
         """Measures the time of a hop's visit, once the receipts of this hop and of the previous hop are known."""
@@ -216,24 +191,16 @@ def _as_repaired(path: Path, position: int, sender: PeerId) -> Path:
     return path.with_peer(position, sender)
 
 
-WINDOW: Final = 256
-"""Number of microbatches that are compared."""
-AT_LEAST: Final = 12
-"""Microbatches through a replica, and through the others, before it is judged: its damage after each return."""
-MARGIN: Final = 0.15
-"""Tolerated excess of a replica's loss, as a share of the others' loss and of the run's recent loss."""
-BLOCK: Final = 32
-"""Microbatches per long-term figure: the lower quartile of their losses, honest even if a third visit a liar."""
-EARLIEST: Final = 256
-"""Microbatches before a replica is excluded: at the start and after a restart the run's recent loss is unknown."""
-ROUNDS: Final = 2
-"""Rounds whose losses count as recent: a new or late replica is no better than the module was a round ago."""
+WINDOW: Final = 256  # Number of microbatches that are compared
+AT_LEAST: Final = 12  # Microbatches through a replica, and through the others, before it is judged
+MARGIN: Final = 0.15  # Tolerated excess of a replica's loss, as a share of the others' and of the run's recent loss
+BLOCK: Final = 32  # Microbatches per lower quartile of losses, which is honest even if a third of them visit a liar
+EARLIEST: Final = 256  # Microbatches before a replica is excluded: until then the run's recent loss is unknown
+ROUNDS: Final = 2  # Rounds whose losses are recent: a new or late replica is no better than the module a round ago
 MOST_BLOCKS: Final = 4096
-DEVIATIONS: Final = 5.0
-"""Tolerated excess that chance explains, in standard errors of a median."""
+DEVIATIONS: Final = 5.0  # Tolerated excess that chance explains, in standard errors of a median
 _MAD_TO_SIGMA: Final = 1.4826
-_MEDIAN_TO_MEAN: Final = 1.2533
-"""Ratio of the standard errors of median and mean, for normal values."""
+_MEDIAN_TO_MEAN: Final = 1.2533  # Ratio of the standard errors of median and mean, for normal values
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,35 +214,25 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class _Excess:
-    """Excess of a replica's losses over the module's other replicas.
-
-    Args:
-        nats: excess, in nats per token.
-        usual: median loss of microbatches through the other replicas, in nats per token.
-    """
+    """Excess of a replica's losses over the module's other replicas, in nats per token."""
 
     hop: Hop
     count: int
     nats: float
-    usual: float
+    usual: float  # Median loss of microbatches through the other replicas
     is_outlier: bool
 
 
 class LossOutliers:
-    """Finder of outliers among replicas, by the losses of one data node's microbatches.
-
-    Args:
-        round_microbatches: microbatches that a replica gets between two rounds.
-    """
+    """Finder of outliers among replicas, by the losses of one data node's microbatches."""
 
     def __init__(self, round_microbatches: int) -> None:
+        """`round_microbatches`: those that a replica gets between two rounds."""
         self._round_microbatches = round_microbatches
         self._returned: deque[tuple[tuple[Hop, ...], float]] = deque(maxlen=WINDOW)
         self._block: list[float] = []
-        self._levels: deque[float] = deque(maxlen=MOST_BLOCKS)
-        """Lower quartiles of consecutive blocks."""
-        self._highest = math.inf
-        """Highest level of the last rounds; infinite until known, which excludes no replica."""
+        self._levels: deque[float] = deque(maxlen=MOST_BLOCKS)  # Lower quartiles of consecutive blocks
+        self._highest = math.inf  # Highest level of the last rounds; infinite until known, which excludes no replica
 
     def returned(self, path: Path, loss: float) -> Outlier | None:
         """Adds a microbatch's loss, in nats per token, and its repaired path. Returns a replica to exclude, or None."""
@@ -339,11 +296,7 @@ class LossOutliers:
 
 
 def _excesses(losses: Sequence[tuple[float, bool]]) -> Iterator[float]:
-    """Yields how far each marked loss is above the mean of its unmarked neighbours (any neighbours if all are marked).
-
-    Args:
-        losses: losses in time order, each with its mark.
-    """
+    """Yields how far each marked loss is above the mean of its unmarked neighbours in time (any if all are marked)."""
     all_marked = all(marked for _, marked in losses)
     before: list[float | None] = []
     last: float | None = None

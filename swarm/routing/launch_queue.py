@@ -15,10 +15,8 @@ from swarm.experts.routes import served_route
 from swarm.routing.planner import NoReplica, Planner
 from swarm.vocabulary.types import Affinity, ModuleId, Path, PeerId, Reasoned, Route
 
-LOOK_AHEAD: Final = 8
-"""Largest number of waiting texts in a run with experts."""
-MAX_TURNS: Final = 4096
-"""Largest number of routes whose microbatches are counted. A forgotten route starts again at the first number."""
+LOOK_AHEAD: Final = 8  # Largest number of waiting texts in a run with experts
+MAX_TURNS: Final = 4096  # Most routes whose microbatches are counted. A forgotten one starts at the first number.
 
 
 class RoutedText(Protocol):
@@ -37,11 +35,7 @@ Text = TypeVar("Text", bound=RoutedText)
 
 
 def current_route(text: RoutedText, planner: Planner, is_open: Callable[[ModuleId], bool]) -> Reasoned[Route]:
-    """Returns the text's route with the best open expert of each stage; empty in a run without experts.
-
-    Args:
-        is_open: true for at least one module of each stage (`Planner.open_modules`).
-    """
+    """Returns the text's route with the best open expert of each stage (`Planner.open_modules`); empty: no experts."""
     if not planner.rules.has_experts:
         return Reasoned((), "one expert a stage")
     served = served_route(text.route, text.affinity, is_open)
@@ -60,12 +54,9 @@ class Launch(Generic[Text]):
 
 
 class LaunchQueue(Generic[Text]):
-    """Queue of the texts that one data node will launch as microbatches.
+    """Queue of the texts that one data node will launch as microbatches, numbered from `first_number`.
 
-    Args:
-        ready: returns the next text that has been read, or None.
-        drawn: receives each text returned by `ready` before it is queued.
-        first_number: number of the first microbatch; the count of each route starts there.
+    `ready` returns the next text that has been read, or None; `drawn` gets it before it is queued.
     """
 
     def __init__(
@@ -83,12 +74,7 @@ class LaunchQueue(Generic[Text]):
         self._retried.append(text)
 
     def next(self, number: int, in_flight: Mapping[PeerId, int], now: float) -> Launch[Text] | None:
-        """Removes and returns the first text that has a path now; None if no text has a path.
-
-        Args:
-            number: number of the next microbatch.
-            in_flight: see `Planner.plan`.
-        """
+        """Removes and returns the first text that has a path now, for microbatch `number`; None if none has a path."""
         if self._planner.gathers(now):
             return None
         if launch := self._first_launch(self._planner.open_modules(now), number, in_flight, now):

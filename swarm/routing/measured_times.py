@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final, Generic, TypeVar
 
-from swarm.routing.cost_model import Costs
 from swarm.vocabulary.announcement import Announcement, Speed
 from swarm.vocabulary.pipeline_messages import Direction
 from swarm.vocabulary.statistics import Ewma
@@ -21,12 +20,28 @@ from swarm.workload.microbatch_sizes import MicrobatchSizes
 
 MAX_PEERS: Final = 20_000
 MAX_LINKS: Final = 200_000
-UNKNOWN_TOKENS_PER_S: Final = 1000.0
-"""Speed assumed if a peer has neither measurements nor an announced speed, in tokens per second."""
+UNKNOWN_TOKENS_PER_S: Final = 1000.0  # Speed assumed if a peer has neither measurements nor an announced speed
 ASSUMED_BACKWARD_FACTOR: Final = 2.0
 SLOWER_AT_MOST: Final = 4.0
-LEAST_LINK_SHARE: Final = 0.5
-"""Smallest share of the sending time that the tensor takes; the answer takes the rest."""
+LEAST_LINK_SHARE: Final = 0.5  # Smallest share of the sending time that the tensor takes; the answer takes the rest
+
+PeerRoute = tuple[PeerId, ...]  # The peers of a path in the order of their visits, without the data node at both ends
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Expected times of one microbatch at peers and on links, in seconds, and slots of peers."""
+
+    forward_s: Mapping[PeerId, float]
+    message_s: Mapping[PeerId, Mapping[PeerId, float]]  # Of a microbatch's tensor from one peer to another
+    slots: Mapping[PeerId, int]  # Microbatches that a peer can hold, from the forward to the end of the backward pass
+    backward_factor: float = 1.5  # Backward time in forward times
+    task_overhead_s: float = 0.0  # Time that a peer is blocked after each task
+
+    def service_s(self, peer: PeerId) -> float:
+        """Returns how long the forward and backward pass of a microbatch keep the peer busy."""
+        return (1 + self.backward_factor) * self.forward_s[peer] + 2 * self.task_overhead_s
+
 
 K = TypeVar("K")
 
@@ -55,20 +70,13 @@ class _Averages(Generic[K]):
 
 
 class MeasuredTimes:
-    """Mean times of peers and links, as measured by one data node.
-
-    Args:
-        own: the data node.
-        tokens: largest number of tokens of a microbatch.
-    """
+    """Mean times of peers and links, as measured by the data node `own`. `tokens`: of a largest microbatch."""
 
     def __init__(self, own: PeerId, tokens: int) -> None:
         self._own = own
-        self.sizes = MicrobatchSizes(tokens)
-        """Sizes of launched microbatches. Announced speeds refer to the usual size."""
+        self.sizes = MicrobatchSizes(tokens)  # Of launched microbatches. Announced speeds refer to the usual size.
         self._visits: _Averages[PeerId] = _Averages(MAX_PEERS)
-        self._completed: _Averages[PeerId] = _Averages(MAX_PEERS)
-        """Visits without lost microbatches."""
+        self._completed: _Averages[PeerId] = _Averages(MAX_PEERS)  # Visits without lost microbatches
         self._forward: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._backward: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._links: _Averages[frozenset[PeerId]] = _Averages(MAX_LINKS)

@@ -13,34 +13,20 @@ from dataclasses import dataclass, replace
 from swarm.vocabulary.errors import ConfigError, ManifestError
 from swarm.vocabulary.types import MAX_VISIT_RATIO, ModuleId
 
-FAR = 1024
-"""Value of `max_forward_jump` that allows a jump to any later stage."""
+FAR = 1024  # Value of `max_forward_jump` that allows a jump to any later stage
 
 
 @dataclass(frozen=True, slots=True)
 class PathRules:
-    """Rules of a run's paths, from its manifest.
+    """Rules of a run's paths, from its manifest. Raises ManifestError if no path can keep them."""
 
-    Args:
-        stages: number of stages, with stage 0.
-        per_path: number of stages after stage 0 that a path visits.
-        max_forward_jump: largest step beyond the highest stage visited.
-        max_back_stops: largest number of steps back.
-        max_back_distance: largest sum of steps back.
-        visit_ratio: largest ratio of visits between two stages after stage 0; 1: equal visits.
-        experts: number of modules of each stage, with stage 0; empty: one each.
-
-    Raises:
-        ManifestError: no path can keep the rules.
-    """
-
-    stages: int
-    per_path: int
-    max_forward_jump: int = FAR
-    max_back_stops: int = 0
-    max_back_distance: int = 0
-    visit_ratio: float = 1.0
-    experts: tuple[int, ...] = ()
+    stages: int  # With stage 0
+    per_path: int  # Stages after stage 0 that a path visits
+    max_forward_jump: int = FAR  # Largest step beyond the highest stage visited
+    max_back_stops: int = 0  # Most steps back
+    max_back_distance: int = 0  # Largest sum of steps back
+    visit_ratio: float = 1.0  # Largest ratio of visits between two stages after stage 0; 1: equal visits
+    experts: tuple[int, ...] = ()  # Modules of each stage, with stage 0; empty: one each
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_path < max(1, self.stages):
@@ -77,12 +63,16 @@ class PathRules:
             return f"not {self.per_path} different stages: {list(order)}"
         if any(not 1 <= stage < self.stages for stage in order):
             return f"a stage outside 1 to {self.stages - 1}: {list(order)}"
-        step = _Step(0, 0, 0)
+        highest = stops = distance = 0
         for stage in order:
-            following = _after(self, step, stage)
-            if following is None:
+            if stage > highest:
+                is_legal = stage - highest <= self.max_forward_jump
+                highest = stage
+            else:
+                stops, distance = stops + 1, distance + highest - stage
+                is_legal = stage == highest - 1 and stops <= self.max_back_stops and distance <= self.max_back_distance
+            if not is_legal:
                 return f"stage {stage} may not follow in {list(order)}"
-            step = following
         return None
 
     def fault_as_taken(self, order: Sequence[int]) -> str | None:
@@ -91,43 +81,18 @@ class PathRules:
         return rules.fault(order)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    frontier: int
-    back_stops: int
-    back_distance: int
-
-
-def _after(rules: PathRules, step: _Step, stage: int) -> _Step | None:
-    """Returns the state of a path after a visit to `stage`, or None if the rules forbid the visit."""
-    if stage > step.frontier:
-        if stage - step.frontier > rules.max_forward_jump:
-            return None
-        return _Step(stage, step.back_stops, step.back_distance)
-    stops, distance = step.back_stops + 1, step.back_distance + step.frontier - stage
-    if stage != step.frontier - 1 or stops > rules.max_back_stops or distance > rules.max_back_distance:
-        return None
-    return _Step(step.frontier, stops, distance)
-
-
 # ---- sets of stages --------------------------------------------------------------------------------------------------
 
 
 def ring_stages(rules: PathRules, turn: int) -> tuple[int, ...]:
-    """Returns the stages that microbatch `turn` visits if the skipped stages rotate like a ring.
-
-    Over any `skippable` consecutive microbatches every stage is visited equally often.
-    """
+    """Returns the stages of microbatch `turn`; the skipped ones rotate. `skippable` turns visit all equally often."""
     skips = rules.skippable - rules.per_path
     skipped = {(turn * skips + k) % rules.skippable for k in range(skips)}
     return tuple(stage for stage in range(1, rules.stages) if stage - 1 not in skipped)
 
 
 def spread_stages(rules: PathRules, shift: int = 0) -> tuple[int, ...]:
-    """Returns `rules.per_path` stages after stage 0, evenly spread over the depth, rotated by `shift` stages.
-
-    Over `skippable` shifts every stage is chosen equally often.
-    """
+    """Returns `rules.per_path` stages after stage 0, evenly spread over the depth, rotated by `shift` stages."""
     skippable = rules.skippable
     # Bresenham's line: stage i is visited where the multiple of per_path / skippable passes a whole number.
     return tuple(i + 1 for i in range(skippable) if (i + shift) * rules.per_path % skippable < rules.per_path)
@@ -141,15 +106,9 @@ def ring_of_subsets(rules: PathRules) -> tuple[tuple[int, ...], ...]:
 
 
 def chosen_subsets(stages: int, per_path: int | None, *, every: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the sets of stages with which a model is evaluated.
+    """Returns the stage sets to evaluate: all stages if `per_path` is None, else the first or `every` one of the ring.
 
-    Args:
-        stages: number of stages of the model, with stage 0.
-        per_path: number of stages after stage 0 on a path; None: all.
-        every: whether all of `ring_of_subsets` are evaluated, or only the first.
-
-    Raises:
-        ConfigError: the model has no path of that length.
+    Raises ConfigError if the model has no path of that length.
     """
     if per_path is None:
         return (tuple(range(1, stages)),)

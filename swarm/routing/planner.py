@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,39 +18,27 @@ from typing import Final
 
 from swarm.experts.routes import module_at
 from swarm.membership.membership import Membership
-from swarm.routing.cost_model import Costs, PeerRoute
-from swarm.routing.measured_times import MeasuredTimes
+from swarm.routing.measured_times import Costs, MeasuredTimes, PeerRoute
 from swarm.routing.path_rules import PathRules
 from swarm.routing.prices import LEAST_SERVICE_S, StagePrices, visit_shares
 from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
 from swarm.vocabulary.statistics import ExponentialBackoff
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
 
-GATHER_S = 60.0
-"""Time that a run with experts waits for all modules at its start, in seconds."""
-FULL_ROUTES = 3.0
-"""Price of a replica without a free slot, in routes."""
+GATHER_S = 60.0  # Time that a run with experts waits for all modules at its start, in seconds
+FULL_ROUTES = 3.0  # Price of a replica without a free slot, in routes
+# Weight of one update in a replica's mean share of taken slots, which smooths over about 20 s. With only the latest
+# announcements, all data nodes would change replicas at once.
 FULL_GAIN = 0.1
-"""Weight of one update in a replica's mean share of taken slots, which smooths over about 20 s.
+LOOK_S = 2.0  # Interval between updates of costs and of other data nodes' visits, in seconds
+MET = 0.5  # Share of our microbatches in flight through a replica that a new one finds there
+BY_OTHERS = 0.5  # Share of our waiting time at a replica that microbatches of other data nodes cause
+AT_PEERS = 0.9  # Weight of a second at a replica, over one on a link: waits are estimates, so a shorter link wins
+TRY_EVERY = 67  # Microbatches between two that visit a hop's least recently measured replica; prime, to reach all hops
 
-If data nodes used only the latest announcements, they would all change replicas at once.
-"""
-LOOK_S = 2.0
-"""Interval between updates of costs and of other data nodes' visits, in seconds."""
-MET = 0.5
-"""Share of our microbatches in flight through a replica that a new one finds there."""
-BY_OTHERS = 0.5
-"""Share of our waiting time at a replica that microbatches of other data nodes cause."""
-AT_PEERS = 0.9
-"""Weight of a second at a replica relative to a second on a link: waits are estimates, so a shorter link wins."""
-TRY_EVERY = 67
-"""Interval, in microbatches, at which a hop uses its least recently measured replica; prime, to reach all hops."""
+TRIAL_PAUSE_S: Final = ExponentialBackoff(2.0, 60.0)  # Pause of a module's trials after failed ones in a row
 
-TRIAL_PAUSE_S: Final = ExponentialBackoff(2.0, 60.0)
-"""Pause of a module's trials after failed ones in a row."""
-
-Live = Mapping[ModuleId, Sequence[Announcement]]
-"""Replicas of each module that accept work."""
+Live = Mapping[ModuleId, Sequence[Announcement]]  # Replicas of each module that accept work
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +67,8 @@ class Planner:
         self._times = times
         self._costs: Costs | None = None
         self._look_at = -math.inf
-        self._taken: dict[PeerId, float] = {}
-        """Mean share of each replica's slots that is taken, as announced."""
-        self._route_s = 0.0
-        """Cost of the cheapest route at the last update, without stage prices."""
+        self._taken: dict[PeerId, float] = {}  # Mean share of each replica's slots that is taken, as announced
+        self._route_s = 0.0  # Cost of the cheapest route at the last update, without stage prices
         # A module that was on a path has lost its peers if it is unserved; another one may still wait for its first.
         self._visited: set[ModuleId] = set()
         self._has_gathered = not rules.has_experts
@@ -91,13 +78,9 @@ class Planner:
     def plan(
         self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float, *, proven_only: bool = False
     ) -> Reasoned[Path | NoReplica]:
-        """Returns a path for a microbatch to launch, or the modules that prevent one.
+        """Returns a path for microbatch `number` of a served `route`, or the modules that prevent one.
 
-        Args:
-            number: number of the microbatch.
-            route: the microbatch's experts; all are served.
-            in_flight: our microbatches in flight through each peer.
-            proven_only: whether replicas on trial are left out, if others serve the module.
+        `in_flight`: our microbatches through each peer. `proven_only` leaves out replicas on trial, if others serve.
         """
         live = self._membership.all_replicas(now)
         modules = [module_at(route, stage) for stage in range(1, self.rules.stages)]
@@ -172,11 +155,7 @@ class Planner:
         return not self._has_gathered
 
     def open_modules(self, now: float, *, at_once: bool = False) -> Callable[[ModuleId], bool]:
-        """Returns a test whether documents may be routed to a module: it is served, or its whole stage is unserved.
-
-        Args:
-            at_once: whether a module must also accept work now.
-        """
+        """Returns a test whether documents may go to a module: it is served (`at_once`: now), or none of its stage."""
         served = self._membership.with_replicas(now) if at_once else self._membership.served(now)
 
         def is_open(module: ModuleId) -> bool:
@@ -259,19 +238,11 @@ class Planner:
         return costs
 
     def _candidates(
-        self,
-        modules: Sequence[ModuleId],
-        live: Live,
-        in_flight: Mapping[PeerId, int],
-        now: float,
-        *,
-        proven_only: bool,
+        self, modules: Sequence[ModuleId], live: Live, in_flight: Mapping[PeerId, int], now: float, *, proven_only: bool
     ) -> list[Sequence[PeerId]]:
-        """Returns the replicas that may be chosen, by stage.
-
-        Records and links are free. While a linked replica serves the module that has completed microbatches of ours,
-        the others get one on trial at a time, over a link.
-        """
+        """Returns the replicas that may be chosen, by stage."""
+        # Records and links are free. While a linked replica serves the module that has completed microbatches of ours,
+        # the others get one on trial at a time, over a link.
         among: list[Sequence[PeerId]] = [()]
         linked = self._membership.linked
         for module in modules:
@@ -371,18 +342,13 @@ def _at_least(count: int, mean: float) -> float:
 
 def in_flight_by_peer(paths: Sequence[Path]) -> dict[PeerId, int]:
     """Returns how many of the paths visit each peer."""
-    counts: dict[PeerId, int] = {}
-    for path in paths:
-        for hop in path.hops:
-            counts[hop.peer] = counts.get(hop.peer, 0) + 1
-    return counts
+    return Counter(hop.peer for path in paths for hop in path.hops)
 
 
 # ---- search --------------------------------------------------------------------------------------------------------
 
 
-NEAREST = 6
-"""Largest number of replicas per stage in a search: those with the cheapest detour from the data node."""
+NEAREST = 6  # Largest number of replicas per stage in a search: those with the cheapest detour from the data node
 
 _Front = list[tuple[float, PeerId, PeerRoute]]
 
@@ -403,19 +369,18 @@ def cheapest_route(
     length: int,
     max_jump: int,
 ) -> Priced | None:
-    """Returns the cheapest route through `length` stages in ascending order, or None.
+    """Returns the cheapest route through `length` stages, with steps up to `max_jump`, or None.
 
-    Args:
-        price: seconds of a visit to each peer, without links.
-        among: allowed replicas by stage; empty for a stage that is not visited. Entry 0 is not read.
-        max_jump: largest step between stages.
+    `price`: seconds of a visit to each peer, without links. `among`: replicas by stage; entry 0 is not read.
     """
     message, from_data_node = costs.message_s, costs.message_s[data_node]
     # By stage and number of stages visited so far: the cheapest route to each of the stage's peers.
     fronts: list[list[_Front]] = [[[(0.0, data_node, ())]]]
     best: Priced | None = None
     for stage in range(1, len(among)):
-        near = _nearest(from_data_node, price, among[stage])
+        near = among[stage]
+        if len(near) > NEAREST:
+            near = heapq.nsmallest(NEAREST, near, key=lambda peer: 2 * from_data_node[peer] + price[peer])
         here: list[_Front] = [[]]
         for visited in range(1, length + 1):
             before = [
@@ -431,14 +396,6 @@ def cheapest_route(
                 best = Priced(total, route)
         fronts.append(here)
     return best
-
-
-def _nearest(
-    from_data_node: Mapping[PeerId, float], price: Mapping[PeerId, float], peers: Sequence[PeerId]
-) -> Sequence[PeerId]:
-    if len(peers) <= NEAREST:
-        return peers
-    return heapq.nsmallest(NEAREST, peers, key=lambda peer: 2 * from_data_node[peer] + price[peer])
 
 
 def _extended(

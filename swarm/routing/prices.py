@@ -17,16 +17,11 @@ from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import PeerId, Route
 
-AHEAD: Final = (8.0, 64.0)
-"""Smallest and largest value of `visits_a_route`."""
-BEHIND_S: Final = 60.0
-"""Time in which a stage gets the visits that, in excess, raise its price by a whole route, in seconds."""
-MOST_ROUTES: Final = 2.0
-"""Largest absolute price of a stage, in routes."""
-MOST_TRUSTED: Final = 1.3
-"""Largest announced launch rate that counts, in median rates of all data nodes. At 2, a lie cost the others 8 %."""
-RATE_OVER_S: Final = 60.0
-"""Time over which launch rates are averaged, in seconds."""
+AHEAD: Final = (8.0, 64.0)  # Smallest and largest value of `visits_a_route`
+BEHIND_S: Final = 60.0  # Seconds in which a stage gets the visits that, in excess, raise its price by a whole route
+MOST_ROUTES: Final = 2.0  # Largest absolute price of a stage, in routes
+MOST_TRUSTED: Final = 1.3  # Largest announced launch rate that counts, in median rates. At 2, a lie cost others 8 %.
+RATE_OVER_S: Final = 60.0  # Time over which launch rates are averaged, in seconds
 MAX_ROUTES: Final = 4096
 LEAST_SERVICE_S: Final = 1e-9
 _HALVINGS: Final = 40
@@ -35,10 +30,7 @@ _HALVINGS: Final = 40
 def visit_shares(rules: PathRules, capacities: Sequence[float]) -> list[float]:
     """Returns the share of microbatches that should visit each stage after stage 0. The sum is `rules.per_path`.
 
-    If `visit_ratio` allows unequal shares: the most equal shares with the highest throughput.
-
-    Args:
-        capacities: visits per second that each stage can serve.
+    If `visit_ratio` allows unequal shares: the most equal ones with the highest throughput, by visits per second.
     """
     per_path, stages = rules.per_path, rules.skippable
     even = per_path / max(1, stages)
@@ -93,11 +85,9 @@ class StagePrices:
 
     def __init__(self, rules: PathRules) -> None:
         self._rules = rules
-        self.launched = [0] * rules.skippable
-        """Visits by stage of our launched microbatches, as announced to other data nodes."""
+        self.launched = [0] * rules.skippable  # Visits of our launched microbatches by stage, as announced
         self.shares = visit_shares(rules, ())
-        self.excess = [0.0] * rules.skippable
-        """Visits of each stage after stage 0 beyond its share."""
+        self.excess = [0.0] * rules.skippable  # Visits of each stage after stage 0 beyond its share
         # With experts each route balances its own visits: routes of other data nodes are unknown.
         self._by_route: OrderedDict[Route, list[float]] = OrderedDict()
         self._others: dict[PeerId, _Known] = {}
@@ -113,21 +103,12 @@ class StagePrices:
         return min(most, max(least, BEHIND_S * rate * self._rules.per_path / max(1, self._rules.skippable)))
 
     def prices(self, route: Route, route_s: float) -> list[float]:
-        """Returns the price of a visit to each stage after stage 0, in seconds.
-
-        Args:
-            route: experts of the microbatch; empty in a run without experts.
-            route_s: cost of the cheapest route.
-        """
+        """Returns the price of a visit to each stage after stage 0, in seconds. `route_s`: cost of a cheapest route."""
         excess = self._by_route.get(route, [0.0] * len(self.shares)) if route else self.excess
         return [route_s * each / self.visits_a_route for each in excess]
 
     def launch(self, stages: Iterable[int], route: Route, among: Collection[int]) -> None:
-        """Counts the stages that a microbatch launched by us visits.
-
-        Args:
-            among: the stages that the microbatch could have visited.
-        """
+        """Counts the stages that a microbatch launched by us visits. `among`: those that it could have visited."""
         visits = [0] * self._rules.skippable
         for stage in stages:
             visits[stage - 1] = 1
@@ -143,10 +124,7 @@ class StagePrices:
         self._add(excess, visits, 1.0, among)
 
     def look(self, data_nodes: Iterable[Announcement], among: Collection[int], now: float) -> None:
-        """Counts the visits that other data nodes announced since the last call.
-
-        A data node counts with at most MOST_TRUSTED times the median launch rate.
-        """
+        """Counts the visits that other data nodes announced since the last call, up to MOST_TRUSTED launch rates."""
         if self._own_rate is None:
             self._own_rate = _Rate(now)
         self._own_rate.add(self._own, now)

@@ -112,15 +112,15 @@ async def test_who_becomes_a_client_keeps_its_name_and_record_and_nothing_for_ot
         await two.publish(announced(SECOND, module=ModuleId(2)))
         before = two.multiaddrs()
         two.take_part(client=True)
-        await until(lambda: two.statistics.restarts == 1 and two.statistics.running)
+        await until(lambda: two.restarts == 1 and two.process_id is not None)
         await published_again(one, FIRST)
         assert set(await found(one, ModuleId(2), MODULE)) == {FIRST.peer, SECOND.peer}
         assert two.multiaddrs() == before
-        await until(lambda: one.statistics.records == 2)
-        assert two.statistics.records == 0
+        await until(lambda: one.situation.records == 2)
+        assert two.situation.records == 0
         two.take_part(client=True)
         two.take_part(client=False)
-        await until(lambda: two.statistics.restarts == 2)
+        await until(lambda: two.restarts == 2)
 
 
 async def test_whoever_starts_before_its_initial_peer_joins_when_that_comes(unused_port: int) -> None:
@@ -147,7 +147,7 @@ async def test_a_killed_child_comes_back_with_its_name_and_our_record(marked: Ma
         await until(lambda: one.process_id is not None)
         assert not daemons & marked.network_daemons(), "the dead child's p2pd must be gone"
         assert one.multiaddrs() == before, "same peer id, same port"
-        assert one.statistics.restarts == 1
+        assert one.restarts == 1
         async with asyncio.timeout(10):
             while await one.look_up([MODULE]) != [announcement]:
                 await asyncio.sleep(0.05)
@@ -159,7 +159,7 @@ async def test_without_a_child_callers_are_told(marked: Marked) -> None:
     async with directory(FIRST) as one:
         assert one.process_id is not None
         os.kill(one.process_id, signal.SIGKILL)
-        await until(lambda: not one.statistics.running)
+        await until(lambda: one.process_id is None)
         with pytest.raises(Unreachable, match="restarted"):
             await one.look_up([MODULE])
         with pytest.raises(Unreachable, match="restarted"):
@@ -172,7 +172,7 @@ async def test_a_dead_network_daemon_is_replaced(marked: Marked) -> None:
     async with directory(FIRST) as one:
         daemons = marked.network_daemons()
         os.kill(daemons.pop(), signal.SIGKILL)
-        await until(lambda: one.statistics.restarts == 1)
+        await until(lambda: one.restarts == 1)
         await one.publish(announced(FIRST))
     assert marked.processes() == {}
 
@@ -346,7 +346,7 @@ async def test_only_honest_records_are_kept(tmp_path: Path) -> None:
         ):
             assert not await refused
         assert await target.look_up([MODULE]) == [announcement]
-        await until(lambda: target.statistics.records == 1)
+        await until(lambda: target.situation.records == 1)
 
 
 async def test_a_dictionary_of_good_and_bad_loses_the_bad_only(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ async def test_nested_extensions_do_not_end_the_process(tmp_path: Path) -> None:
         assert not await stranger.stores(nested, time.time() + 60, subkey=DHTProtocol.IS_DICTIONARY)
         await target.publish(announced(NEIGHBOUR))
         assert len(await target.look_up([MODULE])) == 1
-        assert (target.process_id, target.statistics.restarts) == (process, 0)
+        assert (target.process_id, target.restarts) == (process, 0)
 
 
 async def test_a_lying_node_hides_nobody(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ async def test_a_lying_node_hides_nobody(tmp_path: Path) -> None:
             lie.store(str(NEIGHBOUR.peer), MSGPackSerializer.dumps(encode_record(other, NEIGHBOUR)), other.expires_at)
             lie.store("junk", b"junk", math.inf)
         liar.protocol.storage.data[DHTID.generate(KEY)] = ValueWithExpiration(lie, math.inf)
-        await until(lambda: looker.statistics.peers == 2)
+        await until(lambda: looker.situation.peers == 2)
         for _ in range(5):
             found = {announcement.peer for announcement in await looker.look_up([MODULE])}
             assert found == {OWNER.peer, NEIGHBOUR.peer}, "the liar's one good record, and what it wanted to hide"
@@ -468,10 +468,10 @@ async def test_attachments_and_what_was_given_survive_the_end_of_a_child() -> No
         await until(lambda: peers.relaying.situation.relay.carried_bytes == 2 * MIB)
         left = peers.relaying.situation.relay.left_bytes
         for each in (peers.relaying, peers.far):
-            restarts, process = each.statistics.restarts, each.process_id
+            restarts, process = each.restarts, each.process_id
             assert process is not None
             os.kill(process, signal.SIGKILL)
-            await until(lambda each=each, restarts=restarts: each.statistics.restarts > restarts)  # type: ignore[misc]
+            await until(lambda each=each, restarts=restarts: each.restarts > restarts)  # type: ignore[misc]
         await until(lambda: peers.relaying.situation.relay.attached == 1)
         await until(lambda: [each.standing for each in peers.far_tunnels.attachments()] == [True])
         after = peers.relaying.situation.relay

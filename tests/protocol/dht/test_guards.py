@@ -24,9 +24,7 @@ from protocol.dht.guards import (
     MAX_PACKED_BYTES,
     GuardedProtocol,
     GuardedStorage,
-    Kept,
     RecordRules,
-    RecordStore,
     SourceBudgets,
     guard_serializer,
     node_id_of,
@@ -136,7 +134,7 @@ def test_long_values_are_refused_before_they_are_decoded() -> None:
 
 
 def test_storage_keeps_no_value_without_an_owner_and_hands_out_copies() -> None:
-    storage = GuardedStorage(RecordStore(time.time))
+    storage = GuardedStorage(time.time)
     soon = time.time() + 60
     assert not storage.store(1, b"value", soon)
     assert storage.store(1, b"value", soon, subkey="owner")
@@ -190,7 +188,7 @@ def test_neighbours_must_sit_where_their_ids_put_them() -> None:
 async def test_a_node_with_a_place_of_its_own_choice_is_not_remembered() -> None:
     protocol = GuardedProtocol(_initialized_with_create=True)
     protocol.node_id, protocol.bucket_size, protocol.num_replicas = DHTID.generate(), 20, 5
-    protocol.storage = GuardedStorage(RecordStore(time.time))
+    protocol.storage = GuardedStorage(time.time)
     protocol.routing_table = RoutingTable(protocol.node_id, 20, 5)
     peer = PeerID.from_base58(OWNER.peer)
     await protocol.update_routing_table(DHTID.generate(), peer)
@@ -201,35 +199,35 @@ async def test_a_node_with_a_place_of_its_own_choice_is_not_remembered() -> None
 
 def test_a_newer_record_replaces_and_an_older_one_changes_nothing() -> None:
     clock = ManualClock(1000.0)
-    store = RecordStore(clock.monotonic)
-    assert store.put("key", "owner", Kept(b"new", 1090.0))
-    assert not store.put("key", "owner", Kept(b"old", 1010.0))
-    assert not store.put("key", "owner", Kept(b"same", 1090.0))
+    store = GuardedStorage(clock.monotonic)
+    assert store.store_subkey("key", "owner", b"new", 1090.0)
+    assert not store.store_subkey("key", "owner", b"old", 1010.0)
+    assert not store.store_subkey("key", "owner", b"same", 1090.0)
     clock.now = 1050.0
-    store.put("other", "somebody", Kept(b"", 1051.0))
-    assert store.of_key("key") == {"owner": Kept(b"new", 1090.0)}, "a replay must not bring the end forward"
+    store.store_subkey("other", "somebody", b"", 1051.0)
+    assert store.of_key("key") == {"owner": (b"new", 1090.0)}, "a replay must not bring the end forward"
     clock.now = 1090.0
     assert store.of_key("key") == {}
 
 
 def test_a_full_key_refuses_newcomers_and_serves_incumbents() -> None:
     clock = ManualClock(1000.0)
-    store = RecordStore(clock.monotonic, owners_of_key=2)
-    assert store.put("key", "a", Kept(b"", 1010.0))
-    assert store.put("key", "b", Kept(b"", 1020.0))
-    assert not store.put("key", "c", Kept(b"", 1599.0))
-    assert store.put("key", "a", Kept(b"", 1030.0))
-    assert store.put("another key", "c", Kept(b"", 1030.0))
+    store = GuardedStorage(clock.monotonic, owners_of_key=2)
+    assert store.store_subkey("key", "a", b"", 1010.0)
+    assert store.store_subkey("key", "b", b"", 1020.0)
+    assert not store.store_subkey("key", "c", b"", 1599.0)
+    assert store.store_subkey("key", "a", b"", 1030.0)
+    assert store.store_subkey("another key", "c", b"", 1030.0)
     clock.now = 1021.0
-    assert store.put("key", "c", Kept(b"", 1599.0)), "an expired record's room is free"
+    assert store.store_subkey("key", "c", b"", 1599.0), "an expired record's room is free"
     assert set(store.of_key("key")) == {"a", "c"}
 
 
 def test_an_owner_pushes_out_only_itself() -> None:
-    store = RecordStore(ManualClock(1000.0).monotonic)
-    store.put(0, "honest", Kept(b"", 1001.0))
+    store = GuardedStorage(ManualClock(1000.0).monotonic)
+    store.store_subkey(0, "honest", b"", 1001.0)
     for key in range(MAX_KEYS_OF_OWNER + 1):
-        assert store.put(key, "greedy", Kept(b"", 1010.0 + key))
+        assert store.store_subkey(key, "greedy", b"", 1010.0 + key)
     assert set(store.of_key(0)) == {"honest"}
     assert len(store) == MAX_KEYS_OF_OWNER + 1
 
@@ -237,15 +235,15 @@ def test_an_owner_pushes_out_only_itself() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abcdefgh"), st.integers(-5, 30), st.integers(0, 3))))
 def test_it_stays_within_its_bounds(steps: list[tuple[int, str, int, int]]) -> None:
     clock = ManualClock(1000.0)
-    store = RecordStore(clock.monotonic, owners_of_key=3, max_records=9)
+    store = GuardedStorage(clock.monotonic, owners_of_key=3, max_records=9)
     for key, owner, life, passes in steps:
-        taken = store.put(key, owner, Kept(b"", clock.now + life))
-        assert taken == (store.of_key(key).get(owner) == Kept(b"", clock.now + life) and life > 0) or not taken
+        taken = store.store_subkey(key, owner, b"", clock.now + life)
+        assert not taken or (life > 0 and store.of_key(key)[owner] == (b"", clock.now + life))
         clock.now += passes
-        rooms = [store.of_key(key) for key in store.keys()]  # noqa: SIM118
+        rooms = [store.of_key(key) for key, _ in store.items()]
         assert len(store) == sum(map(len, rooms)) <= 9
         assert all(len(room) <= 3 for room in rooms)
-        assert all(kept.expires_at > clock.now for room in rooms for kept in room.values())
+        assert all(kept.expiration_time > clock.now for room in rooms for kept in room.values())
 
 
 def test_room_is_shared_out_among_the_runs_keys() -> None:
@@ -257,14 +255,14 @@ def test_room_is_shared_out_among_the_runs_keys() -> None:
 def test_what_was_kept_while_our_clock_was_ahead_does_not_stand_in_its_owners_way() -> None:
     clock = ManualClock(1000.0)
     clock.now += 300.0
-    store = RecordStore(clock.monotonic, longest_s=120.0)
-    assert store.put("key", "owner", Kept(b"ahead", clock.monotonic() + 60.0))
-    assert not store.put("key", "other", Kept(b"for ever", clock.monotonic() + 121.0))
+    store = GuardedStorage(clock.monotonic, longest_s=120.0)
+    assert store.store_subkey("key", "owner", b"ahead", clock.monotonic() + 60.0)
+    assert not store.store_subkey("key", "other", b"for ever", clock.monotonic() + 121.0)
     clock.now -= 300.0
     assert store.of_key("key") == {}
-    right = Kept(b"right", clock.monotonic() + 60.0)
-    assert store.put("key", "owner", right)
+    right = (b"right", clock.monotonic() + 60.0)
+    assert store.store_subkey("key", "owner", *right)
     assert store.of_key("key") == {"owner": right}
     clock.now -= 300.0
-    assert list(store.keys()) == []
+    assert list(store.items()) == []
     assert len(store) == 0

@@ -15,7 +15,6 @@ from protocol.nat.relay import (
     MAX_MESSAGE_BYTES,
     MIN_OPEN_BYTES,
     RelayBudget,
-    RelayFigures,
     RelayLimits,
     answer,
 )
@@ -237,7 +236,7 @@ def test_a_pair_is_the_same_from_both_sides_and_another_life_goes_on_where_the_l
     assert budget.spend(ANNA, BERT, 250) == ""
     assert "share" in budget.spend(BERT, ANNA, 1)
     assert (budget.left(), budget.pair_left(BERT, ANNA), budget.pair_left(BERT, CARL)) == (250, 0, 250)
-    again = RelayBudget(RelayLimits(1000), lambda: 0.0, left=RelayFigures(left_bytes=250).left_bytes)
+    again = RelayBudget(RelayLimits(1000), lambda: 0.0, left=250)
     assert again.left() == 250
     assert RelayBudget(RelayLimits(1000), lambda: 0.0, left=9999).left() == 500
 

@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.experts.route_tally import MAX_ROUTES, OTHERS, RouteTally, missed_modules
-from swarm.experts.routes import best_route, in_shares, module_at, name_of_route, served_route
+from swarm.experts.routes import (
+    MAX_ROUTES,
+    OTHERS,
+    RouteTally,
+    best_route,
+    in_shares,
+    missed_modules,
+    module_at,
+    name_of_route,
+    served_route,
+)
 from swarm.vocabulary.types import Affinity, Hop, ModuleId, Path, PeerId, Route
 
 AFFINITY: Affinity = ((5, 9, 7), (1, 1))
