@@ -21,8 +21,8 @@ from node.model.document_attention import document_attention
 from node.model.optimizers.packed import Narrow, SplitWeight
 from protocol.manifest.manifest import ModelSection
 
+# Lengths of the packed documents in a single row (empty: plain rows), or one device's part of cut documents
 Documents = tuple[int, ...] | CutDocuments
-"""Lengths of the packed documents in a single row (empty: plain rows), or one device's part of cut documents."""
 
 
 class Linear(nn.Module):
@@ -31,8 +31,7 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.narrow: Narrow | None = None
-        """Weight in the dtype of the products. If set, it receives the gradients instead of `weight`."""
+        self.narrow: Narrow | None = None  # Weight in the dtype of the products. Gets the gradients if it is set.
 
     def forward(self, values: Tensor) -> Tensor:
         return F.linear(values, self.matrix(values.dtype))
@@ -172,8 +171,7 @@ class Past:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values [rows, kv_heads, tokens, head_size] and returns the whole cache, oldest first.
 
-        Raises:
-            ValueError: the cache is full, or several tokens follow others, which needs an attention mask.
+        Raises ValueError if the cache is full, or if several tokens follow others, which needs an attention mask.
         """
         added = keys.shape[-2]
         end = self.length + added

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from node.model.document_attention import document_attention
 
-QUERIES_AT_ONCE: Final = 256
-"""Queries per attention call. In a square of this width, half of the scores are computed and masked."""
+QUERIES_AT_ONCE: Final = 256  # Per attention call. In a square of this width, half of the scores are masked.
 
 
 class Exchange:
@@ -26,8 +25,8 @@ class Exchange:
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks)
+        # Tensors of this exchange and of the previous one, which a slow thread may still read
         self._brought: list[list[Tensor | None]] = [[None] * ranks, [None] * ranks]
-        """Tensors of this exchange and of the previous one, which a slow thread may still read."""
         self._meetings = [0] * ranks
 
     def swap(self, rank: int, brought: Tensor) -> list[Tensor]:

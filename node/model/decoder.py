@@ -69,11 +69,7 @@ class Decoder:
 
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int], past: Sequence[Past]) -> Tensor:
-        """Appends tokens to the cache `past` and returns the next token's logits, float32 [vocabulary] on the CPU.
-
-        Raises:
-            ValueError: the cache is full, or several tokens follow others (see `Past.extend`).
-        """
+        """Appends tokens to `past` (raises as `Past.extend`). Returns the next token's logits, float32 on the CPU."""
         hidden = self._hidden(torch.tensor([list(tokens)], dtype=torch.int64), past)
         return self._head.logits(hidden[0, -1]).cpu()
 
@@ -122,8 +118,7 @@ class Continuation:
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], limit: int, sampling: Sampling
     ) -> None:
-        self.tokens = list(prompt) or [tokenizer.end_of_document]
-        """Prompt (an end-of-document token if it is empty) and generated tokens."""
+        self.tokens = list(prompt) or [tokenizer.end_of_document]  # Prompt, never empty, and generated tokens
         self._left, self._sampling, self._tokenizer = limit, sampling, tokenizer
         self._generator = torch.Generator().manual_seed(sampling.seed)
         self._reader = _Reader(decoder, room=len(prompt) + limit)

@@ -99,10 +99,9 @@ def choose_device(wish: str) -> Reasoned[torch.device]:
 
 
 def choose_devices(wish: str) -> Reasoned[tuple[torch.device, ...]]:
-    """Chooses one device, or several of one kind separated by commas. The first one holds the module.
+    """Chooses one device, or several of one kind separated by commas, of which the first holds the module.
 
-    Raises:
-        ConfigError: a device is not available or is a GPU named twice, the kinds differ, or there are too many.
+    Raises ConfigError if one is not available, a GPU is named twice, the kinds differ, or there are too many.
     """
     names = [name.strip() for name in wish.split(",")]
     if len(names) == 1:
@@ -110,17 +109,14 @@ def choose_devices(wish: str) -> Reasoned[tuple[torch.device, ...]]:
         return Reasoned((only.value,), only.reason)
     if len(names) > MOST_DEVICES:
         raise ConfigError(f"--device names {len(names)} devices", hint=f"Name at most {MOST_DEVICES}.")
-    devices = tuple(_numbered(_named(name)) for name in names)
+    named = [_named(name) for name in names]
+    # `cuda` and `cuda:0` are the same device.
+    devices = tuple(torch.device("cuda", each.index or 0) if each.type == "cuda" else each for each in named)
     if len({device.type for device in devices}) > 1:
         raise ConfigError(f"devices of different kinds cannot share a module: {wish}", hint="Start one node per kind.")
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
         raise ConfigError(f"a device is named twice: {wish}", hint="Name each GPU once, as in cuda:0,cuda:1.")
     return Reasoned(devices, f"by option: {len(devices)} devices share each microbatch")
-
-
-def _numbered(device: torch.device) -> torch.device:
-    # `cuda` and `cuda:0` are the same device.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _named(wish: str) -> torch.device:

@@ -23,17 +23,14 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 
 _SUM_BYTES: Final = 4
 _CPU_SUM_BYTES: Final = 8
-_GRADIENT_BYTES: Final = 4
-"""Bytes per parameter for the gradients of one visit, or the mean gradient before a step; never both."""
+_GRADIENT_BYTES: Final = 4  # Per parameter: gradients of one visit, or the mean gradient before a step; never both
 _ANCHOR_BYTES: Final = 2 * 4  # Bytes per parameter for an anchor: parameters and outer momentum
 _SNAPSHOT_BYTES: Final = 4  # Bytes per parameter for the copy that a round's pseudo-gradient is taken from
 DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES  # Bytes per block parameter on a GPU, without optimizer state
-CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES
-"""Bytes per block parameter if the CPU computes, without optimizer state."""
+CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES  # The same if the CPU computes
 TENSORS_HELD: Final = 3  # Tensors kept per microbatch: input, output, gradient
 _HIDDEN_KEPT: Final = 4
-_FEED_FORWARD_KEPT: Final = 3
-"""Activations per token that a block's graph keeps, in feed-forward widths: the product and its two factors."""
+_FEED_FORWARD_KEPT: Final = 3  # Activations per token in a block's graph, in feed-forward widths: product, two factors
 
 _MANY: Final = 2**20
 _NAMED: Final = 8

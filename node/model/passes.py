@@ -24,8 +24,7 @@ from protocol.manifest.manifest import Manifest, ModelSection
 from swarm.vocabulary.types import ModuleId
 
 IGNORED: Final = -100
-STRIP: Final = 2**22
-"""Elements of the matrix gradient computed at a time if the product cannot accumulate into the sum directly."""
+STRIP: Final = 2**22  # Elements of the matrix gradient at a time if the product cannot accumulate into the sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,8 +161,8 @@ class _Workspace:
 
 LOGITS_AT_ONCE: Final = 2**25  # Logits in memory at a time, in elements (128 MiB in float32)
 
+# Dtype of hidden states and matrix products by `model.dtype`
 HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Dtype of hidden states and matrix products by `model.dtype`."""
 
 
 class BlockStack(nn.Module):
@@ -221,10 +220,7 @@ class HeadPart(nn.Module):
         return logits.float()
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean cross entropy in nats per token (float32 scalar).
-
-        `hidden` is [rows, tokens, hidden], `labels` int64 [rows, tokens].
-        """
+        """Returns the mean loss in nats per token of [rows, tokens, hidden], with int64 labels [rows, tokens]."""
         normed = self.norm(hidden).flatten(0, -2)
         loss: Tensor = SummedLoss.apply(normed, self.lm_head.weight, labels.flatten(), self.logits_at_once)  # type: ignore[no-untyped-call]
         return loss / labels.numel()
@@ -355,10 +351,7 @@ class HeadPasses(Protocol):
         """Computes the mean loss in nats per token of `hidden` [rows, tokens, hidden], without a graph."""
 
     def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
-        """Computes loss and gradients of the head, and adds `weight` times the parameter gradients to `sums`, if given.
-
-        Returns None, adding nothing, if the gradients may not be finite.
-        """
+        """Computes the loss and adds `weight` times the gradients to `sums`, if any. None if they may not be finite."""
 
     def parameters_changed(self) -> None: ...
 

@@ -26,13 +26,8 @@ from swarm.workload.microbatch_sizes import summary_of
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-LIFETIMES_S = (15.0, 30.0, 60.0)
-"""Seconds to wait for a loss, per attempt. A dead hop loses its evaluated microbatches, since no other peer keeps them.
-"""
-WINDOW = 8
-"""Evaluated microbatches in flight, below a hop's slots. Each queues behind training at every hop, so one at a time
-would be many times slower.
-"""
+LIFETIMES_S = (15.0, 30.0, 60.0)  # Timeouts per attempt. A dead hop loses evaluated microbatches: no other keeps them.
+WINDOW = 8  # In flight, below a hop's slots. Each queues behind training at every hop: one at a time would be slow.
 MAX_MICROBATCHES = 256
 
 
@@ -43,14 +38,7 @@ class UndeliverableError(Exception):
 class Evaluator:
     """Sender of held-out microbatches through the swarm, at most WINDOW at a time, and receiver of their losses."""
 
-    def __init__(
-        self,
-        own: PeerId,
-        planner: Planner,
-        launches: Launches,
-        clock: Clock,
-        first_number: int,
-    ) -> None:
+    def __init__(self, own: PeerId, planner: Planner, launches: Launches, clock: Clock, first_number: int) -> None:
         self._own = own
         self._planner = planner
         self._launches = launches

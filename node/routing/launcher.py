@@ -20,19 +20,17 @@ from node.routing.evaluation import Evaluator
 from node.routing.window_finder import WindowFinder
 from swarm.experts.routes import MAX_ROUTES, RouteTally
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
-from swarm.pipeline.in_flight import InFlight, InFlightTable
+from swarm.pipeline.in_flight import InFlightTable
 from swarm.routing.attribution import LossOutliers, Outlier, PathTimes
 from swarm.routing.launch_queue import LaunchQueue
 from swarm.routing.planner import Planner, in_flight_by_peer
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Route, short
-from swarm.workload.microbatch_sizes import SizeSummary
 
 log = logging.getLogger(__name__)
 
 LIFETIME_IN_PATHS = 20  # A microbatch without a sign of life for this many times its path's usual duration is abandoned
-TRIAL_IN_PATHS = 3
-"""A microbatch on a path with an unproven replica is launched again after this many times the path's usual duration."""
+TRIAL_IN_PATHS = 3  # The same for a path with an unproven replica, after which it is launched again
 LEAST_TRIAL_S = 1.0
 LOOK_AGAIN_S = 0.5
 
@@ -42,7 +40,6 @@ class Texts(Protocol):
 
     def ready(self) -> Microbatch | None:
         """Returns the next microbatch, or None if none is packed yet; the source wakes the data node once one is."""
-        ...
 
 
 @dataclass(slots=True)
@@ -105,8 +102,7 @@ class DataNode(PathEnds):
         self._packs_documents = manifest.packs_documents
         self._on_finished = context.finished
         self._queue = LaunchQueue(planner, texts.ready, training.reading.drawn, self.in_flight.next_number)
-        self._trials: dict[MicrobatchId, float] = {}
-        """Microbatches on trial with an unproven replica, and when they end."""
+        self._trials: dict[MicrobatchId, float] = {}  # Microbatches on trial with an unproven replica, and their ends
         self._missing: dict[ModuleId, str] = {}  # Unserved modules, with the consequence that was reported
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
@@ -193,18 +189,12 @@ class DataNode(PathEnds):
             text = self._launches.text_of(microbatch)
             loss = loss if text is None else text.per_label(loss)
             self.in_flight.returned(microbatch, path, loss)
-            outlier = self._outliers_of(microbatch).returned(path, loss)
+            # Routes differ in loss, as their documents do. Beyond the bound all routes share one detector.
+            route = () if text is None or len(self._outliers) > MAX_ROUTES else text.route
+            detector = self._outliers.setdefault(route, LossOutliers(self._round_microbatches))
+            outlier = detector.returned(path, loss)
             if outlier is not None:
                 self._leave_out(outlier)
-
-    def _outliers_of(self, microbatch: MicrobatchId) -> LossOutliers:
-        """Returns the loss outlier detector of the microbatch's route. Routes differ in loss, as their documents do."""
-        text = self._launches.text_of(microbatch)
-        # Beyond the bound all routes share one detector.
-        route = () if text is None or len(self._outliers) > MAX_ROUTES else text.route
-        if route not in self._outliers:
-            self._outliers[route] = LossOutliers(self._round_microbatches)
-        return self._outliers[route]
 
     def _leave_out(self, outlier: Outlier) -> None:
         pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
@@ -240,7 +230,8 @@ class DataNode(PathEnds):
                 self.progress.loss_first = step.loss
             self.progress.loss_last = step.loss
             tokens, rate = self.progress.tokens, self.rate.per_second()
-            self._events.emit(Step(step.step, step.loss, tokens, rate, self.in_flight.own, self._packed()))
+            packed = self.sizes.summary() if self._packs_documents else None
+            self._events.emit(Step(step.step, step.loss, tokens, rate, self.in_flight.own, packed))
         if self.in_flight.finished:
             self._on_finished()
         # A completed microbatch makes room for the next launch.
@@ -256,13 +247,14 @@ class DataNode(PathEnds):
         entry = self.in_flight.abandon(microbatch)
         text = self._launches.abandon(microbatch, detail)
         if entry is not None:
-            self._abandoned(entry, text, detail)
+            self._events.emit(Abandoned(str(microbatch), detail))
+            if text is not None and entry.loss is None:  # no stage has learnt from the text, so launch it again
+                self._queue.retry(text)
+            elif text is not None:
+                self._reading.dropped(text)
         self._landed.set()
         if not detail.startswith("refused"):  # the next one would be refused at once
             self.wake()
-
-    def _packed(self) -> SizeSummary | None:
-        return self.sizes.summary() if self._packs_documents else None
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         entry = self.in_flight.get(microbatch)
@@ -276,13 +268,3 @@ class DataNode(PathEnds):
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
         self._times.passed(sender, receipt, self._clock.monotonic())
-
-    def _abandoned(self, entry: InFlight, text: Microbatch | None, detail: str) -> None:
-        self._events.emit(Abandoned(str(entry.microbatch), detail))
-        if text is None:
-            return
-        # Without a loss, no stage has learnt from the text, so launch it again.
-        if entry.loss is None:
-            self._queue.retry(text)
-        else:
-            self._reading.dropped(text)

@@ -13,11 +13,7 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 
 
 class WindowFinder:
-    """Limit of a data node's microbatches in flight, adapted to measured round trips.
-
-    `asked`: the value of `--window`, None to adapt. `memory`: microbatches for which memory was reserved at the start
-    (`node.model.memory_need`).
-    """
+    """Limit of a data node's microbatches in flight: `asked` (--window), or adapted to round trips if None."""
 
     def __init__(
         self,
@@ -31,7 +27,7 @@ class WindowFinder:
     ) -> None:
         self._manifest, self._in_flight = manifest, in_flight
         self._membership, self._clock = membership, clock
-        self._memory = memory
+        self._memory = memory  # Microbatches for which memory was reserved at the start (`node.model.memory_need`)
         start = in_flight.rules.window
         # Never below the start value, which keeps every stage busy when links cost nothing. Compute times vary, and a
         # window that covers only their mean left hops idle 2 % longer.

@@ -191,10 +191,7 @@ def raise_if_cancelled() -> None:
 
 
 def _limits(max_frame_bytes: int) -> tuple[tuple[str, int], ...]:
-    return (
-        ("grpc.max_receive_message_length", max_frame_bytes),
-        ("grpc.max_send_message_length", max_frame_bytes),
-    )
+    return (("grpc.max_receive_message_length", max_frame_bytes), ("grpc.max_send_message_length", max_frame_bytes))
 
 
 def open_channel(

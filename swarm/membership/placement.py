@@ -30,11 +30,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         experts = Counter(module.stage for module in self.modules)
-        work = {
-            module: self.cost[module.stage] * self._demand(module.stage, experts[module.stage])
-            for module in self.modules
-        }
-        object.__setattr__(self, "_work", work)
+        visited = self.per_path / max(1, len(self.cost) - 1)  # Share of paths that visit a stage after stage 0
+        demand = {m: visited / experts[m.stage] if m.stage else 1.0 for m in self.modules}
+        object.__setattr__(self, "_work", {m: self.cost[m.stage] * share for m, share in demand.items()})
 
     def __contains__(self, module: ModuleId) -> bool:
         return module in self._work
@@ -42,10 +40,6 @@ class Workload:
     def work(self, module: ModuleId) -> float:
         """Returns the mean compute work of the module per training token, in units of `cost`."""
         return self._work[module]
-
-    def _demand(self, stage: int, experts: int) -> float:
-        """Returns the share of paths that visit one given module of the stage."""
-        return self.per_path / (len(self.cost) - 1) / experts if stage else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,15 +84,10 @@ def _mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class StepRule:
-    """Size of an inner step. A step is complete when less than half of a largest microbatch is missing.
+    """Size of an inner step. A step is complete when less than half of a largest microbatch is missing."""
 
-    Args:
-        inner_tokens: tokens of a step, a multiple of `microbatch_tokens`.
-        microbatch_tokens: tokens of a largest microbatch.
-    """
-
-    inner_tokens: int
-    microbatch_tokens: int = 1
+    inner_tokens: int  # A multiple of `microbatch_tokens`
+    microbatch_tokens: int = 1  # Of a largest microbatch
 
     def is_complete(self, tokens: int, steps: int = 1) -> bool:
         """Whether completed microbatches with `tokens` tokens in all complete `steps` inner steps."""

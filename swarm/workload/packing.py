@@ -65,10 +65,8 @@ class Bin:
 class Filling:
     """Fills as few microbatches as possible with pieces of documents, but at least one per element of `aims`.
 
-    Args:
-        cut: documents that may be cut further.
-        poured: indices of pieces of cut documents that are assigned last.
-        aims: wanted cost of each microbatch above the mean.
+    `cut`: documents that may be cut further. `poured`: indices of their pieces that are assigned last. `aims`: wanted
+    cost of each microbatch above the mean.
     """
 
     def __init__(
@@ -290,12 +288,7 @@ def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -
     * Mixed: any STRATA consecutive microbatches contain one of each cost stratum.
     * Rising, or falling costs, from the level of the previous block, with very cheap ones spread evenly.
 
-    Args:
-        ranks: a random permutation, to break ties.
-        level: cost at the end of the previous block; 0 if unknown.
-
-    Returns:
-        The order, and the mean of the last costs of a rising or falling order; 0 for the mixed one.
+    `ranks`: a random permutation, to break ties. Returns also the mean of the last costs of a rising or falling order.
     """
     by_cost = sorted(range(len(costs)), key=lambda place: (costs[place], place))
     bounds = [round(stratum * len(costs) / STRATA) for stratum in range(STRATA + 1)]
@@ -361,11 +354,8 @@ def pack(
 ) -> Packing:
     """Packs documents into as few microbatches as possible, with costs as equal as possible. Deterministic.
 
-    Args:
-        lengths: tokens of each document, at least 1.
-        cut: indices of the documents that may be cut: longer than the sequence, or the rest of a cut one.
-        level: cost at the end of the previous block; 0 if unknown.
-        chance: returns a permutation of `range(n)`, which orders microbatches of equal cost.
+    `cut`: indices of documents that are longer than the sequence, or the rest of a cut one. `level`: cost at the end of
+    the previous block; 0 if unknown. `chance` returns a permutation of `range(n)`, which orders equal microbatches.
     """
     if not lengths:
         return Packing((), (), level)
