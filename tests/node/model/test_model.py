@@ -16,7 +16,7 @@ import node.model.initialization as initial
 from node.data.packing import Microbatch
 from node.model import passes
 from node.model.document_attention import document_attention, kernel_for
-from node.model.initialization import digest_of_tensors, near_normal, parameters_of, standard_deviation
+from node.model.initialization import digest_of_tensors, near_normal, parameters_of
 from node.model.passes import (
     IGNORED,
     BlockStack,
@@ -331,12 +331,6 @@ def test_the_size_of_a_chunk_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None
     whole = near_normal(5, "a", (10, 7), 0.3)
     monkeypatch.setattr(initial, "_CHUNK", 9)
     assert torch.equal(near_normal(5, "a", (10, 7), 0.3), whole)
-
-
-def test_what_is_added_to_the_residual_stream_shrinks_with_depth() -> None:
-    assert standard_deviation("model.layers.0.self_attn.q_proj.weight", 64, 8) == 1 / 8
-    assert standard_deviation("model.layers.0.self_attn.o_proj.weight", 64, 8) == 1 / 8 / 4
-    assert standard_deviation("model.layers.0.mlp.down_proj.weight", 64, 32) == 1 / 8 / 8
 
 
 def test_the_digest_covers_names_shapes_and_every_element() -> None:

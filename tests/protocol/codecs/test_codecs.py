@@ -52,14 +52,6 @@ class TestFormat:
         expected = struct.pack("<131b", *codes) + struct.pack("<2f", 1.0, np.float32(0.5) / np.float32(127))
         assert encoded(Codec.INT8, vector(*first, *second)) == expected
 
-    def test_none_is_the_elements(self) -> None:
-        assert encoded(Codec.NONE, vector(1.0, -2.5, 0.0)) == struct.pack("<3f", 1.0, -2.5, 0.0)
-
-    @pytest.mark.parametrize(("elements", "size"), [(0, 0), (1, 5), (128, 132), (129, 137), (2**20, 2**20 * 33 // 32)])
-    def test_sizes(self, elements: int, size: int) -> None:
-        assert encoded_bytes(Codec.INT8, elements) == size
-        assert encoded_bytes(Codec.NONE, elements) == 4 * elements
-
     @given(st.integers(0, 300), st.data())
     def test_codes_that_we_would_not_choose_are_decoded_too(self, elements: int, data: st.DataObject) -> None:
         codes = data.draw(st.binary(min_size=elements, max_size=elements))
@@ -81,15 +73,6 @@ class TestAccuracy:
             largest = float(np.abs(values[block]).max())
             off = np.abs(result[block].astype(np.float64) - values[block].astype(np.float64))
             assert off.max() <= largest / 254 * (1 + 1e-4) + 127 * 2.0**-126
-
-    def test_blocks_that_vanish_become_zeros_and_others_stay(self) -> None:
-        values = np.concatenate(
-            [np.full(128, 1e-40, np.float32), np.full(128, 1e-30, np.float32), np.zeros(5, np.float32)]
-        )
-        result = decoded(Codec.INT8, encoded(Codec.INT8, values), len(values))
-        assert not result[:128].any()
-        assert result[128:256] == pytest.approx(1e-30, rel=1e-6)
-        assert not result[256:].any()
 
     def test_the_largest_value_that_can_be_expressed(self) -> None:
         values = vector(LARGEST_VALUE, -LARGEST_VALUE, 1.0)

@@ -18,7 +18,6 @@ from protocol.nat.relay import (
     RelayLimits,
     answer,
 )
-from protocol.transport.rate_limits import TokenBuckets
 from tests.kit.waiting import until
 from tests.protocol.nat.relay_ends import ANNA, BERT, CARL, PING, Ends, accept, attach, decline, relaying, wish
 
@@ -239,13 +238,6 @@ def test_a_pair_is_the_same_from_both_sides_and_another_life_goes_on_where_the_l
     again = RelayBudget(RelayLimits(1000), lambda: 0.0, left=250)
     assert again.left() == 250
     assert RelayBudget(RelayLimits(1000), lambda: 0.0, left=9999).left() == 500
-
-
-def test_looking_at_an_allowance_takes_nothing() -> None:
-    allowance = TokenBuckets(burst=10, refill_s=1.0)
-    assert allowance.left("x", 0.0) == 10
-    assert allowance.take("x", 0.0, 8)
-    assert [allowance.left("x", now) for now in (0.0, 3.0, 100.0)] == [2, 5, 10]
 
 
 async def until_idle(ends: Ends) -> None:

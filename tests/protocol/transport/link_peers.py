@@ -182,15 +182,7 @@ async def bare_stream(
     own: Persona, server: Node, *, hello: Hello | None = None, introduced: bool = True
 ) -> AsyncIterator[BareStream]:
     """A stream to a node on which a test says what it likes, after a Hello unless not `introduced`."""
-    async with stream_to(server.persona.contact(server.port), own, hello=hello, introduced=introduced) as stream:
-        yield stream
-
-
-@asynccontextmanager
-async def stream_to(
-    contact: Contact, own: Persona, *, hello: Hello | None = None, introduced: bool = True
-) -> AsyncIterator[BareStream]:
-    """As `bare_stream`, to any peer of whom one knows no more than how to dial it."""
+    contact = server.persona.contact(server.port)
     stream = BareStream(DialledStream(open_channel(contact, contact.addresses[0], own.credentials)))
     try:
         if introduced:
@@ -254,7 +246,6 @@ class Three:
     relaying: DhtDirectory
     far: DhtDirectory
     near: DhtDirectory
-    relay: str
     contact: Contact
     tunnels: RelayTunnels
     far_tunnels: RelayTunnels
@@ -280,7 +271,7 @@ async def three_at(port: int, bytes_per_hour: int = PLENTY, far: Identity | None
         tunnels, far_tunnels = (RelayTunnels(each, {relay_id.peer: relay}.__getitem__) for each in (near, far_one))
         await far_tunnels.attach([relay], f"127.0.0.1:{port}")
         await until(lambda: relaying.situation.relay.attached == 1)
-        yield Three(relaying, far_one, near, relay, contact, tunnels, far_tunnels)
+        yield Three(relaying, far_one, near, contact, tunnels, far_tunnels)
 
 
 @asynccontextmanager

@@ -106,14 +106,6 @@ async def test_tensors_travel_both_ways_at_once_and_arrive_whole() -> None:
         assert right.handler.ups == [left.peer]
 
 
-async def test_small_messages_keep_their_order() -> None:
-    async with two_nodes() as (left, right):
-        for number in range(100):
-            await left.transport.send_control(right.peer, close_of(left.peer, number))
-        await right.handler.until(lambda: len(right.handler.messages) == 100)
-        assert right.handler.messages == [(left.peer, close_of(left.peer, n)) for n in range(100)]
-
-
 async def test_a_caller_nobody_has_heard_of_is_let_in_and_its_records_are_handed_on() -> None:
     left_persona, right_persona = Persona(), Persona()
     async with node(left_persona, record=b"left") as left, node(right_persona, record=b"right") as right:

@@ -67,7 +67,6 @@ class World:
     at_first: int = 4
     tick: int = 0
     moves: list[Move] = field(default_factory=list)
-    cancelled: int = 0
     members: dict[PeerId, Member] = field(default_factory=dict)
     random: Random = field(init=False)
     workload: Workload = field(init=False)
@@ -153,7 +152,6 @@ class World:
             for other in self.members.values()
         )
         if self.longest_delay and not left:
-            self.cancelled += 1
             self._become(member, PeerState.SERVING)
             return
         on_the_way = sum(other.goal == goal for other in self.members.values())

@@ -59,12 +59,6 @@ def test_who_fits_nowhere_takes_nothing_and_power_still_counts() -> None:
     assert counted == {LARGE: 6, SMALL: 1}, "of seven large peers six go where six parts of seven are to be done"
 
 
-def test_equal_stages_are_still_taken_by_chance() -> None:
-    alike = {module: Need(GB, GB, "") for module in MODULES}
-    chosen = {choose_module(PeerId(f"n{n}"), MODULES, [], WORK, needs=alike).value for n in range(50)}
-    assert chosen == set(MODULES)
-
-
 def moved(own: Announcement, others: tuple[Announcement, ...], *, at: float) -> ModuleId | None:
     """Where `own`, which serves the small stage, goes when it has looked on for so many seconds."""
     watch = MoveWatch(WORK, MoveRules())

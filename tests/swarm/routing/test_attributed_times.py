@@ -142,12 +142,6 @@ def test_the_ends_are_not_measured_but_their_time_is_nobody_elses() -> None:
     assert travel.seconds(C) == pytest.approx(7.0)
 
 
-def test_a_way_back_without_a_way_out_is_no_measurement() -> None:
-    travel = Travel()
-    travel.passed(A, BACK, 0, 5.0)
-    assert travel.seconds(A) is None
-
-
 def test_what_was_never_launched_is_ignored() -> None:
     travel = Travel()
     travel.out()

@@ -84,16 +84,6 @@ def test_announcements_count_until_there_are_measurements() -> None:
     assert costs.service_s(C) == pytest.approx(1.0)
 
 
-def test_averages_follow_and_the_first_samples_count_alike() -> None:
-    measured = MeasuredTimes(DATA, TOKENS)
-    for seconds in (1.0, 3.0):
-        measured.computed(A, OUT, seconds)
-    assert measured.costs(REPLICAS).forward_s[A] == 2.0
-    for _ in range(200):
-        measured.computed(A, OUT, 10.0)
-    assert measured.costs(REPLICAS).forward_s[A] == pytest.approx(10.0, rel=1e-3)
-
-
 def test_a_way_that_was_never_measured_is_as_long_as_the_longer_one_from_here() -> None:
     measured = MeasuredTimes(DATA, TOKENS)
     measured.sent(DATA, A, 0.2)

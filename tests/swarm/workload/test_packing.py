@@ -18,7 +18,6 @@ from swarm.workload.packing import (
     DocumentPiece,
     Packing,
     in_turns,
-    longest_piece,
     pack,
     pack_and_end,
     worst_run,
@@ -117,10 +116,6 @@ def test_a_microbatch_has_no_more_documents_than_a_message_can_name() -> None:
     found = pack([1] * (2 * MAX_DOCUMENTS + 1), (), Capacity(1, 10 * MAX_DOCUMENTS, SHARE)).microbatches
     assert max(map(len, found)) <= MAX_DOCUMENTS
     assert sum(map(len, found)) == 2 * MAX_DOCUMENTS + 1
-
-
-def test_a_piece_of_a_long_sequence_leaves_room_beside_it() -> None:
-    assert (longest_piece(8), longest_piece(63), longest_piece(4096)) == (8, 63, 4032)
 
 
 def test_a_block_begins_with_what_the_block_before_cost_and_goes_on_by_and_by() -> None:

@@ -94,12 +94,6 @@ def test_a_cost_is_told_in_usual_ones() -> None:
     assert (sizes.tokens, sizes.squares) == (90.0, (40**2 + 50**2 + 90**2) / 2)
 
 
-def test_equal_ones_are_all_usual() -> None:
-    sizes = MicrobatchSizes(64)
-    assert {sizes.add(Size(64, (), 70.5)) for _ in range(3 * LATEST)} == {1.0}
-    assert sizes.summary() == SizeSummary(LATEST, 64.0, 0.0, 70.5, 0.0, 0.0, 0.0)
-
-
 def test_what_is_long_ago_is_forgotten() -> None:
     sizes = MicrobatchSizes(100)
     sizes.add(Size(100, (100,), 1000.0))
