@@ -163,12 +163,7 @@ class Fragment:
 
 def is_held_out(seed: int, name: str, share: float) -> bool:
     """Tells whether a document is held out from training, which depends only on its name and the seed."""
-    return is_drawn(f"held-out:{seed}:{name}", share)
-
-
-def is_drawn(key: str, share: float) -> bool:
-    """Tells whether a hash of `key` selects it with probability `share`, the same on every machine."""
-    return _hash(key) < int(share * 2**64)
+    return _hash(f"held-out:{seed}:{name}") < int(share * 2**64)
 
 
 def owner(seed: int, name: str, data_nodes: Sequence[PeerId]) -> PeerId:

@@ -120,19 +120,16 @@ def held_out_microbatches(
         else RowPacker(manifest, fragments, START)
     )
     given = 0
-    while given < count:
-        microbatch = packer.next()
-        if microbatch is None and given == 0:
-            raise ConfigError(
-                f"the held-out documents (data.held_out = {share}) have less than one microbatch of"
-                f" {manifest.microbatch_tokens} tokens",
-                hint="Use more text, or create a run with a larger data.held_out.",
-            )
-        if microbatch is None:
-            return
+    while given < count and (microbatch := packer.next()) is not None:
         if microbatch.scored:
             given += 1
             yield microbatch
+    if not given:
+        raise ConfigError(
+            f"the held-out documents (data.held_out = {share}) have less than one microbatch of"
+            f" {manifest.microbatch_tokens} tokens",
+            hint="Use more text, or create a run with a larger data.held_out.",
+        )
 
 
 def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:

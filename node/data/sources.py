@@ -136,7 +136,13 @@ def _line_starts(listing: Listing, name: str) -> array[int]:
 
 def python_standard_library() -> FileSource:
     """Returns the `.py` files of the running Python's standard library, without its tests."""
-    return FileSource(files_below(Path(sysconfig.get_path("stdlib")), _is_of_the_library, _is_source), DOCUMENT_BYTES)
+    found = files_below(
+        Path(sysconfig.get_path("stdlib")),
+        lambda folder: folder not in _NOT_THE_LIBRARY,
+        # `_sysconfigdata...` differs between machines.
+        lambda file: file.endswith(".py") and not file.startswith("_sysconfigdata"),
+    )
+    return FileSource(found, DOCUMENT_BYTES)
 
 
 def files_at(path: Path) -> FileSource:
@@ -152,15 +158,6 @@ def source_at(path: Path, kind: Callable[[Listing], FromListing]) -> FromListing
         raise ConfigError(f"data.source: {path} does not exist on this machine") from None
     except OSError as error:
         raise ConfigError(f"data.source: {path} cannot be read: {error.strerror}") from None
-
-
-def _is_of_the_library(folder: str) -> bool:
-    return folder not in _NOT_THE_LIBRARY
-
-
-def _is_source(file: str) -> bool:
-    """Tells whether a file is Python source. Excludes `_sysconfigdata...`, which differs between machines."""
-    return file.endswith(".py") and not file.startswith("_sysconfigdata")
 
 
 # ---- token shards ----------------------------------------------------------------------------------------------------

@@ -170,13 +170,13 @@ class RelayPart:
         return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # too long for a record
 
 
-async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+async def keep_in_step(session: NetworkSession) -> None:
     """Adapts the node's DHT and tunnels to its reachability every few seconds until cancelled."""
     announce, relay_of = session.membership_sync.announce, session.book.relay_of
     part = RelayPart(session.own, session.directory, session.tunnels, relay_of, announce, session.local_address)
     while True:
         await part.follow()
-        await sleep(STEP_S)
+        await asyncio.sleep(STEP_S)
 
 
 def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:

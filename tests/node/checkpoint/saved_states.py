@@ -22,7 +22,7 @@ from node.data.documents import StreamPosition
 from node.data.local_paths import NO_LOCAL_PATHS, LocalPathOptions
 from node.data.packing import Cursor
 from node.export.open_model import open_model
-from node.export.source import RoutedModel
+from node.export.source import routed_model
 from node.export.writer import Export, export
 from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
@@ -32,7 +32,7 @@ from node.solo.trainer import WholeModel, solo_peer
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest
-from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Route
 from tests.node.small_manifest import small_manifest
 
 ONE = ModuleId(1)
@@ -190,10 +190,10 @@ def exported(source: Path, target: Path, *, told: LocalPathOptions = NO_LOCAL_PA
     return asyncio.run(run())
 
 
-def decoder_of(folder: Path) -> Decoder:
+def decoder_of(folder: Path, route: Route | None = None) -> Decoder:
     async def run() -> Decoder:
         async with open_model(str(folder)) as opened:
-            return await RoutedModel(opened.source, CPU, None).decoder(None)
+            return await (await routed_model(opened.source, CPU)).decoder(route)
 
     return asyncio.run(run())
 

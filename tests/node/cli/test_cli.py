@@ -206,7 +206,6 @@ class TestNew:
             (("--data", "path:/nowhere"), 78, "/nowhere"),
             (("--route-from", "python-stdlib"), 78, "needs experts"),
             (("--size", "10q"), 78, "not a number of parameters"),
-            (("--size", "10m", "--card", "much"), 78, "is not a size"),
             (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both set"),
             (("--experts", "two"), 78, "not a list of numbers"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),

@@ -272,5 +272,3 @@ def test_a_place_without_a_line_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n \n")
     with pytest.raises(ConfigError, match="no line"):
         source_at(tmp_path, LineSource)
-    with pytest.raises(ConfigError, match="does not exist"):
-        source_at(tmp_path / "none", LineSource)

@@ -14,12 +14,12 @@ from node.data.local_paths import LocalPathOptions
 from node.data.tokenizers import ByteTokenizer
 from node.export.open_model import evaluate_model, open_model
 from node.export.source import RoutedModel, parse_path, path_modules, routed_model
-from node.model.decoder import Continuation, Decoder, Sampling
+from node.model.decoder import Continuation, Sampling
 from node.solo.trainer import WholeModel
 from swarm.experts.routes import module_at
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot
 from swarm.vocabulary.types import Route
-from tests.node.checkpoint.saved_states import CPU, exported, noisy_model, save_checkpoint
+from tests.node.checkpoint.saved_states import CPU, decoder_of, exported, noisy_model, save_checkpoint
 from tests.node.experts.test_router import manifest_with, some_router
 
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -51,14 +51,6 @@ def logits_on(model: WholeModel, route: Route) -> torch.Tensor:
     return model.head.logits(hidden)
 
 
-def expert_decoder_of(folder: Path, route: Route | None = None) -> Decoder:
-    async def run() -> Decoder:
-        async with open_model(str(folder)) as opened:
-            return await (await routed_model(opened.source, CPU)).decoder(route)
-
-    return asyncio.run(run())
-
-
 def test_each_path_is_a_llama_with_its_own_logits(tmp_path: Path, expert_checkpoint: Path, model: WholeModel) -> None:
     import transformers
 
@@ -70,9 +62,9 @@ def test_each_path_is_a_llama_with_its_own_logits(tmp_path: Path, expert_checkpo
         with torch.no_grad():
             found = theirs(TOKENS).logits
         assert (found - logits_on(model, route)).abs().max().item() <= 1e-4
-        assert torch.equal(expert_decoder_of(folder).logits(TOKENS), logits_on(model, route)), "and is read back here"
+        assert torch.equal(decoder_of(folder).logits(TOKENS), logits_on(model, route)), "and is read back here"
     with pytest.raises(ConfigError, match=r"path 1\.1,2\.1 does not exist: this model has no module 1\.1"):
-        expert_decoder_of(tmp_path / "path01", (1, 1))
+        decoder_of(tmp_path / "path01", (1, 1))
 
 
 def test_one_folder_has_every_module_and_the_router(tmp_path: Path, expert_checkpoint: Path, model: WholeModel) -> None:
@@ -82,16 +74,16 @@ def test_one_folder_has_every_module_and_the_router(tmp_path: Path, expert_check
         f"module-{module}.safetensors" for module in ("0.0", "1.0", "1.1", "2.0", "2.1")
     ]
     for route in PATHS:
-        assert torch.equal(expert_decoder_of(folder, route).logits(TOKENS), logits_on(model, route))
+        assert torch.equal(decoder_of(folder, route).logits(TOKENS), logits_on(model, route))
     exported(folder, again := tmp_path / "again", route=(1, 0))
-    assert torch.equal(expert_decoder_of(again).logits(TOKENS), logits_on(model, (1, 0)))
+    assert torch.equal(decoder_of(again).logits(TOKENS), logits_on(model, (1, 0)))
     with pytest.raises(ConfigError, match=r"stages\.experts"):
         exported(folder, tmp_path / "which")
     origin = json.loads((folder / "skipstone.json").read_text())
     origin["modules"]["1.0"] = origin["modules"]["1.1"]
     (folder / "skipstone.json").write_text(json.dumps(origin))
     with pytest.raises(CorruptSnapshot, match=r"module 1\.0 differs from the exported one"):
-        expert_decoder_of(folder, (0, 0))
+        decoder_of(folder, (0, 0))
 
 
 def test_held_out_loss_is_of_each_texts_own_path(tmp_path: Path) -> None:

@@ -79,7 +79,6 @@ def seen(outcome: DialBackOutcome, host: str = OUTSIDE, local: str | None = HOME
 @pytest.mark.parametrize(
     ("outcomes", "step"),
     [
-        ((REACHED, REACHED, SILENT), ReachStep.DIRECT),
         ((REACHED, CLOSED), ReachStep.DIRECT),
         ((REACHED, NOT_TRIED), ReachStep.DIRECT),
         ((), ReachStep.UNKNOWN),
