@@ -47,6 +47,7 @@ from swarm.routing.planner import Planner
 from swarm.vocabulary.announcement import MAX_VISITED_STAGES
 from swarm.vocabulary.types import ModuleId, PeerId
 
+UNPROVEN_S = 30.0  # Time in which a data node must prove work to keep its share of the documents
 LAST_WORDS_S = 3.0
 """Limit for a stopping data node to finish its last inner step and tell the hops that their gradients count."""
 
@@ -167,9 +168,16 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     if paths.skippable <= MAX_VISITED_STAGES:
         own.visits = lambda: tuple(planner.prices.launched)
 
+    first_seen: dict[PeerId, float] = {}
+
     def live_data_nodes() -> tuple[PeerId, ...]:
-        replicas = membership.replicas(ModuleId(0), clock.monotonic())
-        return tuple(sorted({own.peer, *(announcement.peer for announcement in replicas)}))
+        now, proofs = clock.monotonic(), context.proofs
+        here = {announcement.peer for announcement in membership.replicas(ModuleId(0), now)}
+        for peer in first_seen.keys() - here:
+            del first_seen[peer]
+        # Names that hand out no work must not take a share of the documents for long.
+        is_new = {peer for peer in here if now - first_seen.setdefault(peer, now) < UNPROVEN_S}
+        return tuple(sorted({own.peer, *(here & (proofs.proven | is_new) if proofs.tallies else here)}))
 
     start = START if position is None else position.cursor
     # Training and evaluation draw from separate halves of the numbers, so their microbatches never collide.
