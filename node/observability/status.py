@@ -186,6 +186,8 @@ class Account:
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
     weights: WeightsStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
     moments: MomentsStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
+    data_nodes: dict[str, float] | None = field(default=None, metadata=OMITTED_IF_NONE)
+    """Data nodes' shares of the tokens in a replica's last inner steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

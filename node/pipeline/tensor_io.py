@@ -76,13 +76,12 @@ class GradientClip:
     def __init__(self) -> None:
         self._norms: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._medians: dict[PeerId, float] = {}
-        self._factors: OrderedDict[MicrobatchId, Tensor] = OrderedDict()
+        self._factors: OrderedDict[MicrobatchId, Tensor | None] = OrderedDict()
         self._unread: tuple[PeerId, Tensor] | None = None
 
     def clipped(self, microbatch: MicrobatchId, gradient: Tensor) -> Tensor:
         """Returns the gradient [rows, tokens, hidden], scaled down if it is too long; again by the same factor."""
-        factor = self._factors.get(microbatch)
-        if factor is None:
+        if microbatch not in self._factors:
             # Reading the last norm now, and not this one, keeps the device busy.
             if self._unread is not None:
                 self._add(self._unread[0], self._unread[1].item())
@@ -90,12 +89,12 @@ class GradientClip:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) * math.sqrt(gradient[..., 0].numel())
             self._unread = microbatch.data_node, norm
             limit = GRADIENT_AT_MOST * median_low(self._medians.values()) if self._medians else math.inf
-            if gradient.device.type == "cpu" and norm <= limit:
-                return gradient
-            factor = self._factors[microbatch] = torch.clamp(limit / norm, max=1.0)
+            is_usual = gradient.device.type == "cpu" and bool(norm <= limit)
+            self._factors[microbatch] = None if is_usual else torch.clamp(limit / norm, max=1.0)
             if len(self._factors) > FACTORS_KEPT:
                 self._factors.popitem(last=False)
-        return gradient * factor.to(gradient.dtype)
+        factor = self._factors[microbatch]
+        return gradient if factor is None else gradient * factor.to(gradient.dtype)
 
     def _add(self, data_node: PeerId, norm: float) -> None:
         norms = self._norms.setdefault(data_node, deque(maxlen=NORMS_KEPT))

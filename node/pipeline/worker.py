@@ -45,11 +45,13 @@ from swarm.pipeline.custody_events import Started, Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, Reasoned
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
 
 PROBES = 3
+SHARE_KEPT = 0.9  # Part of the data nodes' tokens that is kept at each inner step
+MOST_SHARES = 16
 
 
 # ---- weight stashing -------------------------------------------------------------------------------------------------
@@ -346,6 +348,13 @@ class HopWorker(ReplicaWorker):
         self._stash = WeightStash(self.passes.weights, stashed, graph_budget_bytes // 4)
         self._graphs = GraphBudget(graph_budget_bytes - self._stash.bytes)
         self._kept: dict[int, _Kept] = {}
+        self._sources: dict[PeerId, float] = {}  # Tokens of each data node; older steps count less
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Returns the data nodes' shares of the tokens in the last steps, of those with the most."""
+        most = sorted(self._sources.items(), key=lambda item: -item[1])[:MOST_SHARES]
+        return {peer: round(tokens / sum(self._sources.values()), 3) for peer, tokens in most}
 
     @property
     def speed(self) -> Speed:
@@ -366,6 +375,7 @@ class HopWorker(ReplicaWorker):
             return None
         self.deferred.finish()
         self._stash.before_step()
+        self._sources = {peer: SHARE_KEPT * tokens for peer, tokens in self._sources.items() if tokens >= 1}
         self.passes.parameters_changed()
         return self.optimizer.step()
 
@@ -497,8 +507,11 @@ class HopWorker(ReplicaWorker):
     def _count(self, job: Job, tokens: int, addition: Addition) -> None:
         if addition is Addition.NOT_FINITE:
             raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")
-        self.accumulated += addition is Addition.ADDED
-        self.accumulated_tokens += (addition is Addition.ADDED) * tokens
+        if addition is Addition.ADDED:
+            self.accumulated += 1
+            self.accumulated_tokens += tokens
+            source = job.key.microbatch.data_node
+            self._sources[source] = self._sources.get(source, 0.0) + tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -97,6 +97,7 @@ class StageRole:
             codec_s=worker.wire.codec_s,
             weights=WeightsStatus(chosen.value, chosen.reason, *figures),
             moments=moments_status(worker.optimizer),
+            data_nodes=worker.shares,
         )
 
 

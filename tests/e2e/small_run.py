@@ -190,9 +190,9 @@ def solo_losses(
 
 
 def assert_same_parameters(manifest: Manifest, one: Path, other: Path) -> None:
-    swarms, solos = gather_modules(one).modules, gather_modules(other).modules
+    swarms, solos = gather_modules(one), gather_modules(other)
     for module in manifest.modules():
-        ours, theirs = swarms[module], solos[module]
+        ours, theirs = swarms.module(module), solos.module(module)
         assert ours.keys() == theirs.keys()
         for parameter, value in ours.items():
             torch.testing.assert_close(

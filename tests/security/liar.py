@@ -1,16 +1,16 @@
-"""A node that computes honestly and lies in rounds: `python -m tests.security.liar KIND join ...`, the rest as
-`skipstone` has it.
+"""A node that computes honestly and cheats in rounds: `python -m tests.security.liar KIND join ...`.
 
-It is the real node but for what it contributes, claims, or sends as a convener, so it is invited, convenes on its turn
-and reduces a shard like the others.
+KIND is one of `LIES`, with options after a colon: `reverse:factor=-5,tokens=8,norm=5,after=600` cheats from 600 s on.
+The rest is the real node, so it is invited, leads and reduces in turn.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from node.averaging.exchange.reduction import Reduction, UpdateSource
 from node.averaging.round_runner import ReplicaSync, Snapshot
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker
+from protocol.codecs import encode_into
 from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
@@ -70,6 +71,53 @@ def another_source(kind: type[_Scaled], norm: float) -> Callable[[], None]:
         return replace(honest, source=source, norm=honest.norm * norm)
 
     return partial(setattr, ReplicaSync, "snapshot", snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Factors of the pseudo-gradient, its declared norm (None: as the gradient) and the claimed tokens."""
+
+    factor: float = 1.0
+    tokens: float = 1.0
+    norm: float | None = None
+    noise: bool = False  # a fixed random direction, the same for all liars
+
+    def install(self) -> None:
+        claim, honestly, sign = self, ReplicaSync.snapshot, EntrySigner.sign
+
+        class Source(UpdateSource):
+            def write(self, part: slice, out: Vector, factor: float) -> None:
+                UpdateSource.write(self, part, out, factor)
+                if claim.noise:
+                    noise = np.random.default_rng(part.start).standard_normal(len(out)).astype(np.float32)
+                    out[:] = noise * (np.linalg.norm(out) / np.linalg.norm(noise))
+                np.multiply(out, np.float32(claim.factor), out=out)
+
+            def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
+                values = np.empty(part.stop - part.start, np.float32)
+                self.write(part, values, 1.0)
+                encode_into(codec, values, out)
+
+        async def snapshot(self: ReplicaSync) -> Snapshot:
+            honest = await honestly(self)
+            norm = abs(claim.factor) * 1.001 if claim.norm is None else claim.norm
+            return replace(honest, source=Source(honest.source.anchor, honest.source.snapshot), norm=honest.norm * norm)
+
+        def signed(self: EntrySigner, entry: Entry) -> Entry:
+            return sign(self, replace(entry, tokens=int(entry.tokens * claim.tokens)))
+
+        ReplicaSync.snapshot = snapshot  # type: ignore[method-assign]
+        EntrySigner.sign = signed  # type: ignore[method-assign]
+
+
+CLAIMS = {
+    "reverse": Claim(-3.0, 4),
+    "slight": Claim(-0.5, 4),
+    "ordinary": Claim(-1.0),
+    "noise": Claim(3.0, 4, noise=True),
+    "drift": Claim(1.5, noise=True),
+    "sched": Claim(tokens=64),
+}
 
 
 def another_message(change: Callable[[Sent], Sent]) -> Callable[[], None]:
@@ -182,6 +230,21 @@ LIES: dict[str, Callable[[], None]] = {
     "ahead": another_anchor(50_000, 2_500_000),
 }
 
+
+def begin(kind: str) -> None:
+    """Installs the lie, at once or `after` seconds of honest work."""
+    name, _, options = kind.partition(":")
+    given = {key: float(value) for key, _, value in (each.partition("=") for each in options.split(",") if each)}
+    after = given.pop("after", 0.0)
+    install = replace(CLAIMS[name], **given).install if name in CLAIMS else LIES[name]  # type: ignore[arg-type]
+    if after:
+        timer = threading.Timer(after, install)
+        timer.daemon = True
+        timer.start()
+    else:
+        install()
+
+
 if __name__ == "__main__":
-    LIES[sys.argv.pop(1)]()
+    begin(sys.argv.pop(1))
     main()

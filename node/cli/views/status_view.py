@@ -35,6 +35,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
     yield status_headline(status)
     yield status_table(status)
     yield from accused_lines(status)
+    yield from data_node_lines(status)
     yield from route_tables(status)
     yield from path_tables(status)
     yield from compute_tables(status)
@@ -117,6 +118,17 @@ def accused_lines(status: SwarmStatus) -> Iterator[Text]:
         number, why = latest[name]
         who = f"accused by {len(by[name])}: {peer_name(name)}"
         yield Text(f"{who} {harmless(why)} (round {count(number)})", style="yellow")
+
+
+def data_node_lines(status: SwarmStatus) -> Iterator[Text]:
+    """Yields a line for each replica with two or more data nodes: their shares of its last inner steps."""
+    for peer in status.peers[:MOST_ROWS]:
+        shares = Counter(peer.said.data_nodes or {}).most_common(MOST_ACCUSED)
+        if len(shares) > 1:
+            of_each = ", ".join(f"{peer_name(name)} {share:.0%}" for name, share in shares)
+            yield Text(
+                f"data nodes of {peer_name(peer.peer)}: {of_each}", style="yellow" if shares[0][1] > 0.5 else "dim"
+            )
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

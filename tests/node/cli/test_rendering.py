@@ -29,6 +29,7 @@ from node.cli.views.status_view import (
     accused_lines,
     codec_tables,
     compute_tables,
+    data_node_lines,
     moment_lines,
     path_tables,
     status_table,
@@ -264,6 +265,13 @@ def test_status_names_who_is_accused() -> None:
     assert [line.split(":")[0] for line in lines] == ["accused by 2", "accused by 1"]
     assert lines[0].endswith("sent nothing (round 7)")
     assert list(accused_lines(swarm_of(2))) == []
+
+
+def test_status_names_the_data_nodes_of_a_hop_and_their_shares() -> None:
+    shares = {"a": {"x": 0.25, "y": 0.75}, "b": {"x": 1.0}, "c": "x"}
+    peers = [peer_of(name, "1.0", {"data_nodes": said}) for name, said in shares.items()]
+    lines = [view.plain for view in data_node_lines(swarm_of(2, *peers))]
+    assert lines == ["data nodes of a: y 75%, x 25%"]
 
 
 NESTED: dict[str, Any] = {
