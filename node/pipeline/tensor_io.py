@@ -61,6 +61,9 @@ def relative_error(tensor: Tensor, encoded: Encoded) -> float:
 
 GRADIENT_AT_MOST: Final = 3.0
 """Largest norm of a microbatch's gradient, in usual norms. A longer one is scaled down."""
+ALONE_AT_MOST: Final = 100.0
+"""The same with one data node, whose norms change by more early in training, or with fewer than FEW_NORMS norms."""
+FEW_NORMS: Final = 16
 NORMS_KEPT: Final = 32
 """Norms of each data node from which its median is computed."""
 MOST_DATA_NODES: Final = 64
@@ -79,16 +82,22 @@ class GradientClip:
         self._factors: OrderedDict[MicrobatchId, Tensor | None] = OrderedDict()
         self._unread: tuple[PeerId, Tensor] | None = None
 
-    def clipped(self, microbatch: MicrobatchId, gradient: Tensor) -> Tensor:
-        """Returns the gradient [rows, tokens, hidden], scaled down if it is too long; again by the same factor."""
+    def clipped(self, microbatch: MicrobatchId, gradient: Tensor, labels: int = 0) -> Tensor:
+        """Returns the gradient [rows, tokens, hidden], scaled down if it is too long; again by the same factor.
+
+        `labels`: predicted tokens; 0: all.
+        """
         if microbatch not in self._factors:
             # Reading the last norm now, and not this one, keeps the device busy.
             if self._unread is not None:
                 self._add(self._unread[0], self._unread[1].item())
-            # The norm of a mean falls with the root of the number of tokens.
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) * math.sqrt(gradient[..., 0].numel())
-            self._unread = microbatch.data_node, norm
-            limit = GRADIENT_AT_MOST * median_low(self._medians.values()) if self._medians else math.inf
+            # The norm of a mean falls with the root of the number of labels.
+            tokens = gradient[..., 0].numel()
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) * (tokens / math.sqrt(labels or tokens))
+            self._unread = microbatch.data_node, norm.to("cpu", non_blocking=True)
+            few = len(self._medians) < 2 or sum(map(len, self._norms.values())) < FEW_NORMS
+            times = ALONE_AT_MOST if few else GRADIENT_AT_MOST
+            limit = times * median_low(self._medians.values()) if self._medians else math.inf
             is_usual = gradient.device.type == "cpu" and bool(norm <= limit)
             self._factors[microbatch] = None if is_usual else torch.clamp(limit / norm, max=1.0)
             if len(self._factors) > FACTORS_KEPT:
@@ -141,7 +150,8 @@ class Wire:
 
     def gradient(self, job: Job, *, before_use: bool = False) -> Tensor:
         """Decodes a received gradient like `received`, and clips it."""
-        return self._clip.clipped(job.key.microbatch, self.received(job.gradient, before_use=before_use))
+        received = self.received(job.gradient, before_use=before_use)
+        return self._clip.clipped(job.key.microbatch, received, job.labels)
 
     def expect(self, holds: Tensor, fault: str) -> None:
         """Makes the job fail with `fault` unless the device bool `holds` is true: now on the CPU, else in `output`."""

@@ -350,7 +350,7 @@ LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
     [
         ({"run": OTHER_RUN}, FarewellReason.WRONG_RUN, ""),
         ({"peer": Persona().peer}, FarewellReason.NOT_YOU, ""),
-        ({"versions": VersionRange(3, 4)}, FarewellReason.WRONG_VERSION, "2 to 2"),
+        ({"versions": VersionRange(4, 5)}, FarewellReason.WRONG_VERSION, "3 to 3"),
     ],
 )
 async def test_a_hello_of_another_run_name_or_version_is_refused(
