@@ -225,16 +225,19 @@ class ReplicaView:
         long = {peer for peer, since in self._vouching_since.items() if self.now - since > NEW_TALLY_S}
         return "it lacks the tallies of work" if long and not long & theirs.keys() else None
 
+    def _votes(self) -> dict[PeerId, AnchorVersion]:
+        """Returns the anchors of replicas with proven work; all, if we have no state to lose or nothing is proven."""
+        versions, proven = self.others.versions(self.now), self.others.proven
+        if proven or (self.tallies and self.version.round > 0):
+            return {peer: version for peer, version in versions.items() if peer in proven}
+        return versions
+
     def standing(self) -> Reasoned[AnchorVersion]:
         """Returns the anchor version on which live replicas agree. Ignores versions whose download failed recently.
 
-        Only replicas with proven work count, unless we have no state to lose or nothing can be proven. A distrusted
-        replica counts only if most replicas have its version.
+        A distrusted replica counts only if most replicas have its version.
         """
-        versions, distrusted = self.others.versions(self.now), self.penalties.distrusted(self.now)
-        proven = self.others.proven
-        if proven or (self.tallies and self.version.round > 0):
-            versions = {peer: version for peer, version in versions.items() if peer in proven}
+        versions, distrusted = self._votes(), self.penalties.distrusted(self.now)
         held = Counter(versions.values())
         vain = {version for version, (until, _) in self._failures.items() if self.now < until}
         counted = {
@@ -289,7 +292,7 @@ class ReplicaView:
 
     def next_number(self) -> int:
         """Returns the number of the next round, above all numbers seen, so that no number gets two results."""
-        self._highest = max(self._highest, next_number(self.version, self.others.versions(self.now).values()))
+        self._highest = max(self._highest, next_number(self.version, self._votes().values()))
         return max(self._highest, self.attempt_log.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
