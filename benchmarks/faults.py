@@ -1,11 +1,10 @@
-"""What rounds do when peers die, freeze or lie, and when the network falls apart: real processes, sockets and TLS.
+"""What rounds do when peers die or freeze, and when the network falls apart: real processes, sockets and TLS.
 
 `blows`: a plain member, the leader and the reducer of most is killed (SIGKILL) or frozen (SIGSTOP) when it has received
 a percentage of an exchange. `commit_s`: time until all survivors have committed that round, against 5 s plus an
 undisturbed round. A frozen replica is woken two rounds later and has to take part again. `partitions`: 2+2 and 3+1
 replicas in network namespaces (root and iproute2), apart for five rounds; counts the rounds from the first link across
-until all commit one together. `liars`: one of four replicas lies (`tests/security/liar.py`). `ratio`: held-out loss
-after `--kilotokens`, over that of the other three without it (`nobody`); medians over the repeats.
+until all commit one together. Liars: `python -m tests.security.attack`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import signal
-import statistics
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -21,25 +19,21 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import demo_run, median, tell, verdict
+from benchmarks.kit import median, tell, verdict
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import RoundProgress
 from protocol.manifest.manifest import Manifest
 from tests.e2e.home_network import split_network, why_no_namespaces
-from tests.e2e.lying import Company, keep_company
 from tests.e2e.parting import THREE_AND_ONE, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, RoundWatch, watching
 from tests.e2e.small_run import write_text
 from tests.e2e.striking import MODULE, STAGE, Blow, Role, Striker, heavy_run, replicas_of, see_it_through
-from tests.security.liar import LIES
 
 LIMIT_S: Final = 5.0
 ROLES: tuple[Role, ...] = ("member", "convener", "reducer")
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP)
 PARTED_INNER_STEPS: Final = 30  # rounds of seconds, so that their count does not depend on who finds whom first
-HONEST, NOBODY = "honest", "nobody"
-EVALUATED: Final = 32
 
 
 # ---- blows -----------------------------------------------------------------------------------------------------------
@@ -142,45 +136,7 @@ async def parted(folder: Path, sides: str) -> dict[str, object]:
     return table | {"target_rounds_after": 2, "exits": exits, "check": verdict(folder / "logs")}
 
 
-# ---- liars -----------------------------------------------------------------------------------------------------------
-
-
-def liars_run() -> Manifest:
-    inner = {"staleness": 1, "inner_steps": 5, "inner_tokens": 1024, "outer": {"learning_rate": 0.7, "momentum": 0.5}}
-    return demo_run("liars", [0, 2], seed=1, **inner)
-
-
-async def liars(options: Any) -> dict[str, Any]:
-    seen: dict[str, list[Company]] = {kind: [] for kind in (NOBODY, *options.kinds)}
-    checks: dict[str, list[dict[str, object]]] = {kind: [] for kind in seen}
-    for number, (kind, companies) in itertools.product(range(options.repeats), seen.items()):
-        lie = None if kind == NOBODY else kind
-        with kit.folder(options.keep, f"{kind}-{number}") as logs:
-            companies.append(await keep_company(liars_run(), logs, 1000 * options.kilotokens, lie, EVALUATED))
-            checks[kind].append(verdict(logs))
-        tell(f"{kind}: loss {companies[-1].loss:.4f}, {companies[-1].rounds} rounds")
-    losses = {kind: statistics.median(one.loss for one in companies) for kind, companies in seen.items()}
-    rows = {
-        kind: {
-            "losses": [company.loss for company in companies],
-            "ratio": losses[kind] / losses[NOBODY],
-            "ratio_to_four_honest": losses[kind] / losses[HONEST] if HONEST in losses else None,
-            "rounds": [company.rounds for company in companies],
-            "with_its_update": sum(company.with_liar for company in companies),
-            "attempts_a_round": statistics.mean(company.attempts for company in companies),
-            "rounds_with_several_digests": sum(len(h) > 1 for company in companies for h in company.digests.values()),
-            "exits": sum(code != 0 for company in companies for code in company.ends.values()),
-            "checks": checks[kind],
-        }
-        for kind, companies in seen.items()
-    }
-    return {"repeats": options.repeats, "target_ratio": 1.01, "kinds": rows}
-
-
 if __name__ == "__main__":
     quick = {"parts": ["blows"], "roles": ["member"], "percents": [50], "replicas": 3, "blocks": 1}
-    quick |= {"kinds": ["million"], "kilotokens": 20}
     blow = {"roles": ROLES, "percents": [10, 50, 90], "replicas": 4, "blocks": 3}
-    lie = {"kinds": tuple(LIES), "repeats": 1, "kilotokens": 800}
-    parts = {"blows": blows, "partitions": partitions, "liars": liars}
-    kit.run(__doc__, parts, quick, keep=Path, **blow, **lie)
+    kit.run(__doc__, {"blows": blows, "partitions": partitions}, quick, keep=Path, **blow)

@@ -60,7 +60,6 @@ def test_what_one_process_or_two_measure(name: str, keys: set[str]) -> None:
         ("demo", ()),
         ("experts", ("--parts", "swarm")),
         ("faults", ()),
-        ("faults", ("--parts", "liars")),
         ("hop", ("--without-hivemind",)),
         ("joiner", ()),
         ("packing", ("--parts", "loss", "swarm")),

@@ -1,7 +1,7 @@
 """A node that computes honestly and cheats in rounds: `python -m tests.security.liar KIND join ...`.
 
-KIND is one of `LIES`, with options after a colon: `reverse:factor=-5,tokens=8,norm=5,after=600` cheats from 600 s on.
-The rest is the real node, so it is invited, leads and reduces in turn.
+KIND is one of `CLAIMS` or `LIES`. Options follow a colon: `reverse:factor=-5,tokens=8,norm=5,after=600` cheats from
+600 s on. The rest is the real node, so it is invited, leads and reduces in turn.
 """
 
 from __future__ import annotations
@@ -42,37 +42,6 @@ FIRST_LIE = 3
 Sent = tuple[Contribution, TensorSpec, memoryview]
 
 
-class _Scaled(UpdateSource):
-    factor = MILLION
-
-    def write(self, part: slice, out: Vector, factor: float) -> None:
-        super().write(part, out, factor)
-        np.multiply(out, np.float32(self.factor), out=out)
-
-    def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
-        assert codec is Codec.NONE
-        super().encode(part, codec, out, room)
-        values = np.frombuffer(out, dtype=np.float32)
-        np.multiply(values, np.float32(self.factor), out=values)
-
-
-class _NotANumber(_Scaled):
-    factor = float("nan")
-
-
-def another_source(kind: type[_Scaled], norm: float) -> Callable[[], None]:
-    """The pseudo-gradient is another one; its declared norm is this many times that of the real one."""
-
-    honestly = ReplicaSync.snapshot
-
-    async def snapshot(self: ReplicaSync) -> Snapshot:
-        honest = await honestly(self)
-        source = kind(honest.source.anchor, honest.source.snapshot)
-        return replace(honest, source=source, norm=honest.norm * norm)
-
-    return partial(setattr, ReplicaSync, "snapshot", snapshot)
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Factors of the pseudo-gradient, its declared norm (None: as the gradient) and the claimed tokens."""
@@ -104,7 +73,7 @@ class Claim:
             return replace(honest, source=Source(honest.source.anchor, honest.source.snapshot), norm=honest.norm * norm)
 
         def signed(self: EntrySigner, entry: Entry) -> Entry:
-            return sign(self, replace(entry, tokens=int(entry.tokens * claim.tokens)))
+            return sign(self, replace(entry, tokens=round(entry.tokens * claim.tokens)))
 
         ReplicaSync.snapshot = snapshot  # type: ignore[method-assign]
         EntrySigner.sign = signed  # type: ignore[method-assign]
@@ -117,6 +86,9 @@ CLAIMS = {
     "noise": Claim(3.0, 4, noise=True),
     "drift": Claim(1.5, noise=True),
     "sched": Claim(tokens=64),
+    "nan": Claim(float("nan"), norm=1.0),
+    "million": Claim(MILLION, norm=1.0),
+    "million-declared": Claim(MILLION),
 }
 
 
@@ -166,14 +138,11 @@ def forged_rosters() -> None:
     nothing."""
     honestly = convening.SignedRoster
 
-    class TheOtherWay(_Scaled):
-        factor = -1000.0
-
     def forge(number: RoundId, base: AnchorVersion, entries: tuple[Entry, ...], *codec: Any) -> SignedRoster:
         forged = (e if e.peer == number.convener else replace(e, tokens=1, steps=1, norm=0.001) for e in entries)
         return honestly(number, base, tuple(forged) if base.round >= FIRST_LIE else entries, *codec)
 
-    another_source(TheOtherWay, norm=1000.0)()
+    Claim(-1000.0).install()
     convening.SignedRoster = forge  # type: ignore[misc, assignment]
 
 
@@ -214,9 +183,6 @@ def the_truth() -> None:
 
 LIES: dict[str, Callable[[], None]] = {
     "honest": the_truth,
-    "nan": another_source(_NotANumber, norm=1.0),
-    "million": another_source(_Scaled, norm=1.0),
-    "million-declared": another_source(_Scaled, norm=MILLION),
     "shapes": another_message(half_of_it),
     "round": another_message(of_the_next_round),
     "garbage": another_message(any_bytes),

@@ -210,6 +210,18 @@ def test_names_without_work_count_together_like_one_replica() -> None:
     assert make_roster(RULES, with_tally(signed(), {A: 100})).tokens == BASE.tokens + 100 + 2 * 100 // 2
 
 
+@pytest.mark.parametrize("honest", [2, 4, 8])
+@pytest.mark.parametrize("claimed", [6400, 10**12])
+def test_claimed_tokens_do_not_speed_the_schedule_up(honest: int, claimed: int) -> None:
+    others = tuple(entry(100, peer=PeerId(f"h{n}")) for n in range(honest))
+    rounds = [
+        make_roster(RULES, replace(signed(), entries=(*others, entry(tokens, peer=D)))) for tokens in (100, claimed)
+    ]
+    usual, faster = (each.tokens - BASE.tokens for each in rounds if each is not None)
+    assert usual == 100 * (honest + 1)
+    assert faster <= 1.5 * usual
+
+
 def with_tally(roster: SignedRoster, recent: dict[PeerId, int], by: PeerId = D, mark: bytes = b"good") -> SignedRoster:
     rows = tuple(WorkRow(peer, 1, tokens, tokens) for peer, tokens in recent.items())
     tally = WorkTally(by, roster.round.module, 1, 1000.0, 30.0, rows, b"", mark)

@@ -1,0 +1,17 @@
+"""Attacks whose losses are compared with an honest run's at every moment (`tests/security/attack.py`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.security.attack import experiment, parsed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+MODES = ("reverse", "noise", "drift", "ordinary", "sched", "nan", "tokens", "last-number", "steps", "names")
+
+
+@pytest.mark.parametrize("mode", ["forged-rosters", *(pytest.param(mode, marks=pytest.mark.long) for mode in MODES)])
+async def test_an_attack_costs_no_loss_and_no_honest_peer_its_name(mode: str) -> None:
+    report = await experiment(parsed([mode, "--names", "4", "--seconds", "90"]))
+    assert report["passed"], report["missed"]
