@@ -75,8 +75,8 @@ START_S = 240.0
 EVALUATION_S = 30.0
 ANNOUNCED_EVERY_S = 20.0
 AHEAD = 300
-UNNAMED = {*CLAIMS, *LIES} - {"reverse", "noise", "drift", "forged-rosters"}
-"""Lies whose teller need not be named: they do no harm, or are refused without proof."""
+NAMED = {"reverse", "noise", "drift", "forged-rosters", "mean-reversed", "mean-elsewhere"}
+"""Lies whose teller must be named. Others do no harm, or are refused without proof."""
 
 
 # ---- what a swarm does -----------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def judge(options: Any, record: Record, calm: list[tuple[float, int, float]]) ->
             missed.append(f"steps per second: {during / before:.2f} of before")
     elif options.every and (worst is None or worst > LOSS_RATIO):
         missed.append(f"loss ratio {worst}")
-    if name not in INTRUDERS and name not in UNNAMED and not liar_named:
+    if name in NAMED and not liar_named:
         missed.append("the liar is not named")
     schedule = round(sum(record.tokens.values()) / record.trained, 2)
     if schedule > FASTER:
