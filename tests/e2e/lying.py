@@ -1,4 +1,4 @@
-"""Swarms with a replica that lies in every round (`tests/security/liar.py`)."""
+"""Swarms with replicas that lie in every round (`tests/security/liar.py`)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from protocol.manifest.manifest import Manifest
 
 
 @asynccontextmanager
-async def with_liar(
-    manifest: Manifest, kind: str | None, logs: Path, honest: int = 2
-) -> AsyncIterator[tuple[LocalSwarm, str, frozenset[str]]]:
-    """A data node, honest replicas and, if a kind of `tests.security.liar.LIES` is given, a liar ("" if not)."""
-    lying = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", str(kind)))
-    options = LocalSwarmOptions(peers=1 + honest + (kind is not None), threads=1, log_dir=logs)
+async def with_liars(
+    manifest: Manifest, kind: str, logs: Path, honest: int = 2, liars: int = 1
+) -> AsyncIterator[tuple[LocalSwarm, frozenset[str], frozenset[str]]]:
+    """Runs a data node, honest replicas and liars (a kind of `tests.security.liar`); yields the liars first."""
+    lying = Deployment(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
+    options = LocalSwarmOptions(peers=1 + honest + liars, threads=1, log_dir=logs)
     deployments: Deployments = lambda index: lying if index > honest else Deployment()  # noqa: E731
     async with LocalSwarm(manifest, options, deployments=deployments) as swarm:
         _, *replicas = (peer.peer for peer in swarm.peers)
-        yield swarm, "".join(replicas[honest:]), frozenset(replicas[:honest])
+        yield swarm, frozenset(replicas[honest:]), frozenset(replicas[:honest])

@@ -20,6 +20,7 @@ from node.observability.events import (
     Completed,
     Event,
     PeerChange,
+    ReplicaAccused,
     Restored,
     RoundCommitted,
     RoundProgress,
@@ -55,6 +56,8 @@ class RoundWatch:
     module: str
     stands: list[Stand] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    stepped_at: list[float] = field(default_factory=list)
+    accusations: list[ReplicaAccused] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: Event) -> None:
@@ -63,6 +66,9 @@ class RoundWatch:
                 self.stands.append(Stand(time.monotonic(), event))
             case Step():
                 self.losses.append(event.loss)
+                self.stepped_at.append(time.monotonic())
+            case ReplicaAccused():
+                self.accusations.append(event)
         self._news.set()
 
     async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:

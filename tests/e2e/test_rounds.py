@@ -5,31 +5,21 @@ The whole matrix, with times, is `benchmarks/faults.py`.
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from node.__main__ import app
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import RoundProgress
 from tests.e2e.home_network import split_network, why_no_namespaces
 from tests.e2e.parting import ROUNDS_APART, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, watching
-from tests.e2e.small_run import write_text
+from tests.e2e.small_run import checked, write_text
 from tests.e2e.striking import MODULE, Striker, heavy_run, replicas_of, see_it_through
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
-
-
-def verdict(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(CliRunner().invoke(app, ["check", str(folder), "--json"]).stdout)
-    assert report["ok"], report["violations"]
-    return report
 
 
 async def test_survivors_commit_alike_when_the_convener_freezes_and_when_a_reducer_is_killed(tmp_path: Path) -> None:
@@ -51,7 +41,7 @@ async def test_survivors_commit_alike_when_the_convener_freezes_and_when_a_reduc
     assert {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code} == {
         killed.index: 128 + signal.SIGKILL
     }
-    verdict(tmp_path / "logs")
+    checked(tmp_path / "logs")
 
 
 async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
@@ -70,5 +60,5 @@ async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
             assert [len(side) for side in parted.sides] == [2, 2]
             assert min(parted.apart) >= ROUNDS_APART
     assert {end.exit_code for end in swarm.ends.values()} == {0}
-    report = verdict(tmp_path / "logs")
+    report = checked(tmp_path / "logs")
     assert report["forks healed"] >= 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.observability.events import Event, ReplicaAccused, RoundCommitted
-from tests.e2e.lying import with_liar
+from tests.e2e.lying import with_liars
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("kind", [pytest.param("mean-reversed", marks=pytest.mark.long), "mean-elsewhere"])
 async def test_a_reducer_that_lies_is_named_by_all_and_rounds_go_on_without_it(tmp_path: Path, kind: str) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1)
-    async with with_liar(manifest, kind, tmp_path / "logs") as (swarm, liar, honest):
+    async with with_liars(manifest, kind, tmp_path / "logs") as (swarm, [liar], honest):
         watch = Watch(swarm)
         named: set[str] = set()
 

@@ -9,7 +9,7 @@ import pytest
 
 from node.observability.events import Completed, Event, Note, Step
 from swarm.vocabulary.types import PeerId, short
-from tests.e2e.lying import with_liar
+from tests.e2e.lying import with_liars
 from tests.e2e.small_run import Watch, events_of, small_run, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -26,7 +26,7 @@ async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_los
     def excludes(event: Event) -> bool:
         return isinstance(event, Note) and "excluded from paths" in event.message
 
-    async with with_liar(manifest, "spoils", logs) as (swarm, liar, _):
+    async with with_liars(manifest, "spoils", logs) as (swarm, [liar], _):
         watch = Watch(swarm)
         found = await watch.until(excludes)
         assert isinstance(found, Note)
