@@ -102,9 +102,13 @@ class LyingSource(UpdateSource):
     """This replica's pseudo-gradient, falsely multiplied by `factor`."""
 
     factor: float
+    noise: bool = False
+    """Whether a random direction, the same for every liar, replaces the true one."""
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
         UpdateSource.write(self, part, out, factor)
+        if self.noise:
+            _replace_by_noise(out, np.random.default_rng(part.start))
         np.multiply(out, np.float32(self.factor), out=out)
 
     def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
@@ -114,8 +118,14 @@ class LyingSource(UpdateSource):
         encode_into(codec, np.nan_to_num(values) if codec is not Codec.NONE else values, out)
 
 
-def _times(source: UpdateSource, factor: float) -> LyingSource:
-    return LyingSource(source.anchor, source.snapshot, factor)
+def multiplied(source: UpdateSource, factor: float, *, noise: bool = False) -> LyingSource:
+    """Returns the source of the same pseudo-gradient, multiplied by `factor`, or of noise of that length."""
+    return LyingSource(source.anchor, source.snapshot, factor, noise)
+
+
+def _replace_by_noise(values: Vector, numbers: np.random.Generator) -> None:
+    noise = numbers.standard_normal(len(values)).astype(np.float32)
+    values[:] = noise * (np.linalg.norm(values) / np.linalg.norm(noise))
 
 
 def install(liar: Liar) -> None:
@@ -136,9 +146,9 @@ def _lie_as_contributor(liar: Liar) -> None:
     async def snapshot(self: ReplicaSync) -> Snapshot:
         honest = await fix(self)
         if liar.tells("contributes the negative, a thousand times as long"):
-            return replace(honest, source=_times(honest.source, -LONG), norm=honest.norm * LONG)
+            return replace(honest, source=multiplied(honest.source, -LONG), norm=honest.norm * LONG)
         if liar.tells("contributes NaN"):
-            return replace(honest, source=_times(honest.source, float("nan")))
+            return replace(honest, source=multiplied(honest.source, float("nan")))
         if liar.tells("contributes more than it declares"):
             return replace(honest, norm=honest.norm * 1e-30)
         return honest
@@ -166,8 +176,7 @@ def _lie_as_reducer(liar: Liar) -> None:
         elif liar.tells("reduces to zero"):
             total.fill(0.0)
         elif liar.tells("reduces to noise of the same length"):
-            noise = liar.noise.standard_normal(len(total)).astype(np.float32)
-            total[:] = noise * (np.linalg.norm(total) / np.linalg.norm(noise))
+            _replace_by_noise(total, liar.noise)
         elif liar.tells("reduces to twice the mean"):
             np.multiply(total, np.float32(STRETCH), out=total)
         elif liar.tells("falsifies one piece in four") and liar.noise.integers(PIECES_FALSIFIED) == 0:

@@ -17,24 +17,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from lab.lying_node import multiplied
 from node.__main__ import main
 from node.averaging import module_rounds as service
 from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pieces import Piece
-from node.averaging.exchange.reduction import Reduction, UpdateSource
+from node.averaging.exchange.reduction import Reduction
 from node.averaging.round_runner import ReplicaSync, Snapshot
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker
-from protocol.codecs import encode_into
 from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.averaging import leader as convening
 from swarm.vocabulary.averaging_messages import Contribution, Entry, RoundId, SignedRoster
 from swarm.vocabulary.pipeline_messages import TensorMessage
-from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, PeerId
+from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, PeerId
 
 MILLION = 1e6
 FIRST_LIE = 3
@@ -54,23 +54,11 @@ class Claim:
     def install(self) -> None:
         claim, honestly, sign = self, ReplicaSync.snapshot, EntrySigner.sign
 
-        class Source(UpdateSource):
-            def write(self, part: slice, out: Vector, factor: float) -> None:
-                UpdateSource.write(self, part, out, factor)
-                if claim.noise:
-                    noise = np.random.default_rng(part.start).standard_normal(len(out)).astype(np.float32)
-                    out[:] = noise * (np.linalg.norm(out) / np.linalg.norm(noise))
-                np.multiply(out, np.float32(claim.factor), out=out)
-
-            def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
-                values = np.empty(part.stop - part.start, np.float32)
-                self.write(part, values, 1.0)
-                encode_into(codec, values, out)
-
         async def snapshot(self: ReplicaSync) -> Snapshot:
             honest = await honestly(self)
             norm = abs(claim.factor) * 1.001 if claim.norm is None else claim.norm
-            return replace(honest, source=Source(honest.source.anchor, honest.source.snapshot), norm=honest.norm * norm)
+            source = multiplied(honest.source, claim.factor, noise=claim.noise)
+            return replace(honest, source=source, norm=honest.norm * norm)
 
         def signed(self: EntrySigner, entry: Entry) -> Entry:
             return sign(self, replace(entry, tokens=round(entry.tokens * claim.tokens)))
@@ -128,11 +116,6 @@ def of_the_next_round(sent: Sent) -> Sent:
     return replace(message, round=replace(message.round, number=message.round.number + 1)), tensor, data
 
 
-def any_bytes(sent: Sent) -> Sent:
-    message, tensor, data = sent
-    return message, tensor, memoryview(os.urandom(data.nbytes))
-
-
 def forged_rosters() -> None:
     """On its turn its own update, the other way round and a thousand times as long, counts all, and the others'
     nothing."""
@@ -177,15 +160,11 @@ def spoiled_microbatches() -> None:
     HopWorker._forward = forward  # type: ignore[method-assign]
 
 
-def the_truth() -> None:
-    """For comparison: a replica more, and no lie."""
-
-
 LIES: dict[str, Callable[[], None]] = {
-    "honest": the_truth,
+    "honest": lambda: None,  # for comparison
     "shapes": another_message(half_of_it),
     "round": another_message(of_the_next_round),
-    "garbage": another_message(any_bytes),
+    "garbage": another_message(lambda sent: (*sent[:2], memoryview(os.urandom(sent[2].nbytes)))),
     "mean-reversed": another_mean(np.negative),
     "mean-elsewhere": another_mean(lambda mean: np.roll(mean, len(mean) // 2 + 1)),
     "forged-rosters": forged_rosters,
