@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,30 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import codecs, experts, filling, kfac, optimizers, packing, rounds_live, skipping
+from benchmarks import codecs, filling, kfac, optimizers, rounds_live, skipping
 from node.data.feed import TrainingFeed, open_documents
 from node.model.blocks import Linear
-from node.model.shapes import parameter_shapes
-from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import Codec, ModuleId
-from tests.e2e.small_run import write_text
-
-# ---- packing ---------------------------------------------------------------------------------------------------------
-
-
-def test_ours_is_more_even_than_the_others_and_exceeds_no_room() -> None:
-    rng = random.Random(2)
-    lengths = [max(1, int(rng.lognormvariate(5, 1.3))) for _ in range(2000)]
-    task, found = packing.Task(lengths, 1024, 4096, 1 / 1000, 128), dict[str, dict[str, float]]()
-    for name, pack in packing.ARMS.items():
-        packed = pack(task).packed
-        assert len(packed) >= task.microbatches
-        assert all(0 < sum(one) <= task.tokens and 0 < min(one) <= max(one) <= task.sequence for one in packed)
-        found[name] = packing.figures(pack(task), task)
-    assert found["ours"]["cv2"] < min(found["concat"]["cv2"], found["queues"]["cv2"]) / 2
-    assert found["ours"]["max_over_mean"] < min(found["concat"]["max_over_mean"], found["queues"]["max_over_mean"])
-    assert found["ours"]["cut"] == 0 < found["concat"]["cut"]
-
+from swarm.vocabulary.types import Codec
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
@@ -64,28 +41,7 @@ def test_the_ratio_is_that_of_the_paces(slowed: float) -> None:
     assert found["computed_of_home"] == pytest.approx(1.0, abs=0.04)
 
 
-def test_rounds_without_time_between_them_are_no_figures() -> None:
-    dense = [rounds_live.Round(float(n), n + 0.9, 4) for n in range(10)]
-    for rounds in (ROUNDS[:2], dense):
-        with pytest.raises(RuntimeError, match="fewer than three rounds, or no time between"):
-            rounds_live.compare(rounds_live.Seen(homes(1.0), [], rounds), SETTING)
-
-
-@pytest.mark.parametrize("parameters", [40_000, 10_000_000])
-def test_a_stage_has_the_parameters_that_were_asked_for(parameters: int, tmp_path: Path) -> None:
-    setting = rounds_live.Setting(2, parameters, 6, "int8", 0.1)
-    shapes = parameter_shapes(setting.manifest(write_text(tmp_path / "text")), ModuleId(1))
-    assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(parameters, rel=0.15)
-
-
 # ---- idle time -------------------------------------------------------------------------------------------------------
-
-
-def test_putting_weights_off_pays_where_steps_wait_for_each_other() -> None:
-    found = filling.put_off(Namespace(latencies=[50], seeds=[1], seconds=15.0))["50"]
-    assert found["ratio"] >= filling.BARS["50"]
-    assert found["held"] <= 1.1
-    assert found["busy"][1] > found["busy"][0]
 
 
 def test_all_that_was_put_off_is_computed_by_the_step() -> None:
@@ -96,20 +52,6 @@ def test_all_that_was_put_off_is_computed_by_the_step() -> None:
         assert peer._added > 50
         assert computed >= peer._ground.service_s(peer.id) * (peer._added - 8)
         assert len(peer._pending) <= 8
-
-
-BERT = kfac.PROFILES["BERT-Base"]
-
-
-@pytest.mark.parametrize("microbatches", [4, 12])
-def test_a_refresh_takes_as_many_steps_as_its_work_has_room_in(microbatches: int) -> None:
-    found = kfac.row_of(kfac.pipeline(BERT, 4, microbatches), BERT, 8)
-    ratio = BERT.work_over_bubble(4, microbatches)
-    assert ratio == pytest.approx((microbatches * 25.55 + 71.67) / (3 * 26.2))
-    assert found["bare_utilisation"] == pytest.approx(microbatches / (microbatches + 3), abs=0.01)
-    assert ratio - 1 < found["period"] < ratio + 2
-    assert found["utilisation"] > found["bare_utilisation"] + 0.1
-    assert found["step"] < found["in_step"]
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -125,12 +67,6 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def small(text: Path) -> optimizers.Task:
     return optimizers.Task(14, 1, 16, 2, 24, 16, 2, held_out_microbatches=2, source=f"path:{text}")
-
-
-def test_idle_time_computes_what_the_step_would(small: optimizers.Task) -> None:
-    idle, in_step = (optimizers.measure(small, name, 1, 0.01) for name in ("soap", "soap in step"))
-    assert [point[2] for point in idle["curve"]] == [point[2] for point in in_step["curve"]]
-    assert idle["idle_s"] > 0 == in_step["idle_s"]
 
 
 def test_the_best_learning_rates_are_compared_where_they_reach_adamws_last_loss() -> None:
@@ -184,16 +120,6 @@ def test_arms_at_equal_time_are_dealt_what_a_data_node_would_deal() -> None:
         rates[name] = skipping.rate_of(shares, speeds)
     assert rates["full"] == pytest.approx(min(speeds))
     assert rates["full"] < rates["3/4"] < rates["3/4, r 1.5"]
-
-
-def test_experts_take_texts_that_are_there_and_long_enough(tmp_path: Path) -> None:
-    assert "python" in experts.domains_of([], 2**16)
-    (tmp_path / "short").write_bytes(b"x" * 5000)
-    for name in ("short", "missing"):
-        with pytest.raises(ConfigError, match=r"is missing or has fewer than 65536 readable bytes"):
-            experts.domains_of([tmp_path / name], 2**20)
-    assert experts.unevenness([("1.0", "2.0"), ("1.1", "2.0")] * 32) == 1.0
-    assert experts.unevenness([("1.0", "2.0")] * 32 + [("1.1", "2.0")] * 32) == 2.0
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------------

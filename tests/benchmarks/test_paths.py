@@ -19,11 +19,6 @@ SMALL = Environment((0, 1, 1, 2), (0.01, 0.1, 0.2, 0.05), (1.0,) * 4, ("a", "a",
 ALL = Namespace(seeds=2, cells=["A1", "A2"], arms=["ours", "swarm", "greedy"])
 
 
-def test_the_bound_is_that_of_the_slowest_stage() -> None:
-    assert SMALL.bound_per_s(2) == pytest.approx(1 / 0.3 + 1 / 0.6)
-    assert SMALL.bound_per_s(1) == pytest.approx(2 * (1 / 0.3 + 1 / 0.6))
-
-
 def test_a_seed_always_makes_the_same_environment() -> None:
     one, other = make_environment(3), make_environment(3)
     assert one == other != make_environment(4)
@@ -43,15 +38,6 @@ def test_arms_differ_in_their_paths_only(tmp_path: Path) -> None:
     assert runs["ours-full"]["stages"].pop("per_path") > runs["ours"]["stages"].pop("per_path")
     assert runs["ours-full"] == runs["ours"]
     assert CELLS["D"].manifest(text, "ours-1.5").model_dump()["stages"]["visit_ratio"] == 1.5
-
-
-def test_only_hops_have_few_slots_and_only_data_nodes_write_flights() -> None:
-    environment = make_environment(1)
-    trial = Trial("B1", "swarm", 1, environment, Path("here"))
-    specs = [trial.spec(index) for index in range(len(environment.stages))]
-    assert [spec.slots for spec in specs] == [2 if stage else None for stage in environment.stages]
-    assert [spec.flights is not None for spec in specs] == [stage == 0 for stage in environment.stages]
-    assert {spec.rule for spec in specs} == {"swarm"}
 
 
 def test_all_arms_of_a_seed_share_an_environment_in_a_repeatable_order() -> None:

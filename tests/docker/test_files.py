@@ -38,11 +38,6 @@ def test_both_composes_know_what_is_said(name: str) -> None:
         assert set(service["environment"]) <= KNOWN_VARIABLES
 
 
-def test_there_are_six_containers_or_more() -> None:
-    services = compose("docker-compose.yml")["services"]
-    assert sum(service.get("scale", 1) for service in services.values()) >= 6
-
-
 def test_what_is_scaled_has_nothing_that_only_one_can_have() -> None:
     stage = compose("docker-compose.yml")["services"]["stage"]
     assert not {"container_name", "hostname", "ports"} & set(stage)

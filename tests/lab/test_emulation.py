@@ -281,12 +281,6 @@ async def test_bytes_keep_their_order_and_number_under_jitter() -> None:
     assert passed[NODE, CALLER] == len(sent) + len(b"the end")
 
 
-async def test_an_end_of_stream_closes_one_direction_alone() -> None:
-    async with stage(echo, IDEAL, IDEAL) as at, at.call() as (reader, writer):
-        writer.write_eof()
-        assert await reader.read(-1) == b"the end"
-
-
 async def test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused() -> None:
     ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 
@@ -397,20 +391,10 @@ async def test_what_cannot_be_delivered_is_not_read_without_end() -> None:
         unread.set()
 
 
-async def test_a_port_is_open_while_the_node_listens() -> None:
-    async with stage(echo, IDEAL, IDEAL) as at:
-        async with at.call() as (reader, writer):
-            writer.write_eof()
-            assert await reader.read(-1) == b"the end"
-        at.server.close()
-        await until_open(at.outside, is_open=False)
-
-
 @pytest.mark.parametrize(
     "check",
     [
         test_bytes_keep_their_order_and_number_under_jitter,
-        test_an_end_of_stream_closes_one_direction_alone,
         test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused,
         test_a_broken_connection_is_broken_for_the_other_side_too,
         test_callers_that_break_off_at_once_harm_nobody,

@@ -629,10 +629,6 @@ def decoded(data: bytes, elements: int = 10_000, chunk_elements: int = 4096) -> 
 HASH_LIST = wire.HashList.FromString(encode_hash_list(HONEST))
 
 
-def test_it_comes_back_as_it_was() -> None:
-    assert decoded(encode_hash_list(HONEST)) == HONEST
-
-
 @given(st.integers(1, 300_000), st.sampled_from([4096, 8192]), st.integers(0, 2**48), st.randoms(use_true_random=False))
 def test_of_any_module(elements: int, chunk: int, steps: int, random: object) -> None:
     count = 2 * -(-elements // chunk)
