@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import codecs, filling, kfac, optimizers, rounds_live, skipping
+from benchmarks import codecs, rounds_live, skipping
 from node.data.feed import TrainingFeed, open_documents
-from node.model.blocks import Linear
 from swarm.vocabulary.types import Codec
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
@@ -41,19 +38,6 @@ def test_the_ratio_is_that_of_the_paces(slowed: float) -> None:
     assert found["computed_of_home"] == pytest.approx(1.0, abs=0.04)
 
 
-# ---- idle time -------------------------------------------------------------------------------------------------------
-
-
-def test_all_that_was_put_off_is_computed_by_the_step() -> None:
-    world = filling.FillingWorld(filling.Setting(0.02, 1, puts_off=True), kept=0.8)
-    world.run(15.0)
-    for peer in world.stage_peers:
-        computed = sum(end - begun for spans in (peer.account.busy, peer.account.idle_work) for begun, end in spans)
-        assert peer._added > 50
-        assert computed >= peer._ground.service_s(peer.id) * (peer._added - 8)
-        assert len(peer._pending) <= 8
-
-
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
@@ -62,40 +46,6 @@ def text(tmp_path: Path) -> Path:
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text(f"{number} and then some more of it, " * 40)
     return tmp_path
-
-
-@pytest.fixture
-def small(text: Path) -> optimizers.Task:
-    return optimizers.Task(14, 1, 16, 2, 24, 16, 2, held_out_microbatches=2, source=f"path:{text}")
-
-
-def test_the_best_learning_rates_are_compared_where_they_reach_adamws_last_loss() -> None:
-    def run(arm: str, rate: float, *losses: float) -> dict[str, Any]:
-        curve = [[10 * at, 2.0 * at, loss] for at, loss in enumerate(losses)]
-        row = {"arm": arm, "seed": 1, "rate": rate, "loss": losses[-1], "curve": curve}
-        return row | {"idle_s": 1.0}
-
-    runs = [run("adamw", 0.1, 5, 4, 3), run("adamw", 0.2, 5, 4, 3.5), run("muon", 0.1, 5, 2, 1), run("soap", 0.1, 5, 4)]
-    adamw, muon, soap = optimizers.best_of(runs)
-    assert (adamw["rate"], adamw["steps_share"]) == (0.1, 1.0)
-    assert muon["steps_share"] == pytest.approx((10 * 2 / 3) / 20)
-    assert muon["seconds_share"] == pytest.approx((2 * 2 / 3) / 4)
-    assert optimizers.summary([adamw, muon, soap])["soap"]["steps_share"] is None
-
-
-def test_curvature_takes_effect_after_the_lag_in_steps_as_long_as_adamws(small: optimizers.Task) -> None:
-    manifest = optimizers.manifest_of(small, optimizers.ARMS["adamw"], 1, 0.01)
-    plain, stale = optimizers.Trainer(manifest, optimizers.ARMS["adamw"]), kfac.KfacTrainer(manifest, 5, 3)
-    for step in range(4):
-        layers = [[one for one in t.model.stacks[0].modules() if isinstance(one, Linear)] for t in (plain, stale)]
-        before = [layer.weight.detach().clone() for layer in layers[1]]
-        plain.next_step()
-        stale.next_step()
-        for old, one, other in zip(before, *layers, strict=True):
-            assert torch.equal(one.weight, other.weight) == (step < 3)
-            kept = old * (1 - manifest.training.inner.weight_decay * 0.01)
-            lengths = [float((layer.weight.detach() - kept).norm()) for layer in (one, other)]
-            assert lengths[0] == pytest.approx(lengths[1], rel=0.3 if step == 3 else 1e-6)
 
 
 @pytest.mark.parametrize("name", skipping.ARMS)

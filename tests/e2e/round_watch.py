@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Generic, TypeVar
 
 from node.local_swarm.local_swarm import LocalSwarm
@@ -55,7 +53,6 @@ class RoundWatch:
     swarm: LocalSwarm
     module: str
     stands: list[Stand] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
     stepped_at: list[float] = field(default_factory=list)
     accusations: list[ReplicaAccused] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,7 +62,6 @@ class RoundWatch:
             case RoundCommitted() | CaughtUp() | Restored() if event.module == self.module:
                 self.stands.append(Stand(time.monotonic(), event))
             case Step():
-                self.losses.append(event.loss)
                 self.stepped_at.append(time.monotonic())
             case ReplicaAccused():
                 self.accusations.append(event)
@@ -78,9 +74,6 @@ class RoundWatch:
             async with asyncio.timeout(patience_s):
                 await self._news.wait()
         return found
-
-    async def loss_below(self, wanted: float) -> None:
-        await self.until(lambda: True if median(self.losses[-10:] or [math.inf]) < wanted else None)
 
     def holding(self) -> dict[str, Stand]:
         return {stand.peer: stand for stand in self.stands}

@@ -26,7 +26,6 @@ from node.network.session import visit
 from node.observability.events import Note, RoundCommitted, Step
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
-from swarm.vocabulary.errors import NoQuorum, Unreachable
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 from tests.e2e.small_run import PATIENCE_S, Watch, events_of, skipstone, small_run, write_text
 
@@ -63,23 +62,6 @@ async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path
         layout = layout_of(parameter_shapes(manifest, module), 1)
         mine = [hash_of(memoryview(vector[layout.range_of(n, n + 1)].view(np.uint8))) for n in range(layout.chunks)]
         assert tuple(mine) == proven[module][: layout.chunks]
-
-
-@pytest.mark.long
-async def test_what_a_swarm_has_not_got_is_named(tmp_path: Path) -> None:
-    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=100_000)
-    async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1)) as swarm:
-        watch = Watch(swarm)
-        await watch.step(2)
-        with pytest.raises(NoQuorum, match=r"module 0\.0 has not completed a round"):
-            async with open_swarm(swarm.link, lambda *progress: None):
-                pass
-        swarm.kill(0)
-        await watch.until(lambda event: 0 in swarm.ends)
-        with pytest.raises(Unreachable, match=r"no peer serves module 0\.0"):
-            async with open_swarm(JoinLink(swarm.link.run, (swarm.peers[1].address,)), lambda *progress: None, 10.0):
-                pass
-        swarm.kill_all()
 
 
 async def _hashes(link: JoinLink, manifest: Manifest, module: ModuleId, version: AnchorVersion) -> tuple[bytes, ...]:

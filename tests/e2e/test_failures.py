@@ -76,22 +76,6 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     assert not events & {"visit", "completed", "retracted"}, "they are for the log only"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_work_goes_to_the_other_replica(tmp_path: Path, number: signal.Signals) -> None:
-    manifest = small_run(write_text(tmp_path / "text"), blocks=BLOCKS)
-    async with LocalSwarm(manifest, LocalSwarmOptions(peers=4, steps=40, threads=1)) as swarm:
-        watch = Watch(swarm)
-        await watch.under_way(swarm)
-        victim = next(peer.index for peer in swarm.peers if peer.stage == REPLICATED)
-        swarm.kill(victim, number)
-        await watch.step(40)
-        swarm.kill(victim, signal.SIGKILL)
-        await watch.to_the_end(swarm)
-    assert _account(watch).completed == 40 * manifest.microbatches_per_step
-    assert not any(isinstance(event, Waiting) for event in watch.seen if watch.seen.index(event) > 200)
-
-
 async def test_a_run_that_skips_stages_goes_round_one_that_has_lost_its_last_peer(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1), per_path=2)
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")) as swarm:
@@ -115,22 +99,6 @@ async def test_a_run_that_skips_stages_goes_round_one_that_has_lost_its_last_pee
     assert counts.abandoned == report.get("abandoned", 0)
     # Two stages after 0 and the data node's own. Those in flight when stage 2 was lost may have visited one less.
     assert 2 * counts.completed < report["visits"] <= 3 * counts.completed - report.get("lost with a killed peer", 0)
-
-
-async def test_a_stage_without_peers_is_named_waited_for_and_goes_on(tmp_path: Path) -> None:
-    manifest = small_run(write_text(tmp_path / "text"), blocks=BLOCKS)
-    async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, steps=30, threads=1)) as swarm:
-        watch = Watch(swarm)
-        await watch.step(5)
-        swarm.kill(2, signal.SIGKILL)
-        waiting = await watch.until(lambda event: isinstance(event, Waiting))
-        assert isinstance(waiting, Waiting)
-        assert waiting.module == "2.0"
-        assert "stage 2 has no peer left" in waiting.reason
-        swarm.start_peer(2)
-        await watch.until(lambda event: isinstance(event, Resumed) and event.module == "2.0")
-        await watch.to_the_end(swarm)
-    assert _account(watch).completed == 30 * manifest.microbatches_per_step
 
 
 def assert_nothing_lost(watch: Watch, completed: int, *, abandoned: bool = False) -> None:

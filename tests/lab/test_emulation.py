@@ -22,8 +22,6 @@ from hypothesis import strategies as st
 
 from lab.emulation.emulation import (
     BURST_S,
-    MAX_CHUNK_BYTES,
-    MIN_CHUNK_BYTES,
     REGIONS,
     Emulation,
     Fault,
@@ -122,11 +120,6 @@ async def test_who_waits_for_a_way_goes_on_when_it_is_open() -> None:
     assert not waiting.done()
     network.clear()
     await waiting
-
-
-def test_pieces_are_small_on_narrow_links() -> None:
-    assert emulation(SLOW, FAR).chunk_bytes((0, 1)) == MIN_CHUNK_BYTES
-    assert emulation(LinkShape(), LinkShape()).chunk_bytes((0, 1)) == MAX_CHUNK_BYTES
 
 
 def test_regions_add_their_delay_and_their_rate() -> None:

@@ -426,12 +426,6 @@ def test_two_replicas_of_a_stage_that_both_count_are_found() -> None:
     assert "2 times at stage 1" in report.violations[0].message
 
 
-def test_a_replica_that_counts_twice_is_found() -> None:
-    logs = good()
-    logs[1].events.append(visit(A))
-    assert rules(judged(*logs)) == [("exactly once", f"{A}:3")]
-
-
 def test_a_visit_by_another_replica_than_the_paths_is_found() -> None:
     logs = good()
     logs[1] = Log(A2, [visit(A2)])

@@ -33,13 +33,6 @@ def test_arms_complete_microbatches_and_count_their_visits(arm: str) -> None:
     assert done.planning_cpu_seconds > 0
 
 
-def test_peers_that_die_cost_pace(tmp_path: Path) -> None:
-    calm, deadly = (simulated(read_instance(TWENTY), "ours", 2 * SECONDS, 1, kill=kill) for kill in (0.0, 1.0))
-    assert deadly.completed < calm.completed
-    assert deadly.alive_share < calm.alive_share == 1
-    assert deadly.duplicated == 0
-
-
 def test_the_microbatches_of_a_data_node_that_overstates_its_visits_are_counted_apart() -> None:
     honest, lied = (simulated(read_instance(TWENTY), "ours", SECONDS, 1, lie=lie) for lie in (1.0, 10.0))
     assert honest.honest == honest.completed
