@@ -91,6 +91,9 @@ class Record:
     def now(self) -> float:
         return time.monotonic() - self.begun
 
+    def evaluated_tokens(self) -> int:
+        return self.losses[-1][1] if self.losses else 0
+
     def commits(self) -> list[RoundCommitted]:
         return [commit for peer in self.honest for commit in self.watch.commits_of(peer)]
 
@@ -349,16 +352,16 @@ async def run(options: Any, mode: str, folder: Path, until_tokens: int = 0) -> R
             while min(p.inner_steps for p in swarm.progress.peers.values()) < 1 or not record.commits():
                 await asyncio.sleep(0.1)
         record.begun = time.monotonic()
-        tell(f"{mode}: all nodes work")
-        limit, due = (options.before + options.seconds) * (2 if until_tokens else 1), 0.0
+        awaited, due = mode in INTRUDERS, 0.0
+        limit = (options.before + options.seconds) * (2 if until_tokens else 1)
         async with visit(swarm.link) as session, AsyncExitStack() as stack:
             signed = await session.fetch_manifest(EVALUATION_S)
             session.membership_sync.watch(manifest.modules())
             await session.membership_sync.looked.wait()
-            while record.now < limit and not 0 < until_tokens <= max((row[1] for row in record.losses), default=0):
-                if mode in INTRUDERS and not record.attacked_at and record.now >= options.before:
+            while awaited or (record.now < limit and not 0 < until_tokens <= record.evaluated_tokens()):
+                if awaited and record.now >= options.before:
                     await stack.enter_async_context(intruder(mode, manifest, record, options))
-                    record.attacked_at = record.now
+                    awaited, record.attacked_at = False, record.now
                     limit = record.now + options.seconds
                     tell(f"{mode}: the attack begins after {record.now:.0f} s")
                 if options.every and record.now >= due:
@@ -432,7 +435,7 @@ async def experiment(options: Any) -> dict[str, Any]:
         record = await run(options, options.mode, options.keep or Path(folder) / "attacked")
         calm = [] if options.calm is None else json.loads(options.calm.read_text())["calm"]
         if options.every and not calm and record.losses:
-            calm = (await run(options, "honest", Path(folder) / "calm", record.losses[-1][1])).losses
+            calm = (await run(options, "honest", Path(folder) / "calm", record.evaluated_tokens())).losses
     return judge(options, record, calm)
 
 
