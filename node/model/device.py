@@ -99,7 +99,7 @@ def choose_device(wish: str) -> Reasoned[torch.device]:
 
 
 def choose_devices(wish: str) -> Reasoned[tuple[torch.device, ...]]:
-    """Chooses one device, or several of one kind separated by commas, of which the first holds the module.
+    """Chooses one device, or several of one kind, separated by commas. The first one holds the module.
 
     Raises ConfigError if one is not available, a GPU is named twice, the kinds differ, or there are too many.
     """

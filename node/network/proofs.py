@@ -39,7 +39,7 @@ class Proofs:
 
     @property
     def proven(self) -> frozenset[PeerId]:
-        """Replicas with proven work. Without any tally, those that contributed to our anchor's round."""
+        """Replicas with proven work; if there is no tally, the contributors to the round of our anchor."""
         return frozenset(proven_work(self.tallies)) or self._in_round
 
     def shared_round(self, contributors: frozenset[PeerId]) -> None:

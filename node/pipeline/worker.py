@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -353,8 +354,8 @@ class HopWorker(ReplicaWorker):
     @property
     def shares(self) -> dict[str, float]:
         """Returns the data nodes' shares of the tokens in the last steps, of those with the most."""
-        most = sorted(self._sources.items(), key=lambda item: -item[1])[:MOST_SHARES]
-        return {peer: round(tokens / sum(self._sources.values()), 3) for peer, tokens in most}
+        most, total = Counter(self._sources).most_common(MOST_SHARES), sum(self._sources.values())
+        return {peer: round(tokens / total, 3) for peer, tokens in most}
 
     @property
     def speed(self) -> Speed:

@@ -9,7 +9,7 @@ from typing import Final
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, MAX_TALLIES, MAX_TALLY_ROWS, WorkRow, WorkTally
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId
 
-WINDOW_S: Final = 30.0  # Work of the last 30 to 60 s is recent
+WINDOW_S: Final = 30.0  # Least length of the window of recent work; a mark makes it up to MARK_S longer
 MARK_S: Final = 5.0  # Interval between the marks from which windows are measured
 SIGNED_S: Final = 2.0  # Time for which a data node gives the same tally again
 VALID_S: Final = 120.0  # Age at which a tally proves nothing any more
@@ -111,7 +111,7 @@ def proven_work(tallies: Iterable[WorkTally]) -> dict[PeerId, float]:
 
 
 def lead(peer: PeerId, work: Mapping[PeerId, float]) -> float:
-    """Returns a replica's work over that of all others together; infinite if the others have done nothing."""
+    """Returns the ratio of a replica's work to the sum of all other work; infinite if there is no other work."""
     others = sum(done for other, done in work.items() if other != peer)
     own = work.get(peer, 0.0)
     return own / others if others else float("inf") if own else 0.0

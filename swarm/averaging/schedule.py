@@ -121,7 +121,7 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
 
 
 def voters(announced: Mapping[PeerId, AnchorVersion], proven: Collection[PeerId]) -> Mapping[PeerId, AnchorVersion]:
-    """Returns the announcements that count: those of replicas with proven work, or all if none has it."""
+    """Selects the announcements of replicas with proven work; all of them if no replica has proven work."""
     return {peer: version for peer, version in announced.items() if peer in proven} or announced
 
 

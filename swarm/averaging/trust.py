@@ -104,7 +104,7 @@ class Opponents:
         self._times: dict[PeerId, int] = {}
 
     def observed(self, contributors: Iterable[PeerId], opposed: Collection[PeerId]) -> tuple[PeerId, ...]:
-        """Adds one observation of a piece's contributors. Returns those that have opposed the others for long."""
+        """Adds one observation of a piece's contributors. Returns the peers with TIMES_OPPOSED net oppositions."""
         for peer in contributors:
             times = self._times.pop(peer, 0) + (1 if peer in opposed else -1)
             if times > 0:

@@ -227,7 +227,7 @@ class LossOutliers:
     """Finder of outliers among replicas, by the losses of one data node's microbatches."""
 
     def __init__(self, round_microbatches: int) -> None:
-        """`round_microbatches`: those that a replica gets between two rounds."""
+        """`round_microbatches`: number of microbatches of one replica between two rounds."""
         self._round_microbatches = round_microbatches
         self._returned: deque[tuple[tuple[Hop, ...], float]] = deque(maxlen=WINDOW)
         self._block: list[float] = []

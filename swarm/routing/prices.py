@@ -108,7 +108,7 @@ class StagePrices:
         return [route_s * each / self.visits_a_route for each in excess]
 
     def launch(self, stages: Iterable[int], route: Route, among: Collection[int]) -> None:
-        """Counts the stages that a microbatch launched by us visits. `among`: those that it could have visited."""
+        """Counts the stages visited by our launched microbatch. `among`: the stages that it could have visited."""
         visits = [0] * self._rules.skippable
         for stage in stages:
             visits[stage - 1] = 1
