@@ -243,19 +243,18 @@ class Auditor:
 
     def receive(self, sender: PeerId, message: messages.AuditControl) -> None:
         """Handles a message about an audit. Refuses or ignores peers that were not in one of the last two exchanges."""
+        if isinstance(message, messages.Evidence | messages.AuditRefused):
+            self._answered(sender, message)  # our audit may be of an older exchange
+            return
         record = next((record for record in self._records if record.plan.roster.round == message.round), None)
         if record is None or sender not in record.plan.members:
             # Refuse explicitly, or the peer would wait for a timeout.
             if isinstance(message, messages.AuditRequest):
                 self._refuse(sender, message)
-            return
-        match message:
-            case messages.AuditRequest():
-                self._asked(sender, record, message)
-            case messages.Evidence() | messages.AuditRefused():
-                self._answered(sender, message)
-            case messages.Accusation():
-                self._accused(sender, record, message)
+        elif isinstance(message, messages.AuditRequest):
+            self._asked(sender, record, message)
+        else:
+            self._accused(sender, record, message)
 
     def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal | None:
         """Returns a buffer for a piece requested by an audit, a Refusal if it is malformed, or None for others."""

@@ -16,7 +16,7 @@ import numpy as np
 from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
 from node.averaging.anchor.local_replica import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, step_alone
-from node.averaging.anchor.shared_vector import SharedVector, Vector
+from node.averaging.anchor.shared_vector import SharedVector, Vector, squares
 from node.averaging.auditor import Auditor
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.pieces import Arrivals, Plan, ReceiveRates
@@ -305,7 +305,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self._running: tuple[AllReduce, asyncio.Task[None]] | None = None
         self._staged: dict[bytes, StagedRound] = {}
         self._traffic = RoundTraffic(0)
-        self._drift = AnchorDrift()
+        self._drift = AnchorDrift(means.clock.wall())
         self._others: events.ReplicasChanged | None = None
         self._begun: tuple[int, float] = (0, 0.0)
         self._catching: asyncio.Task[None] | None = None
@@ -395,8 +395,9 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         elif math.isfinite(snapshot.norm):
             work, rates = snapshot.since_anchor, self.incoming.bytes_per_s()
             bandwidth = max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
-            taken = events.SnapshotTaken(action.round, work.steps, work.tokens, snapshot.norm, bandwidth, rates)
-            self.handle(taken)
+            longest = self._drift.longest(self.clock.wall(), await self._scale())
+            figures = (work.steps, work.tokens, snapshot.norm, bandwidth, rates, longest)
+            self.handle(events.SnapshotTaken(action.round, *figures))
         else:
             log.warning("this replica diverged: its parameters are not finite. It restarts from its anchor.")
             await self.replica_sync.adopt(self._store.current)
@@ -409,7 +410,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except SkipstoneError as error:
             log.warning("%s", error)
             others = tuple(peer for peer in action.roster.peers if peer != self._own)
-            self._start_catching_up(events.CatchUp(action.version, others, "its result was dropped", by_most=True))
+            self._start_catching_up(events.CatchUp(action.version, others, "its result was dropped"))
             return
         self._store.put(staged.anchor)
         crash_point("committing")
@@ -469,20 +470,28 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except (PeerError, StateError, ResourceExhausted) as error:
             self.handle(events.CatchUpFailed(action.version, str(error)))
             return
-        # A minority's anchor is accepted only if honest training could have moved that far since we last met.
-        if not action.by_most:
-            measure = partial(distance_between, self._store.current, anchor)
-            distance = await self._means.thread.run(Priority.UPKEEP, measure)
-            farthest = self._drift.farthest(action.donors, self.clock.wall())
-            if not distance <= farthest:
-                why = f"its distance from ours is {distance:.3g}, more than the {farthest:.3g} that training explains"
-                log.warning("not adopting the anchor of round %d: %s", action.version.round, why)
-                self.handle(events.CatchUpFailed(action.version, why, action.donors))
-                return
+        # Accept only an anchor to which honest training could have moved since we last met.
+        own = self._store.current
+        distance = await self._means.thread.run(Priority.UPKEEP, partial(distance_between, own, anchor))
+        rounds = anchor.version.round - own.version.round
+        farthest = self._drift.farthest(action.donors, self.clock.wall(), await self._scale(), rounds)
+        if not distance <= farthest:
+            why = f"its distance from ours is {distance:.3g}, more than the {farthest:.3g} that training explains"
+            log.warning("not adopting the anchor of round %d: %s", action.version.round, why)
+            self.handle(events.CatchUpFailed(action.version, why, action.donors))
+            return
         self._store.put(anchor)
         await self.replica_sync.adopt(anchor)
         self._host.anchored(anchor)
         self.handle(events.CaughtUp(anchor.version))
+
+    async def _scale(self) -> float:
+        """Returns the norm of our anchor, if there is no better measure yet."""
+        if self._drift.has_measure:
+            return math.inf
+        pieces = self._store.current.parameters.pieces()
+        lengths = [await self._means.thread.run(Priority.UPKEEP, partial(squares, piece)) for _, piece in pieces]
+        return math.sqrt(math.fsum(lengths))
 
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
         """Takes this round's snapshot of the replica, or returns the existing one. None if the round has ended."""

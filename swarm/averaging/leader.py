@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class Leader:
         self.round = number
         self.roster: Roster | None = None
         self.bandwidth = 0.0
+        self.longest = math.inf
         self.forgers: set[PeerId] = set()  # Peers that sent an entry that no honest replica sends
         self._signed: SignedRoster | None = None
         self._own = view.own
@@ -238,14 +240,15 @@ class Leader:
 
     def _fix(self, now: float) -> list[SendMessage]:
         own = self._entries()[self._own]
-        short = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
-        for peer in short:
-            self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
-        entries = self._entries()
-        codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
-        choice = codecs.value.contribution, codecs.reason
-        signed = SignedRoster(self.round, self._base, tuple(entries.values()), *choice, self._tallies)
-        self.roster = make_roster(self._rules, signed)
+        odd = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
+        self._without(odd)
+        signed, self.roster = self._sign()
+        # Clipping makes a long update as long as the others. If there are no others, leave it out.
+        while self.roster is not None and self.roster.largest_norm > max(self.longest, own.norm):
+            longest = max(self.roster.members, key=lambda member: (member.norm, member.peer)).peer
+            odd.append(longest)
+            self._without((longest,))
+            signed, self.roster = self._sign()
         if self.roster is None:
             return []
         self._signed = signed
@@ -257,9 +260,21 @@ class Leader:
             self.invitees[peer].answer = Answer.REFUSED
         excluded = [SendMessage(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
         excluded += [
-            SendMessage(peer, Dissolved(self.round, "your update is far too small for its work")) for peer in short
+            SendMessage(peer, Dissolved(self.round, "your update is far too small for its work, or too large"))
+            for peer in odd
         ]
-        return excluded + [SendMessage(peer, signed) for peer in entries]
+        return excluded + [SendMessage(entry.peer, signed) for entry in signed.entries]
+
+    def _sign(self) -> tuple[SignedRoster, Roster | None]:
+        entries = self._entries()
+        codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
+        choice = codecs.value.contribution, codecs.reason
+        signed = SignedRoster(self.round, self._base, tuple(entries.values()), *choice, self._tallies)
+        return signed, make_roster(self._rules, signed)
+
+    def _without(self, peers: Iterable[PeerId]) -> None:
+        for peer in peers:
+            self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
 
     def _entries(self) -> dict[PeerId, Entry]:
         return {peer: invitee.entry for peer, invitee in self.invitees.items() if invitee.entry is not None}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import OtherReplica, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import due, leader_order, next_number, plausible_round, standing
-from swarm.averaging.trust import Penalties, UsualLength
+from swarm.averaging.trust import LATEST_INTERVALS, Penalties, UsualLength
 from swarm.vocabulary.averaging_messages import (
     MAX_ATTEMPTS,
     MAX_MEMBERS,
@@ -42,7 +43,9 @@ class AttemptLog:
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
         self.excluded: set[PeerId] = set()
-        self.refused: set[PeerId] = set()  # Leaders whose roster we refused; not followed again in this round
+        # Leaders whose roster we refused, or that dissolved attempts again; not followed in this round any more
+        self.refused: set[PeerId] = set()
+        self._dissolved: set[PeerId] = set()
         self.doubted: set[PeerId] = set()
         self.rosters: list[Roster] = []
         self.quiet_until = 0.0
@@ -58,9 +61,12 @@ class AttemptLog:
 
     def follow(self, attempt: RoundId) -> None:
         if attempt.number > self.highest[0]:
-            self.excluded, self.refused, self.doubted = set(), set(), set()
+            self._forget_peers()
         self.highest = max(self.highest, (attempt.number, attempt.attempt))
         self.due_since = None
+
+    def dissolved(self, leader: PeerId) -> None:
+        (self.refused if leader in self._dissolved else self._dissolved).add(leader)
 
     def began(self, roster: Roster) -> None:
         self.rosters = [*self.rosters, roster][-_ROSTERS:]
@@ -81,7 +87,11 @@ class AttemptLog:
     def new_anchor(self) -> None:
         self._failures = 0
         self.highest, self.quiet_until, self.due_since, self.ended = (0, 0), 0.0, None, None
-        self.excluded, self.refused, self.doubted, self.rosters = set(), set(), set(), []
+        self.rosters = []
+        self._forget_peers()
+
+    def _forget_peers(self) -> None:
+        self.excluded, self.refused, self.doubted, self._dissolved = set(), set(), set(), set()
 
 
 # Time for which a replica's own message outranks its announcement, in seconds: announcements arrive late and reordered
@@ -95,6 +105,8 @@ NEW_TALLY_S = 30.0  # Time after which other replicas, too, must have the tallie
 OLD_TALLY_S = 300.0  # Age, compared with ours, at which a roster's tallies are refused
 PATIENCE_PULSES = 2  # Pulses for which versions must differ before we act: most differences are commits in flight
 REMEMBERED = 16
+HASTE = 0.5  # Share of the usual time between rounds
+FEWEST_INTERVALS = 3
 
 
 @dataclass(slots=True)
@@ -201,6 +213,8 @@ class ReplicaView:
         self.now = 0.0
         self.steps = 0
         self.anchored_at: float | None = None
+        self._intervals_s: deque[float] = deque(maxlen=LATEST_INTERVALS)
+        self._by_round = False
         self._highest = 0
         self.others = OtherReplicas()
         self.tallies: tuple[WorkTally, ...] = ()
@@ -296,13 +310,27 @@ class ReplicaView:
         return max(self._highest, self.attempt_log.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
-        others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
+        shunned = self.penalties.excluded(self.now) | self.attempt_log.refused
+        others = self.others.on(self.version, self.now) - shunned
         order = leader_order(self.module, self.version, self.next_number(), {self.own, *others})
         proven = self.others.proven
         # Replicas without proven work lead last.
         return tuple(sorted(order, key=lambda peer: bool(proven) and peer not in proven and peer != self.own))
 
-    def stand_on(self, version: AnchorVersion) -> list[SendMessage]:
+    @property
+    def hasty(self) -> bool:
+        """Whether a round now comes so early that we have no work for it.
+
+        A leader that is always early would be the only contributor of all its rounds.
+        """
+        known = self._by_round and len(self._intervals_s) >= FEWEST_INTERVALS
+        return known and not self.steps and self.anchored_s < HASTE * median(self._intervals_s)
+
+    def stand_on(self, version: AnchorVersion, by_round: bool = False) -> list[SendMessage]:
+        """Takes `version` as our anchor: the result of a round, or one that was downloaded."""
+        if self._by_round and by_round:
+            self._intervals_s.append(self.anchored_s)
+        self._by_round = by_round
         self.version, self.steps, self.anchored_at = version, 0, self.now
         self.attempt_log.new_anchor()
         self.catching = self._behind_since = None

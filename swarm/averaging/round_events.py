@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -88,6 +89,7 @@ class SnapshotTaken:
     bandwidth: float = 0.0  # Goodput of our best link in bytes per second; 0 if unknown. Only our own timeouts use it.
     # Measured rates of other members' pieces, in bytes per second
     received: Mapping[PeerId, float] = field(default_factory=dict)
+    longest: float = math.inf  # Largest credible norm of this round's mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,6 @@ class CatchUp:
     version: AnchorVersion
     donors: tuple[PeerId, ...]
     why: str
-    by_most: bool  # Whether most replicas have it. If not, check its distance from ours.
 
 
 Action = SendMessage | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Caught

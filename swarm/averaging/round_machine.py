@@ -14,6 +14,7 @@ Invariants under any failure:
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Participation:
     phase: MemberPhase = MemberPhase.PREPARING
     entry: messages.Entry | None = None
     bandwidth: float = 0.0
+    longest: float = math.inf
     roster: messages.Roster | None = None
     entries: tuple[messages.Entry, ...] = ()
     version: AnchorVersion | None = None
@@ -127,6 +129,8 @@ def _refusal_of(invitation: messages.Invitation, part: Participation | None, vie
         return DeclineReason.OTHER_ANCHOR
     if view.catching is not None or attempt == view.attempt_log.ended:
         return DeclineReason.NOT_READY
+    if attempt.convener != view.own and view.hasty:
+        return DeclineReason.BROKEN
     outdated = (attempt.number, attempt.attempt) < view.attempt_log.highest
     refused = outdated or attempt.convener in view.attempt_log.refused
     return DeclineReason.OTHER_CONVENER if refused or (part and not _prefers(attempt, part, view)) else None
@@ -324,13 +328,13 @@ class RoundMachine:
             return []
         view.catch_up_started(wanted)
         donors = view.others.donors(wanted, view.now)
-        return [*self._forget("catching up"), events.CatchUp(wanted, donors, best.reason, certain)]
+        return [*self._forget("catching up"), events.CatchUp(wanted, donors, best.reason)]
 
     def _lead_if_due(self) -> Actions:
         """Opens a round that is due: at once if we are first to lead, else when the leaders before us time out."""
         view = self._view
         attempt_log = view.attempt_log
-        if not view.others.serving or self._part is not None or view.now < attempt_log.quiet_until:
+        if not view.others.serving or self._part is not None or view.now < attempt_log.quiet_until or view.hasty:
             return []
         due = view.due()
         if not (due.value and view.may_lead()):
@@ -427,6 +431,7 @@ class RoundMachine:
             case messages.Dissolved(attempt, detail):
                 if not self._hear_leader(sender, attempt) or sender == self._view.own:
                     return []
+                self._view.attempt_log.dissolved(sender)
                 self._view.attempt_log.pause(self._view.now, 2 * self._view.rules.answer_s)
                 return self._leave(detail)
             case messages.Accepting() | messages.Entry() | messages.Declined() | messages.Pulse() | messages.Prepared():
@@ -482,6 +487,10 @@ class RoundMachine:
         roster = make_roster(view.rules, signed)
         if roster is None:
             return self._refuse(part, "no member of it has worked", lie=True)
+        longest = max(part.longest, part.entry.norm)
+        if roster.largest_norm > longest:
+            why = f"its mean may have norm {roster.largest_norm:.3g}, and training explains {longest:.3g}"
+            return self._refuse(part, why, lie=False)
         part.roster, part.phase, part.entries = roster, MemberPhase.EXCHANGING, signed.entries
         part.until = view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth)
         view.attempt_log.began(roster)
@@ -547,9 +556,10 @@ class RoundMachine:
         measured = measured_of(taken.received, view.version)
         figures = (taken.steps, taken.tokens, taken.norm)
         entry = messages.Entry(view.own, taken.round, view.version, *figures, measured, staged)
-        part.entry, part.phase, part.bandwidth = view.signer.sign(entry), MemberPhase.ENTERED, taken.bandwidth
+        part.entry, part.phase = view.signer.sign(entry), MemberPhase.ENTERED
+        part.bandwidth, part.longest = taken.bandwidth, taken.longest
         if self._leading is not None:
-            self._leading.bandwidth = taken.bandwidth
+            self._leading.bandwidth, self._leading.longest = taken.bandwidth, taken.longest
         return self._tell_leader(part)
 
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
@@ -609,7 +619,7 @@ class RoundMachine:
         for peer in contributors(result.roster):
             view.penalties.waiting.forgive(peer)
         view.others.presume(result.roster.peers, result.version, view.now)
-        return [*others, result, *view.stand_on(result.version)]
+        return [*others, result, *view.stand_on(result.version, by_round=True)]
 
     def _advance(self) -> Actions:
         leading, view = self._leading, self._view
@@ -640,7 +650,7 @@ class RoundMachine:
             actions += self._forget("an earlier attempt's result was found")
             view.catch_up_started(version)
             why = "an earlier attempt's result was found, and a peer may have committed it"
-            actions.append(events.CatchUp(version, donors, why, view.are_most(len(donors))))
+            actions.append(events.CatchUp(version, donors, why))
         return actions
 
     def _try_again(self, leading: Leader, without: frozenset[PeerId], why: str) -> Actions:

@@ -159,6 +159,8 @@ DRIFT_LIMIT: Final = 8.0
 FEWEST_APART: Final = 2.0  # Rounds by which two anchors may always differ
 LATEST_INTERVALS: Final = 9  # Their median is the usual time between rounds: a cut network makes one of them long
 SHORTEST_ROUND_S: Final = 1e-3
+FEWEST_ROUNDS: Final = 3  # Rounds of ours that make a measure
+GROWTH: Final = 2.0  # Factor by which the mean of one round raises the usual norm at most; warm-up needs less
 
 
 def mark_of(peer: PeerId) -> int:
@@ -213,11 +215,14 @@ class UsualLength:
 
 
 class AnchorDrift:
-    """Largest credible distance of another replica's anchor from ours, estimated from our own past rounds."""
+    """Largest credible updates, and distances of other anchors from ours, estimated from our own past rounds.
 
-    def __init__(self) -> None:
+    `scale`: norm of our anchor's parameters, the only measure in our first rounds.
+    """
+
+    def __init__(self, started_at: float) -> None:
         self._length = 0.0
-        self._round_at: float | None = None
+        self._round_at = started_at
         self._between_s: deque[float] = deque(maxlen=LATEST_INTERVALS)
         self._shared_at: dict[PeerId, float] = {}
         self._latest_shared_at: float | None = None
@@ -226,10 +231,11 @@ class AnchorDrift:
         """Adds a round: our update's norm, our share of steps, the clipped mean's largest norm, the other members."""
         own = norm / min(1.0, steps_share) if steps_share > 0 else 0.0
         # Our norm is too small if we did little work, or early in the warm-up. The mean's norm is clipped to the usual
-        # one, so it is too small if the other members did little work.
-        self._length = max(own, mean_norm, FADING * self._length)
-        if self._round_at is not None:
-            self._between_s.append(max(0.0, at - self._round_at))
+        # one, so it is too small if the other members did little work. It counts little more than what we know, because
+        # one member may have made it.
+        usual = max(own, FADING * self._length)
+        self._length = max(usual, min(mean_norm, GROWTH * usual) if usual else mean_norm)
+        self._between_s.append(max(0.0, at - self._round_at))
         self._round_at = at
         shared = dict.fromkeys(others, at)
         if shared or self._latest_shared_at is None:
@@ -238,15 +244,28 @@ class AnchorDrift:
         kept = {peer: met for peer, met in self._shared_at.items() if peer not in shared}
         self._shared_at = dict([*kept.items(), *shared.items()][-MAX_MEMBERS:])
 
-    def farthest(self, donors: Iterable[PeerId], at: float) -> float:
-        """Returns the largest credible distance, with momentum, of these donors' anchor; infinite before two rounds."""
-        if not self._between_s or self._latest_shared_at is None:
-            return math.inf
+    @property
+    def has_measure(self) -> bool:
+        return self._length > 0 and len(self._between_s) >= FEWEST_ROUNDS
+
+    def longest(self, at: float, scale: float) -> float:
+        """Returns the largest credible norm of a round's mean update."""
+        if not self.has_measure:
+            return scale
+        return DRIFT_LIMIT * self._length * max(1.0, self._intervals(at - self._round_at))
+
+    def farthest(self, donors: Iterable[PeerId], at: float, scale: float, rounds: int) -> float:
+        """Returns the largest credible distance, with momentum, of these donors' anchor, `rounds` later than ours."""
+        if not self.has_measure or self._latest_shared_at is None:
+            return scale * max(1, rounds)
         # A replica that we never met counts as the one met last: otherwise a new name could bring any anchor. The upper
         # median, so that one liar among many donors neither widens the limit nor keeps us apart from the others.
         met = sorted(self._shared_at.get(peer, self._latest_shared_at) for peer in donors) or [self._latest_shared_at]
         apart_s = at - met[len(met) // 2]
-        return DRIFT_LIMIT * self._length * max(FEWEST_APART, apart_s / max(median(self._between_s), SHORTEST_ROUND_S))
+        return DRIFT_LIMIT * self._length * max(FEWEST_APART, self._intervals(apart_s))
+
+    def _intervals(self, seconds: float) -> float:
+        return seconds / max(median(self._between_s), SHORTEST_ROUND_S)
 
 
 def _norm_per_token(entry: Entry) -> float:

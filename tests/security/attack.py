@@ -3,7 +3,8 @@
 MODE is a lie of `tests.security.liar` (with its options: `reverse:factor=-5,after=30`), told by `--liars` of the
 `--replicas` of stage 1; or an intruder of `INTRUDERS`, which comes after `--before` seconds with `--names` identities.
 The held-out loss of the anchors that honest replicas hold is measured every `--every` seconds, and compared with the
-honest run's at equal tokens (`--calm FILE`: a report whose honest run serves again). Exits with 1 if a bar is missed.
+honest run's at equal tokens (`--calm FILE`: a report whose honest run serves again; `--most`: the largest ratio that
+passes). Exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -393,13 +394,16 @@ def judge(options: Any, record: Record, calm: list[tuple[float, int, float]]) ->
     honest_named = sorted({whom for _, whom in accused if whom.startswith("honest")})
     tokens = {commit.round: commit.tokens for commit in record.commits()}
     schedule = round(sum(tokens.values()) / watch.swarm.progress.tokens, 2)
-    taken_over = [s.event for s in watch.stands if s.peer in record.honest and isinstance(s.event, CaughtUp)]
+    # While a swarm gathers, replicas that begin alone join the one with most work.
+    since = record.begun + (record.attacked_at or options.grace)
+    taken_over = [stand.event for stand in watch.stands if stand.at > since]
     committed = {commit.digest for commit in record.commits()}
-    left = sorted({roles[event.peer] for event in taken_over if event.digest not in committed})
+    foreign = [event for event in taken_over if isinstance(event, CaughtUp) and event.digest not in committed]
+    left = sorted({roles[event.peer] for event in foreign if event.peer in record.honest})
     is_slowing = name in ("silent-names", "keepers")
     bars = {
         f"steps per second: {pace} of before": is_slowing and pace is not None and pace < PACE_RATIO,
-        f"loss ratio {worst}": not is_slowing and options.every and (worst is None or worst > LOSS_RATIO),
+        f"loss ratio {worst}": not is_slowing and options.every and (worst is None or worst > options.most),
         "the liar is not named": name in NAMED and not liar_named,
         f"the schedule runs {schedule} times as fast": schedule > FASTER,
         f"named: {', '.join(honest_named)}": honest_named,
@@ -443,7 +447,8 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode")
     numbers = {"replicas": 3, "liars": 1, "names": 3, "seconds": 120.0, "before": 0.0, "every": 8.0}
-    for key, value in (numbers | {"grace": 60.0, "seed": 11, "length": 1e12, "rate": 4.0}).items():
+    numbers |= {"grace": 60.0, "most": LOSS_RATIO, "seed": 11, "length": 1e12, "rate": 4.0}
+    for key, value in numbers.items():
         parser.add_argument(f"--{key}", type=type(value), default=value, help=f"default: {value}")
     parser.add_argument("--open", action="store_true", help="a run that takes anyone's data")
     for key in ("calm", "out", "keep"):

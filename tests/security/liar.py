@@ -32,6 +32,7 @@ from protocol.identity.signatures import EntrySigner
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.averaging import leader as convening
+from swarm.averaging.trust import UsualLength
 from swarm.vocabulary.averaging_messages import Contribution, Entry, RoundId, SignedRoster
 from swarm.vocabulary.pipeline_messages import TensorMessage
 from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, PeerId
@@ -65,6 +66,7 @@ class Claim:
 
         ReplicaSync.snapshot = snapshot  # type: ignore[method-assign]
         EntrySigner.sign = signed  # type: ignore[method-assign]
+        UsualLength.too_short = lambda *_: False  # type: ignore[method-assign]  # beside its own, all updates are short
 
 
 CLAIMS = {

@@ -155,6 +155,55 @@ def test_a_convener_for_which_all_have_waited_goes_on_at_once() -> None:
     assert events.CommitStaged in kinds(desk.feed(events.Staged(attempt, result)))
 
 
+def long_entry(attempt: RoundId, peer: PeerId, steps: int) -> Entry:
+    return SIGNER.sign(replace(entry(attempt, peer, steps), norm=1000.0 if steps else 0.0))
+
+
+def test_a_mean_that_only_a_far_too_long_update_makes_is_neither_followed_nor_led() -> None:
+    idle = SnapshotTaken(ATTEMPT, 0, 0, 0.0, 1e6, longest=8.0)
+    desk = Desk()
+    desk.hear(B, Invitation(ATTEMPT, BASE))
+    desk.feed(idle)
+    ours = SIGNER.sign(Entry(US, ATTEMPT, BASE, 0, 0, 0.0, (), None))
+    actions = desk.hear(B, SignedRoster(ATTEMPT, BASE, (long_entry(ATTEMPT, B, 10), ours)))
+    assert [message.reason for message in told(actions, B)] == [DeclineReason.NOT_READY]
+    assert events.Caught not in kinds(actions), "the leader may have been deceived"
+
+    desk = Desk()
+    attempt = desk.convene()
+    for peer, steps in ((B, 10), (C, 0), (D, 0)):
+        desk.hear(peer, long_entry(attempt, peer, steps))
+    actions = desk.feed(replace(idle, round=attempt))
+    assert [type(message) for message in told(actions, C)] == [Dissolved], "without that update there is none"
+
+
+def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed() -> None:
+    desk = Desk()
+    for number in range(5, 9):  # rounds every ten seconds
+        desk.wait(10.0)
+        attempt = RoundId(MODULE, number, 0, B)
+        base = desk.machine.version
+        desk.hear(B, Invitation(attempt, base))
+        desk.feed(SnapshotTaken(attempt, 10, 100, 1.0, 1e6))
+        entries = tuple(SIGNER.sign(replace(entry(attempt, peer), base=base)) for peer in (B, C, US))
+        made = make_roster(RULES, SignedRoster(attempt, base, entries))
+        desk.hear(B, SignedRoster(attempt, base, entries))
+        result = AnchorVersion(number, made.steps, made.tokens, 0, b"%d" % number)
+        desk.feed(events.Staged(attempt, result))
+        desk.hear(B, Commit(attempt, result, (B, US)))
+        assert desk.machine.version == result
+    now, attempt = desk.machine.version, RoundId(MODULE, 9, 0, B)
+    desk.wait(1.0)
+    assert told(desk.hear(B, Invitation(attempt, now)), B)[0] == Declined(attempt, DeclineReason.BROKEN, now)
+    desk.wait(5.0)
+    for number in (0, 1):
+        attempt = replace(attempt, attempt=number)
+        assert Accepting(attempt) in told(desk.hear(B, Invitation(attempt, now)), B)
+        desk.hear(B, Dissolved(attempt, "no"))
+    attempt = replace(attempt, attempt=2)
+    assert told(desk.hear(B, Invitation(attempt, now)), B) == [Declined(attempt, DeclineReason.OTHER_CONVENER, now)]
+
+
 @pytest.mark.parametrize(
     ("sender", "attempt"),
     [
@@ -363,9 +412,7 @@ def four_alone() -> tuple[Desk, list[Action]]:
 def test_of_as_many_the_greater_is_got_and_held_against_ours() -> None:
     _, actions = four_alone()
     assert [action for action in actions if isinstance(action, events.CatchUp)] == [
-        events.CatchUp(
-            IMPLAUSIBLE, (D,), "1 replicas have round 6, 1 have ours (a tie, and it has more tokens)", by_most=False
-        )
+        events.CatchUp(IMPLAUSIBLE, (D,), "1 replicas have round 6, 1 have ours (a tie, and it has more tokens)")
     ]
 
 
@@ -392,7 +439,7 @@ def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
     desk.wait(4.0)
     actions = desk.feed(events.CaughtUp(replace(RESULT, digest=b"c" * 32)))
     caught_up = [action for action in actions if isinstance(action, events.CatchUp)]
-    assert [(action.donors, action.by_most) for action in caught_up] == [((B, C, D), True)]
+    assert [action.donors for action in caught_up] == [(B, C, D)]
 
 
 def test_it_says_where_it_stands() -> None:
