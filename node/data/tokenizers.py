@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from swarm.vocabulary.errors import ConfigError, ManifestError
 Tokens = npt.NDArray[np.int64]
 
 MAX_TOKENIZER_BYTES: Final = 128 * 2**20
+MOST_GROWTH: Final = 16.0
+"""Factor by which all replacements of a tokenizer together may lengthen text; a few in a row could fill the memory."""
 END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 """Candidates for the end-of-document token in tokenizer files, most specific first."""
 
@@ -150,10 +154,27 @@ def _parse(path: Path, text: str) -> Any:
             hint="Install it with `pip install 'skipstone[tokenizers]'`.",
         ) from None
     try:
+        table = json.loads(text)
+        growth = math.prod(_growth(table.get(key)) for key in ("normalizer", "pre_tokenizer", "decoder"))
         with _panics_raised():
-            return tokenizers.Tokenizer.from_str(text)
-    except ConfigError as error:
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+    except (ConfigError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from None
+    if growth > MOST_GROWTH:
+        raise ConfigError(f"data.tokenizer: {path} makes text up to {growth:.3g} times as long; the limit is {MOST_GROWTH:g}")
+    return tokenizer
+
+
+def _growth(part: Any) -> float:
+    """Returns the factor by which the replacements of a normalizer or decoder lengthen text at most."""
+    if part is None:
+        return 1.0
+    parts = [each for key in ("normalizers", "pretokenizers", "decoders") for each in part.get(key, ())]
+    growth = math.prod(map(_growth, parts))
+    if part.get("type") == "Replace":
+        least = len(part["pattern"].get("String", "").encode())  # a regular expression may match one byte
+        growth *= max(1.0, len(part["content"].encode()) / max(1, least))
+    return growth
 
 
 # ---- streaming detokenization ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -41,13 +42,12 @@ from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.announcement import Speed
-from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from swarm.vocabulary.types import Path as HopPath
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
-from tests.e2e.late_frames import LateFrames
 from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightWriter, whole_lines
 
 Written = Callable[[float, float], None]
@@ -162,6 +162,34 @@ def slow_links(spec: Spec) -> None:
         return honestly(self, peer, stream, hello)
 
     GrpcTransport._link = link  # type: ignore[method-assign]
+
+
+STAMP = struct.Struct("<d")
+
+
+@dataclass(slots=True)
+class LateFrames:
+    """One end of one stream: a line of `bytes_per_s` at most, then a delay that frames under way share."""
+
+    bytes_per_s: float | None = None
+    delay_s: float = 0.0
+    _free_at: float = 0.0
+
+    async def leave(self, frame: bytes) -> bytes:
+        if self.bytes_per_s is not None:
+            self._free_at = max(self._free_at, time.monotonic()) + len(frame) / self.bytes_per_s
+            await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
+        return STAMP.pack(time.monotonic()) + frame
+
+    async def arrive(self, stamped: bytes) -> bytes:
+        """Raises ProtocolViolation."""
+        if len(stamped) < STAMP.size:
+            raise ProtocolViolation("a frame without a stamp: the other node is not emulated")
+        (sent,) = STAMP.unpack_from(stamped)
+        wait = sent + self.delay_s - time.monotonic()
+        if wait > 0:
+            await asyncio.sleep(wait)
+        return stamped[STAMP.size :]
 
 
 def _make_late(kind: Any, bytes_per_s: float | None) -> None:

@@ -20,10 +20,12 @@ from tests.node.small_manifest import small_manifest
 tokenizers = pytest.importorskip("tokenizers")
 
 
-def word_tokenizer(*words: str) -> bytes:
+def word_tokenizer(*words: str, doublings: int = 2) -> bytes:
     model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    replacements = [tokenizers.normalizers.Replace("b", "bb")] * doublings
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(replacements)
     return bytes(tokenizer.to_str().encode())
 
 
@@ -66,6 +68,7 @@ def test_another_file_than_the_manifests_is_refused(tmp_path: Path) -> None:
         (b"{}", 257, "not a tokenizer file"),
         (word_tokenizer("<unk>", "a", "</s>"), 2, "vocabulary"),
         (word_tokenizer("<unk>", "a"), 257, "no end-of-document token"),
+        (word_tokenizer("<unk>", "a", "</s>", doublings=18), 257, "2.62e\\+05 times as long"),
     ],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, content: bytes, vocabulary: int, why: str) -> None:
