@@ -161,7 +161,8 @@ def _parse(path: Path, text: str) -> Any:
     except (ConfigError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from None
     if growth > MOST_GROWTH:
-        raise ConfigError(f"data.tokenizer: {path} makes text up to {growth:.3g} times as long; the limit is {MOST_GROWTH:g}")
+        why = f"makes text up to {growth:.3g} times as long; the limit is {MOST_GROWTH:g}"
+        raise ConfigError(f"data.tokenizer: {path} {why}")
     return tokenizer
 
 
