@@ -43,7 +43,7 @@ class AttemptLog:
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
         self.excluded: set[PeerId] = set()
-        # Leaders whose roster we refused, or that dissolved attempts again; not followed in this round any more
+        # Leaders whose roster we refused, or that dissolved attempts again; no longer followed in this round
         self.refused: set[PeerId] = set()
         self._dissolved: set[PeerId] = set()
         self.doubted: set[PeerId] = set()
@@ -327,7 +327,7 @@ class ReplicaView:
         return known and not self.steps and self.anchored_s < HASTE * median(self._intervals_s)
 
     def stand_on(self, version: AnchorVersion, by_round: bool = False) -> list[SendMessage]:
-        """Takes `version` as our anchor: the result of a round, or one that was downloaded."""
+        """Takes `version` as our anchor: the result of a round, or a downloaded one."""
         if self._by_round and by_round:
             self._intervals_s.append(self.anchored_s)
         self._by_round = by_round
