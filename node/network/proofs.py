@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from node.network.session import NetworkSession
 from protocol.frames.frames import decode_tallies, encode_tallies
 from protocol.identity.signatures import EntrySigner
-from protocol.interfaces.transport import Question, QuestionAbout
-from swarm.averaging.proven_work import Tallies, WorkLedger, proven_work, to_carry
+from protocol.interfaces.transport import MAX_ACCUSED, Question, QuestionAbout
+from swarm.averaging.proven_work import Tallies, WorkLedger, outvoted, proven_work, to_carry
 from swarm.vocabulary.averaging_messages import WorkTally
 from swarm.vocabulary.errors import PeerError, ProtocolViolation
 from swarm.vocabulary.types import ModuleId, PeerId
@@ -19,6 +20,7 @@ from swarm.vocabulary.types import ModuleId, PeerId
 ASKED_AT_ONCE: Final = 8
 ASK_TIMEOUT_S: Final = 5.0
 ASK_AGAIN_S: Final = 5.0
+ACCUSED_S: Final = 3 * ASK_AGAIN_S  # Time for which an accusation counts
 
 
 class Proofs:
@@ -31,6 +33,8 @@ class Proofs:
         self._session = session
         self._tallies = Tallies()
         self._in_round = frozenset[PeerId]()
+        self.accused: Callable[[], Collection[PeerId]] = frozenset  # Returns the liars that our rounds exclude
+        self._accusations: dict[PeerId, tuple[float, Collection[PeerId]]] = {}
         self._asked_at = -math.inf
 
     @property
@@ -73,11 +77,24 @@ class Proofs:
         """Answers a peer's question with our own tally of a module, or with the tallies of our module that we keep."""
         module = question.module or self._module
         own = self._own_tally(module)
+        if own is not None:
+            self._hear(asker, question, proven_work((own,)))
         found = (own,) if own is not None else self.tallies if module == self._module else ()
         return encode_tallies(to_carry(found))
 
+    def _hear(self, asker: PeerId, question: Question, work: Mapping[PeerId, float]) -> None:
+        """Gives no work to replicas of a module that most others accuse, by the work that we have counted."""
+        now, module, membership = self._session.own.clock.monotonic(), question.module, self._session.membership
+        if module is not None and asker in work:
+            named = {peer for peer in question.accused if membership.hosts(peer, module)}
+            self._accusations[asker] = now, named
+            recent = {peer: said for peer, (at, said) in self._accusations.items() if now - at < ACCUSED_S}
+            self._accusations = {peer: self._accusations[peer] for peer in recent}
+            membership.outvoted[module] = outvoted(recent, work)
+
     async def _ask(self, peer: PeerId) -> None:
-        question = Question(QuestionAbout.WORK, module=self._module)
+        accused = tuple(sorted(self.accused()))[:MAX_ACCUSED]
+        question = Question(QuestionAbout.WORK, module=self._module, accused=accused)
         try:
             for tally in decode_tallies(await self._session.transport.ask(peer, question, ASK_TIMEOUT_S)):
                 self._add(tally)

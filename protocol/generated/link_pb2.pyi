@@ -732,10 +732,12 @@ class EvaluateQuestion(_message.Message):
     def __init__(self, microbatches: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkQuestion(_message.Message):
-    __slots__ = ("module",)
+    __slots__ = ("module", "accused")
     MODULE_FIELD_NUMBER: _ClassVar[int]
+    ACCUSED_FIELD_NUMBER: _ClassVar[int]
     module: ModuleId
-    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ...) -> None: ...
+    accused: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., accused: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StateQuestion(_message.Message):
     __slots__ = ("module", "digest")

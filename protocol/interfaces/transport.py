@@ -47,6 +47,7 @@ class Directory(Protocol):
 MAX_RECORD_BYTES: Final = 2048
 TOKENIZER_PIECE_BYTES: Final = 2**16
 MAX_TOKENIZER_PIECES: Final = 2**11
+MAX_ACCUSED: Final = 8
 MAX_EVALUATION_MICROBATCHES: Final = 256
 
 Record = Annotated[bytes, Length(1, MAX_RECORD_BYTES)]  # A SignedRecord, unchecked
@@ -74,6 +75,8 @@ class Question:
     port: Annotated[int, Range(1, 65_535)] = 0  # `dial_back`: port of the asker
     peer: PeerId | None = None  # `call`: the peer to call
     record: Record = b""  # `call` and `called`: record of the peer that wants the link
+    # `work`: replicas of the module that the asker excludes from rounds as liars
+    accused: Annotated[tuple[PeerId, ...], Length(0, MAX_ACCUSED)] = ()
     # `tokenizer`: index of a piece of TOKENIZER_PIECE_BYTES
     piece: Annotated[int, Range(0, MAX_TOKENIZER_PIECES - 1)] = 0
 

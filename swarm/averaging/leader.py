@@ -241,14 +241,12 @@ class Leader:
     def _fix(self, now: float) -> list[SendMessage]:
         own = self._entries()[self._own]
         odd = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
-        self._without(odd)
-        signed, self.roster = self._sign()
+        signed, self.roster = self._sign(odd)
         # Clipping makes a long update as long as the others. If there are no others, leave it out.
         while self.roster is not None and self.roster.largest_norm > max(self.longest, own.norm):
             longest = max(self.roster.members, key=lambda member: (member.norm, member.peer)).peer
             odd.append(longest)
-            self._without((longest,))
-            signed, self.roster = self._sign()
+            signed, self.roster = self._sign(odd)
         if self.roster is None:
             return []
         self._signed = signed
@@ -265,16 +263,14 @@ class Leader:
         ]
         return excluded + [SendMessage(entry.peer, signed) for entry in signed.entries]
 
-    def _sign(self) -> tuple[SignedRoster, Roster | None]:
+    def _sign(self, without: Iterable[PeerId]) -> tuple[SignedRoster, Roster | None]:
+        for peer in without:
+            self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
         entries = self._entries()
         codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
         choice = codecs.value.contribution, codecs.reason
         signed = SignedRoster(self.round, self._base, tuple(entries.values()), *choice, self._tallies)
         return signed, make_roster(self._rules, signed)
-
-    def _without(self, peers: Iterable[PeerId]) -> None:
-        for peer in peers:
-            self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
 
     def _entries(self) -> dict[PeerId, Entry]:
         return {peer: invitee.entry for peer, invitee in self.invitees.items() if invitee.entry is not None}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, MAX_TALLIES, MAX_TALLY_ROWS, WorkRow, WorkTally
@@ -108,6 +108,16 @@ def proven_work(tallies: Iterable[WorkTally]) -> dict[PeerId, float]:
             rates[row.peer] = rates.get(row.peer, 0.0) + row.recent / max(1.0, tally.window_s)
     least = LEAST_SHARE * max(rates.values(), default=0.0)
     return {peer: rate for peer, rate in rates.items() if rate >= least}
+
+
+def outvoted(accusations: Mapping[PeerId, Collection[PeerId]], work: Mapping[PeerId, float]) -> frozenset[PeerId]:
+    """Returns the replicas that two or more others accuse, which have done most of the module's work."""
+    votes: defaultdict[PeerId, list[float]] = defaultdict(list)
+    for by, named in accusations.items():
+        for peer in frozenset(named) - {by} if by in work else ():
+            votes[peer].append(work[by])
+    most = sum(work.values()) / 2
+    return frozenset(peer for peer, done in votes.items() if len(done) > 1 and sum(done) > most)
 
 
 def lead(peer: PeerId, work: Mapping[PeerId, float]) -> float:

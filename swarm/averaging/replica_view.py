@@ -319,10 +319,7 @@ class ReplicaView:
 
     @property
     def hasty(self) -> bool:
-        """Whether a round now comes so early that we have no work for it.
-
-        A leader that is always early would be the only contributor of all its rounds.
-        """
+        """Whether a round comes so early that we have no work for it, and perhaps only its leader has."""
         known = self._by_round and len(self._intervals_s) >= FEWEST_INTERVALS
         return known and not self.steps and self.anchored_s < HASTE * median(self._intervals_s)
 

@@ -192,6 +192,10 @@ class RoundMachine:
         return self._alone is True
 
     @property
+    def accused(self) -> frozenset[PeerId]:
+        return self._view.penalties.accused(self._view.now)
+
+    @property
     def in_company(self) -> bool:
         return bool(self._view.others.serving)
 

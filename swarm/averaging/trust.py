@@ -297,6 +297,10 @@ class Penalties:
         """Returns the replicas that we do not invite and whose invitations we ignore."""
         return self.distrusted(now) | self.waiting.excluded(now) | self.silence.excluded(now)
 
+    def accused(self, now: float) -> frozenset[PeerId]:
+        """Returns the replicas excluded for lies."""
+        return self.rubbish.excluded(now) | self.fraud.excluded(now) | self.silence.excluded(now)
+
     def distrusted(self, now: float) -> frozenset[PeerId]:
         """Returns the replicas excluded for wrong results. Their anchor counts only if most replicas have the same."""
         return self.rubbish.excluded(now) | self.fraud.excluded(now) | self.straying.excluded(now)

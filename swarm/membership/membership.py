@@ -53,6 +53,7 @@ class Membership:
         self._members: dict[PeerId, _Member] = {}
         self.linked: set[PeerId] = set()  # Peers to which a link is open
         self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
+        self.outvoted: dict[ModuleId, frozenset[PeerId]] = {}  # Liars in rounds, by most replicas of the module
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
         """Stores a peer's announcement, unless it is expired, old, our own, or from another run."""
@@ -133,9 +134,9 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """Returns a module's replicas that may get work. Those that raised losses are left out, unless all did."""
+        """Returns a module's replicas that may get work: without those that raised losses or lied, unless all did."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
-        harmful = self._harmful.excluded(now)
+        harmful = self._harmful.excluded(now) | self.outvoted.get(module, frozenset())
         return [known for known in found if known.peer not in harmful] or found
 
     def all_replicas(self, now: float) -> dict[ModuleId, list[Announcement]]:
@@ -145,9 +146,10 @@ class Membership:
             module = member.announcement.module
             if module is not None and member.suspect_until <= now and _serves(member, now):
                 found.setdefault(module, []).append(member.announcement)
-        if not harmful:
+        if not (harmful or self.outvoted):
             return found
-        return {module: [a for a in known if a.peer not in harmful] or known for module, known in found.items()}
+        away = {module: harmful | self.outvoted.get(module, frozenset()) for module in found}
+        return {module: [a for a in known if a.peer not in away[module]] or known for module, known in found.items()}
 
     def with_state(self, module: ModuleId) -> list[Announcement]:
         """Returns a module's replicas from which its state may be downloaded: with an anchor, and not given up."""
