@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from node.context.module_context import ModuleContext
-from node.network.proofs import ASK_AGAIN_S, ASKED_AT_ONCE, Proofs
+from node.network.proofs import ACCUSED_S, ASK_AGAIN_S, ASKED_AT_ONCE, Proofs
 from node.network.session import NetworkSession
 from node.runtime.serving import others_serve
 from protocol.frames.frames import decode_tallies, encode_tallies
@@ -94,6 +94,27 @@ async def test_a_data_node_answers_with_its_own_tally() -> None:
     [tally] = decode_tallies(await session.proofs.answer(OTHER, question))
     assert (tally.data_node, tally.rows) == (IDENTITY.peer, (WorkRow(OTHER, 2, 200, 200),))
     assert EntrySigner(IDENTITY, RUN, Guests(RUN, IDENTITY.peer, (), is_open=False)).vouches(tally)
+
+
+async def test_a_data_node_gives_no_work_to_a_replica_that_most_others_accuse() -> None:
+    one, another, liar = (Identity.generate().peer for _ in range(3))
+    session = Asked()
+    for peer in (one, another, liar):
+        session.membership.observe(announcement(peer), now=0.0, wall=0.0)
+    for second in (0.0, MARK_S):
+        for peer in (one, another, liar):
+            session.proofs.ledger.settled(MicrobatchId(IDENTITY.peer, 7), (Hop(MODULE, peer),), 100, second)
+        session.own.clock.now += MARK_S
+
+    async def serving(asker: PeerId, *accused: PeerId) -> set[PeerId]:
+        await session.proofs.answer(asker, Question(QuestionAbout.WORK, module=MODULE, accused=accused))
+        return {a.peer for a in session.membership.all_replicas(0.0)[MODULE]}
+
+    assert liar in await serving(one, liar)
+    assert one in await serving(liar, one)
+    assert await serving(another, liar) == {one, another}
+    session.own.clock.now += 2 * ACCUSED_S
+    assert liar in await serving(another, liar), "the other one has not repeated it"
 
 
 async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_proven() -> None:

@@ -274,7 +274,7 @@ class VirtualReplica:
         if not self.alive:
             return
         self.world.time.after(self.step_s, self._work)
-        if self.frozen or self.world.idle or self.machine.describe().find("catching") >= 0:
+        if self.frozen or self.machine.describe().find("catching") >= 0:
             return
         self.steps, self.tokens, self.work = self.steps + 1, self.tokens + self.tokens_a_step, self.work + 1
         self.feed(events.Worked(self.steps, self.tokens))
@@ -443,7 +443,6 @@ class RoundWorld:
         self.random = Random(seed)
         self.time = VirtualTime()
         self.links = VirtualLinks(self.time, self.random, self.shape.loss, self.shape.repeats, self.shape.slowest_s)
-        self.idle = False
         """Whether there is nothing to train on."""
         self.commits: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         self.rosters: dict[AnchorVersion, tuple[PeerId, ...]] = {}

@@ -15,6 +15,7 @@ from swarm.averaging.proven_work import (
     WINDOW_S,
     Tallies,
     WorkLedger,
+    outvoted,
     proven_work,
     to_carry,
 )
@@ -72,3 +73,10 @@ def test_an_answer_carries_few_tallies_and_few_rows() -> None:
     assert len(to_carry([tally(a=1)] * (MAX_TALLIES + 1))) == MAX_TALLIES
     many = replace(tally(), rows=tuple(WorkRow(PeerId(f"p{n}"), 1, 1, 1) for n in range(256)))
     assert len(to_carry([many] * MAX_TALLIES)) == 2
+
+
+def test_a_replica_is_outvoted_by_two_others_with_most_of_the_work() -> None:
+    work = {PeerId(peer): 1.0 for peer in "abc"}
+    assert outvoted({A: {DATA}, B: {DATA}}, work) == {DATA}
+    assert outvoted({A: {DATA}, DATA: {A}, PeerId("name"): {A}}, work | {A: 9.0}) == frozenset(), "one alone"
+    assert outvoted({A: {DATA}, B: {DATA}}, work | {DATA: 9.0}) == frozenset()

@@ -249,11 +249,3 @@ def test_a_round_costs_messages_in_proportion_to_the_pairs() -> None:
         world.run(30.0)
         assert len(world.commits) >= 5
         assert world.links.sent <= 6 * replicas * replicas * len(world.commits)
-
-
-def test_nothing_happens_while_nobody_works() -> None:
-    world = RoundWorld(8)
-    world.idle = True
-    world.run(60.0)
-    assert not world.commits
-    assert world.links.sent == 0
