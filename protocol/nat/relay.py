@@ -188,12 +188,11 @@ class RelayBudget:
 
     def spend(self, one: PeerId, other: PeerId, amount: int) -> str:
         """Charges the budget for bytes relayed between two peers. Returns the reason if too few are left, or ""."""
-        now = self._now()
-        if not self._pairs.take(_pair(one, other), now, amount):
+        now, pair = self._now(), _pair(one, other)
+        if not self._pairs.take(pair, now, amount):
+            self._pairs.take(pair, now, self._pairs.left(pair, now))  # the rest would open another tunnel
             return "these two peers have had their share of the relay's bytes for now"
-        if not self._all.take("", now, amount):
-            return "the relay's bytes are used up for now"
-        return ""
+        return "" if self._all.take("", now, amount) else "the relay's bytes are used up for now"
 
 
 def _hourly(amount: float) -> TokenBuckets:
