@@ -48,17 +48,15 @@ async def ask_consent(
     with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
         for line in description(signed, options, text, fits, own=own):
             # Only people read at a terminal; programs get one line per item.
-            typer.echo(_wrapped(line) if stream.isatty() else line, file=stream)
+            indent = " " * len("may use   ")
+            wrapped = textwrap.fill(line, _LINE_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+            typer.echo(wrapped if stream.isatty() else line, file=stream)
     # With --stop-on-eof another thread reads standard input. A service has no terminal to ask at.
     unasked = options.yes or options.stop_on_eof or own
     if unasked or not (sys.stdin.isatty() and stream.isatty()):
         return True
     typer.echo("Join this run? [y/N] ", file=stream, nl=False)
     return (await aside(_line_typed, None)).strip().lower() in ("y", "yes")
-
-
-def _wrapped(line: str) -> str:
-    return textwrap.fill(line, _LINE_WIDTH, subsequent_indent=" " * len("may use   "), break_on_hyphens=False)
 
 
 def description(

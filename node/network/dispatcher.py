@@ -72,7 +72,8 @@ class Dispatcher:
             for table, added in tables:
                 assert not table.keys() & added.keys(), "these types have a receiver already"
                 table |= added
-                undo.callback(_take_out, table, added)
+                for kind in added:
+                    undo.callback(table.pop, kind)
             for registered, callback in callbacks:
                 if callback is not None:
                     registered.append(callback)
@@ -138,11 +139,6 @@ class Dispatcher:
     def _is_replica(self, peer: PeerId) -> bool:
         """Whether the peer announces that it hosts our module."""
         return self._own.module is not None and self._membership.hosts(peer, self._own.module)
-
-
-def _take_out(table: dict[Any, Any], added: dict[Any, Any]) -> None:
-    for kind in added:
-        del table[kind]
 
 
 def _by_type(receivers: Mapping[Kinds, Any]) -> dict[type, Any]:

@@ -240,11 +240,10 @@ class MembershipSync:
         while True:
             await asyncio.sleep(GREET_S)
             linked = self.membership.linked
-            known = {
-                a.peer
-                for a in self.membership.peers()
-                if a.state is PeerState.SERVING and a.is_reachable and self._works_with(a.module)
-            }
+            # Stage 0 works with all modules.
+            ours = self.own.module
+            serving = [a for a in self.membership.peers() if a.state is PeerState.SERVING and a.is_reachable]
+            known = {a.peer for a in serving if a.module is not None and ours in (a.module, ModuleId(0))}
             met = (met | linked) & known
             room = max(0, min(GREETED_AT_ONCE, MOST_GREETED - len(linked)))
             # Half of the room is for peers whose link broke, and the choice is random: many silent names cannot keep an
@@ -259,9 +258,6 @@ class MembershipSync:
             await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
         except PeerError as error:
             log.debug("%s does not answer a greeting: %s", peer, error)
-
-    def _works_with(self, module: ModuleId | None) -> bool:
-        return module is not None and (self.own.module == module or self.own.module == ModuleId(0))
 
     def _clock_offset_s(self) -> float:
         return self.own.clock.wall() - self.own.clock.monotonic()

@@ -531,7 +531,8 @@ class Copies:
     """Copies of a model part on several devices. Devices that share the first one's memory use the original."""
 
     def __init__(self, part: nn.Module, threads: DeviceThreads, copies: Sequence[nn.Module] | None = None) -> None:
-        self._parts = [part, *(copies or (_on(device, part) for device in threads.devices[1:]))]
+        own, others = _device_of(part), threads.devices[1:]
+        self._parts = [part, *(copies or (part if device == own else deepcopy(part).to(device) for device in others))]
         self._stale = False
 
     def __len__(self) -> int:
@@ -729,10 +730,6 @@ def head_passes(head: HeadPart, threads: DeviceThreads | None) -> HeadPasses:
     if threads is None or len(threads.devices) == 1:
         return OneHead(head)
     return SeveralHeads(Copies(head, threads), threads)
-
-
-def _on(device: torch.device, part: nn.Module) -> nn.Module:
-    return part if _device_of(part) == device else deepcopy(part).to(device)
 
 
 def _device_of(part: nn.Module) -> torch.device:

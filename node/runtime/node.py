@@ -18,7 +18,7 @@ from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.device_threads import DeviceThreads
 from node.concurrency.task_groups import unless
 from node.context.module_context import ModuleContext
-from node.context.options import NodeOptions
+from node.context.options import NodeOptions, default_identity_path
 from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
 from node.model.device import choose_devices
@@ -36,7 +36,7 @@ from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving, serve_module
 from node.start.cut_model import open_start
 from protocol.dht.directory import DirectorySettings
-from protocol.identity.invitations import HOW_TO_BE_INVITED
+from protocol.identity.invitations import HOW_TO_BE_INVITED, Grant
 from protocol.identity.keys import Identity
 from protocol.identity.signatures import EntrySigner, Routes
 from protocol.interfaces.clock import SystemClock
@@ -48,6 +48,7 @@ from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateErr
 from swarm.vocabulary.types import PeerId, Reasoned
 
 WITHDRAW_S = 2.0
+OWN_INVITATION_S = 10 * 365 * 86_400.0
 
 
 Consent = Callable[[SignedManifest, Reasoned[LocalPaths | None], Reasoned[tuple[int, ...]], bool], Awaitable[bool]]
@@ -64,10 +65,10 @@ async def run_node(
     """Runs one node until `stop` is set or its steps are done. Raises Rejected without consent, SkipstoneError."""
     keep_freed_memory()
     clock = SystemClock()
-    identity = Identity.load_or_create(options.identity_path)
+    named = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
     run = signed.run if signed is not None else cast(JoinLink, options.link).run  # a link or a manifest is given
-    grant = options.grant
+    identity = named.for_run(run) if options.identity_path == default_identity_path() else named
     devices = choose_devices(options.device)
     device = devices.value[0]
     if options.threads is not None:
@@ -80,22 +81,25 @@ async def run_node(
             leave_requests(options.identity_path, stop.set),
             present(identity, run, where, settings, clock, logged) as session,
         ):
-            named = ", ".join(map(str, devices.value))
-            logged.emit(Note("info", f"peer {identity.peer}, device {named} ({devices.reason})"))
+            used = ", ".join(map(str, devices.value))
+            logged.emit(Note("info", f"peer {identity.peer}, device {used} ({devices.reason})"))
             if signed is None:
                 signed = await unless(stop, session.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
             fitting = FittingModules(signed.manifest, options, device)
             guests = signed.guests()
+            grant, own = options.grant, signed.author == named.peer
+            if named.peer in guests.hosts and identity is not named:
+                grant = Grant.issue(named, run, 1, int(clock.wall() + OWN_INVITATION_S))
             invitation = b"" if grant is None else grant.invitation(run, identity.peer)
             uninvited = guests.fault(identity.peer, invitation, clock.wall())
-            text = await _joined(options, signed, fitting, identity.peer, uninvited, consent, stop)
+            text = await _joined(options, signed, fitting, uninvited, consent, stop, own=own)
             start = await asyncio.to_thread(open_start, signed.manifest, options.model)
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
                 return
-            text_of_manifest, own = signed.text, signed.author == identity.peer
+            text_of_manifest = signed.text
 
             async def manifest(asker: PeerId, question: Question) -> bytes:
                 return text_of_manifest
@@ -142,10 +146,11 @@ async def _joined(
     options: NodeOptions,
     signed: SignedManifest,
     fitting: FittingModules,
-    peer: PeerId,
     uninvited: str | None,
     consent: Consent | None,
     stop: asyncio.Event,
+    *,
+    own: bool,
 ) -> Reasoned[LocalPaths | None]:
     """Asks for consent; returns the text's path. Raises ConfigError for a one-stage run, Rejected without consent."""
     if signed.manifest.stages.count < 2:
@@ -153,7 +158,6 @@ async def _joined(
             "this run has only one stage, so it cannot be shared",
             hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
         )
-    own = signed.author == peer
     text = local_paths(signed.manifest.data, options.local_path_options, own=own)
     if uninvited is not None:
         text = Reasoned(None, f"{uninvited}. {HOW_TO_BE_INVITED}")

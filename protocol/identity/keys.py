@@ -11,7 +11,9 @@ from typing import Final, Self
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -20,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from swarm.vocabulary.errors import IdentityError, ProtocolViolation
-from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId
+from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
 KEY_BYTES: Final = 32
 PEER_ID_CHARACTERS: Final = 52
@@ -30,6 +32,7 @@ KEYS_KEPT: Final = 4096  # Decoding base58 takes half as long as verifying a sig
 # Prefix of libp2p's PublicKey protobuf: type 1 (Ed25519), 32 bytes
 LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")
 _LIBP2P_PRIVATE_KEY_PREFIX: Final = bytes.fromhex("08011240")
+_RUN_DOMAIN: Final = b"skipstone-run:1\0"
 _IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
 
 
@@ -84,6 +87,11 @@ class Identity:
                 if not os.path.lexists(path):
                     raise
         return cls.load(path)
+
+    def for_run(self, run: RunId) -> Identity:
+        """Derives the key of one run with HKDF (RFC 5869), so that peers do not recognize it in other runs."""
+        hkdf = HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=_RUN_DOMAIN + bytes.fromhex(run))
+        return Identity(Ed25519PrivateKey.from_private_bytes(hkdf.derive(self._key.private_bytes_raw())))
 
     @property
     def peer(self) -> PeerId:

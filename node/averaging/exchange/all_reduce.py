@@ -165,7 +165,7 @@ class AllReduce:
                 # Without other contributors no arriving piece triggers the reduction of our shard.
                 if not set(self.plan.contributors) - {self.plan.own}:
                     for piece in self.plan.shards[self.plan.own]:
-                        tasks.create_task(self._reduce_alone(piece))
+                        tasks.create_task(self._pass_on(piece))
                 self._tell_owing()
                 await self.complete.wait()
             finally:
@@ -252,10 +252,9 @@ class AllReduce:
         self._signed[piece][sender] = SignedHash(sender, data_hash, message.signature)
         return self._reduction.add(piece, sender, buffer, self._room)
 
-    async def _reduce_alone(self, piece: Piece) -> None:
-        await self._pass_on(piece, await self._on_thread(partial(self._reduction.finish, piece)))
-
-    async def _pass_on(self, piece: Piece, data: memoryview) -> None:
+    async def _pass_on(self, piece: Piece, data: memoryview | None = None) -> None:
+        if data is None:
+            data = await self._on_thread(partial(self._reduction.finish, piece))
         crash_point("reduced")
         for queue in self._results.values():
             queue.put_nowait((piece, data))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from protocol.identity.keys import Identity, peer_id_of, public_key_of, verify
 from swarm.vocabulary.errors import IdentityError, ProtocolViolation
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.types import PeerId, RunId
 
 # From test vector 1 of libp2p's TLS specification.
 SPECIFICATION_KEY = bytes.fromhex("7fda21856709c5ae12fd6e8450623f15f11955d384212b89f56e7e136d2e1728")
@@ -82,6 +82,12 @@ def test_signatures() -> None:
     assert not verify(identity.public_key, signature[:-1], b"words")
     assert not verify(identity.public_key, signature[:-1] + bytes([signature[-1] ^ 1]), b"words")
     assert not verify(identity.public_key[:-1], signature, b"words")
+
+
+def test_each_run_has_a_key_of_its_own_that_comes_back(tmp_path: Path) -> None:
+    Identity.create(tmp_path / "key")
+    peers = [Identity.load(tmp_path / "key").for_run(RunId(run * 64)).peer for run in "aba"]
+    assert peers[0] == peers[2] != peers[1] != Identity.load(tmp_path / "key").peer
 
 
 def test_a_saved_identity_comes_back(tmp_path: Path) -> None:
