@@ -110,7 +110,7 @@ def tokenizer_bytes(path: Path, sha256: str) -> bytes:
 
 def tokenizer_keys(path: Path) -> dict[str, str]:
     """Returns the manifest's `[data]` keys for a tokenizer file. Raises ConfigError if it is missing or too large."""
-    return {"tokenizer": f"file:{path.absolute()}", "tokenizer_sha256": hashlib.sha256(_content(path)).hexdigest()}
+    return {"tokenizer": f"file:{path}", "tokenizer_sha256": hashlib.sha256(_content(path)).hexdigest()}
 
 
 def _content(path: Path) -> bytes:
