@@ -68,6 +68,7 @@ START_S = 240.0
 EVALUATION_S = 30.0
 ANNOUNCED_EVERY_S = 20.0
 AHEAD = 300
+EXPORTED_ELSEWHERE = "`export LINK` would take an anchor that no honest replica made"
 NAMED = {"reverse", "noise", "drift", "forged-rosters", "mean-reversed", "mean-elsewhere"}
 """Lies whose teller must be named. Others do no harm, or are refused without proof."""
 
@@ -115,10 +116,13 @@ async def evaluate(session: NetworkSession, signed: SignedManifest, texts: list[
         return version, tuple(peer for peer, anchor in known.items() if anchor == version)
 
     source = SwarmSource(session, signed, lambda *_: None)
-    source.agreed = agreed  # type: ignore[method-assign]
     try:
         async with asyncio.timeout(EVALUATION_S):
             await session.membership_sync.alive(signed.manifest.modules())
+            version, _ = await source.agreed(MODULE)
+            made = {commit.digest for commit in record.commits()}
+            record.figures[EXPORTED_ELSEWHERE] += version.digest.hex() not in made
+            source.agreed = agreed  # type: ignore[method-assign]
             decoder = await (await routed_model(source, CPU)).decoder(None)
         losses = [await asyncio.to_thread(decoder.loss, text) for text in texts]
         record.losses.append((at, tokens, statistics.fmean(losses)))
@@ -408,6 +412,7 @@ def judge(options: Any, record: Record, calm: list[tuple[float, int, float]]) ->
         f"the schedule runs {schedule} times as fast": schedule > FASTER,
         f"named: {', '.join(honest_named)}": honest_named,
         f"left their anchor: {', '.join(left)}": left,
+        EXPORTED_ELSEWHERE: name in INTRUDERS and record.figures[EXPORTED_ELSEWHERE],
     }
     missed = [bar for bar, is_missed in bars.items() if is_missed]
     return {
@@ -453,7 +458,6 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--open", action="store_true", help="a run that takes anyone's data")
     for key in ("calm", "out", "keep"):
         parser.add_argument(f"--{key}", type=Path)
-    parser.add_argument("--json", action="store_true", help="print the whole report")
     options = parser.parse_args(words)
     if options.mode in INTRUDERS:
         options.before = options.before or 20.0
@@ -467,8 +471,7 @@ def main() -> None:
     report = asyncio.run(experiment(options))
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-    brief = {key: value for key, value in report.items() if key not in ("losses", "calm")}
-    print(json.dumps(report if options.json else brief))
+    print(json.dumps({key: value for key, value in report.items() if key not in ("losses", "calm")}))
     sys.exit(0 if report["passed"] else 1)
 
 
