@@ -146,7 +146,7 @@ class Membership:
             module = member.announcement.module
             if module is not None and member.suspect_until <= now and _serves(member, now):
                 found.setdefault(module, []).append(member.announcement)
-        if not (harmful or self.outvoted):
+        if not (harmful or any(self.outvoted.values())):
             return found
         away = {module: harmful | self.outvoted.get(module, frozenset()) for module in found}
         return {module: [a for a in known if a.peer not in away[module]] or known for module, known in found.items()}
