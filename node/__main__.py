@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+# ruff: noqa: E402
+import signal
+
+handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
+
 import sys
 from pathlib import Path
 from typing import Final
@@ -11,6 +16,8 @@ import typer
 from node.cli.app import LABORATORY, LOOK, app, main
 from node.doctor.doctor import doctor
 from swarm.vocabulary.errors import ConfigError
+
+signal.signal(signal.SIGINT, handler)
 
 CHECKOUT: Final = Path(__file__).parent.parent
 EXPERIMENTS: Final = {

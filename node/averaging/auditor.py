@@ -134,6 +134,8 @@ class Recount:
 def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
     """Returns the probability with which this member audits one of `pieces`, all summed by other members."""
     plan, codecs = record.plan, record.plan.codecs
+    if not plan.shards[plan.own]:
+        return 1.0  # it receives no contributions otherwise, so this adds no traffic
     contributors, members = frozenset(plan.contributors), len(plan.members)
 
     def contributed(piece: Piece, without: frozenset[PeerId]) -> int:

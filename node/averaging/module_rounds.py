@@ -22,7 +22,7 @@ from node.averaging.round_runner import InnerWork, ReplicaSync, RoundRunner
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
 from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
-from node.checkpoint.state import Agreed, AnchorState
+from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
@@ -300,8 +300,10 @@ async def module_rounds(
     saved, since = context.resumed.state, InnerWork()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
         if saved is not None and saved.anchor is not None:
-            restored = await averaging.run(Priority.UPKEEP, partial(_restored, context, replica.layout, saved.anchor))
-            start = restored or start
+            try:
+                start = await averaging.run(Priority.UPKEEP, partial(restored_anchor, replica.layout, saved.anchor))
+            except CorruptSnapshot as error:
+                context.events.emit(Note("warning", f"{error}. The parameters saved with it become the anchor."))
             since = InnerWork(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
         rounds = ModuleRounds(context, replica, start, averaging)
         if first is None:
@@ -335,14 +337,6 @@ def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
     if first.version.round:
         replica.optimizer.start_anew(first.version.steps, first.version.tokens)
     return first
-
-
-def _restored(context: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:
-    try:
-        return restored_anchor(layout, saved)
-    except CorruptSnapshot as error:
-        context.events.emit(events.Note("warning", f"{error}. The parameters saved with it become the anchor."))
-        return None
 
 
 PAUSE_S: Final = 0.5

@@ -76,7 +76,11 @@ class Accumulator:
         self.tokens = 0
         """Tokens of these microbatches. Negative if more were retracted than added."""
         self.labels = 0
-        self.sums = tuple(torch.zeros(p.shape, dtype=_sum_type(p), device=p.device) for p in self.parameters)
+        # In float64 the sum does not depend on the order of microbatches, so that a swarm agrees with a single process.
+        # A GPU has less memory and adds in no fixed order anyway.
+        types = (torch.float64 if p.device.type == "cpu" else p.dtype for p in self.parameters)
+        shapes = zip(self.parameters, types, strict=True)
+        self.sums = tuple(torch.zeros(p.shape, dtype=dtype, device=p.device) for p, dtype in shapes)
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
 
@@ -383,9 +387,3 @@ def fold(sums: Sequence[Tensor], gradients: Sequence[Tensor], weight: int) -> No
 def are_finite(gradients: Sequence[Tensor]) -> bool:
     """Tells whether all elements of the gradients are finite. Returns False too if their norm overflows float32."""
     return math.isfinite(torch.nn.utils.get_total_norm(gradients).item())
-
-
-def _sum_type(parameter: Tensor) -> torch.dtype:
-    # In float64 the sum does not depend on the order of microbatches, so that a swarm agrees with a single process. A
-    # GPU has less memory and adds in no fixed order anyway.
-    return torch.float64 if parameter.device.type == "cpu" else parameter.dtype

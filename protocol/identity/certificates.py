@@ -119,7 +119,12 @@ def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
         raise ProtocolViolation("certificate: the key is not on the curve P-256")
     if not isinstance(digest, SHA256):
         raise ProtocolViolation("certificate: the signature is not ECDSA with SHA-256")
-    _check_signed_by(_authority(run)[1], certificate)
+    try:
+        certificate.verify_directly_issued_by(_authority(run)[1])
+    except InvalidSignature:
+        raise ProtocolViolation("certificate: not signed by this run's authority") from None
+    except _MALFORMED as error:
+        raise ProtocolViolation(f"certificate: not issued by this run's authority: {error}") from None
     peer = _proven_peer(extensions, key)
     if common_names != [peer]:
         raise ProtocolViolation(f"certificate: the common name is not {peer}, which the libp2p extension proves")
@@ -178,15 +183,6 @@ def _libp2p_extension(identity: Identity, key: ec.EllipticCurvePublicKey) -> x50
 
 def _subject_public_key_info(key: ec.EllipticCurvePublicKey) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-
-
-def _check_signed_by(authority: x509.Certificate, certificate: x509.Certificate) -> None:
-    try:
-        certificate.verify_directly_issued_by(authority)
-    except InvalidSignature:
-        raise ProtocolViolation("certificate: not signed by this run's authority") from None
-    except _MALFORMED as error:
-        raise ProtocolViolation(f"certificate: not issued by this run's authority: {error}") from None
 
 
 def _proven_peer(extensions: x509.Extensions, key: ec.EllipticCurvePublicKey) -> PeerId:

@@ -225,7 +225,7 @@ class AnchorDrift:
         self._round_at = started_at
         self._between_s: deque[float] = deque(maxlen=LATEST_INTERVALS)
         self._shared_at: dict[PeerId, float] = {}
-        self._latest_shared_at: float | None = None
+        self._latest_shared_at = started_at
 
     def committed(self, norm: float, steps_share: float, mean_norm: float, others: Iterable[PeerId], at: float) -> None:
         """Adds a round: our update's norm, our share of steps, the clipped mean's largest norm, the other members."""
@@ -238,8 +238,7 @@ class AnchorDrift:
         self._between_s.append(max(0.0, at - self._round_at))
         self._round_at = at
         shared = dict.fromkeys(others, at)
-        if shared or self._latest_shared_at is None:
-            self._latest_shared_at = at
+        self._latest_shared_at = at if shared else self._latest_shared_at
         # The latest last, so that the replicas forgotten first are those met longest ago.
         kept = {peer: met for peer, met in self._shared_at.items() if peer not in shared}
         self._shared_at = dict([*kept.items(), *shared.items()][-MAX_MEMBERS:])
@@ -256,7 +255,7 @@ class AnchorDrift:
 
     def farthest(self, donors: Iterable[PeerId], at: float, scale: float, rounds: int) -> float:
         """Returns the largest credible distance, with momentum, of these donors' anchor, `rounds` later than ours."""
-        if not self.has_measure or self._latest_shared_at is None:
+        if not self.has_measure:
             return scale * max(1, rounds)
         # A replica that we never met counts as the one met last: otherwise a new name could bring any anchor. The upper
         # median, so that one liar among many donors neither widens the limit nor keeps us apart from the others.

@@ -126,8 +126,8 @@ def choose_module(
     chosen = max(largest, key=lambda module: draw(own, module))
     larger = ", and needs the most memory of several" if len(largest) < len(shortest) else ""
     if allowed[chosen] == 0:
-        return Reasoned(chosen, f"module {chosen} has no peer{larger}")
-    return Reasoned(chosen, f"module {chosen} has the least compute for its share of visits{larger}")
+        return Reasoned(chosen, f"it has no peer{larger}")
+    return Reasoned(chosen, f"it has the least compute for its share of visits{larger}")
 
 
 def modules_that_fit(modules: Iterable[ModuleId], free: FreeMemory, needs: Needs) -> list[ModuleId]:

@@ -60,7 +60,7 @@ def test_both_results_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPa
     verify = invitations.verify
     monkeypatch.setattr(invitations, "verify", lambda *given: verified.append(given[0]) or verify(*given))
     good = grant(uses=0).invitation(RUN, GUEST.peer)
-    forged = [good[:-2] + number.to_bytes(2) for number in range(REMEMBERED)]
+    forged = [good[:-3] + bytes([good[-3] ^ 1]) + number.to_bytes(2) for number in range(REMEMBERED)]
     for invitation in (good, good, *forged, forged[-1]):
         HOP.fault(GUEST.peer, invitation, NOW)
     assert len(verified) == 2 + len(forged), "the good one takes two"

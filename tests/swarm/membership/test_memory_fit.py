@@ -50,7 +50,7 @@ def test_the_large_stage_is_not_left_to_those_that_come_later() -> None:
     """Whatever its hash is: else half of the large peers would sit down in the small stage."""
     for number in range(40):
         choice = choose_module(PeerId(f"n{number}"), MODULES[1:], [announcement("data", 0)], WORK, needs=NEEDS)
-        assert choice == Reasoned(LARGE, "module 2.0 has no peer, and needs the most memory of several")
+        assert choice == Reasoned(LARGE, "it has no peer, and needs the most memory of several")
 
 
 def test_who_fits_nowhere_takes_nothing_and_power_still_counts() -> None:

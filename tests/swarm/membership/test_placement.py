@@ -34,7 +34,7 @@ def test_empty_modules_are_taken_first() -> None:
         present = [announcement(f"p{stage}", stage) for stage in (0, 1, 3)]
         choice = choose_module(PeerId(f"n{number}"), MODULES, present, work(100.0, 100.0, 1.0, 100.0))
         assert choice.value == ModuleId(2)
-        assert choice.reason == "module 2.0 has no peer"
+        assert choice.reason == "it has no peer"
 
 
 def test_newcomers_one_after_another_fill_every_module_evenly() -> None:
