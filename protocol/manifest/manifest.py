@@ -394,7 +394,7 @@ class DataSection(Section):
             or (kind == "huggingface" and HUB_PLACE.fullmatch(rest))
         )
         if not known:
-            raise ValueError(f"must be one of {SOURCES}")
+            raise ValueError(f"must be one of {SOURCES}; a file or folder is `path:{source[:80]}`")
         return _local_name(source, rest)
 
     @field_validator("tokenizer")

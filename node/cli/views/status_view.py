@@ -62,19 +62,21 @@ def status_headline(status: SwarmStatus) -> Text:
 
 def status_table(status: SwarmStatus) -> Table:
     """Builds a table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
-    table = plain_table("stage", "module", "peer", "state", right=("steps", "tokens/s", "slots"))
+    table = plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round", min_width=_ROUND_WIDTH)
-    table.add_column("address", no_wrap=True, overflow="fold")
+    for column in table.columns:
+        column.no_wrap = True  # a narrow terminal folds the addresses
+    table.add_column("address", overflow="fold")
     for stage in range(status.stages):
         peers = [peer for peer in status.peers if peer.hosts(stage)]
         for peer in peers:
-            table.add_row(Text(str(stage)), *_status_row(peer))
+            table.add_row(*_status_row(peer))
         if not peers:
-            table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
+            table.add_row(Text(f"stage {stage}", style="red"), Text("none", style="red"))
         hosted = {peer.module for peer in peers}
         for module in status.modules or () if peers else ():
             if module.partition(".")[0] == str(stage) and module not in hosted:
-                table.add_row(Text(str(stage), style="red"), Text(module, style="red"), Text("none", style="red"))
+                table.add_row(Text(module, style="red"), Text("none", style="red"))
     return table
 
 

@@ -417,7 +417,7 @@ class TestQuestions:
         result = ran("status", LINK)
         for expected in ("demo", "step 12", "loss 3.2500", "abcdef", "3/4", "127.0.0.1:5000", "no peer serves 1.0"):
             assert expected in result.stdout
-        assert any(line.split() == ["1", "none"] for line in result.stdout.splitlines())
+        assert any(line.split() == ["stage", "1", "none"] for line in result.stdout.splitlines())
         assert "\x1b" not in result.stdout
         result = run("status", LINK, "--json")
         assert json.loads(result.stdout) == to_json(STATUS)
