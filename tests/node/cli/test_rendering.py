@@ -159,7 +159,7 @@ def test_the_view_names_the_stage_without_a_peer() -> None:
     text = drawn(state)
     assert "failed (137)" in text
     assert "stage 2 has no peer left" in text
-    assert any(line.split() == ["stage", "2", "none"] for line in text.splitlines())
+    assert any(line.split() == ["2", "none"] for line in text.splitlines())
     assert text.index("step 2 of 10") < text.index("\n") < text.index("loss 4.0000")
 
 
