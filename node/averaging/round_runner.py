@@ -101,7 +101,7 @@ class ReplicaSync:
         self._store = store
         self._compute = compute
         self._averaging = averaging
-        self._rules = rules
+        self.rules = rules
         self._outer = outer
         self._clock = clock
         self._done = InnerWork()
@@ -182,7 +182,7 @@ class ReplicaSync:
             return
         self.trained_by(1)
         work, waited_s = self.since_anchor, self._clock.monotonic() - self._anchored_at
-        if not work.steps or (work.steps < steps_between_rounds(self._rules) and waited_s < self._rules.longest_s):
+        if not work.steps or (work.steps < steps_between_rounds(self.rules) and waited_s < self.rules.longest_s):
             return
         before = self._store.current
         try:
@@ -395,6 +395,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         elif math.isfinite(snapshot.norm):
             work, rates = snapshot.since_anchor, self.incoming.bytes_per_s()
             bandwidth = max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
+            self._drift.worked(snapshot.norm, work.steps, steps_between_rounds(self.replica_sync.rules))
             longest = self._drift.longest(self.clock.wall(), await self._scale())
             figures = (work.steps, work.tokens, snapshot.norm, bandwidth, rates, longest)
             self.handle(events.SnapshotTaken(action.round, *figures))
@@ -487,7 +488,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
 
     async def _scale(self) -> float:
         """Returns the norm of our anchor, if there is no better measure yet."""
-        if self._drift.has_measure:
+        if self._drift.has_history:
             return math.inf
         pieces = self._store.current.parameters.pieces()
         lengths = [await self._means.thread.run(Priority.UPKEEP, partial(squares, piece)) for _, piece in pieces]

@@ -217,11 +217,11 @@ class UsualLength:
 class AnchorDrift:
     """Largest credible updates, and distances of other anchors from ours, estimated from our own past rounds.
 
-    `scale`: norm of our anchor's parameters, the only measure in our first rounds.
+    In our first rounds our own update is the measure, or `scale`: the norm of our anchor's parameters.
     """
 
     def __init__(self, started_at: float) -> None:
-        self._length = 0.0
+        self._length = self._own = 0.0
         self._round_at = started_at
         self._between_s: deque[float] = deque(maxlen=LATEST_INTERVALS)
         self._shared_at: dict[PeerId, float] = {}
@@ -230,9 +230,8 @@ class AnchorDrift:
     def committed(self, norm: float, steps_share: float, mean_norm: float, others: Iterable[PeerId], at: float) -> None:
         """Adds a round: our update's norm, our share of steps, the clipped mean's largest norm, the other members."""
         own = norm / min(1.0, steps_share) if steps_share > 0 else 0.0
-        # Our norm is too small if we did little work, or early in the warm-up. The mean's norm is clipped to the usual
-        # one, so it is too small if the other members did little work. It counts little more than what we know, because
-        # one member may have made it.
+        # Our norm is too small if we did little work, or early in the warm-up; the mean's norm, if the others did. It
+        # counts little more than ours, because one member may have made it.
         usual = max(own, FADING * self._length)
         self._length = max(usual, min(mean_norm, GROWTH * usual) if usual else mean_norm)
         self._between_s.append(max(0.0, at - self._round_at))
@@ -243,20 +242,24 @@ class AnchorDrift:
         kept = {peer: met for peer, met in self._shared_at.items() if peer not in shared}
         self._shared_at = dict([*kept.items(), *shared.items()][-MAX_MEMBERS:])
 
+    def worked(self, norm: float, steps: int, inner_steps: int) -> None:
+        """Adds our update at the beginning of a round."""
+        self._own = norm * max(1.0, inner_steps / steps) if steps else self._own
+
     @property
-    def has_measure(self) -> bool:
+    def has_history(self) -> bool:
         return self._length > 0 and len(self._between_s) >= FEWEST_ROUNDS
 
     def longest(self, at: float, scale: float) -> float:
         """Returns the largest credible norm of a round's mean update."""
-        if not self.has_measure:
-            return scale
+        if not self.has_history:
+            return DRIFT_LIMIT * self._own or scale
         return DRIFT_LIMIT * self._length * max(1.0, self._intervals(at - self._round_at))
 
     def farthest(self, donors: Iterable[PeerId], at: float, scale: float, rounds: int) -> float:
         """Returns the largest credible distance, with momentum, of these donors' anchor, `rounds` later than ours."""
-        if not self.has_measure:
-            return scale * max(1, rounds)
+        if not self.has_history:
+            return DRIFT_LIMIT * (self._own or scale) * max(FEWEST_APART, rounds)
         # A replica that we never met counts as the one met last: otherwise a new name could bring any anchor. The upper
         # median, so that one liar among many donors neither widens the limit nor keeps us apart from the others.
         met = sorted(self._shared_at.get(peer, self._latest_shared_at) for peer in donors) or [self._latest_shared_at]

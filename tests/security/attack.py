@@ -2,9 +2,8 @@
 
 MODE is a lie of `tests.security.liar` (with its options: `reverse:factor=-5,after=30`), told by `--liars` of the
 `--replicas` of stage 1; or an intruder of `INTRUDERS`, which comes after `--before` seconds with `--names` identities.
-The held-out loss of the anchors that honest replicas hold is measured every `--every` seconds, and compared with the
-honest run's at equal tokens (`--calm FILE`: a report whose honest run serves again; `--most`: the largest ratio that
-passes). Exits with 1 if a bar is missed.
+The held-out loss of honest replicas' anchors is measured every `--every` seconds, and compared with an honest run's at
+equal tokens (`--calm FILE`: a report whose honest run serves again). Exits with 1 if a bar is missed (`--most`: ratio).
 """
 
 from __future__ import annotations

@@ -240,9 +240,11 @@ def test_a_roster_needs_tallies_of_different_data_nodes_that_are_signed() -> Non
 
 def test_an_anchor_may_be_as_far_as_the_rounds_since_we_were_together_and_no_farther() -> None:
     drift = AnchorDrift(80.0)
-    for at in (90.0, 100.0):
-        drift.committed(2.0, 1.0, 0.0, [B], at)
-    assert (drift.farthest([B], 1e9, 5.0, 3), drift.longest(1e9, 5.0)) == (15.0, 5.0), "only the anchor's own norm"
+    assert (drift.farthest([B], 1e9, 5.0, 3), drift.longest(1e9, 5.0)) == (DRIFT_LIMIT * 15.0, 5.0), "the anchor's norm"
+    drift.worked(0.5, 2, 8)
+    drift.committed(2.0, 1.0, 0.0, [B], 90.0)
+    drift.committed(2.0, 1.0, 0.0, [B], 100.0)
+    assert (drift.farthest([B], 1e9, 5.0, 3), drift.longest(1e9, 5.0)) == (DRIFT_LIMIT * 6.0, DRIFT_LIMIT * 2.0)
     drift.committed(3.0, 1.0, 0.0, [B], 110.0)
     assert (drift.longest(110.0, 5.0), drift.longest(130.0, 5.0)) == (DRIFT_LIMIT * 3.0, DRIFT_LIMIT * 6.0)
     assert drift.farthest([B], 110.0, 5.0, 1) == DRIFT_LIMIT * 3.0 * FEWEST_APART
