@@ -101,7 +101,7 @@ class ReplicaSync:
         self._store = store
         self._compute = compute
         self._averaging = averaging
-        self.rules = rules
+        self._rules = rules
         self._outer = outer
         self._clock = clock
         self._done = InnerWork()
@@ -182,7 +182,7 @@ class ReplicaSync:
             return
         self.trained_by(1)
         work, waited_s = self.since_anchor, self._clock.monotonic() - self._anchored_at
-        if not work.steps or (work.steps < steps_between_rounds(self.rules) and waited_s < self.rules.longest_s):
+        if not work.steps or (work.steps < steps_between_rounds(self._rules) and waited_s < self._rules.longest_s):
             return
         before = self._store.current
         try:
@@ -306,6 +306,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self._staged: dict[bytes, StagedRound] = {}
         self._traffic = RoundTraffic(0)
         self._drift = AnchorDrift(means.clock.wall())
+        self._norm: float | None = None
         self._others: events.ReplicasChanged | None = None
         self._begun: tuple[int, float] = (0, 0.0)
         self._catching: asyncio.Task[None] | None = None
@@ -395,7 +396,6 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         elif math.isfinite(snapshot.norm):
             work, rates = snapshot.since_anchor, self.incoming.bytes_per_s()
             bandwidth = max((link.goodput_bytes_per_s for link in self.transport.figures().values()), default=0.0)
-            self._drift.worked(snapshot.norm, work.steps, steps_between_rounds(self.replica_sync.rules))
             longest = self._drift.longest(self.clock.wall(), await self._scale())
             figures = (work.steps, work.tokens, snapshot.norm, bandwidth, rates, longest)
             self.handle(events.SnapshotTaken(action.round, *figures))
@@ -411,7 +411,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except SkipstoneError as error:
             log.warning("%s", error)
             others = tuple(peer for peer in action.roster.peers if peer != self._own)
-            self._start_catching_up(events.CatchUp(action.version, others, "its result was dropped"))
+            self._start_catching_up(events.CatchUp(action.version, others, "its result was dropped", by_most=True))
             return
         self._store.put(staged.anchor)
         crash_point("committing")
@@ -475,7 +475,8 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         own = self._store.current
         distance = await self._means.thread.run(Priority.UPKEEP, partial(distance_between, own, anchor))
         rounds = anchor.version.round - own.version.round
-        farthest = self._drift.farthest(action.donors, self.clock.wall(), await self._scale(), rounds)
+        scale, wall = await self._scale(), self.clock.wall()
+        farthest = self._drift.farthest(action.donors, wall, scale, rounds, by_most=action.by_most)
         if not distance <= farthest:
             why = f"its distance from ours is {distance:.3g}, more than the {farthest:.3g} that training explains"
             log.warning("not adopting the anchor of round %d: %s", action.version.round, why)
@@ -487,12 +488,12 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self.handle(events.CaughtUp(anchor.version))
 
     async def _scale(self) -> float:
-        """Returns the norm of our anchor, if there is no better measure yet."""
-        if self._drift.has_history:
-            return math.inf
-        pieces = self._store.current.parameters.pieces()
-        lengths = [await self._means.thread.run(Priority.UPKEEP, partial(squares, piece)) for _, piece in pieces]
-        return math.sqrt(math.fsum(lengths))
+        """Returns the norm of our first anchor, which is measured once: it changes slowly."""
+        if self._norm is None:
+            pieces = self._store.current.parameters.pieces()
+            lengths = [await self._means.thread.run(Priority.UPKEEP, partial(squares, piece)) for _, piece in pieces]
+            self._norm = math.sqrt(math.fsum(lengths))
+        return self._norm
 
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
         """Takes this round's snapshot of the replica, or returns the existing one. None if the round has ended."""

@@ -230,6 +230,7 @@ class CatchUp:
     version: AnchorVersion
     donors: tuple[PeerId, ...]
     why: str
+    by_most: bool  # Whether most replicas have it. If not, its distance from ours is limited by our own rounds.
 
 
 Action = SendMessage | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | Caught

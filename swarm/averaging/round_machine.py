@@ -332,7 +332,7 @@ class RoundMachine:
             return []
         view.catch_up_started(wanted)
         donors = view.others.donors(wanted, view.now)
-        return [*self._forget("catching up"), events.CatchUp(wanted, donors, best.reason)]
+        return [*self._forget("catching up"), events.CatchUp(wanted, donors, best.reason, certain)]
 
     def _lead_if_due(self) -> Actions:
         """Opens a round that is due: at once if we are first to lead, else when the leaders before us time out."""
@@ -654,7 +654,7 @@ class RoundMachine:
             actions += self._forget("an earlier attempt's result was found")
             view.catch_up_started(version)
             why = "an earlier attempt's result was found, and a peer may have committed it"
-            actions.append(events.CatchUp(version, donors, why))
+            actions.append(events.CatchUp(version, donors, why, view.are_most(len(donors))))
         return actions
 
     def _try_again(self, leading: Leader, without: frozenset[PeerId], why: str) -> Actions:

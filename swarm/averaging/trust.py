@@ -160,7 +160,6 @@ FEWEST_APART: Final = 2.0  # Rounds by which two anchors may always differ
 LATEST_INTERVALS: Final = 9  # Their median is the usual time between rounds: a cut network makes one of them long
 SHORTEST_ROUND_S: Final = 1e-3
 FEWEST_ROUNDS: Final = 3  # Rounds of ours that make a measure
-GROWTH: Final = 2.0  # Factor by which the mean of one round raises the usual norm at most; warm-up needs less
 
 
 def mark_of(peer: PeerId) -> int:
@@ -217,11 +216,12 @@ class UsualLength:
 class AnchorDrift:
     """Largest credible updates, and distances of other anchors from ours, estimated from our own past rounds.
 
-    In our first rounds our own update is the measure, or `scale`: the norm of our anchor's parameters.
+    `scale`: norm of our anchor's parameters. In the warm-up updates grow tenfold from round to round, so an update that
+    is no longer than it is always credible.
     """
 
     def __init__(self, started_at: float) -> None:
-        self._length = self._own = 0.0
+        self._length = 0.0
         self._round_at = started_at
         self._between_s: deque[float] = deque(maxlen=LATEST_INTERVALS)
         self._shared_at: dict[PeerId, float] = {}
@@ -230,10 +230,8 @@ class AnchorDrift:
     def committed(self, norm: float, steps_share: float, mean_norm: float, others: Iterable[PeerId], at: float) -> None:
         """Adds a round: our update's norm, our share of steps, the clipped mean's largest norm, the other members."""
         own = norm / min(1.0, steps_share) if steps_share > 0 else 0.0
-        # Our norm is too small if we did little work, or early in the warm-up; the mean's norm, if the others did. It
-        # counts little more than ours, because one member may have made it.
-        usual = max(own, FADING * self._length)
-        self._length = max(usual, min(mean_norm, GROWTH * usual) if usual else mean_norm)
+        # Our norm is too small if we did little work, or early in the warm-up; the mean's norm, if the others did.
+        self._length = max(own, mean_norm, FADING * self._length)
         self._between_s.append(max(0.0, at - self._round_at))
         self._round_at = at
         shared = dict.fromkeys(others, at)
@@ -242,24 +240,18 @@ class AnchorDrift:
         kept = {peer: met for peer, met in self._shared_at.items() if peer not in shared}
         self._shared_at = dict([*kept.items(), *shared.items()][-MAX_MEMBERS:])
 
-    def worked(self, norm: float, steps: int, inner_steps: int) -> None:
-        """Adds our update at the beginning of a round."""
-        self._own = norm * max(1.0, inner_steps / steps) if steps else self._own
-
-    @property
-    def has_history(self) -> bool:
-        return self._length > 0 and len(self._between_s) >= FEWEST_ROUNDS
-
     def longest(self, at: float, scale: float) -> float:
         """Returns the largest credible norm of a round's mean update."""
-        if not self.has_history:
-            return DRIFT_LIMIT * self._own or scale
-        return DRIFT_LIMIT * self._length * max(1.0, self._intervals(at - self._round_at))
+        known = len(self._between_s) >= FEWEST_ROUNDS
+        return max(scale, DRIFT_LIMIT * self._length * self._intervals(at - self._round_at) if known else 0.0)
 
-    def farthest(self, donors: Iterable[PeerId], at: float, scale: float, rounds: int) -> float:
-        """Returns the largest credible distance, with momentum, of these donors' anchor, `rounds` later than ours."""
-        if not self.has_history:
-            return DRIFT_LIMIT * (self._own or scale) * max(FEWEST_APART, rounds)
+    def farthest(self, donors: Iterable[PeerId], at: float, scale: float, rounds: int, *, by_most: bool) -> float:
+        """Returns the largest credible distance, with momentum, of these donors' anchor, `rounds` later than ours.
+
+        `by_most`: most replicas have it, so that only an impossible one is refused.
+        """
+        if by_most or len(self._between_s) < FEWEST_ROUNDS:
+            return DRIFT_LIMIT * scale * max(FEWEST_APART, rounds)
         # A replica that we never met counts as the one met last: otherwise a new name could bring any anchor. The upper
         # median, so that one liar among many donors neither widens the limit nor keeps us apart from the others.
         met = sorted(self._shared_at.get(peer, self._latest_shared_at) for peer in donors) or [self._latest_shared_at]
@@ -267,7 +259,7 @@ class AnchorDrift:
         return DRIFT_LIMIT * self._length * max(FEWEST_APART, self._intervals(apart_s))
 
     def _intervals(self, seconds: float) -> float:
-        return seconds / max(median(self._between_s), SHORTEST_ROUND_S)
+        return max(1.0, seconds / max(median(self._between_s), SHORTEST_ROUND_S))
 
 
 def _norm_per_token(entry: Entry) -> float:

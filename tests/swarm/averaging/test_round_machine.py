@@ -411,7 +411,8 @@ def four_alone() -> tuple[Desk, list[Action]]:
 
 def test_who_stands_farther_away_than_can_be_is_not_followed_nor_invited_whatever_it_stands_on_next() -> None:
     desk, actions = four_alone()
-    assert [action.version for action in actions if isinstance(action, events.CatchUp)] == [IMPLAUSIBLE]
+    wanted = [(action.version, action.by_most) for action in actions if isinstance(action, events.CatchUp)]
+    assert wanted == [(IMPLAUSIBLE, False)]
     desk.feed(events.CatchUpFailed(IMPLAUSIBLE, "too far", (D,)))
     desk.hear(D, Progress(MODULE, replace(IMPLAUSIBLE, round=7, digest=b"d" * 32), 0, 0))
     caught_up = [action for action in desk.wait(4.0) if isinstance(action, events.CatchUp)]
@@ -433,7 +434,7 @@ def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
     desk.wait(4.0)
     actions = desk.feed(events.CaughtUp(replace(RESULT, digest=b"c" * 32)))
     caught_up = [action for action in actions if isinstance(action, events.CatchUp)]
-    assert [action.donors for action in caught_up] == [(B, C, D)]
+    assert [(action.donors, action.by_most) for action in caught_up] == [((B, C, D), True)]
 
 
 def test_it_says_where_it_stands() -> None:

@@ -238,23 +238,26 @@ def test_a_roster_needs_tallies_of_different_data_nodes_that_are_signed() -> Non
     assert objection(RULES, elsewhere, own, SIGNER)
 
 
+def far(drift: AnchorDrift, donors: list[PeerId], at: float, rounds: int = 1) -> float:
+    return drift.farthest(donors, at, 5.0, rounds, by_most=False)
+
+
 def test_an_anchor_may_be_as_far_as_the_rounds_since_we_were_together_and_no_farther() -> None:
     drift = AnchorDrift(80.0)
-    assert (drift.farthest([B], 1e9, 5.0, 3), drift.longest(1e9, 5.0)) == (DRIFT_LIMIT * 15.0, 5.0), "the anchor's norm"
-    drift.worked(0.5, 2, 8)
     drift.committed(2.0, 1.0, 0.0, [B], 90.0)
     drift.committed(2.0, 1.0, 0.0, [B], 100.0)
-    assert (drift.farthest([B], 1e9, 5.0, 3), drift.longest(1e9, 5.0)) == (DRIFT_LIMIT * 6.0, DRIFT_LIMIT * 2.0)
+    assert (far(drift, [B], 1e9, rounds=3), drift.longest(1e9, 5.0)) == (DRIFT_LIMIT * 15.0, 5.0), "the anchor's norm"
     drift.committed(3.0, 1.0, 0.0, [B], 110.0)
-    assert (drift.longest(110.0, 5.0), drift.longest(130.0, 5.0)) == (DRIFT_LIMIT * 3.0, DRIFT_LIMIT * 6.0)
-    assert drift.farthest([B], 110.0, 5.0, 1) == DRIFT_LIMIT * 3.0 * FEWEST_APART
-    assert drift.farthest([B], 210.0, 5.0, 1) == DRIFT_LIMIT * 3.0 * 10
+    assert (drift.longest(110.0, 5.0), drift.longest(130.0, 50.0)) == (DRIFT_LIMIT * 3.0, 50.0)
+    assert drift.farthest([B], 210.0, 5.0, 1, by_most=True) == DRIFT_LIMIT * 5.0 * FEWEST_APART
+    assert far(drift, [B], 110.0) == DRIFT_LIMIT * 3.0 * FEWEST_APART
+    assert far(drift, [B], 210.0) == DRIFT_LIMIT * 3.0 * 10
     drift.committed(0.0, 1.0, 0.0, [], 120.0)
-    assert drift.farthest([B], 210.0, 5.0, 1) == pytest.approx(DRIFT_LIMIT * FADING * 3.0 * 10), (
+    assert far(drift, [B], 210.0) == pytest.approx(DRIFT_LIMIT * FADING * 3.0 * 10), (
         "a round of our own is not one together"
     )
     drift.committed(3.0, 2.0, 0.0, [B], 130.0)
-    assert drift.farthest([B], 50.0, 5.0, 1) == DRIFT_LIMIT * 3.0 * FEWEST_APART, "the computer's clock was set back"
+    assert far(drift, [B], 50.0) == DRIFT_LIMIT * 3.0 * FEWEST_APART, "the computer's clock was set back"
 
 
 def test_rounds_among_ourselves_are_none_with_the_other_side_of_a_cut_network() -> None:
@@ -262,9 +265,9 @@ def test_rounds_among_ourselves_are_none_with_the_other_side_of_a_cut_network() 
     drift.committed(1.0, 1.0, 0.0, [B, C], 100.0)
     for after_s in (20.0, 22.0, 24.0, 26.0):  # the first one waited for a peer behind the cut
         drift.committed(1.0, 1.0, 0.0, [B], 100.0 + after_s)
-    assert drift.farthest([B], 126.0, 5.0, 1) == DRIFT_LIMIT * FEWEST_APART
-    assert drift.farthest([C], 126.0, 5.0, 1) == DRIFT_LIMIT * 26.0 / 2.0
-    assert drift.farthest([B, C], 126.0, 5.0, 1) == drift.farthest([D], 126.0, 5.0, 1) == DRIFT_LIMIT * FEWEST_APART, (
+    assert far(drift, [B], 126.0) == DRIFT_LIMIT * FEWEST_APART
+    assert far(drift, [C], 126.0) == DRIFT_LIMIT * 26.0 / 2.0
+    assert far(drift, [B, C], 126.0) == far(drift, [D], 126.0) == DRIFT_LIMIT * FEWEST_APART, (
         "a stranger's anchor is no farther than that of those whom we met last"
     )
 
@@ -275,11 +278,11 @@ def test_a_replica_that_gets_hardly_any_work_follows_one_that_gets_all_of_it() -
     drift.committed(0.0, 0.0, 0.02, [B], 99.0)
     drift.committed(0.05, 0.1, 0.02, [B], 100.0)
     drift.committed(0.0, 0.0, 0.02, [B], 101.0)
-    assert drift.farthest([B], 111.0, 5.0, 1) == pytest.approx(DRIFT_LIMIT * FADING * 0.5 * 10), (
+    assert far(drift, [B], 111.0) == pytest.approx(DRIFT_LIMIT * FADING * 0.5 * 10), (
         "ten rounds that the other one had alone"
     )
     drift.committed(0.0, 0.0, 0.7, [B], 102.0)
-    assert drift.farthest([B], 112.0, 5.0, 1) == pytest.approx(DRIFT_LIMIT * 0.7 * 10), "we have none to compare with"
+    assert far(drift, [B], 112.0) == pytest.approx(DRIFT_LIMIT * 0.7 * 10), "we have none to compare with"
 
 
 def test_an_update_far_too_short_for_its_work_is_known_by_our_own_and_by_the_rounds_before() -> None:
