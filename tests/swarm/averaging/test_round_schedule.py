@@ -253,9 +253,7 @@ def test_an_anchor_may_be_as_far_as_the_rounds_since_we_were_together_and_no_far
     assert far(drift, [B], 110.0) == DRIFT_LIMIT * 3.0 * FEWEST_APART
     assert far(drift, [B], 210.0) == DRIFT_LIMIT * 3.0 * 10
     drift.committed(0.0, 1.0, 0.0, [], 120.0)
-    assert far(drift, [B], 210.0) == pytest.approx(DRIFT_LIMIT * FADING * 3.0 * 10), (
-        "a round of our own is not one together"
-    )
+    assert far(drift, [B], 210.0) == pytest.approx(DRIFT_LIMIT * FADING * 3.0 * 10), "not a round together"
     drift.committed(3.0, 2.0, 0.0, [B], 130.0)
     assert far(drift, [B], 50.0) == DRIFT_LIMIT * 3.0 * FEWEST_APART, "the computer's clock was set back"
 
@@ -278,9 +276,7 @@ def test_a_replica_that_gets_hardly_any_work_follows_one_that_gets_all_of_it() -
     drift.committed(0.0, 0.0, 0.02, [B], 99.0)
     drift.committed(0.05, 0.1, 0.02, [B], 100.0)
     drift.committed(0.0, 0.0, 0.02, [B], 101.0)
-    assert far(drift, [B], 111.0) == pytest.approx(DRIFT_LIMIT * FADING * 0.5 * 10), (
-        "ten rounds that the other one had alone"
-    )
+    assert far(drift, [B], 111.0) == pytest.approx(DRIFT_LIMIT * FADING * 0.5 * 10), "ten rounds of the other one"
     drift.committed(0.0, 0.0, 0.7, [B], 102.0)
     assert far(drift, [B], 112.0) == pytest.approx(DRIFT_LIMIT * 0.7 * 10), "we have none to compare with"
 
