@@ -87,10 +87,9 @@ class Proofs:
         now, module, membership = self._session.own.clock.monotonic(), question.module, self._session.membership
         if module is not None and asker in work:
             named = {peer for peer in question.accused if membership.hosts(peer, module)}
-            self._accusations[asker] = now, named
-            recent = {peer: said for peer, (at, said) in self._accusations.items() if now - at < ACCUSED_S}
-            self._accusations = {peer: self._accusations[peer] for peer in recent}
-            membership.outvoted[module] = outvoted(recent, work)
+            recent = {peer: said for peer, said in self._accusations.items() if now - said[0] < ACCUSED_S}
+            self._accusations = recent | {asker: (now, named)}
+            membership.outvoted[module] = outvoted({peer: said for peer, (_, said) in self._accusations.items()}, work)
 
     async def _ask(self, peer: PeerId) -> None:
         accused = tuple(sorted(self.accused()))[:MAX_ACCUSED]

@@ -11,7 +11,7 @@ from typing import Final
 from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import OtherReplica, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import due, leader_order, next_number, plausible_round, standing
-from swarm.averaging.trust import LATEST_INTERVALS, Penalties, UsualLength
+from swarm.averaging.trust import FEWEST_ROUNDS, LATEST_INTERVALS, Penalties, UsualLength
 from swarm.vocabulary.averaging_messages import (
     MAX_ATTEMPTS,
     MAX_MEMBERS,
@@ -106,7 +106,6 @@ OLD_TALLY_S = 300.0  # Age, compared with ours, at which a roster's tallies are 
 PATIENCE_PULSES = 2  # Pulses for which versions must differ before we act: most differences are commits in flight
 REMEMBERED = 16
 HASTE = 0.5  # Share of the usual time between rounds
-FEWEST_INTERVALS = 3
 
 
 @dataclass(slots=True)
@@ -320,7 +319,7 @@ class ReplicaView:
     @property
     def hasty(self) -> bool:
         """Whether a round comes so early that we have no work for it, and perhaps only its leader has."""
-        known = self._by_round and len(self._intervals_s) >= FEWEST_INTERVALS
+        known = self._by_round and len(self._intervals_s) >= FEWEST_ROUNDS
         return known and not self.steps and self.anchored_s < HASTE * median(self._intervals_s)
 
     def stand_on(self, version: AnchorVersion, by_round: bool = False) -> list[SendMessage]:

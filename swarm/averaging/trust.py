@@ -289,7 +289,7 @@ class Penalties:
 
     def excluded(self, now: float) -> frozenset[PeerId]:
         """Returns the replicas that we do not invite and whose invitations we ignore."""
-        return self.distrusted(now) | self.waiting.excluded(now) | self.silence.excluded(now)
+        return self.accused(now) | self.straying.excluded(now) | self.waiting.excluded(now)
 
     def accused(self, now: float) -> frozenset[PeerId]:
         """Returns the replicas excluded for lies."""

@@ -134,7 +134,7 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """Returns a module's replicas that may get work: without those that raised losses or lied, unless all did."""
+        """Returns a module's replicas that may get work. Harmful and lying replicas get none, unless all are such."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
         harmful = self._harmful.excluded(now) | self.outvoted.get(module, frozenset())
         return [known for known in found if known.peer not in harmful] or found
