@@ -18,6 +18,7 @@ from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, param
 from protocol.manifest.manifest import Manifest
 from swarm.membership.memory_fit import FreeMemory, Need, Needs, size_text
 from swarm.membership.placement import modules_that_fit
+from swarm.pipeline.custody import RECEIVED_PER_SLOT
 from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
@@ -28,7 +29,6 @@ _ANCHOR_BYTES: Final = 2 * 4  # Bytes per parameter for an anchor: parameters an
 _SNAPSHOT_BYTES: Final = 4  # Bytes per parameter for the copy that a round's pseudo-gradient is taken from
 DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES  # Bytes per block parameter on a GPU, without optimizer state
 CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES  # The same if the CPU computes
-TENSORS_HELD: Final = 3  # Tensors kept per microbatch: input, output, gradient
 _HIDDEN_KEPT: Final = 4
 _FEED_FORWARD_KEPT: Final = 3  # Activations per token in a block's graph, in feed-forward widths: product, two factors
 
@@ -176,7 +176,7 @@ class _Measure:
         kept = _HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward
         # Blocks are computed one stage at a time, so only the largest graph counts.
         graph = max(blocks) * manifest.microbatch_tokens * kept * width
-        held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
+        held = RECEIVED_PER_SLOT * microbatches * math.prod(manifest.hidden_shape) * width
         of_each = DEVICE_BYTES
         # Stage 0 holds gradients apart from the sums, and narrow copies of its weights for bfloat16 products.
         if ends:

@@ -30,7 +30,7 @@ from protocol.interfaces.transport import Refusal, Transport
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic, choose
 from swarm.pipeline.compute_queue import ArrivalForecast
-from swarm.pipeline.custody import Custody
+from swarm.pipeline.custody import RECEIVED_PER_SLOT, Custody
 from swarm.pipeline.custody_events import (
     Action,
     BrokenOff,
@@ -77,8 +77,6 @@ MAX_WAITING_MESSAGES = 256
 """Unsent messages per peer. Further ones are dropped, as if the peer were unreachable."""
 MOST_SHORT_OF_MEMORY = 32
 """Consecutive computations that may run out of memory before the module counts as too large."""
-BUFFERS_A_SLOT = 6
-"""Buffers per slot: input and gradient of an entry and of up to two unsettled ones."""
 MAX_LINKS: Final = 1024
 """Links whose codecs are remembered. The transport keeps fewer open."""
 DESCRIBED_LINKS: Final = 64
@@ -346,8 +344,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._encoded = 0
         self._short_of_memory = 0
         """Consecutive computations that ran out of memory."""
-        # A data node's own microbatches take no slots, so reserve 64 buffers for them.
-        self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64, worker.allocate)
+        self._pool = BufferPool(worker.tensor.raw_bytes, RECEIVED_PER_SLOT * custody.slots, worker.allocate)
         self._tensors: dict[Key, Tensors] = {}
         self._arrived: dict[Slot, Encoded] = {}
         """Tensors that await a decision by custody."""

@@ -111,7 +111,9 @@ def microbatch_runner_for(
     session, clock = context.session, SystemClock()
     own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
-    custody = Custody(own.peer, context.options.slots_held, replicas)
+    # A data node's own microbatches take no slots, but need as many receive buffers.
+    window = (context.options.window or 0) if context.module.stage == 0 else 0
+    custody = Custody(own.peer, max(context.options.slots_held, window), replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
     admission = Admission(context.manifest, own.peer, context.module, context.routes.fault, context.routes.uninvited)
     allocate = receive_buffers(context.device)

@@ -76,7 +76,7 @@ DEFAULT_SLOTS = 16
 KEPT_FOR_OTHERS = 4  # Share of slots (1/4) that a single data node, or a single link, cannot use
 # Share of slots (1/4) for all data nodes without a link together, so that invented data nodes cannot fill us
 UNLINKED_SHARE = 4
-UNSETTLED_PER_SLOT = 2  # Unsettled gradients per slot, above which a hop accepts no new microbatches
+RECEIVED_PER_SLOT = 3  # Receive buffers per slot: for input and gradient, and for unsettled gradients; the rest waits
 
 PATIENCE_S = 5.0  # Time for retries to an unreachable peer without a replacement, in seconds
 RETRY_S = 0.3
@@ -272,17 +272,14 @@ class Custody:
         unlinked_held = sum(e.path.data_node in self._unlinked and e.phase is not Phase.SETTLING for e in others)
         if self._is_unlinked(data_node) and unlinked_held >= unlinked:
             return f"{unlinked} slots are used by data nodes without a link to this peer"
-        for unsettled, factor, what in (
-            (False, 1, "slots"),
-            (True, UNSETTLED_PER_SLOT, "places for unsettled gradients"),
-        ):
+        for unsettled, what in ((False, "slots"), (True, "places for unsettled gradients")):
             held = [entry for entry in others if (entry.phase is Phase.SETTLING) is unsettled]
-            if len(held) >= factor * self.slots:
-                return f"all {factor * self.slots} {what} are used"
-            if sum(entry.path.data_node == data_node for entry in held) >= factor * share:
-                return f"this data node uses {factor * share} {what}, the rest is for others"
-            if sum(entry.sender == sender for entry in held) >= factor * share:
-                return f"this link uses {factor * share} {what}, the rest is for others"
+            if len(held) >= self.slots:
+                return f"all {self.slots} {what} are used"
+            if sum(entry.path.data_node == data_node for entry in held) >= share:
+                return f"this data node uses {share} {what}, the rest is for others"
+            if sum(entry.sender == sender for entry in held) >= share:
+                return f"this link uses {share} {what}, the rest is for others"
         return None
 
     # ---- events ------------------------------------------------------------------------------------------------------

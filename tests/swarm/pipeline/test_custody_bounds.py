@@ -172,7 +172,7 @@ def test_a_hop_with_too_many_unsettled_gradients_takes_no_more(by_one: bool) -> 
         message = forward(path, 0, number)
         place = desk.admit(message)
         if place.value is not SlotState.FREE:
-            assert number == (6 if by_one else 8), "twice three quarters of the slots, or twice all"
+            assert number == (3 if by_one else 4), "three quarters of the slots, or all"
             assert "unsettled" in place.reason
             return
         desk.custody._await_settlement(desk.custody.get(Key(message.microbatch, 0)), desk.now)
