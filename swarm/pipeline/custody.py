@@ -74,6 +74,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Reasone
 
 DEFAULT_SLOTS = 16
 KEPT_FOR_OTHERS = 4  # Share of slots (1/4) that a single data node, or a single link, cannot use
+KEPT_FOR_HELD = 2  # Share of slots (1/2) that a data node cannot use while others' microbatches are held
 # Share of slots (1/4) for all data nodes without a link together, so that invented data nodes cannot fill us
 UNLINKED_SHARE = 4
 RECEIVED_PER_SLOT = 3  # Receive buffers per slot: for input and gradient, and for unsettled gradients; the rest waits
@@ -276,8 +277,10 @@ class Custody:
             held = [entry for entry in others if (entry.phase is Phase.SETTLING) is unsettled]
             if len(held) >= self.slots:
                 return f"all {self.slots} {what} are used"
-            if sum(entry.path.data_node == data_node for entry in held) >= share:
-                return f"this data node uses {share} {what}, the rest is for others"
+            its = sum(entry.path.data_node == data_node for entry in held)
+            most = self.slots - self.slots // (KEPT_FOR_HELD if its < len(held) else KEPT_FOR_OTHERS)
+            if its >= most:
+                return f"this data node uses {most} {what}, the rest is for others"
             if sum(entry.sender == sender for entry in held) >= share:
                 return f"this link uses {share} {what}, the rest is for others"
         return None

@@ -264,10 +264,14 @@ async def test_a_flood_of_microbatches_leaves_room_for_others(scene: Siege) -> N
     async with targets.peer(ModuleId(0), state=PeerState.JOINING) as intruder:
         receipts = await _flood(targets, intruder)
         told = Counter(receipt.status for receipt in receipts)
-        assert told == {ReceiptStatus.ACCEPTED: 12, ReceiptStatus.BUSY: FORWARDS - 12}
+        assert 8 <= told[ReceiptStatus.ACCEPTED] <= 12, "half of the slots while others' microbatches are held"
+        assert told[ReceiptStatus.ACCEPTED] + told[ReceiptStatus.BUSY] == FORWARDS
         reasons = {receipt.detail for receipt in receipts} - {""}
-        assert "this data node uses 12 slots, the rest is for others" in reasons
-        assert reasons <= {"this data node uses 12 slots, the rest is for others", "all 16 slots are used"}
+        assert any("the rest is for others" in reason for reason in reasons)
+        assert reasons <= {
+            *(f"this data node uses {n} slots, the rest is for others" for n in (8, 12)),
+            "all 16 slots are used",
+        }
         await scene.goes_on(5)
     assert scene.peak_bytes(targets.victim) - before < MAY_GROW_BYTES
 

@@ -142,6 +142,12 @@ def test_one_data_node_cannot_take_all_slots() -> None:
     assert admitted(desk, (forward(ABC, 0, number) for number in range(10))) == 2
 
 
+def test_a_data_node_has_at_most_half_of_the_slots_while_another_has_work_here() -> None:
+    desk = Desk(A, slots=8)
+    assert admitted(desk, [forward(ABC, 0)]) == 1
+    assert admitted(desk, (forward(replace(ABC, data_node=PeerId("greedy")), 0, number) for number in range(10))) == 4
+
+
 def test_one_link_cannot_take_all_slots() -> None:
     desk = Desk(B, slots=8)
     assert admitted(desk, (forward(path, 1) for path in of_data_nodes(ABC, range(10)))) == 6
