@@ -22,6 +22,7 @@ from node.averaging.round_runner import InnerWork, ReplicaSync, RoundRunner
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
 from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
+from node.checkpoint.folder import LEFT_KEPT_S, keep_left
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
@@ -29,7 +30,7 @@ from node.context.module_context import ModuleContext
 from node.model.memory_need import require_memory
 from node.observability import events
 from node.observability.events import CatchingUp, EventSink, Note, RoundCommitted
-from node.observability.status import Accusation, DownloadStatus, RoundStatus
+from node.observability.status import Accusation, DownloadStatus, LeftAnchor, RoundStatus
 from node.start.cut_model import first_version, module_layout
 from protocol.codecs import encoded_bytes
 from protocol.identity.signatures import PieceSignatures
@@ -65,6 +66,7 @@ class RoundReports:
         self._clipped = 0
         self._download: CatchingUp | None = None
         self._accused: list[Caught] = []
+        self._left: tuple[float, AnchorVersion, bool] | None = None
         self._began = self._reported_at = 0.0
 
     def exchanging(self, attempt: RoundId, reduced_chunks: int, percent: int) -> None:
@@ -130,6 +132,15 @@ class RoundReports:
 
     def accused_lately(self) -> tuple[Accusation, ...]:
         return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
+
+    def left(self, version: AnchorVersion, kept: bool) -> None:
+        self._left = self._clock.monotonic(), version, kept
+
+    def left_anchor(self) -> LeftAnchor | None:
+        """Describes the anchor that was last replaced by another replicas' one, for an hour."""
+        if self._left is None or (seconds := self._clock.monotonic() - self._left[0]) > LEFT_KEPT_S:
+            return None
+        return LeftAnchor(self._left[1].round, round(seconds, 1), self._left[2])
 
     def catching_up(self) -> DownloadStatus | None:
         download = self._download
@@ -272,6 +283,11 @@ class ModuleRounds:
             anchor = await self._downloads.catch_up(version, donors, known)
             self.reports.caught_up(anchor, known, donors, self._downloads.received_bytes)
         return anchor
+
+    async def left(self, version: AnchorVersion) -> None:
+        folder = self._context.options.checkpoint_dir
+        kept = folder is not None and await asyncio.to_thread(keep_left, folder / self._own.peer)
+        self.reports.left(version, kept)
 
     def anchored(self, anchor: Anchor) -> None:
         self._context.proofs.shared_round(frozenset())

@@ -263,6 +263,10 @@ class RoundHost(Protocol):
         """Downloads an anchor from these donors. Raises PeerError, StateError or ResourceExhausted."""
         ...
 
+    async def left(self, version: AnchorVersion) -> None:
+        """Called before our anchor `version` is replaced by another replicas' one, with which our work is lost."""
+        ...
+
     def anchored(self, anchor: Anchor) -> None:
         """Called with each new anchor. The anchor's arrays stay valid until the round after the next."""
         ...
@@ -482,6 +486,8 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
             log.warning("not adopting the anchor of round %d: %s", action.version.round, why)
             self.handle(events.CatchUpFailed(action.version, why, action.donors))
             return
+        if own.version.round > 0:
+            await self._host.left(own.version)
         self._store.put(anchor)
         await self.replica_sync.adopt(anchor)
         self._host.anchored(anchor)

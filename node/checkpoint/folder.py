@@ -10,6 +10,7 @@ import math
 import os
 import re
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -306,6 +307,7 @@ log = logging.getLogger(__name__)
 MANIFEST_NAME: Final = "manifest.toml"
 ROUTER_NAME: Final = "manifest.router"
 KEPT: Final = 2
+LEFT_KEPT_S: Final = 3600.0
 _HEADER_NAME: Final = re.compile(r"state-(\d{1,15})\.json")
 _OWN_NAME: Final = re.compile(r"state-\d{1,15}\.(json|safetensors)|\.state-(json|safetensors)\.part")
 _DATA_BESIDE: Final = ".state-safetensors.part"
@@ -380,6 +382,26 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
             folder.storage.remove(place / name)
         except OSError as error:
             log.warning("cannot remove %s: %s", place / name, error.strerror)
+
+
+def keep_left(place: Path) -> bool:
+    """Links a peer's newest snapshot into `place`/left, where it stays for LEFT_KEPT_S; False if there is none."""
+    left, number = place / "left", max(_numbers(Storage(), place), default=0)
+    try:
+        there = os.listdir(left) if left.is_dir() else []
+        if there and time.time() - left.stat().st_mtime < LEFT_KEPT_S:  # the first one: a liar may repeat its lie
+            return True
+        for name in there:
+            (left / name).unlink()
+        if not number:
+            return False
+        left.mkdir(exist_ok=True)
+        for name in (f"state-{number}.safetensors", _header_name(number)):
+            os.link(place / name, left / name)
+    except OSError as error:
+        log.warning("cannot keep the snapshot of the anchor that was left in %s: %s", left, error.strerror)
+        return False
+    return True
 
 
 def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None = None) -> Loaded | None:

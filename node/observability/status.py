@@ -60,6 +60,15 @@ class Accusation:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftAnchor:
+    """Anchor that a replica replaced by other replicas' one. `kept`: a snapshot of it is in the checkpoint's `left`."""
+
+    round: int = 0
+    seconds_ago: float = 0.0
+    kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DownloadStatus:
     round: int = 0
     bytes: int = 0
@@ -211,6 +220,7 @@ class Status(Account):
     last_round: RoundStatus | None = None
     accused: tuple[Accusation, ...] = ()
     catching_up: DownloadStatus | None = None
+    left: LeftAnchor | None = field(default=None, metadata=OMITTED_IF_NONE)
     codecs: CodecStatus = field(default_factory=CodecStatus)
     compute: ComputeStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
 

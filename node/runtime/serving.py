@@ -219,6 +219,7 @@ def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels:
         last_round=rounds.reports.last_round(),
         accused=rounds.reports.accused_lately(),
         catching_up=rounds.reports.catching_up(),
+        left=rounds.reports.left_anchor(),
         codecs=role.runner.codecs.describe(),
         compute=ComputeStatus(
             round(compute.busy_s, 3), round(compute.idle_work_s, 3), round(compute.idle_s, 3), compute.idle_waiting

@@ -12,7 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.views.live import download_cell
-from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text, sizes_text
+from node.cli.views.text import (
+    count,
+    duration,
+    harmless,
+    loss_text,
+    megabytes,
+    peer_name,
+    plain_table,
+    round_text,
+    sizes_text,
+)
 from node.observability.status import (
     ComputeStatus,
     PathStatus,
@@ -35,6 +45,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
     yield status_headline(status)
     yield status_table(status)
     yield from accused_lines(status)
+    yield from left_lines(status)
     yield from data_node_lines(status)
     yield from route_tables(status)
     yield from path_tables(status)
@@ -120,6 +131,15 @@ def accused_lines(status: SwarmStatus) -> Iterator[Text]:
         number, why = latest[name]
         who = f"accused by {len(by[name])}: {peer_name(name)}"
         yield Text(f"{who} {harmless(why)} (round {count(number)})", style="yellow")
+
+
+def left_lines(status: SwarmStatus) -> Iterator[Text]:
+    """Yields a line for each replica that replaced its anchor by others' one within the last hour."""
+    found = [(peer, left) for peer in status.peers if (left := peer.said.left) is not None]
+    for peer, left in found[:MOST_ACCUSED]:
+        kept = "; the snapshot before is in its checkpoint's folder `left`" if left.kept else ""
+        what = f"left its anchor of round {count(left.round)} for others' {duration(left.seconds_ago)} ago{kept}"
+        yield Text(f"{harmless(str(peer.module))} {peer_name(peer.peer)} {what}")
 
 
 def data_node_lines(status: SwarmStatus) -> Iterator[Text]:

@@ -295,6 +295,7 @@ class Replica:
     codec_reasons: list[str] = field(default_factory=list)
     history: dict[int, bytes] = field(default_factory=dict)
     accused: list[Caught] = field(default_factory=list)
+    left: list[AnchorVersion] = field(default_factory=list)
     caught_up: int = 0
 
     @property
@@ -344,6 +345,9 @@ class Host:
                 self.hall.replicas[self.own].caught_up += 1
                 return Anchor(anchor.layout, version, anchor.parameters.copy(), anchor.momentum.copy(), anchor.hashes)
         raise StateError("nobody has it")
+
+    async def left(self, version: AnchorVersion) -> None:
+        self.hall.replicas[self.own].left.append(version)
 
     def anchored(self, anchor: Anchor) -> None:
         self.hall.replicas[self.own].history[anchor.version.round] = anchor.version.digest

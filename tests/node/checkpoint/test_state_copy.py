@@ -31,6 +31,7 @@ from node.checkpoint.folder import (
     CheckpointFolder,
     gather_modules,
     header_bytes,
+    keep_left,
     load_newest,
     parse_header,
     read_manifest,
@@ -442,6 +443,22 @@ def test_two_snapshots_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
     save_state(folder, PEER, ONE, NEW)
     names = [f"state-{n}.{kind}" for n in (4, 5) for kind in ("json", "safetensors")]
     assert sorted(file.name for file in (tmp_path / PEER).iterdir()) == ["notes.txt", *names]
+
+
+def test_the_snapshot_before_an_anchor_was_left_stays_for_an_hour(tmp_path: Path) -> None:
+    place, left = tmp_path / PEER, tmp_path / PEER / "left"
+    place.mkdir()
+    assert not keep_left(place), "nothing is saved yet"
+    folder = saved(tmp_path, OLD)
+    assert keep_left(place)
+    for _ in range(3):
+        save_state(folder, PEER, ONE, NEW)
+    assert keep_left(place), "a second time within the hour"
+    assert sorted(os.listdir(left)) == ["state-1.json", "state-1.safetensors"]
+    assert torch.equal(load_file(left / "state-1.safetensors")["local/w"], OLD.local["w"])
+    os.utime(left, (0, 0))
+    assert keep_left(place)
+    assert sorted(os.listdir(left)) == ["state-4.json", "state-4.safetensors"]
 
 
 def test_a_damaged_one_is_not_counted_among_the_two(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from node.cli.views.status_view import (
     codec_tables,
     compute_tables,
     data_node_lines,
+    left_lines,
     moment_lines,
     path_tables,
     status_table,
@@ -267,6 +268,12 @@ def test_status_names_who_is_accused() -> None:
     assert list(accused_lines(swarm_of(2))) == []
 
 
+def test_status_says_who_left_its_anchor_for_others() -> None:
+    peers = [peer_of("a", "1.0", {"left": {"round": 7, "seconds_ago": 65.0, "kept": True}}), peer_of("b", "1.0", {})]
+    [line] = [view.plain for view in left_lines(swarm_of(2, *peers))]
+    assert line.startswith("1.0 a left its anchor of round 7 for others' 1m05s ago; the snapshot before is in")
+
+
 def test_status_names_the_data_nodes_of_a_hop_and_their_shares() -> None:
     shares = {"a": {"x": 0.25, "y": 0.75}, "b": {"x": 1.0}, "c": "x"}
     peers = [peer_of(name, "1.0", {"data_nodes": said}) for name, said in shares.items()]
@@ -283,6 +290,7 @@ NESTED: dict[str, Any] = {
     "routes": [{"experts": HOSTILE}, 1],
     "module_visits": {HOSTILE: 1},
     "accused": [{"peer": HOSTILE, "round": 7, "why": HOSTILE}],
+    "left": {"round": 10**18, "seconds_ago": 1e308, "kept": True},
     "moments": {"form": HOSTILE * 9, "reason": HOSTILE * 99},
     "compute": COMPUTE | {"busy_s": -1e300, "idle_s": 1e308},
     "weights": WEIGHTS | {"reason": HOSTILE, "visits": 10**18},
