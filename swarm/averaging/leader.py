@@ -304,6 +304,10 @@ class Leader:
                 or (peer != self._own and invitee.silent(now, self._rules.silence_s))
             )
         )
+        refused = any(members[peer].answer is Answer.NOT_YET for peer in gone)
+        if refused and self.round.module.stage > 0 and not self._tallies:
+            # A replica that was suspended has lost its tallies, and alone it would part from the others.
+            return GivenUp("the others do not follow us, and we lack the tallies of work")
         return TryAgain(gone, "silent or gone") if gone else None
 
     def _rejected(self, members: dict[PeerId, Invitee]) -> Verdict | None:

@@ -26,6 +26,8 @@ from swarm.vocabulary.averaging_messages import (
     RoundControl,
     RoundId,
     SignedRoster,
+    WorkRow,
+    WorkTally,
 )
 from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.round_world import VirtualSigner
@@ -262,6 +264,21 @@ def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody() -> None:
     actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
     (alone,) = [action.roster for action in actions if isinstance(action, events.Exchange)]
     assert alone.peers == (US,)
+
+
+@pytest.mark.parametrize("tallies", [True, False])
+def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(tallies: bool) -> None:
+    desk = Desk()
+    tally = WorkTally(D, MODULE, 1, 0.0, 30.0, (WorkRow(US, 1, 100, 100),))
+    there = (events.OtherReplica(B, BASE, True),)
+    desk.feed(events.ReplicasChanged(there, (tally,) if tallies else ()))
+    attempt = desk.convene()
+    desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
+    desk.hear(B, entry(attempt, B))
+    desk.wait(0.1)
+    desk.hear(B, Declined(attempt, DeclineReason.NOT_READY, BASE))
+    desk.wait(0.1)
+    assert (desk.machine.current_attempt is not None) is tallies
 
 
 def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
