@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from node.data.files import open_regular, resolved
+from node.data.tokenizer_trial import fault_of
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
 
@@ -156,14 +157,14 @@ def _parse(path: Path, text: str) -> Any:
     try:
         table = json.loads(text)
         growth = math.prod(_growth(table.get(key)) for key in ("normalizer", "pre_tokenizer", "decoder"))
-        with _panics_raised():
-            tokenizer = tokenizers.Tokenizer.from_str(text)
+        if growth > MOST_GROWTH:
+            raise ConfigError(f"it makes text up to {growth:.3g} times as long; the limit is {MOST_GROWTH:g}")
+        fault = fault_of(text.encode())
+        if fault is not None:
+            raise ConfigError(fault)
+        return tokenizers.Tokenizer.from_str(text)
     except (ConfigError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from None
-    if growth > MOST_GROWTH:
-        why = f"makes text up to {growth:.3g} times as long; the limit is {MOST_GROWTH:g}"
-        raise ConfigError(f"data.tokenizer: {path} {why}")
-    return tokenizer
+        raise ConfigError(f"data.tokenizer: {path} cannot be used as a tokenizer file: {error}") from None
 
 
 def _growth(part: Any) -> float:

@@ -42,6 +42,7 @@ _ROUND_WIDTH = len("3 peers")
 
 
 def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
+    """Yields the parts of `skipstone status`, in order."""
     yield status_headline(status)
     yield status_table(status)
     yield from accused_lines(status)
