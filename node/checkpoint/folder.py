@@ -76,8 +76,7 @@ class Header:
     owner: Owner
     number: int
     steps: int
-    adam_steps: dict[str, int]
-    """Steps of each parameter that has optimizer state."""
+    adam_steps: dict[str, int]  # Steps of each parameter that has optimizer state
     counters: Counters
     anchor: AnchorVersion | None
     data: DataState | None
@@ -164,8 +163,7 @@ def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
 
 
-MAX_HEADER_BYTES: Final = 2**24
-"""Longest accepted header of a safetensors file."""
+MAX_HEADER_BYTES: Final = 2**24  # Longest accepted header of a safetensors file
 
 
 def check_header_size(file: BinaryIO) -> None:
@@ -322,8 +320,7 @@ class CheckpointFolder:
     manifest: bytes
     storage: Storage = field(default_factory=Storage)
     router: bytes = b""
-    written: dict[Path, FileRecord] = field(default_factory=dict)
-    """Files written by this process, whose hashes are known."""
+    written: dict[Path, FileRecord] = field(default_factory=dict)  # By this process: hashes are known
 
     def of(self, peer: PeerId) -> Path:
         """Returns the folder of a peer's snapshots."""
@@ -522,10 +519,8 @@ class Gathered:
 
     path: Path
     signed: SignedManifest
-    replicas: Mapping[ModuleId, list[Header]]
-    """Each module's snapshots on its newest anchor."""
-    problems: tuple[str, ...]
-    """Damaged files that were ignored."""
+    replicas: Mapping[ModuleId, list[Header]]  # Each module's snapshots on its newest anchor
+    problems: tuple[str, ...]  # Damaged files that were ignored
 
     def module(self, module: ModuleId) -> dict[str, Tensor]:
         """Averages a module's parameters by tokens in float64, with one replica in memory at a time."""

@@ -100,8 +100,7 @@ NO_DISK_BYTES: Final = 1 * GIB
 FEW_FILES: Final = 1024
 TOO_FEW_FILES: Final = 256
 ROUGH: Final = 10**5
-# Fragments of the dial for large stages; averaging in parts needs less memory.
-MANY_FRAGMENTS: Final = 8
+MANY_FRAGMENTS: Final = 8  # Fragments of the dial for large stages; averaging in parts needs less memory
 
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*([^;]*)")
 # Operators that pyproject.toml uses.

@@ -40,14 +40,10 @@ RESTARTS: Final = 8
 ITERATIONS: Final = 15
 PER_ROUTE: Final = 8
 MAX_ROUTES: Final = 256
-PRIOR: Final = 256.0
-"""Smoothing: pairs of the mean document added to each cluster."""
-DESCENT: Final = 150
-"""Gradient descent steps per stage."""
-SHRINK: Final = 1e-3
-"""Weight decay of the tables."""
-EVEN: Final = 1.02
-"""Largest share of the tokens per expert, relative to an equal share, if possible."""
+PRIOR: Final = 256.0  # Smoothing: pairs of the mean document added to each cluster
+DESCENT: Final = 150  # Gradient descent steps per stage
+SHRINK: Final = 1e-3  # Weight decay of the tables
+EVEN: Final = 1.02  # Largest share of the tokens per expert, relative to an equal share, if possible
 
 
 def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
@@ -181,16 +177,14 @@ def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
 # ---- balanced assignment ---------------------------------------------------------------------------------------------
 
 
-SLACK: Final = 1.05
-"""Largest size of a cluster, relative to an equal share."""
+SLACK: Final = 1.05  # Largest size of a cluster, relative to an equal share
 
 
 def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SLACK) -> list[int]:
     """Assigns documents to clusters by scores [documents, clusters], at most `slack` times an equal share each."""
     capacity = math.ceil(slack * len(scores) / clusters)
     room = [capacity] * clusters
-    waiting = [(*_loss(of, room), index) for index, of in enumerate(scores)]
-    """Heap of (negative loss without the best cluster, that cluster, document index)."""
+    waiting = [(*_loss(of, room), index) for index, of in enumerate(scores)]  # Negative loss, cluster, document
     heapify(waiting)
     chosen = [0] * len(scores)
     while waiting:

@@ -27,11 +27,9 @@ from swarm.vocabulary.types import MAX_STAGES, Affinity
 Tokens = npt.NDArray[np.int64]
 
 BUCKETS: Final = 4096
-MAX_ROUTER_BYTES: Final = 68 * 1024
-"""Limit that allows sixteen experts and many stages, and fits in one answer of a peer."""
+MAX_ROUTER_BYTES: Final = 68 * 1024  # Allows sixteen experts and many stages, and fits in an answer
 MAX_ENTRY: Final = 127
-MAX_BIAS: Final = 2**24
-"""Limit that keeps scores of the longest prefix within 32 bits."""
+MAX_BIAS: Final = 2**24  # Limit that keeps scores of the longest prefix within 32 bits
 _MAGIC: Final = b"skipstone-router"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct(f"<{len(_MAGIC)}sHHH")
@@ -43,8 +41,7 @@ _SUFFIX: Final = ".router"
 class StageTable:
     entries: npt.NDArray[np.int8]
     bias: npt.NDArray[np.int32]
-    shares: tuple[float, ...]
-    """Shares of the documents in the fit, with sum 1."""
+    shares: tuple[float, ...]  # Shares of the documents in the fit, with sum 1
 
 
 class Router:

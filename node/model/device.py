@@ -19,10 +19,10 @@ from torch import Tensor
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import Reasoned
 
+# Out-of-memory messages of torch, oneDNN and C++ on the CPU. All three raise a bare RuntimeError.
 _NO_MEMORY: Final = re.compile(
     "can't allocate memory|not enough memory|bad_alloc|could not create a (memory|primitive)", re.IGNORECASE
 )
-"""Out-of-memory messages of torch, oneDNN and C++ on the CPU. All three raise a bare RuntimeError."""
 
 MOST_DEVICES: Final = 16
 

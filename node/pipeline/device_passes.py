@@ -46,11 +46,9 @@ from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
 from swarm.workload.device_shares import CUTTING, Dealing, deal, pieces
 
-_CHUNK_OPERATIONS: Final = {"cpu": 1e8}
-"""Largest number of operations per chunk by device type: 1 to 5 ms on one core."""
+_CHUNK_OPERATIONS: Final = {"cpu": 1e8}  # Largest number of operations per chunk by device type: 1 to 5 ms on one core
 _ELSEWHERE: Final = 2e10
-_LEAST_ROWS, _LEAST_TOKENS = 16, 64
-"""Smallest chunk. Smaller ones spend more time on memory traffic than on computing."""
+_LEAST_ROWS, _LEAST_TOKENS = 16, 64  # Smallest chunk. Smaller ones spend more time on memory traffic than on computing.
 _LARGEST: Final = torch.finfo(torch.float32).max
 
 
@@ -59,10 +57,8 @@ _LARGEST: Final = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Noted:
-    weight: int
-    """Index of its weight among the part's parameters."""
-    values: Tensor
-    """Input of the linear layer, which the graph holds too."""
+    weight: int  # Index of its weight among the part's parameters
+    values: Tensor  # Input of the linear layer, which the graph holds too
     output: GradientEdge
 
 
@@ -76,10 +72,8 @@ class _Product:
     """Weight gradient [outputs, inputs] of a linear layer, to be computed as a product of two kept matrices."""
 
     weight: int
-    values: Tensor
-    """Inputs, [tokens, inputs]."""
-    gradients: Tensor
-    """Gradients of the outputs, [tokens, outputs]."""
+    values: Tensor  # Inputs, [tokens, inputs]
+    gradients: Tensor  # Gradients of the outputs, [tokens, outputs]
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
         """Yields chunks of the matrix product, each as a slice of the tokens and a slice of the weight's rows."""
@@ -97,8 +91,7 @@ class SplitGradients:
     """Results of a backward pass without weight gradients of linear layers, and the inputs to compute these later."""
 
     source: Tensor
-    others: tuple[tuple[int, Tensor], ...]
-    """Indices and gradients of all parameters except weights of linear layers."""
+    others: tuple[tuple[int, Tensor], ...]  # Indices and gradients of all parameters except weights of linear layers
     products: tuple[_Product, ...]
 
     @property
@@ -221,14 +214,11 @@ class _PutOff:
 
     microbatch: MicrobatchId
     tokens: int
-    others: deque[tuple[int, Tensor]]
-    """Computed gradients that are not added yet."""
-    pieces: deque[tuple[_Product, slice, slice]]
-    """Products to compute, with their tokens and rows."""
+    others: deque[tuple[int, Tensor]]  # Computed gradients that are not added yet
+    pieces: deque[tuple[_Product, slice, slice]]  # Products to compute, with their tokens and rows
     held_bytes: int
     ended: Callable[[float | None], None]
-    labels: int = 0
-    """Tokens with a label; 0 for all."""
+    labels: int = 0  # Tokens with a label; 0 for all
     begun: bool = False
     seconds: float = 0.0
     work: Deferred | None = None
@@ -246,8 +236,7 @@ class DeferredWeights:
     ) -> None:
         self.chosen = chosen
         self.visits = 0
-        self.held_bytes = 0
-        """Memory of the inputs and gradients held now, in bytes."""
+        self.held_bytes = 0  # Memory of the inputs and gradients held now, in bytes
         self.peak_bytes = 0
         self._passes = passes
         self._sums = sums
@@ -378,10 +367,8 @@ class AddedGradients:
     """Result of `BlockByBlock.backward_into`: the input's gradient. Parameter gradients are already in the sums."""
 
     source: Tensor
-    are_finite: Tensor
-    """Whether all gradients are finite, a bool on the device. Otherwise only finite ones were added."""
-    take_back: Callable[[], None]
-    """Subtracts the added gradients again, up to rounding."""
+    are_finite: Tensor  # Whether all gradients are finite, a bool on the device. Otherwise only finite ones were added.
+    take_back: Callable[[], None]  # Subtracts the added gradients again, up to rounding
 
 
 class BlockByBlock:
@@ -488,14 +475,12 @@ class BlockByBlock:
 
 Result = TypeVar("Result")
 
-SHORTEST_CUT: Final = 512
-"""Tokens per device below which documents are not cut."""
+SHORTEST_CUT: Final = 512  # Tokens per device below which documents are not cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    places: Tensor
-    """Indices of its rows, or of its tokens if there is one row: int64 on the CPU."""
+    places: Tensor  # Indices of its rows, or of its tokens if there is one row: int64 on the CPU
     documents: tuple[int, ...] | CutDocuments
 
 
@@ -503,8 +488,7 @@ class _Share:
 class _Dealt:
     """Division of a microbatch among devices: the rows or tokens of each device; None for an idle device."""
 
-    axis: int
-    """Axis of the indices: 0 for rows, 1 for tokens."""
+    axis: int  # Axis of the indices: 0 for rows, 1 for tokens
     shares: tuple[_Share | None, ...]
     exchange: Exchange
 

@@ -59,13 +59,10 @@ def relative_error(tensor: Tensor, encoded: Encoded) -> float:
     return off / length if length else 0.0
 
 
-GRADIENT_AT_MOST: Final = 3.0
-"""Largest norm of a microbatch's gradient, in usual norms. A longer one is scaled down."""
-ALONE_AT_MOST: Final = 100.0
-"""The same with one data node, whose norms change by more early in training, or with fewer than FEW_NORMS norms."""
+GRADIENT_AT_MOST: Final = 3.0  # Largest norm of a microbatch's gradient, in usual norms. A longer one is scaled down.
+ALONE_AT_MOST: Final = 100.0  # With one data node, whose norms change by more early, or with few norms
 FEW_NORMS: Final = 16
-NORMS_KEPT: Final = 32
-"""Norms of each data node from which its median is computed."""
+NORMS_KEPT: Final = 32  # Norms of each data node from which its median is computed
 MOST_DATA_NODES: Final = 64
 FACTORS_KEPT: Final = 4096
 
@@ -120,8 +117,7 @@ class Wire:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._clip = GradientClip()
-        self.codec_s = 0.0
-        """Seconds spent encoding and decoding, including concurrent GPU work."""
+        self.codec_s = 0.0  # Seconds spent encoding and decoding, including concurrent GPU work
         self._expected: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
 

@@ -69,8 +69,7 @@ class WeightVersion:
     """Weights of a model part between two changes, to which the graphs of microbatches in flight refer."""
 
     def __init__(self, weights: Weights) -> None:
-        self.visits = 0
-        """Visits in flight whose forward pass used this version."""
+        self.visits = 0  # Visits in flight whose forward pass used this version
         self._weights: Weights | None = weights
 
     @property
@@ -111,8 +110,7 @@ class WeightStash:
         can_be_found = len(self._places) == len(self._weights) and size > 0
         self.copies = min(most, room // size) if can_be_found else 0
         self.bytes = self.copies * size
-        self._unused: list[Weights] = []
-        """Copies for reuse. The system would zero newly allocated memory at every step."""
+        self._unused: list[Weights] = []  # For reuse: the system would zero newly allocated memory at every step
         self._copies: dict[WeightVersion, Weights] = {}
         self.current = WeightVersion(self._weights)
 
@@ -282,11 +280,9 @@ class ReplicaWorker(ABC):
     def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
         self.tensor = tensor
         self.wire = Wire(device)
-        self.accumulated = 0
-        """Microbatches whose gradients were added, including those before a resume."""
+        self.accumulated = 0  # Microbatches whose gradients were added, including those before a resume
         self.accumulated_tokens = 0
-        self.recomputed = 0
-        """Visits whose forward pass was recomputed."""
+        self.recomputed = 0  # Visits whose forward pass was recomputed
 
     def compute(self, job: Job) -> Output:
         """Runs a job. Raises ProtocolViolation for a non-finite tensor, StateError for an abandoned microbatch."""
@@ -540,12 +536,9 @@ class DataWorker(ReplicaWorker):
         self.stage = stage
         self._embedding = embedding
         self._head = head
-        self.steps = 0
-        """Inner steps of this data node's microbatches, including those before a resume."""
-        self.texts: dict[MicrobatchId, Microbatch] = {}
-        """Texts of the microbatches in flight. Written by the data node, read by this worker."""
-        self.parameter_version = 0
-        """Number of parameter changes. Graphs of earlier versions are stale."""
+        self.steps = 0  # Inner steps of this data node's microbatches, including those before a resume
+        self.texts: dict[MicrobatchId, Microbatch] = {}  # In flight; written by the data node
+        self.parameter_version = 0  # Number of parameter changes. Graphs of earlier versions are stale.
         self._visits: dict[int, tuple[PassState, int]] = {}
 
     def parameters_changed(self) -> None:

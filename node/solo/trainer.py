@@ -194,8 +194,7 @@ class WholeModel:
                 parameter.copy_(saved[name])
 
 
-ChooseStages = Callable[[int], Sequence[int]]
-"""Maps a microbatch's number to the stages that it visits."""
+ChooseStages = Callable[[int], Sequence[int]]  # Maps a microbatch's number to the stages that it visits
 
 
 def planned_stages(manifest: Manifest) -> ChooseStages:

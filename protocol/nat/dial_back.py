@@ -15,8 +15,7 @@ from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
 
-# Timeout for connection and handshake together, more than ten round trips to a home
-DIAL_BACK_S: Final = 3.0
+DIAL_BACK_S: Final = 3.0  # Timeout for connection and handshake together, more than ten round trips to a home
 MAX_RESULT_BYTES: Final = 1536
 MAX_HOST_CHARACTERS: Final = 64
 

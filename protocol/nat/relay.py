@@ -148,8 +148,7 @@ async def _pump(
 
 
 HOUR_S: Final = 3600.0
-# Fewest bytes left for a new tunnel: a TLS handshake alone takes some thousand bytes
-MIN_OPEN_BYTES: Final = 64 * 1024
+MIN_OPEN_BYTES: Final = 64 * 1024  # Fewest bytes left for a new tunnel: a TLS handshake alone takes some thousand bytes
 
 
 @dataclass(frozen=True, slots=True)

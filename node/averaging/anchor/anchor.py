@@ -44,10 +44,8 @@ class Anchor:
     layout: Layout
     version: AnchorVersion
     parameters: SharedVector
-    momentum: SharedVector
-    """Momentum of the outer optimizer, [elements]."""
-    hashes: tuple[bytes, ...]
-    """Hashes of the chunks of the parameters, then of the momentum."""
+    momentum: SharedVector  # Momentum of the outer optimizer, [elements]
+    hashes: tuple[bytes, ...]  # Hashes of the chunks of the parameters, then of the momentum
 
     def chunk(self, number: int) -> memoryview:
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
@@ -159,8 +157,7 @@ def _zeros_like(vector: SharedVector) -> SharedVector:
     return SharedVector([np.zeros_like(array) for array in vector.arrays])
 
 
-STATES: Final = 4
-"""States in memory at most, unfinished ones included."""
+STATES: Final = 4  # States in memory at most, unfinished ones included
 LENT_AT_MOST: Final = 2
 
 

@@ -15,8 +15,7 @@ from typing import Final
 
 SMALLEST_CHUNK: Final = 4096
 LARGEST_CHUNK: Final = 2**20
-CHUNKS_AT_LEAST: Final = 64
-"""Chunks per module that `chunk_elements` aims at, so that shards can have any proportion."""
+CHUNKS_AT_LEAST: Final = 64  # Chunks per module that `chunk_elements` aims at, so that shards can have any proportion
 
 _BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
 

@@ -23,8 +23,7 @@ from swarm.vocabulary.types import MAX_COUNT
 
 PIECE: Final = 2**18
 
-COARSE: Final = np.float32(2.0**-80)
-"""Addend that rounds to multiples of 2**-104, so that momentum never becomes denormal, which would be slow."""
+COARSE: Final = np.float32(2.0**-80)  # Rounds to multiples of 2**-104, as denormal momentum would be slow
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from node.averaging.anchor.layout import Layout
 from swarm.vocabulary.errors import OutOfMemory
 
 KEPT: Final = 2
-LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Largest block kept for reuse. Larger ones return to the system."""
+LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024  # Largest block kept for reuse. Larger ones return to the system.
 
 
 class SpareArrays:
@@ -117,8 +116,7 @@ def cut_vector(layout: Layout, values: Vector | SharedVector) -> SharedVector:
     return cut
 
 
-STRETCH: Final = 2**15
-"""Elements per operation, small enough that five operands fit in a 1 MiB cache."""
+STRETCH: Final = 2**15  # Elements per operation, small enough that five operands fit in a 1 MiB cache
 
 
 def stretches(length: int) -> Iterator[slice]:

@@ -38,11 +38,9 @@ from swarm.vocabulary.types import Codec, PeerId
 Result = TypeVar("Result")
 
 WINDOW: Final = 8
-TRAFFIC_CLASSES: Final = 2
-"""Concurrent pieces per member and direction: one being sent, the next being prepared."""
+TRAFFIC_CLASSES: Final = 2  # Concurrent pieces per member and direction: one being sent, the next being prepared
 
-PROGRESS_EVERY_S: Final = 0.1
-"""Minimum interval between reports of one member's pieces, in seconds."""
+PROGRESS_EVERY_S: Final = 0.1  # Minimum interval between reports of one member's pieces, in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +62,13 @@ class ExchangeRecord:
     """Data of a complete exchange that audits need: partition, resulting anchor, and signed contributions."""
 
     plan: Plan
-    anchor: Anchor | None
-    """The resulting anchor. None once the next exchange has started."""
+    anchor: Anchor | None  # The resulting anchor. None once the next exchange has started.
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
     own: Mapping[Piece, SignedHash]
     source: UpdateSource | None
     sent: SentParts | None
-    samples: Mapping[PeerId, Vector] = field(default_factory=dict)
-    """Elements of the contributions to a piece that we reduced."""
-    suspect: PeerId | None = None
-    """Reducer of a mean in which the other contributions oppose ours."""
+    samples: Mapping[PeerId, Vector] = field(default_factory=dict)  # From contributions that we reduced
+    suspect: PeerId | None = None  # Reducer of a mean in which the other contributions oppose ours
 
     def encoded(self, piece: Piece) -> memoryview | None:
         """Encodes our contribution to a piece again, on the averaging thread. None if its input was overwritten."""

@@ -30,21 +30,16 @@ from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 log = logging.getLogger(__name__)
 
 CHUNKS_OF_ONE: Final = 32
-ASKERS: Final = 32
-"""Peers that may have chunks queued. Others get BUSY."""
+ASKERS: Final = 32  # Peers that may have chunks queued. Others get BUSY.
 LINKS_AT_ONCE: Final = 8
-REFUSALS_WAITING: Final = 64
-"""Refusals in flight. Beyond this, requests are not answered."""
-LEASE_S: Final = 60.0
-"""Lease of an anchor after the latest request, in seconds."""
-LONGEST_LEASE_S: Final = 600.0
-"""Lease of an anchor after the first request at most, in seconds."""
+REFUSALS_WAITING: Final = 64  # Refusals in flight. Beyond this, requests are not answered.
+LEASE_S: Final = 60.0  # Lease of an anchor after the latest request, in seconds
+LONGEST_LEASE_S: Final = 600.0  # Lease of an anchor after the first request at most, in seconds
 SLOWEST_BYTES_PER_S: Final = 16 * 1024
 SEND_GRACE_S: Final = 10.0
 
 
-_Queue = deque[tuple[ModuleId, bytes, int]]
-"""Chunks that one peer waits for: module, digest, number."""
+_Queue = deque[tuple[ModuleId, bytes, int]]  # Chunks that one peer waits for: module, digest, number
 
 
 class Donor:

@@ -91,8 +91,7 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> Skips
 
 FEWEST_BUFFERS: Final = 3
 MOST_WAITING: Final = machine.MOST_OWED
-BUFFER_BYTES: Final = 16 * 1024 * 1024
-"""Memory for one donor's chunks that are requested, arriving or being checked."""
+BUFFER_BYTES: Final = 16 * 1024 * 1024  # Memory for one donor's chunks that are requested, arriving or being checked
 
 
 class StateDownloads:

@@ -30,8 +30,7 @@ STATE_CODECS: Final[Mapping[str, frozenset[Codec]]] = {
     "planes": frozenset({Codec.NONE, Codec.PLANES}),
 }
 
-PLANES_BELOW_BYTES_PER_S: Final = 80e6
-"""Goodput below which byte planes (ratio 1.2, 1 GB/s on one core) save more time than they cost."""
+PLANES_BELOW_BYTES_PER_S: Final = 80e6  # Below, byte planes (ratio 1.2, 1 GB/s on one core) save time
 
 
 def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
