@@ -37,8 +37,7 @@ from lab.scenario import Scenario, scenario_from_table
 from node.data.documents import Documents, is_held_out
 from node.data.sources import PIECE_BYTES
 from node.data.tokenizers import ByteTokenizer
-from node.experts.fitting import fit_router
-from node.experts.router import Router, document_router, router_digest
+from node.experts.router import Router, document_router, fit_router, router_digest
 from node.model.device import flushed_denormals
 from node.observability.events import Completed
 from node.solo.trainer import evaluate

@@ -29,8 +29,7 @@ from benchmarks import kit
 from benchmarks.averaging import RoundPeer
 from benchmarks.kit import READER, Learner, run_of, size_of, tell
 from node.averaging.anchor.anchor import Anchor, version_of
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import outer_rule
+from node.averaging.anchor.outer_step import LocalReplica, anchor_of, outer_rule
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.module_rounds import levels_up_to
 from node.concurrency.compute_thread import Priority

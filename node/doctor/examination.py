@@ -28,8 +28,7 @@ from node.network.session import NetworkSession, visit
 from node.observability.status import parse_status
 from node.reachability.monitor import climb, ways_to_map
 from node.reachability.port_mapping import Router
-from node.reachability.reach_test import witnesses_of
-from node.reachability.reverse_calls import Attachments
+from node.reachability.reach_test import Attachments, witnesses_of
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink

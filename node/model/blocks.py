@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
 
-from node.model.cut_documents import CutDocuments
-from node.model.document_attention import document_attention
+from node.model.document_attention import CutDocuments, document_attention
 from node.model.optimizers.packed import Narrow, SplitWeight
 from protocol.manifest.manifest import ModelSection
 

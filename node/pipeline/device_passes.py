@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from node.concurrency.device_threads import DeviceThreads
+from node.concurrency.compute_thread import DeviceThreads
 from node.model import passes
 from node.model.blocks import Documents, Linear, Rotary
-from node.model.cut_documents import CutDocuments, Exchange
 from node.model.device import device_errors
+from node.model.document_attention import CutDocuments, Exchange
 from node.model.optimizer import Accumulator, Addition, are_finite, fold
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
 from node.model.optimizers.packed import NarrowCopy

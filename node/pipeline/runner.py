@@ -30,8 +30,7 @@ from protocol.interfaces.transport import Refusal, Transport
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic, choose
 from swarm.pipeline.compute_queue import ArrivalForecast
-from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_events import (
+from swarm.pipeline.custody import (
     Action,
     BrokenOff,
     Compute,
@@ -39,6 +38,7 @@ from swarm.pipeline.custody_events import (
     ComputeFailed,
     Confirmed,
     ControlArrived,
+    Custody,
     Event,
     Finished,
     Forget,

@@ -9,7 +9,7 @@ from functools import partial
 from secrets import randbelow
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.local_replica import LocalReplica
+from node.averaging.anchor.outer_step import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import Post, ReplicaState
 from node.concurrency.compute_thread import Priority
@@ -24,8 +24,7 @@ from node.pipeline.admission import path_rules
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker, Launches, host_stage_zero
 from node.routing.evaluation import Evaluator, HeldOut
-from node.routing.launcher import DataNode, Training
-from node.routing.window_finder import WindowFinder
+from node.routing.launcher import DataNode, Training, WindowFinder
 from node.runtime.resume import (
     NUMBERS,
     capture_stage_zero,

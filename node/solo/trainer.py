@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from node.averaging.anchor.anchor import AnchorStore, restored_anchor, tensors_of
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import OuterRule, outer_rule, step_alone
+from node.averaging.anchor.outer_step import LocalReplica, OuterRule, anchor_of, outer_rule, step_alone
 from node.checkpoint.folder import (
     CheckpointFolder,
     Gathered,

@@ -17,8 +17,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import (
+    Layout,
     SharedVector,
     SpareArrays,
     StateVectors,

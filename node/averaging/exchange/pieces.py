@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.layout import Layout
+from node.averaging.anchor.shared_vector import Layout
 from protocol.codecs import encoded_bytes
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import DType, TensorSpec

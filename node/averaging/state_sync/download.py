@@ -11,8 +11,7 @@ from random import Random
 from typing import Final
 
 from node.averaging.anchor.anchor import Anchor, version_of
-from node.averaging.anchor.layout import Layout
-from node.averaging.anchor.shared_vector import SharedVector, StateVectors
+from node.averaging.anchor.shared_vector import Layout, SharedVector, StateVectors
 from node.averaging.state_sync.partial_state import PartialState, Space, may_come_as
 from node.concurrency.machine_runner import MachineRunner
 from node.concurrency.task_groups import task_scope

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from node.averaging.anchor.anchor import Anchor, chunk_bytes, hash_of
-from node.averaging.anchor.layout import Layout
-from node.averaging.anchor.shared_vector import SharedVector, StateVectors, empty_vector
+from node.averaging.anchor.shared_vector import Layout, SharedVector, StateVectors, empty_vector
 from protocol.codecs import decode
 from protocol.codecs.memory import octets_of_tensor
 from protocol.frames.frames import HashList

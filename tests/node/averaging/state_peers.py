@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore
-from node.averaging.anchor.layout import Layout
+from node.averaging.anchor.shared_vector import Layout
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace, Space

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.concurrency.device_threads import DeviceThreads
+from node.concurrency.compute_thread import DeviceThreads
 from node.model import passes
 from node.model.optimizer import Accumulator, InnerOptimizer, inner_optimizer
 from node.model.passes import (
@@ -43,7 +43,7 @@ from node.pipeline.worker import DataWorker, HopWorker, WeightStash, host_hop, h
 from protocol.codecs import encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.compute_queue import ComputeQueue, puts_weights_off
-from swarm.pipeline.custody_events import Key, Work
+from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned

@@ -17,7 +17,7 @@ from node.routing import evaluation
 from node.routing.evaluation import WINDOW, Evaluator
 from protocol.interfaces.clock import SystemClock
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody_events import Started
+from swarm.pipeline.custody import Started
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.vocabulary.announcement import NO_SPEED
 from swarm.workload.device_shares import CUTTING, deal, deal_cut, deal_whole, pieces
-from swarm.workload.microbatch_sizes import LATEST, MicrobatchSizes, Size, SizeSummary, summary_of
-from swarm.workload.visit_cost import VisitCost
+from swarm.workload.microbatch_sizes import LATEST, MicrobatchSizes, Size, SizeSummary, VisitCost, summary_of
 
 SHARE = 1 / 3000
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from node.averaging.anchor import shared_vector
 from node.averaging.anchor.anchor import STATES, Anchor, AnchorStore, hash_all, initial_anchor, restored_anchor
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import OuterRule, Staging
+from node.averaging.anchor.outer_step import LocalReplica, OuterRule, Staging, anchor_of
 from node.averaging.anchor.shared_vector import KEPT, STRETCH, SpareArrays, Vector
 from node.averaging.exchange.reduction import SentParts, UpdateSource
 from node.averaging.round_runner import InnerWork, ReplicaSync
