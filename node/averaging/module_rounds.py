@@ -19,8 +19,7 @@ from node.averaging.anchor.shared_vector import Layout
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.round_runner import InnerWork, ReplicaSync, RoundRunner
 from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
-from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
+from node.averaging.state_sync.download import MOST_ASKED, STATE_CODECS, FreshSpace, StateDownloads
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope

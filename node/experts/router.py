@@ -238,9 +238,6 @@ def shares_of_tokens(scores: Integers, sizes: Integers) -> npt.NDArray[np.float6
     return found
 
 
-# ---- fitting ---------------------------------------------------------------------------------------------------------
-
-
 Matrix = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 

@@ -147,9 +147,6 @@ async def _ask_one(links: GrpcTransport, peer: PeerId, port: int) -> Attempt | N
     return Attempt(peer, result, None if end is None else address_towards(end.host))
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
-
-
 WANTED: Final = 3
 MAX_TRIED: Final = 9  # Stops when WANTED links are open
 CONNECT_S: Final = 6.0

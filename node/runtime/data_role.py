@@ -23,8 +23,7 @@ from node.observability.status import Account, PathStatus, RouteStatus, StagePri
 from node.pipeline.admission import path_rules
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker, Launches, host_stage_zero
-from node.routing.evaluation import Evaluator, HeldOut
-from node.routing.launcher import DataNode, Training, WindowFinder
+from node.routing.launcher import DataNode, Evaluator, HeldOut, Training, WindowFinder
 from node.runtime.resume import (
     NUMBERS,
     capture_stage_zero,

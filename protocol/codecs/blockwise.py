@@ -287,9 +287,6 @@ def _in_float32(x: Tensor, scratch: _Scratch) -> Tensor:
     return result
 
 
-# ---- outlier channels ------------------------------------------------------------------------------------------------
-
-
 TIMES_THE_MEDIAN: Final = 8.0  # An outlier channel's largest element, over the median of all channels' largest elements
 # Enough, because the same channels are outliers in all rows. A missed one costs only accuracy.
 SAMPLED_ROWS: Final = 64

@@ -105,9 +105,6 @@ class StepRule:
         return 2 * tokens >= 2 * steps * self.inner_tokens - self.microbatch_tokens
 
 
-# ---- cost ------------------------------------------------------------------------------------------------------------
-
-
 KEPT: Final = 0.98  # Decay of the samples' weights, so that about the last 50 count
 PRIOR: Final = 1e-3
 MOST_TIMES: Final = 2.0  # Longer visits, over the expected time, are clipped: something else delayed them

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore
-from node.averaging.state_sync.partial_state import codec_for
+from node.averaging.state_sync.download import codec_for
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import TaskTracker
 from node.network.dispatcher import Dispatcher
