@@ -49,7 +49,7 @@ class UndeliverableError(Exception):
 
 
 class Evaluator:
-    """Sender of held-out microbatches through the swarm, at most EVALUATED_AT_ONCE at a time, and receiver of their losses."""
+    """Sender of held-out microbatches through the swarm, a few at a time, and receiver of their losses."""
 
     def __init__(self, own: PeerId, planner: Planner, launches: Launches, clock: Clock, first_number: int) -> None:
         self._own = own
