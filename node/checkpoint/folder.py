@@ -25,11 +25,11 @@ from torch import Tensor
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState, TensorsInParts
 from node.data.documents import StreamPosition
 from node.data.packing import Cursor
-from node.model.device import bytes_of_tensor
 from node.model.optimizer import InnerState
 from node.model.optimizers.inner_rule import ParameterState
 from node.model.optimizers.packed import Floats
 from node.observability.failpoints import crash_point
+from protocol.codecs.memory import octets_of_tensor
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import (
@@ -110,7 +110,7 @@ def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
     for _, tensors in groups:
         for name in tensors:
             for part in _parts_of(tensors, name):
-                data = bytes_of_tensor(part.to(torch.float32))
+                data = octets_of_tensor(part.detach().to("cpu", torch.float32).contiguous())
                 yield from (data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE))
 
 

@@ -194,13 +194,12 @@ def router_file(manifest_file: Path) -> Path:
 
 def load_router(manifest_file: Path, manifest: Manifest) -> Router | None:
     """Reads the router next to a manifest, or None if the manifest names none. Raises ConfigError or StateError."""
-    return None if manifest.routing is None else read_router(_read(router_file(manifest_file)), manifest)
-
-
-def _read(path: Path) -> bytes:
+    if manifest.routing is None:
+        return None
+    path = router_file(manifest_file)
     try:
         with path.open("rb") as file:
-            return file.read(MAX_ROUTER_BYTES + 1)  # if it is too long, `read_router` rejects it
+            return read_router(file.read(MAX_ROUTER_BYTES + 1), manifest)  # if it is too long, `read_router` rejects it
     except OSError as error:
         raise ConfigError(
             f"cannot read the run's router {path}: {error.strerror}",

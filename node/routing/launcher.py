@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from node.concurrency.task_groups import set_or_after, task_scope
 from node.context.module_context import ModuleContext
@@ -27,7 +26,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import MAX_ROUTES, RouteTally
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
-from swarm.pipeline.in_flight import InFlight, InFlightTable, Window, least_of, room_at_hops
+from swarm.pipeline.in_flight import InFlight, InFlightTable, Window, room_at_hops
 from swarm.routing.attribution import LossOutliers, Outlier, PathTimes
 from swarm.routing.launch_queue import LaunchQueue, current_route
 from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
@@ -138,7 +137,9 @@ class HeldOut:
             raise Rejected(f"stage {max(stages)} does not exist; the last stage is {len(every)}")
         async with self._turn:
             try:
-                texts = await asyncio.to_thread(self._texts, count)
+                texts = await asyncio.to_thread(
+                    lambda: list(held_out_microbatches(self._manifest, count, self._documents))
+                )
             except ConfigError as error:
                 raise Rejected(str(error)) from None
             found = await self._evaluator.evaluate(texts, stages)
@@ -147,10 +148,6 @@ class HeldOut:
         sizes = summary_of([text.workload for text in texts], self._manifest.microbatch_tokens)
         report = answer_of(held_out_loss([text.route for text in texts], losses, sizes)) | {"stages": stages}
         return json.dumps(report).encode()
-
-    def _texts(self, count: int) -> list[Microbatch]:
-        """Packs `count` held-out microbatches. Reads files, so call it in a thread."""
-        return list(held_out_microbatches(self._manifest, count, self._documents))
 
 
 class WindowFinder:
@@ -172,7 +169,7 @@ class WindowFinder:
         start = in_flight.rules.window
         # Never below the start value, which keeps every stage busy when links cost nothing. Compute times vary, and a
         # window that covers only their mean left hops idle 2 % longer.
-        self._window = None if asked is not None else Window(start, start, least_of(self._bounds()))
+        self._window = None if asked is not None else Window(start, start, self._least_bound())
         self._follow()
 
     @property
@@ -190,27 +187,27 @@ class WindowFinder:
     def completed(self, entry: InFlight, now: float) -> None:
         """Adapts the limit after the microbatch of `entry` completed. Call it before `InFlightTable.complete`."""
         if self._window is not None:
-            self._window.bound(least_of(self._bounds()))
+            self._window.bound(self._least_bound())
             self._window.completed(entry.started, now, len(self._in_flight.entries))
             self._follow()
 
     def _follow(self) -> None:
         self._in_flight.window = self.value.value
 
-    def _bounds(self) -> Iterator[Reasoned[int]]:
-        rules = self._in_flight.rules
-        yield Reasoned(rules.most_by_staleness, f"limited by a staleness of {rules.staleness}")
-        yield Reasoned(self._memory, "limited by the memory reserved for --slots")
-        now, stages = self._clock.monotonic(), self._manifest.stages
-        served = {module: self._membership.replicas(module, now) for module in self._manifest.modules()}
+    def _least_bound(self) -> Reasoned[int]:
+        rules, stages = self._in_flight.rules, self._manifest.stages
+        served = self._membership.all_replicas(self._clock.monotonic())
         slots: list[list[int]] = [[] for _ in range(1, stages.count)]
-        for module, replicas in served.items():
-            if module.stage > 0:
-                slots[module.stage - 1] += [announced.slots for announced in replicas]
-        others = len(served[ModuleId(0)])
+        for module in self._manifest.modules()[1:]:
+            slots[module.stage - 1] += [announced.slots for announced in served.get(module, ())]
+        others = len(served.get(ModuleId(0), ()))
         room = room_at_hops(slots, stages.visited_per_path / max(1, stages.count - 1), 1 + others)
-        if room is not None:
-            yield room
+        bounds = (
+            Reasoned(rules.most_by_staleness, f"limited by a staleness of {rules.staleness}"),
+            Reasoned(self._memory, "limited by the memory reserved for --slots"),
+            *(() if room is None else (room,)),
+        )
+        return min(bounds, key=lambda bound: bound.value)
 
 
 log = logging.getLogger(__name__)
@@ -219,13 +216,6 @@ LIFETIME_IN_PATHS = 20  # A microbatch without a sign of life for this many time
 TRIAL_IN_PATHS = 3  # The same for a path with an unproven replica, after which it is launched again
 LEAST_TRIAL_S = 1.0
 LOOK_AGAIN_S = 0.5
-
-
-class Texts(Protocol):
-    """A source of packed microbatches."""
-
-    def ready(self) -> Microbatch | None:
-        """Returns the next microbatch, or None if none is packed yet; the source wakes the data node once one is."""
 
 
 @dataclass(slots=True)
@@ -258,7 +248,10 @@ class Training:
 
 
 class DataNode(PathEnds):
-    """A peer that hosts stage 0: launches microbatches, whose paths start and end here. `texts` are packed ahead."""
+    """A peer that hosts stage 0: launches microbatches, whose paths start and end here.
+
+    `ready` returns the next text, or None if none is packed yet; its source wakes the data node once one is.
+    """
 
     def __init__(
         self,
@@ -268,7 +261,7 @@ class DataNode(PathEnds):
         times: PathTimes,
         evaluator: Evaluator,
         launches: Launches,
-        texts: Texts,
+        ready: Callable[[], Microbatch | None],
         window: WindowFinder,
     ) -> None:
         self.training = training
@@ -287,7 +280,7 @@ class DataNode(PathEnds):
         self._events = context.events
         self._packs_documents = manifest.packs_documents
         self._on_finished = context.finished
-        self._queue = LaunchQueue(planner, texts.ready, training.reading.drawn, self.in_flight.next_number)
+        self._queue = LaunchQueue(planner, ready, training.reading.drawn, self.in_flight.next_number)
         self._trials: dict[MicrobatchId, float] = {}  # Microbatches on trial with an unproven replica, and their ends
         self._missing: dict[ModuleId, str] = {}  # Unserved modules, with the consequence that was reported
         self._wake = asyncio.Event()
@@ -444,9 +437,7 @@ class DataNode(PathEnds):
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         entry = self.in_flight.get(microbatch)
-        if entry is None:
-            return self._evaluator.awaits(microbatch)
-        return self._planner.hosts_one_of(peer, entry.path)
+        return self._evaluator.awaits(microbatch) if entry is None else self._planner.hosts_one_of(peer, entry.path)
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         path = self._times.path_of(microbatch)

@@ -199,7 +199,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
             manifest, in_flight, membership, clock, asked=context.options.window, memory=allowance.slots
         )
         path_times = PathTimes(own.peer, times, membership.slots_of)
-        data_node = DataNode(context, training, planner, path_times, evaluator, launches, prefetcher, window)
+        data_node = DataNode(context, training, planner, path_times, evaluator, launches, prefetcher.ready, window)
         held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)

@@ -80,16 +80,12 @@ def decode_dial_back(data: bytes) -> DialBackResult:
         raise ProtocolViolation(f"dial-back: {len(data)} bytes are more than {MAX_RESULT_BYTES}")
     said = parsed(wire.DialBackResult, data, f"dial-back: {len(data)} bytes are not a result")
     result: DialBackResult = _RESULT.read(said, None)
-    return replace(result, host=_read_host(result.host, result.outcome))
-
-
-def _read_host(host: str, outcome: DialBackOutcome) -> str:
-    if not host and outcome is DialBackOutcome.NOT_TRIED:
-        return ""
+    if not result.host and result.outcome is DialBackOutcome.NOT_TRIED:
+        return result
     try:
-        if "%" in host:
+        if "%" in result.host:
             raise ValueError
-        return str(ipaddress.ip_address(host))
+        return replace(result, host=str(ipaddress.ip_address(result.host)))
     except ValueError:
         raise ProtocolViolation("dial-back: the host is not an IP address") from None
 

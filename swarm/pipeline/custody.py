@@ -629,7 +629,7 @@ class Custody:
         if entry.phase in (Phase.RECEIVING, Phase.RECEIVING_GRADIENT):
             return self._take(message, now)
         # A second copy: the sender lost its link to us, or a repaired path arrives through another replica.
-        if _same_hops(entry.path, message.path, message.position):
+        if entry.path.hops[: message.position + 1] == message.path.hops[: message.position + 1]:
             return [accepted] if entry.phase in (Phase.FORWARD, Phase.HANDING_ON) else [accepted, passed_on]
         if entry.phase in BEFORE_BACKWARD and not entry.is_end:
             return [self._drop(entry, "replaced by a repaired path"), *self._take(message, now)]
@@ -1080,11 +1080,6 @@ def put_off(entry: Entry, asked_s: float, now: float) -> Entry:
     chance = zlib.crc32(f"{entry.key} {entry.refusals}".encode()) / 2**32 if doublings else 0.0
     pause_s = asked_s * 2.0**doublings * (1 + BUSY_JITTER * chance)
     return replace(entry, retry_at=now + pause_s, busy=frozenset(), refusals=entry.refusals + 1)
-
-
-def _same_hops(one: Path, other: Path, position: int) -> bool:
-    """Whether two paths have equal hops up to `position`, inclusive. Repair may have changed later hops."""
-    return one.hops[: position + 1] == other.hops[: position + 1]
 
 
 def _same_modules(one: Path, other: Path, position: int) -> bool:

@@ -25,7 +25,7 @@ from swarm.experts.routes import module_at
 from swarm.membership.membership import Membership
 from swarm.routing.measured_times import Costs, MeasuredTimes, PeerRoute
 from swarm.routing.path_rules import PathRules
-from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
+from swarm.vocabulary.announcement import NO_SPEED, Announcement
 from swarm.vocabulary.statistics import ExponentialBackoff
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
 
@@ -286,7 +286,8 @@ class Planner:
 
     def usual_s(self, path: Path) -> float:
         """Returns the seconds that a completed microbatch spends at the path's peers with empty queues."""
-        return sum(self._times.usual_s(hop.peer, self._announced_speed(hop.peer)) for hop in path.hops)
+        announced = ((hop.peer, self._membership.get(hop.peer)) for hop in path.hops)
+        return sum(self._times.usual_s(peer, NO_SPEED if known is None else known.speed) for peer, known in announced)
 
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
         """Returns the modules of the run that no live peer serves."""
@@ -465,10 +466,6 @@ class Planner:
             not proven(hop.peer) and any(proven(a.peer) for a in self._membership.replicas(hop.module, now))
             for hop in path.hops
         )
-
-    def _announced_speed(self, peer: PeerId) -> Speed:
-        announcement = self._membership.get(peer)
-        return NO_SPEED if announcement is None else announcement.speed
 
     def _finish_s(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
         """Returns the expected seconds until a replica would finish a new visit, after its announced or known queue."""

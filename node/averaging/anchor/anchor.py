@@ -32,7 +32,6 @@ from node.checkpoint.state import AnchorState, TensorsInParts
 from swarm.vocabulary.errors import CorruptSnapshot, ResourceExhausted
 from swarm.vocabulary.types import AnchorVersion
 
-HASH_BYTES: Final = 32
 _HEADER: Final = struct.Struct("<QQQIQQ")
 _DOMAIN: Final = b"skipstone-anchor:1\0"
 

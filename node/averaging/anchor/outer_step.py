@@ -13,7 +13,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -31,24 +31,11 @@ from node.averaging.anchor.shared_vector import (
 )
 from node.model.device import gradual_underflow
 from node.model.initialization import floats_of
+from node.model.optimizer import InnerOptimizer
 from node.model.optimizers.packed import Floats
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import MAX_COUNT
-
-
-class Schedule(Protocol):
-    """An inner optimizer as averaging rounds see it: its counters, callbacks and reset."""
-
-    steps: int
-    tokens: int
-    replicas: int
-    before_step: Callable[[], None]
-    before_change: Callable[[], None]
-
-    def start_anew(self, steps: int, tokens: int) -> None:
-        """Resets the optimizer state after the parameters were replaced, and sets its counters."""
-        ...
 
 
 class LocalReplica:
@@ -58,7 +45,7 @@ class LocalReplica:
         self,
         parts: Iterable[nn.Module],
         fragments: int,
-        optimizer: Schedule,
+        optimizer: InnerOptimizer,
         parameters_changed: Callable[[], None] = lambda: None,
     ) -> None:
         parameters = floats_of(*parts)
