@@ -53,8 +53,6 @@ _HASH_CHARACTERS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Run, peer and module of the replica to which a snapshot belongs."""
-
     run: RunId
     peer: PeerId
     module: ModuleId
@@ -62,8 +60,6 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Name, size and hash of a snapshot's file of tensors."""
-
     name: str
     size: int
     blake3: str
@@ -323,7 +319,6 @@ class CheckpointFolder:
     written: dict[Path, FileRecord] = field(default_factory=dict)  # By this process: hashes are known
 
     def of(self, peer: PeerId) -> Path:
-        """Returns the folder of a peer's snapshots."""
         return self.path / peer
 
 

@@ -131,7 +131,6 @@ class Shape:
 
     @property
     def block(self) -> int:
-        """Number of parameters of one block."""
         kv_size = self.hidden // self.heads * self.kv_heads
         return self.hidden * (2 * self.hidden + 2 * kv_size + 3 * self.feed_forward) + 2 * self.hidden
 

@@ -188,7 +188,6 @@ def _unreadable(why: str) -> StateError:
 
 
 def router_file(manifest_file: Path) -> Path:
-    """Returns the path of a manifest's router: `run.router` next to `run.toml`."""
     return manifest_file.with_suffix(_SUFFIX)
 
 

@@ -542,20 +542,14 @@ class Copies:
         return self._parts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SeveralDevices:
     """Passes of a model part on several devices at once. `choose` assigns rows or documents to devices."""
 
-    def __init__(
-        self,
-        parts: Copies,
-        threads: DeviceThreads,
-        quadratic_share: float,
-        choose: Callable[[Sequence[float], int, float], Dealing] = lambda *given: deal(*given).value,
-    ) -> None:
-        self._threads = threads
-        self._parts = parts
-        self._quadratic_share = quadratic_share
-        self._choose = choose
+    parts: Copies
+    threads: DeviceThreads
+    quadratic_share: float
+    choose: Callable[[Sequence[float], int, float], Dealing] = lambda *given: deal(*given).value
 
     def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> PassState:
         dealt = self._dealt(source, documents)
@@ -595,10 +589,10 @@ class SeveralDevices:
         return _joined(dealt, source, self._at_once(dealt, on))
 
     def parameters_changed(self) -> None:
-        self._parts.changed()
+        self.parts.changed()
 
     def storages(self) -> set[int]:
-        return {storage for part in self._parts for storage in passes.storages(part)}
+        return {storage for part in self.parts for storage in passes.storages(part)}
 
     def weights(self) -> tuple[Tensor, ...]:
         return ()
@@ -612,17 +606,17 @@ class SeveralDevices:
                 dealt.exchange.give_up()
                 raise
 
-        return self._threads.at_once([partial(on, rank, part) for rank, part in enumerate(self._parts.fresh())])
+        return self.threads.at_once([partial(on, rank, part) for rank, part in enumerate(self.parts.fresh())])
 
     def _dealt(self, source: Tensor, documents: tuple[int, ...]) -> _Dealt:
         """Divides a microbatch among devices by document lengths alone, so that a retraction repeats the division."""
-        count = len(self._parts)
+        count = len(self.parts)
         exchange = Exchange(count)
         if not documents:
-            rows = self._choose([1.0] * source.shape[0], count, float("inf")).whole
+            rows = self.choose([1.0] * source.shape[0], count, float("inf")).whole
             return _Dealt(0, tuple(_Share(torch.tensor(own), ()) if own else None for own in rows), exchange)
-        costs = [length + self._quadratic_share * length**2 for length in documents]
-        found = self._choose(costs, count, CUTTING if max(documents) >= SHORTEST_CUT * count else float("inf"))
+        costs = [length + self.quadratic_share * length**2 for length in documents]
+        found = self.choose(costs, count, CUTTING if max(documents) >= SHORTEST_CUT * count else float("inf"))
         starts = [0, *accumulate(documents)]
         cut = tuple(pieces(documents[index], found.shares) for index in found.cut)
         shares: list[_Share | None] = []
@@ -642,12 +636,12 @@ class SeveralDevices:
         return _Dealt(1, tuple(shares), exchange)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SeveralHeads:
     """Passes of the model's head on several devices, each with an equal share of the tokens."""
 
-    def __init__(self, heads: Copies, threads: DeviceThreads) -> None:
-        self._heads = heads
-        self._threads = threads
+    _heads: Copies
+    _threads: DeviceThreads
 
     def loss(self, hidden: Tensor, labels: Tensor) -> float:
         def on(head: nn.Module, own: Tensor, wanted: Tensor) -> float:

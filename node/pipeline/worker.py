@@ -863,38 +863,33 @@ Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], P
 """Signs a microbatch's path: purpose, lifetime in seconds, lengths of documents, labels (`Routes.signed`)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Launches:
-    """Launcher of this data node's microbatches. The worker keeps a microbatch's tokens until the microbatch ends.
+    """Launcher of this data node's microbatches. The worker keeps a microbatch's tokens until the microbatch ends."""
 
-    `tells_labels`: whether hops receive the number of labels of a training microbatch.
-    """
-
-    def __init__(
-        self, worker: DataWorker, runner: MicrobatchRunner, sign: Signing, *, tells_labels: bool = False
-    ) -> None:
-        self._tells_labels = tells_labels
-        self._worker = worker
-        self._runner = runner
-        self._sign = sign
+    worker: DataWorker
+    runner: MicrobatchRunner
+    sign: Signing
+    tells_labels: bool = False  # Whether hops receive the number of labels of a training microbatch
 
     def launch(
         self, microbatch: MicrobatchId, text: Microbatch, path: Path, purpose: Purpose, lifetime_s: float
     ) -> None:
-        self._worker.texts[microbatch] = text
-        labels = text.scored if self._tells_labels and purpose is Purpose.TRAIN else 0
-        path = self._sign(microbatch, path, purpose, lifetime_s, text.documents, labels)
-        self._runner.handle(Started(microbatch, path, purpose, lifetime_s))
+        self.worker.texts[microbatch] = text
+        labels = text.scored if self.tells_labels and purpose is Purpose.TRAIN else 0
+        path = self.sign(microbatch, path, purpose, lifetime_s, text.documents, labels)
+        self.runner.handle(Started(microbatch, path, purpose, lifetime_s))
 
     def text_of(self, microbatch: MicrobatchId) -> Microbatch | None:
         """Returns the tokens of a microbatch; None if it is not in flight."""
-        return self._worker.texts.get(microbatch)
+        return self.worker.texts.get(microbatch)
 
     def end(self, microbatch: MicrobatchId) -> Microbatch | None:
         """Removes and returns the tokens of a microbatch; None if the microbatch ended before."""
-        return self._worker.texts.pop(microbatch, None)
+        return self.worker.texts.pop(microbatch, None)
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> Microbatch | None:
         """Abandons a microbatch and returns its tokens; None if the microbatch ended before."""
         text = self.end(microbatch)
-        self._runner.abandon(microbatch, detail)
+        self.runner.abandon(microbatch, detail)
         return text

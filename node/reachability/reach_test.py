@@ -77,8 +77,6 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Result of one peer's attempt to dial a port of ours."""
-
     witness: PeerId
     result: DialBackResult
     local_host: str | None  # Our address towards the witness; if the witness sees another one, the node is behind NAT

@@ -180,7 +180,6 @@ class WindowFinder:
         return self._window.value
 
     def describe(self) -> WindowStatus:
-        """Describes the limit of microbatches in flight for the node's status."""
         value = self.value
         return WindowStatus(value.value, len(self._in_flight.entries), value.reason)
 
@@ -287,7 +286,6 @@ class DataNode(PathEnds):
         self._landed = asyncio.Event()
 
     async def all_landed(self) -> None:
-        """Waits until no microbatch is in flight."""
         while self.in_flight.entries:
             self._landed.clear()
             await self._landed.wait()
@@ -299,11 +297,9 @@ class DataNode(PathEnds):
         self._wake.set()
 
     def stop_launching(self) -> None:
-        """Stops launching. Microbatches in flight continue."""
         self._is_stopping = True
 
     async def run(self) -> None:
-        """Launches microbatches until cancelled."""
         if self.in_flight.finished:  # resumed after its last step
             self._on_finished()
         while True:

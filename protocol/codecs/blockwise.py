@@ -254,7 +254,6 @@ class _Scratch:
         self._last = self._flat
 
     def like(self, x: Tensor) -> Tensor:
-        """Returns scratch memory in the shape of `x`."""
         if self._last.shape != x.shape:
             self._last = self._flat[: x.numel()].view(x.shape)
         return self._last
@@ -278,7 +277,6 @@ class _Rounding:
 
 
 def _in_float32(x: Tensor, scratch: _Scratch) -> Tensor:
-    """Returns `x` if it is float32, else a float32 copy in `scratch`."""
     if x.dtype is torch.float32:
         return x
     result = scratch.like(x)

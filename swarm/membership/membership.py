@@ -174,7 +174,6 @@ class Membership:
         return {member.announcement.module for member in serving if member.suspect_until <= now}
 
     def reaches_somebody(self) -> bool:
-        """Whether at least one other peer is not considered dead."""
         return not all(member.is_given_up for member in self._members.values())
 
     def _evict_one(self) -> PeerId:

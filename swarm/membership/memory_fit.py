@@ -70,10 +70,6 @@ class FreeMemory:
         return FreeMemory(changed(self.memory, need.memory), changed(self.device, need.device))
 
     @property
-    def largest(self) -> int | None:
-        return (self.memory if self.device is None else self.device).value
-
-    @property
     def announced(self) -> tuple[int, int]:
         """Returns the free memory to announce, in steps of STEP_BYTES: (machine, device); 0 if unknown or shared."""
         return _steps(self.memory), 0 if self.device is None else _steps(self.device)

@@ -39,8 +39,6 @@ class _Passed:
 
 @dataclass(slots=True)
 class _Trace:
-    """Observed times of one microbatch."""
-
     path: Path
     begun: float
     queue: Mapping[PeerId, int]  # Our microbatches in flight through each peer at the launch

@@ -290,7 +290,6 @@ class Planner:
         return sum(self._times.usual_s(peer, NO_SPEED if known is None else known.speed) for peer, known in announced)
 
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
-        """Returns the modules of the run that no live peer serves."""
         served = self._membership.served(now)
         stages = range(1, self.rules.stages)
         return tuple(module for stage in stages for module in self.rules.modules_at(stage) if module not in served)
@@ -336,12 +335,10 @@ class Planner:
         return may_skip or self.has_other_expert(module, now)
 
     def has_other_expert(self, module: ModuleId, now: float) -> bool:
-        """Whether another module of the same stage is served."""
         others = self.rules.modules_at(module.stage)
         return any(other != module and self._membership.is_served(other, now) for other in others)
 
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
-        """Whether the peer announces a module that the path visits."""
         announcement = self._membership.get(peer)
         return announcement is not None and any(hop.module == announcement.module for hop in path.hops)
 
@@ -486,7 +483,6 @@ def _at_least(count: int, mean: float) -> float:
 
 
 def in_flight_by_peer(paths: Sequence[Path]) -> dict[PeerId, int]:
-    """Returns how many of the paths visit each peer."""
     return Counter(hop.peer for path in paths for hop in path.hops)
 
 

@@ -30,8 +30,6 @@ _BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpan:
-    """Position and shape of one parameter in its module's vector."""
-
     name: str
     shape: tuple[int, ...]
     start: int
