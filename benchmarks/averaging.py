@@ -35,8 +35,7 @@ from benchmarks import kit
 from benchmarks.kit import RUN, hear, introduce, process, rounded, started, tell
 from benchmarks.transport import Book, bare_stream, transport_of
 from node.averaging.anchor.anchor import Anchor, AnchorStore
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.anchor.outer_step import LocalReplica, OuterRule, anchor_of
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import level_of
 from node.averaging.round_runner import ReplicaSync, RoundRunner

@@ -490,7 +490,7 @@ async def split_passes(setting: Setting, tell: Tell) -> None:
     from node.concurrency.compute_thread import ComputeThread, Priority
     from node.pipeline.runner import Job
     from node.pipeline.worker import host_hop
-    from swarm.pipeline.custody_events import Key, Work
+    from swarm.pipeline.custody import Key, Work
     from swarm.vocabulary.pipeline_messages import Purpose
 
     device, chunks = setting.device, list[float]()

@@ -31,13 +31,12 @@ from hivemind.proto import runtime_pb2
 from torch import Tensor, nn
 
 from benchmarks import kit
-from benchmarks.kit import READER, Learner, run_of, source_of, tell
+from benchmarks.kit import READER, Learner, evaluate, run_of, source_of, tell
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.packing import Microbatch
 from node.model import passes
 from node.model.initialization import parameters_of
 from node.runtime.malloc import keep_freed_memory
-from node.solo.trainer import evaluate
 from protocol import codecs
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
@@ -266,7 +265,7 @@ def coded_boundaries(options: Any, codec: Codec, seed: int) -> dict[str, float]:
     for _ in range(options.loss_steps):
         learner.step([feed.next()])
     per_token = learner.sent_bytes / (options.loss_steps * manifest.microbatch_tokens)
-    loss = evaluate(learner, held_out_microbatches(manifest, 32, documents))["loss"]
+    loss = evaluate(learner.loss, held_out_microbatches(manifest, 32, documents))["loss"]
     return {"loss": loss, "bytes_a_token": per_token}
 
 

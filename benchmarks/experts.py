@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -31,17 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import Solo, medians, run_of, tell
+from benchmarks.kit import Solo, evaluate, loss_of, medians, run_of, tell
 from lab.run import Run
 from lab.scenario import Scenario, scenario_from_table
 from node.data.documents import Documents, is_held_out
 from node.data.sources import PIECE_BYTES
 from node.data.tokenizers import ByteTokenizer
-from node.experts.fitting import fit_router
-from node.experts.router import Router, document_router, router_digest
+from node.experts.router import Router, document_router, fit_router, router_digest
 from node.model.device import flushed_denormals
 from node.observability.events import Completed
-from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
 from tests.e2e.small_run import events_of
@@ -179,7 +178,7 @@ def train(arm: Arm, domains: Domains, options: Any, seed: int) -> dict[str, Any]
         trained = Solo(manifest, 10**6, None, documents, measured, options.prefix)
         for _ in range(options.steps):
             trained.step()
-        result = evaluate(trained.model, trained.texts)
+        result = evaluate(partial(loss_of, trained.model), trained.texts)
         report: dict[str, Any] = {"loss": round(result["loss"], 4), "tokens": trained.trainer.tokens}
         for name, of in result.get("routes", {}).items():
             report.setdefault("routes", {})[name] = [round(of["loss"], 4), of["tokens"]]

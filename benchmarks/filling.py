@@ -28,7 +28,7 @@ from benchmarks.kit import tell
 from lab.world.world import Ledger, Peer, World
 from node.pipeline.runner import slot_of
 from swarm.pipeline.compute_queue import ArrivalForecast, ComputeQueue, IdleWork, Priority
-from swarm.pipeline.custody_events import Work
+from swarm.pipeline.custody import Work
 from swarm.pipeline.in_flight import InFlightRules
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt

@@ -38,8 +38,7 @@ from node.network.local_peer import LocalPeer, OwnRecord
 from node.network.session import KnownPeers
 from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.runner import Job, LinkCodecs, MicrobatchRunner, Output, PathEnds, RunnerHost, Worker, WorkerThread
-from node.pipeline.tensor_io import Wire, receive_buffers
-from node.pipeline.worker import HopWorker
+from node.pipeline.worker import HopWorker, Wire, receive_buffers
 from node.runtime.malloc import keep_freed_memory
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
@@ -52,8 +51,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody import DEFAULT_SLOTS, Custody
-from swarm.pipeline.custody_events import Started, Work
+from swarm.pipeline.custody import DEFAULT_SLOTS, Custody, Started, Work
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
 from benchmarks.kit import Found, run_of, tell
-from node.averaging.anchor.layout import layout_of
+from node.averaging.anchor.shared_vector import layout_of
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, all_local
 from node.model.shapes import parameter_shapes

@@ -43,7 +43,7 @@ from node.model.device import flush_denormals
 from node.model.optimizers.adamw import AdamW
 from node.model.passes import build_block_stack
 from protocol.manifest.manifest import InnerSection, Manifest
-from swarm.pipeline.custody_events import Work
+from swarm.pipeline.custody import Work
 from swarm.vocabulary.types import ModuleId, PeerId
 
 WARM_STEPS: Final = 2

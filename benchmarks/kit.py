@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions
     from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
     from node.observability.events import Event
-    from node.solo.trainer import ChooseStages
+    from node.solo.trainer import ChooseStages, WholeModel
     from tests.e2e.emulated import Spec
 
 # What measured processes need not load (torch, and with `node` more than that) is imported in the functions.
@@ -383,7 +383,27 @@ class Solo:
 
     def loss(self, paths: Iterable[Sequence[int] | None] = (None,)) -> float:
         """Held-out loss in nats per token, the mean over the paths."""
-        return statistics.fmean(self.model.loss(text, path) for path in paths for text in self.texts)
+        return statistics.fmean(loss_of(self.model, text, path) for path in paths for text in self.texts)
+
+
+def loss_of(model: WholeModel, text: Microbatch, stages: Sequence[int] | None = None) -> float:
+    """Loss of a microbatch in nats per label, on a path through `stages` (None: all)."""
+    import torch
+
+    with torch.no_grad():
+        hidden = model.embedding(text.tokens.to(model.device), text.documents)
+        for stack in model.path(text, stages):
+            hidden = stack(hidden, text.documents)
+        return text.per_label(float(model.head(hidden, text.labels.to(model.device)).item()))
+
+
+def evaluate(loss: Callable[[Microbatch], float], microbatches: Iterable[Microbatch]) -> dict[str, Any]:
+    """Loss, tokens and microbatches, in total and by route."""
+    from node.network.loss_report import answer_of, held_out_loss
+
+    texts = list(microbatches)
+    losses = [(loss(text), text.scored) for text in texts]
+    return answer_of(held_out_loss([text.route for text in texts], losses))
 
 
 class Learner:

@@ -24,13 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import READER, Learner, curve_of, reached, run_of, size_of, source_of, tell
+from benchmarks.kit import READER, Learner, curve_of, evaluate, loss_of, reached, run_of, size_of, source_of, tell
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.model.device import flush_denormals
 from node.model.moments import MomentType
 from node.model.optimizer import InnerOptimizer, StepFigures
 from node.model.optimizers.inner_rule import AtDeadline
-from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError
 
@@ -133,7 +132,7 @@ def trained(task: Task, manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
     texts = list(held_out_microbatches(manifest, task.held_out_microbatches, open_documents(manifest)))
 
     def look(step: int) -> list[float]:
-        return [step, round(trainer.foreground_s, 3), evaluate(trainer.model, texts)["loss"]]
+        return [step, round(trainer.foreground_s, 3), evaluate(partial(loss_of, trainer.model), texts)["loss"]]
 
     curve = []
     with suppress(StateError):  # it has diverged

@@ -33,7 +33,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import Solo, median, median_ratio, run_of, swarm_to_its_end, tell
+from benchmarks.kit import Solo, evaluate, loss_of, median, median_ratio, run_of, swarm_to_its_end, tell
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from protocol.manifest.manifest import Manifest, quadratic_share
@@ -262,14 +262,13 @@ def loss_run(options: Any, attention: str, seed: int) -> Manifest:
 
 def held_out_loss(options: Any, attention: str, seed: int) -> float:
     from node.data.feed import held_out_microbatches
-    from node.solo.trainer import evaluate
 
     manifest = loss_run(options, attention, seed)
     trained = Solo(manifest, 1)
     while trained.trainer.tokens < options.loss_steps * manifest.training.inner_tokens:
         trained.step()
     texts = held_out_microbatches(loss_run(options, "documents", seed), 2 if options.quick else 40)
-    return float(evaluate(trained.model, texts)["loss"])
+    return float(evaluate(partial(loss_of, trained.model), texts)["loss"])
 
 
 def measure_loss(options: Any) -> dict[str, Any]:

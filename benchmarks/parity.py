@@ -27,10 +27,9 @@ import torch
 
 from benchmarks import kit
 from benchmarks.averaging import RoundPeer
-from benchmarks.kit import READER, Learner, run_of, size_of, tell
+from benchmarks.kit import READER, Learner, evaluate, loss_of, run_of, size_of, tell
 from node.averaging.anchor.anchor import Anchor, version_of
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import outer_rule
+from node.averaging.anchor.outer_step import LocalReplica, anchor_of, outer_rule
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.module_rounds import levels_up_to
 from node.concurrency.compute_thread import Priority
@@ -39,7 +38,6 @@ from node.data.documents import Documents
 from node.data.feed import START, TrainingFeed, held_out_microbatches, open_documents
 from node.data.packing import Cursor, Microbatch
 from node.model.initialization import parameters_of
-from node.solo.trainer import evaluate
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.errors import StateError
@@ -302,7 +300,7 @@ class Run:
         return Dealer(self.manifest(COMMON_RATE, REPLICAS), self._documents, self._task.microbatches, start)
 
     def held_out_loss(self, learner: Replica) -> float:
-        return float(evaluate(learner.model, self._held_out)["loss"])
+        return float(evaluate(partial(loss_of, learner.model), self._held_out)["loss"])
 
     def alone(self, inner_rate: float, steps: int) -> tuple[Replica, Cursor]:
         """One process after some steps, and its position in the text."""

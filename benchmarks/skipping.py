@@ -36,7 +36,7 @@ from node.pipeline.admission import path_rules
 from node.solo.trainer import ChooseStages, planned_stages
 from protocol.manifest.manifest import Manifest
 from swarm.routing.path_rules import PathRules, ring_of_subsets, spread_stages
-from swarm.routing.prices import visit_shares
+from swarm.routing.planner import visit_shares
 
 STAGES: Final = 12
 HALF: Final = PathRules(STAGES, STAGES // 2 - 1)

@@ -12,8 +12,7 @@ from random import Random
 from lab.world.arms import PlannerOf
 from lab.world.instance import Instance
 from lab.world.world import CONTROL_S, Ledger, Peer, World
-from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
-from swarm.pipeline.custody_events import Work
+from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S, Work
 from swarm.pipeline.in_flight import InFlightRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.types import PeerId

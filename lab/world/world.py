@@ -17,14 +17,14 @@ from typing import Protocol
 
 from lab.world.arms import PlannerOf, SwarmPlanner
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_events import (
+from swarm.pipeline.custody import (
     Action,
     BrokenOff,
     Compute,
     Computed,
     Confirmed,
     ControlArrived,
+    Custody,
     Event,
     Finished,
     Forget,

@@ -18,13 +18,14 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from blake3 import blake3
 
+from node.averaging.anchor.anchor import hash_of
 from node.averaging.anchor.shared_vector import Vector, add_scaled, squares
 from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
 from node.averaging.exchange.pieces import Piece, piece_spec
 from node.averaging.exchange.reduction import opposed, read_encoding, sample_of
 from node.concurrency.compute_thread import Priority
 from protocol.codecs import encoded_bytes
-from protocol.identity.signatures import PieceSignatures, hash_of_piece
+from protocol.identity.signatures import PieceSignatures
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Caught, Event
@@ -101,7 +102,7 @@ class Recount:
         return signed if due <= signed.keys() else self.caught(accuser or reducer, "accuses without proof")
 
     def take_away(self, signed: SignedHash, data: memoryview) -> Caught | None:
-        if hash_of_piece(data) != signed.hash:
+        if hash_of(data) != signed.hash:
             return self.caught(signed.peer, "sent an auditor other bytes than it had signed")
         plan = self._record.plan
         member = plan.members[signed.peer]

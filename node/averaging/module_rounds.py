@@ -14,14 +14,12 @@ from typing import Final
 import torch
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, initial_anchor, restored_anchor
-from node.averaging.anchor.layout import Layout
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import outer_rule
+from node.averaging.anchor.outer_step import LocalReplica, anchor_of, outer_rule
+from node.averaging.anchor.shared_vector import Layout
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.round_runner import InnerWork, ReplicaSync, RoundRunner
 from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import MOST_ASKED, StateDownloads
-from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
+from node.averaging.state_sync.download import MOST_ASKED, STATE_CODECS, FreshSpace, StateDownloads
 from node.checkpoint.folder import LEFT_KEPT_S, keep_left
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority

@@ -14,8 +14,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
-from node.averaging.anchor.local_replica import LocalReplica
-from node.averaging.anchor.outer_step import OuterRule, step_alone
+from node.averaging.anchor.outer_step import LocalReplica, OuterRule, step_alone
 from node.averaging.anchor.shared_vector import SharedVector, Vector, squares
 from node.averaging.auditor import Auditor
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans

@@ -26,11 +26,11 @@ from torch import Tensor
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState, TensorsInParts
 from node.data.documents import StreamPosition
 from node.data.packing import Cursor
-from node.model.device import bytes_of_tensor
 from node.model.optimizer import InnerState
 from node.model.optimizers.inner_rule import ParameterState
 from node.model.optimizers.packed import Floats
 from node.observability.failpoints import crash_point
+from protocol.codecs.memory import octets_of_tensor
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import (
@@ -54,8 +54,6 @@ _HASH_CHARACTERS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Run, peer and module of the replica to which a snapshot belongs."""
-
     run: RunId
     peer: PeerId
     module: ModuleId
@@ -63,8 +61,6 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Name, size and hash of a snapshot's file of tensors."""
-
     name: str
     size: int
     blake3: str
@@ -77,8 +73,7 @@ class Header:
     owner: Owner
     number: int
     steps: int
-    adam_steps: dict[str, int]
-    """Steps of each parameter that has optimizer state."""
+    adam_steps: dict[str, int]  # Steps of each parameter that has optimizer state
     counters: Counters
     anchor: AnchorVersion | None
     data: DataState | None
@@ -112,7 +107,7 @@ def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
     for _, tensors in groups:
         for name in tensors:
             for part in _parts_of(tensors, name):
-                data = bytes_of_tensor(part.to(torch.float32))
+                data = octets_of_tensor(part.detach().to("cpu", torch.float32).contiguous())
                 yield from (data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE))
 
 
@@ -165,8 +160,7 @@ def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
 
 
-MAX_HEADER_BYTES: Final = 2**24
-"""Longest accepted header of a safetensors file."""
+MAX_HEADER_BYTES: Final = 2**24  # Longest accepted header of a safetensors file
 
 
 def check_header_size(file: BinaryIO) -> None:
@@ -324,11 +318,9 @@ class CheckpointFolder:
     manifest: bytes
     storage: Storage = field(default_factory=Storage)
     router: bytes = b""
-    written: dict[Path, FileRecord] = field(default_factory=dict)
-    """Files written by this process, whose hashes are known."""
+    written: dict[Path, FileRecord] = field(default_factory=dict)  # By this process: hashes are known
 
     def of(self, peer: PeerId) -> Path:
-        """Returns the folder of a peer's snapshots."""
         return self.path / peer
 
 
@@ -544,10 +536,8 @@ class Gathered:
 
     path: Path
     signed: SignedManifest
-    replicas: Mapping[ModuleId, list[Header]]
-    """Each module's snapshots on its newest anchor."""
-    problems: tuple[str, ...]
-    """Damaged files that were ignored."""
+    replicas: Mapping[ModuleId, list[Header]]  # Each module's snapshots on its newest anchor
+    problems: tuple[str, ...]  # Damaged files that were ignored
 
     def module(self, module: ModuleId) -> dict[str, Tensor]:
         """Averages a module's parameters by tokens in float64, with one replica in memory at a time."""

@@ -21,8 +21,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 SLICE: Final = 2**20
 LEAST_ROOM: Final = 64 * 2**20
-SHARE: Final = 8
-"""Inverse of the share of a copy that may wait in memory to be written."""
+SHARE: Final = 8  # Inverse of the share of a copy that may wait in memory to be written
 
 Post = Callable[[Callable[[], None]], "Future[None]"]
 

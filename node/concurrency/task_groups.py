@@ -66,8 +66,7 @@ class TaskTracker:
     def __init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
         self._begun: set[asyncio.Task[Any]] = set()
-        self.owed = 0
-        """Tasks started by `owe` that are not done."""
+        self.owed = 0  # Tasks started by `owe` that are not done
         self._paid = asyncio.Event()
 
     @property

@@ -9,8 +9,7 @@ import torch
 
 from node.checkpoint.saver import SaveRequests
 from node.checkpoint.state import ResumedState
-from node.concurrency.compute_thread import ComputeThread
-from node.concurrency.device_threads import DeviceThreads
+from node.concurrency.compute_thread import ComputeThread, DeviceThreads
 from node.context.options import NodeOptions
 from node.data.local_paths import LocalPaths
 from node.experts.router import Router

@@ -18,8 +18,7 @@ from node.data.local_paths import LocalPaths, as_written
 from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_position
 from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
-from node.experts.fitting import fit_router
-from node.experts.router import DocumentRouter, Router, document_router, router_digest
+from node.experts.router import DocumentRouter, Router, document_router, fit_router, router_digest
 from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, manifest_from_table
 from swarm.vocabulary.errors import ConfigError, SkipstoneError
 from swarm.vocabulary.types import MicrobatchId, PeerId

@@ -22,10 +22,8 @@ from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_STAGES, Codec, ModuleId, Reasoned
 
-FILLED: Final = 0.75
-"""Share of a card that a stage may fill; kept graphs and the driver need the rest."""
-# Bytes; an RTX 3060.
-COMMON_CARD: Final = 12 * 10**9
+FILLED: Final = 0.75  # Share of a card that a stage may fill; kept graphs and the driver need the rest
+COMMON_CARD: Final = 12 * 10**9  # Bytes; an RTX 3060
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +104,9 @@ def _number(number: int, thing: str) -> str:
 # Parameters that `--size` accepts.
 SMALLEST: Final = 10**6
 LARGEST: Final = 20 * 10**9
-# Width per block that nanochat uses.
-ASPECT: Final = 64
-# Shapes this close to the wanted size compete by their aspect.
-NEAR: Final = 0.04
-# From this width on, widths are multiples of 256 and heads have 128 elements.
-WIDE: Final = 2048
+ASPECT: Final = 64  # Width per block that nanochat uses
+NEAR: Final = 0.04  # Shapes this close to the wanted size compete by their aspect
+WIDE: Final = 2048  # From this width on, widths are multiples of 256 and heads have 128 elements
 WIDEST: Final = 16_384
 TIED_BELOW: Final = 4 * 10**9
 GRID: Final = 64
@@ -136,7 +131,6 @@ class Shape:
 
     @property
     def block(self) -> int:
-        """Number of parameters of one block."""
         kv_size = self.hidden // self.heads * self.kv_heads
         return self.hidden * (2 * self.hidden + 2 * kv_size + 3 * self.feed_forward) + 2 * self.hidden
 
@@ -145,8 +139,7 @@ class Shape:
         return self.ends + self.blocks * self.block
 
 
-Choices = dict[str, Reasoned[Any]]
-"""Chosen values by the names under which they are printed, in that order."""
+Choices = dict[str, Reasoned[Any]]  # Chosen values by the names under which they are printed, in that order
 
 
 def choose_shape(parameters: int, vocabulary: int) -> Shape:
@@ -210,20 +203,17 @@ def _shape_choices(shape: Shape, wish: Wish) -> Choices:
 
 TOKENS_A_PARAMETER: Final = 20
 MICROBATCH_TOKENS: Final = 4096
-SEQUENCES: Final = ((50 * 10**6, 512), (500 * 10**6, 1024))
-"""Below each number of parameters, the tokens of a row."""
+SEQUENCES: Final = ((50 * 10**6, 512), (500 * 10**6, 1024))  # Below each number of parameters, the tokens of a row
 LONGEST: Final = 2048
 WARM_UP: Final = 0.02
 LONGEST_WARM_UP_STEPS: Final = 2000
 INNER_STEPS: Final = (10, 20, 50, 100, 200, 500)
-ROUND_SHARE: Final = 0.05
-"""Most traffic that rounds may add to a replica's own."""
+ROUND_SHARE: Final = 0.05  # Most traffic that rounds may add to a replica's own
 # Seconds between rounds at least; bytes per second of the link that rounds are sized for (20 Mbit/s).
 SHORTEST_ROUND_S: Final = 900
 SLOW_LINK_BYTES_PER_S: Final = 2.5e6
 FRAGMENTS: Final = 8
-# Parameters from which a stage is averaged in fragments.
-LARGE_STAGE: Final = 100 * 10**6
+LARGE_STAGE: Final = 100 * 10**6  # Parameters from which a stage is averaged in fragments
 ACTIVATIONS: Final = Codec.INT8
 PSEUDO_GRADIENTS: Final = Codec.INT4
 
@@ -385,10 +375,8 @@ def _cut(uncut: Manifest, blocks: tuple[int, ...], recipe: dict[str, Any]) -> Ma
 
 LINKS_MBIT_S: Final = (20, 100, 1000)
 LARGE_CARD: Final = 24 * 10**9
-ASSUMED_FLOPS: Final = (20e12, 55e12)
-"""Assumed bfloat16 FLOP/s below and from `LARGE_CARD`: 4/5 of the peak of an RTX 3060 and 3090."""
-OPERATIONS: Final = 8
-"""Operations per parameter and token: two forward, four backward, two to recompute the forward pass."""
+ASSUMED_FLOPS: Final = (20e12, 55e12)  # bfloat16, below and from LARGE_CARD: 4/5 of the peak of an RTX 3060 and 3090
+OPERATIONS: Final = 8  # Per parameter and token: two forward, four backward, two to recompute forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,8 +388,7 @@ class Forecast:
     stage_8bit: Need
     token_bytes: float
     round_bytes: int
-    tokens_per_s: dict[int, float]
-    """By the Mbit/s that each peer can send."""
+    tokens_per_s: dict[int, float]  # By the Mbit/s that each peer can send
     computed_per_s: float
     total_tokens: int
 

@@ -26,10 +26,9 @@ from node.model.moments import MomentType
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession, visit
 from node.observability.status import parse_status
-from node.reachability.monitor import climb, ways_to_map
+from node.reachability.monitor import climb
 from node.reachability.port_mapping import Router
-from node.reachability.reach_test import witnesses_of
-from node.reachability.reverse_calls import Attachments
+from node.reachability.reach_test import Attachments, witnesses_of
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 
 class Level(enum.Enum):
-    """Severity of a finding."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -100,8 +97,7 @@ NO_DISK_BYTES: Final = 1 * GIB
 FEW_FILES: Final = 1024
 TOO_FEW_FILES: Final = 256
 ROUGH: Final = 10**5
-# Fragments of the dial for large stages; averaging in parts needs less memory.
-MANY_FRAGMENTS: Final = 8
+MANY_FRAGMENTS: Final = 8  # Fragments of the dial for large stages; averaging in parts needs less memory
 
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*([^;]*)")
 # Operators that pyproject.toml uses.
@@ -114,11 +110,6 @@ class WantedVersions:
 
     python: str
     libraries: dict[str, str]
-
-
-def look_at_versions() -> Sequence[Finding]:
-    """Checks the versions of Python and libraries in this process."""
-    return versions(wanted_here(), platform.python_version(), _installed)
 
 
 def versions(wanted: WantedVersions, python: str, installed: Callable[[str], str | None]) -> list[Finding]:
@@ -453,7 +444,7 @@ def clock_finding(offsets: Sequence[float]) -> Finding:
 
 
 async def _climb(session: NetworkSession, endpoint: Endpoint) -> Sequence[Finding]:
-    router = Router(ways_to_map()) if endpoint.mode is ReachMode.AUTO else None
+    router = Router() if endpoint.mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, session.transport)
     try:
         standing = await climb(session.transport.port, endpoint.advertise, ask, router)
@@ -498,7 +489,7 @@ async def examine(patient: Patient, tell: Tell) -> None:
     """Runs every check within its time limit and reports findings as they come."""
     endpoint = patient.endpoint
     local: tuple[tuple[str, Callable[[], Sequence[Finding]], float], ...] = (
-        ("versions", look_at_versions, QUICK_S),
+        ("versions", lambda: versions(wanted_here(), platform.python_version(), _installed), QUICK_S),
         ("device", lambda: look_at_device(patient.device), DEVICE_S),
         ("memory", look_at_memory, QUICK_S),
         ("stage", lambda: look_at_stage_memory(patient.device, patient.memory_limit, patient.moments), DEVICE_S),

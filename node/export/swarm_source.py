@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from node.averaging.anchor.anchor import tensors_of
-from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace
+from node.averaging.state_sync.download import STATE_CODECS, FreshSpace, StateDownloads
 from node.experts.router import Router
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
 
-from node.model.cut_documents import CutDocuments
-from node.model.document_attention import document_attention
+from node.model.document_attention import CutDocuments, document_attention
 from node.model.optimizers.packed import Narrow, SplitWeight
 from protocol.manifest.manifest import ModelSection
 
@@ -26,15 +25,17 @@ Documents = tuple[int, ...] | CutDocuments
 
 
 class Linear(nn.Module):
-    """A linear layer without bias. The weight [outputs, inputs] is not initialised."""
+    """A linear layer. The weight [outputs, inputs] and the bias [outputs], if any, are not initialised."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, *, biased: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if biased else None
         self.narrow: Narrow | None = None  # Weight in the dtype of the products. Gets the gradients if it is set.
 
     def forward(self, values: Tensor) -> Tensor:
-        return F.linear(values, self.matrix(values.dtype))
+        product = F.linear(values, self.matrix(values.dtype))
+        return product if self.bias is None else product + self.bias.to(values.dtype)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         if self.narrow is not None and self.narrow.dtype is dtype:
@@ -55,40 +56,9 @@ def packed_weights(part: nn.Module) -> dict[nn.Parameter, SplitWeight]:
     return {linear.weight: linear.narrow for linear in linears if isinstance(linear.narrow, SplitWeight)}
 
 
-class BiasedLinear(Linear):
-    """A linear layer with a bias [outputs]."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.bias = nn.Parameter(torch.empty(outputs))
-
+class RMSNorm(nn.RMSNorm):
     def forward(self, values: Tensor) -> Tensor:
-        return super().forward(values) + self.bias.to(values.dtype)
-
-
-class Embedding(nn.Module):
-    """A float32 token embedding with weight [vocabulary, hidden]."""
-
-    def __init__(self, vocabulary: int, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary, hidden))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
-
-
-class RMSNorm(nn.Module):
-    """RMS normalization."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.epsilon = epsilon
-
-    def forward(self, values: Tensor) -> Tensor:
-        # Squares lose too much precision in bfloat16.
-        normed = F.rms_norm(values.float(), (values.shape[-1],), self.weight, self.epsilon)
-        return normed.to(values.dtype)
+        return super().forward(values.float()).to(values.dtype)  # squares lose too much precision in bfloat16
 
 
 class Angles(NamedTuple):
@@ -202,7 +172,7 @@ class Attention(nn.Module):
         kv_size = section.kv_heads * section.head_size
 
         def projection(name: str, inputs: int, outputs: int) -> Linear:
-            return (BiasedLinear if name in section.biased else Linear)(inputs, outputs)
+            return Linear(inputs, outputs, biased=name in section.biased)
 
         self.q_proj = projection("q_proj", section.hidden, section.query_size)
         self.k_proj = projection("k_proj", section.hidden, kv_size)

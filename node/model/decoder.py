@@ -64,7 +64,6 @@ class Decoder:
         return self._head.logits(self._hidden(tokens))
 
     def no_past(self, capacity: int) -> list[Past]:
-        """Returns an empty key-value cache per block, for `capacity` tokens."""
         return [Past(capacity) for _ in self._blocks]
 
     @torch.inference_mode()

@@ -19,10 +19,10 @@ from torch import Tensor
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import Reasoned
 
+# Out-of-memory messages of torch, oneDNN and C++ on the CPU. All three raise a bare RuntimeError.
 _NO_MEMORY: Final = re.compile(
     "can't allocate memory|not enough memory|bad_alloc|could not create a (memory|primitive)", re.IGNORECASE
 )
-"""Out-of-memory messages of torch, oneDNN and C++ on the CPU. All three raise a bare RuntimeError."""
 
 MOST_DEVICES: Final = 16
 
@@ -43,12 +43,6 @@ def device_errors() -> Iterator[None]:
         ) from None
 
 
-def bytes_of_tensor(tensor: Tensor) -> memoryview:
-    """Returns a tensor's elements as bytes in row-major order, which share memory with a CPU tensor."""
-    plain = tensor.detach().to("cpu").contiguous()
-    return plain.view(torch.uint8).numpy().reshape(-1).data
-
-
 def copied(tensor: Tensor) -> Tensor:
     """Copies the tensor to float32 on the CPU, so that another thread may read the copy while the tensor changes."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
@@ -63,28 +57,21 @@ def flush_denormals() -> None:
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
     """Calls `flush_denormals` for a block and restores the thread's setting afterwards."""
-    before = _are_flushed()
-    flush_denormals()
-    try:
+    with gradual_underflow():
+        flush_denormals()
         yield
-    finally:
-        torch.set_flush_denormal(before)
 
 
 @contextmanager
 def gradual_underflow() -> Iterator[None]:
     """Computes a block with IEEE 754 denormal numbers on this thread, which gives the same bits on every machine."""
-    before = _are_flushed()
+    # The product is denormal unless it was flushed.
+    were_flushed = bool(np.multiply(np.float32(1e-30), np.float32(1e-10)) == 0)
     torch.set_flush_denormal(False)
     try:
         yield
     finally:
-        torch.set_flush_denormal(before)
-
-
-def _are_flushed() -> bool:
-    # The product is denormal unless it was flushed.
-    return bool(np.multiply(np.float32(1e-30), np.float32(1e-10)) == 0)
+        torch.set_flush_denormal(were_flushed)
 
 
 def choose_device(wish: str) -> Reasoned[torch.device]:

@@ -25,20 +25,16 @@ from swarm.vocabulary.errors import SkipstoneError, StateError
 from swarm.vocabulary.types import MicrobatchId, ModuleId
 from swarm.workload.microbatch_sizes import StepRule
 
-Tensors = Mapping[str, Tensor]
-"""Float32 tensors on the CPU, by parameter name."""
-REMEMBERED_STEPS: Final = 64
-"""Inner steps whose microbatch ids are remembered. A microbatch retried later is refused."""
+Tensors = Mapping[str, Tensor]  # Float32 tensors on the CPU, by parameter name
+REMEMBERED_STEPS: Final = 64  # Inner steps whose microbatch ids are remembered. A microbatch retried later is refused.
 # Adam's second moment is noisy until it has seen some gradients.
-RAMP_STEPS: Final = 10
-"""Inner steps in which a fresh optimizer reaches the scheduled learning rate."""
+RAMP_STEPS: Final = 10  # Inner steps in which a fresh optimizer reaches the scheduled learning rate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerState:
     steps: int
-    parameters: Mapping[str, ParameterState]
-    """CPU state by name, of the parameters that have been stepped."""
+    parameters: Mapping[str, ParameterState]  # CPU state by name, of the parameters that have been stepped
 
 
 def learning_rate(training: TrainingSection, tokens: float) -> float:
@@ -71,10 +67,8 @@ class Accumulator:
         self.parameters = tuple(part.parameters())
         self.names = tuple(name for name, _ in part.named_parameters())
         self.packed = packed_weights(part)
-        self.visits = 0
-        """Microbatches added since the last step, minus those retracted."""
-        self.tokens = 0
-        """Tokens of these microbatches. Negative if more were retracted than added."""
+        self.visits = 0  # Microbatches added since the last step, minus those retracted
+        self.tokens = 0  # Tokens of these microbatches. Negative if more were retracted than added.
         self.labels = 0
         # In float64 the sum does not depend on the order of microbatches, so that a swarm agrees with a single process.
         # A GPU has less memory and adds in no fixed order anyway.
@@ -164,10 +158,8 @@ class StepFigures:
 
     step: int
     visits: tuple[int, ...]
-    tokens: int
-    """Tokens of the part with the most."""
-    gradient_norm: float
-    """Norm of the module's mean gradient before clipping."""
+    tokens: int  # Tokens of the part with the most
+    gradient_norm: float  # Norm of the module's mean gradient before clipping
     learning_rate: float
 
 
@@ -195,10 +187,8 @@ class InnerOptimizer:
         moments: MomentType = MomentType.FLOAT32,
     ) -> None:
         self.steps = 0
-        self.tokens = 0
-        """Tokens of all replicas of the module, which drive the learning rate schedule."""
-        self.replicas = 1
-        """Replicas of the module. All are assumed to have been as fast as this one since the last round."""
+        self.tokens = 0  # Tokens of all replicas of the module, which drive the learning rate schedule
+        self.replicas = 1  # Replicas of the module, assumed to be as fast as this one since the last round
         self._rule, self._demand = StepRule(step_tokens or training.inner_tokens, microbatch_tokens), demand
         self._ramp = RAMP_STEPS
         self._training = training
@@ -213,8 +203,7 @@ class InnerOptimizer:
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         self.before_step: Callable[[], None] = lambda: None
         """Runs at the start of each inner step; a replica that is alone applies its outer step here."""
-        self.before_change: Callable[[], None] = lambda: None
-        """Runs before parameters or state change, so that a copy in progress can finish."""
+        self.before_change: Callable[[], None] = lambda: None  # So that a copy in progress can finish
 
     @property
     def due(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
-from node.model.blocks import Block, Documents, Embedding, Linear, RMSNorm, Rotary
+from node.model.blocks import Block, Documents, Linear, RMSNorm, Rotary
 from node.model.initialization import initialise
 from node.model.optimizers.packed import NarrowCopy
 from node.model.shapes import EMBEDDING
@@ -188,7 +188,8 @@ class EmbeddingPart(nn.Module):
 
     def __init__(self, section: ModelSection, blocks: int) -> None:
         super().__init__()
-        embedding = Embedding(section.vocabulary, section.hidden)
+        size = section.vocabulary, section.hidden
+        embedding = nn.Embedding(*size, _weight=torch.empty(size))  # not initialised
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": _layers(section, 0, blocks)})
         self.rotary = Rotary(section)
         self.hidden_type = HIDDEN_TYPES[section.dtype]

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from node.concurrency.device_threads import DeviceThreads
+from node.concurrency.compute_thread import DeviceThreads
 from node.model import passes
 from node.model.blocks import Documents, Linear, Rotary
-from node.model.cut_documents import CutDocuments, Exchange
 from node.model.device import device_errors
+from node.model.document_attention import CutDocuments, Exchange
 from node.model.optimizer import Accumulator, Addition, are_finite, fold
 from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
 from node.model.optimizers.packed import NarrowCopy
@@ -46,11 +46,9 @@ from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
 from swarm.workload.device_shares import CUTTING, Dealing, deal, pieces
 
-_CHUNK_OPERATIONS: Final = {"cpu": 1e8}
-"""Largest number of operations per chunk by device type: 1 to 5 ms on one core."""
+_CHUNK_OPERATIONS: Final = {"cpu": 1e8}  # Largest number of operations per chunk by device type: 1 to 5 ms on one core
 _ELSEWHERE: Final = 2e10
-_LEAST_ROWS, _LEAST_TOKENS = 16, 64
-"""Smallest chunk. Smaller ones spend more time on memory traffic than on computing."""
+_LEAST_ROWS, _LEAST_TOKENS = 16, 64  # Smallest chunk. Smaller ones spend more time on memory traffic than on computing.
 _LARGEST: Final = torch.finfo(torch.float32).max
 
 
@@ -59,10 +57,8 @@ _LARGEST: Final = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Noted:
-    weight: int
-    """Index of its weight among the part's parameters."""
-    values: Tensor
-    """Input of the linear layer, which the graph holds too."""
+    weight: int  # Index of its weight among the part's parameters
+    values: Tensor  # Input of the linear layer, which the graph holds too
     output: GradientEdge
 
 
@@ -76,10 +72,8 @@ class _Product:
     """Weight gradient [outputs, inputs] of a linear layer, to be computed as a product of two kept matrices."""
 
     weight: int
-    values: Tensor
-    """Inputs, [tokens, inputs]."""
-    gradients: Tensor
-    """Gradients of the outputs, [tokens, outputs]."""
+    values: Tensor  # Inputs, [tokens, inputs]
+    gradients: Tensor  # Gradients of the outputs, [tokens, outputs]
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
         """Yields chunks of the matrix product, each as a slice of the tokens and a slice of the weight's rows."""
@@ -97,8 +91,7 @@ class SplitGradients:
     """Results of a backward pass without weight gradients of linear layers, and the inputs to compute these later."""
 
     source: Tensor
-    others: tuple[tuple[int, Tensor], ...]
-    """Indices and gradients of all parameters except weights of linear layers."""
+    others: tuple[tuple[int, Tensor], ...]  # Indices and gradients of all parameters except weights of linear layers
     products: tuple[_Product, ...]
 
     @property
@@ -221,14 +214,11 @@ class _PutOff:
 
     microbatch: MicrobatchId
     tokens: int
-    others: deque[tuple[int, Tensor]]
-    """Computed gradients that are not added yet."""
-    pieces: deque[tuple[_Product, slice, slice]]
-    """Products to compute, with their tokens and rows."""
+    others: deque[tuple[int, Tensor]]  # Computed gradients that are not added yet
+    pieces: deque[tuple[_Product, slice, slice]]  # Products to compute, with their tokens and rows
     held_bytes: int
     ended: Callable[[float | None], None]
-    labels: int = 0
-    """Tokens with a label; 0 for all."""
+    labels: int = 0  # Tokens with a label; 0 for all
     begun: bool = False
     seconds: float = 0.0
     work: Deferred | None = None
@@ -246,8 +236,7 @@ class DeferredWeights:
     ) -> None:
         self.chosen = chosen
         self.visits = 0
-        self.held_bytes = 0
-        """Memory of the inputs and gradients held now, in bytes."""
+        self.held_bytes = 0  # Memory of the inputs and gradients held now, in bytes
         self.peak_bytes = 0
         self._passes = passes
         self._sums = sums
@@ -378,10 +367,8 @@ class AddedGradients:
     """Result of `BlockByBlock.backward_into`: the input's gradient. Parameter gradients are already in the sums."""
 
     source: Tensor
-    are_finite: Tensor
-    """Whether all gradients are finite, a bool on the device. Otherwise only finite ones were added."""
-    take_back: Callable[[], None]
-    """Subtracts the added gradients again, up to rounding."""
+    are_finite: Tensor  # Whether all gradients are finite, a bool on the device. Otherwise only finite ones were added.
+    take_back: Callable[[], None]  # Subtracts the added gradients again, up to rounding
 
 
 class BlockByBlock:
@@ -488,14 +475,12 @@ class BlockByBlock:
 
 Result = TypeVar("Result")
 
-SHORTEST_CUT: Final = 512
-"""Tokens per device below which documents are not cut."""
+SHORTEST_CUT: Final = 512  # Tokens per device below which documents are not cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    places: Tensor
-    """Indices of its rows, or of its tokens if there is one row: int64 on the CPU."""
+    places: Tensor  # Indices of its rows, or of its tokens if there is one row: int64 on the CPU
     documents: tuple[int, ...] | CutDocuments
 
 
@@ -503,8 +488,7 @@ class _Share:
 class _Dealt:
     """Division of a microbatch among devices: the rows or tokens of each device; None for an idle device."""
 
-    axis: int
-    """Axis of the indices: 0 for rows, 1 for tokens."""
+    axis: int  # Axis of the indices: 0 for rows, 1 for tokens
     shares: tuple[_Share | None, ...]
     exchange: Exchange
 
@@ -558,20 +542,14 @@ class Copies:
         return self._parts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SeveralDevices:
     """Passes of a model part on several devices at once. `choose` assigns rows or documents to devices."""
 
-    def __init__(
-        self,
-        parts: Copies,
-        threads: DeviceThreads,
-        quadratic_share: float,
-        choose: Callable[[Sequence[float], int, float], Dealing] = lambda *given: deal(*given).value,
-    ) -> None:
-        self._threads = threads
-        self._parts = parts
-        self._quadratic_share = quadratic_share
-        self._choose = choose
+    parts: Copies
+    threads: DeviceThreads
+    quadratic_share: float
+    choose: Callable[[Sequence[float], int, float], Dealing] = lambda *given: deal(*given).value
 
     def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> PassState:
         dealt = self._dealt(source, documents)
@@ -611,10 +589,10 @@ class SeveralDevices:
         return _joined(dealt, source, self._at_once(dealt, on))
 
     def parameters_changed(self) -> None:
-        self._parts.changed()
+        self.parts.changed()
 
     def storages(self) -> set[int]:
-        return {storage for part in self._parts for storage in passes.storages(part)}
+        return {storage for part in self.parts for storage in passes.storages(part)}
 
     def weights(self) -> tuple[Tensor, ...]:
         return ()
@@ -628,17 +606,17 @@ class SeveralDevices:
                 dealt.exchange.give_up()
                 raise
 
-        return self._threads.at_once([partial(on, rank, part) for rank, part in enumerate(self._parts.fresh())])
+        return self.threads.at_once([partial(on, rank, part) for rank, part in enumerate(self.parts.fresh())])
 
     def _dealt(self, source: Tensor, documents: tuple[int, ...]) -> _Dealt:
         """Divides a microbatch among devices by document lengths alone, so that a retraction repeats the division."""
-        count = len(self._parts)
+        count = len(self.parts)
         exchange = Exchange(count)
         if not documents:
-            rows = self._choose([1.0] * source.shape[0], count, float("inf")).whole
+            rows = self.choose([1.0] * source.shape[0], count, float("inf")).whole
             return _Dealt(0, tuple(_Share(torch.tensor(own), ()) if own else None for own in rows), exchange)
-        costs = [length + self._quadratic_share * length**2 for length in documents]
-        found = self._choose(costs, count, CUTTING if max(documents) >= SHORTEST_CUT * count else float("inf"))
+        costs = [length + self.quadratic_share * length**2 for length in documents]
+        found = self.choose(costs, count, CUTTING if max(documents) >= SHORTEST_CUT * count else float("inf"))
         starts = [0, *accumulate(documents)]
         cut = tuple(pieces(documents[index], found.shares) for index in found.cut)
         shares: list[_Share | None] = []
@@ -658,12 +636,12 @@ class SeveralDevices:
         return _Dealt(1, tuple(shares), exchange)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SeveralHeads:
     """Passes of the model's head on several devices, each with an equal share of the tokens."""
 
-    def __init__(self, heads: Copies, threads: DeviceThreads) -> None:
-        self._heads = heads
-        self._threads = threads
+    _heads: Copies
+    _threads: DeviceThreads
 
     def loss(self, hidden: Tensor, labels: Tensor) -> float:
         def on(head: nn.Module, own: Tensor, wanted: Tensor) -> float:

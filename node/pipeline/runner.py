@@ -30,8 +30,8 @@ from protocol.interfaces.transport import Refusal, Transport
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic, choose
 from swarm.pipeline.compute_queue import ArrivalForecast
-from swarm.pipeline.custody import RECEIVED_PER_SLOT, Custody
-from swarm.pipeline.custody_events import (
+from swarm.pipeline.custody import (
+    RECEIVED_PER_SLOT,
     Action,
     BrokenOff,
     Compute,
@@ -39,6 +39,7 @@ from swarm.pipeline.custody_events import (
     ComputeFailed,
     Confirmed,
     ControlArrived,
+    Custody,
     Event,
     Finished,
     Forget,
@@ -71,14 +72,10 @@ from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId, Reasoned, 
 log = logging.getLogger(__name__)
 
 BUSY_RETRY_S = 0.1
-CHECKED_EVERY = 64
-"""Encodings per measured error. Decoding is cheaper than encoding, so measuring costs about 1 %."""
-MAX_WAITING_MESSAGES = 256
-"""Unsent messages per peer. Further ones are dropped, as if the peer were unreachable."""
-MOST_SHORT_OF_MEMORY = 32
-"""Consecutive computations that may run out of memory before the module counts as too large."""
-MAX_LINKS: Final = 1024
-"""Links whose codecs are remembered. The transport keeps fewer open."""
+CHECKED_EVERY = 64  # Encodings per measured error. Decoding is cheaper than encoding, so measuring costs about 1 %.
+MAX_WAITING_MESSAGES = 256  # Unsent messages per peer. Further ones are dropped, as if the peer were unreachable.
+MOST_SHORT_OF_MEMORY = 32  # Consecutive computations that may run out of memory before the module counts as too large
+MAX_LINKS: Final = 1024  # Links whose codecs are remembered. The transport keeps fewer open.
 DESCRIBED_LINKS: Final = 64
 
 
@@ -93,17 +90,12 @@ class Job:
     key: Key
     work: Work
     purpose: Purpose
-    input: Encoded | None = None
-    """Received hidden states. None at the start of a path."""
-    gradient: Encoded | None = None
-    """Received gradient of the output."""
-    documents: tuple[int, ...] = ()
-    """Tokens per document. Empty for rows of one stream."""
+    input: Encoded | None = None  # Received hidden states. None at the start of a path.
+    gradient: Encoded | None = None  # Received gradient of the output
+    documents: tuple[int, ...] = ()  # Tokens per document. Empty for rows of one stream.
     codec: Codec = Codec.NONE
-    check_codec: bool = False
-    """Whether to measure the output's encoding error."""
-    labels: int = 0
-    """Tokens with a label; 0 for all."""
+    check_codec: bool = False  # Whether to measure the output's encoding error
+    labels: int = 0  # Tokens with a label; 0 for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +277,7 @@ class RunnerHost(Protocol):
 
 # ---- tensors of an entry ---------------------------------------------------------------------------------------------
 
-Slot = tuple[Key, type[MicrobatchTensor]]
-"""The entry of a tensor, and whether it is the entry's input or gradient."""
+Slot = tuple[Key, type[MicrobatchTensor]]  # The entry of a tensor, and whether it is the entry's input or gradient
 
 
 @dataclass(slots=True, eq=False)
@@ -298,8 +289,7 @@ class Tensors:
     gradient: Encoded | None = None
     output: Encoded | None = None
     documents: tuple[int, ...] = ()
-    labels: int = 0
-    """Tokens with a label. Kept, like `documents`, while the gradient may have to be subtracted."""
+    labels: int = 0  # Tokens with a label. Kept, like `documents`, while the gradient may have to be subtracted.
     users: int = 0
     forgotten: bool = False
 
@@ -334,20 +324,17 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         super().__init__(custody, Tick(), transport, clock, MAX_WAITING_MESSAGES)
         self.custody = custody
         self.codecs = codecs
-        self.wire_s = 0.0
-        """Seconds spent sending tensors."""
+        self.wire_s = 0.0  # Seconds spent sending tensors
         self._admission = admission
         self._worker = worker
         self._host = host
         self._ends = PathEnds()
         self._takes_new_work = True
         self._encoded = 0
-        self._short_of_memory = 0
-        """Consecutive computations that ran out of memory."""
+        self._short_of_memory = 0  # Consecutive computations that ran out of memory
         self._pool = BufferPool(worker.tensor.raw_bytes, RECEIVED_PER_SLOT * custody.slots, worker.allocate)
         self._tensors: dict[Key, Tensors] = {}
-        self._arrived: dict[Slot, Encoded] = {}
-        """Tensors that await a decision by custody."""
+        self._arrived: dict[Slot, Encoded] = {}  # Tensors that await a decision by custody
         self._tickets = itertools.count()
         self._forecast = ArrivalForecast()
 

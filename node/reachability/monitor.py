@@ -17,9 +17,8 @@ from node.network.local_peer import LocalPeer
 from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Reach
-from node.reachability.port_mapping import Mapping, NatPmp, NotMapped, PortMapper, Router, Upnp
-from node.reachability.reach_test import Ask, Attempt, Witness, witnesses_of
-from node.reachability.reverse_calls import Attachments, Switchboard
+from node.reachability.port_mapping import Mapping, NotMapped, Router
+from node.reachability.reach_test import Ask, Attachments, Attempt, Switchboard, Witness, witnesses_of
 from protocol.dht.directory import DhtDirectory, RelayTunnels
 from protocol.identity.signed_records import MAX_RELAY_LENGTH
 from protocol.interfaces.transport import FarEnd, QuestionAbout
@@ -108,7 +107,6 @@ _IN_WORDS = {
 
 
 def _why_in_vain(mapping: Mapping, tested: Standing) -> str:
-    """Explains why a mapped port is still unreachable."""
     if mapping.external_host and tested.seen_host and mapping.external_host != tested.seen_host:
         return (
             f"the router mapped a port, but its address is {mapping.external_host} and peers see"
@@ -202,11 +200,6 @@ Hold = Callable[[], Awaitable[tuple[PeerId, ...]]]  # Opens the held links and r
 Sleep = Callable[[float], Awaitable[None]]
 
 
-def ways_to_map() -> tuple[PortMapper, ...]:
-    """Returns the protocols for port mappings, first NAT-PMP: it needs no library and asks only the gateway."""
-    return (NatPmp(), Upnp())
-
-
 @dataclass(slots=True)
 class Adoption:
     """Applies a new reachability result to this node. `announce` publishes the change."""
@@ -242,7 +235,7 @@ async def reachable(
 ) -> AsyncIterator[None]:
     """Tests the node's reachability repeatedly within the block, and answers reachability questions of peers."""
     transport, own, membership_sync = session.transport, session.own, session.membership_sync
-    router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
+    router = Router() if mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, transport)
     hold = Attachments(own, session.membership, transport).hold
     adoption = Adoption(own, events, membership_sync.announce, own.addresses)

@@ -59,7 +59,8 @@ class PortMapper(Protocol):
 class Router:
     """Port mapping of this machine's router, by the first protocol that works. Not for concurrent use; call `close`."""
 
-    mappers: Sequence[PortMapper]
+    # First NAT-PMP: it needs no library and asks only the gateway
+    mappers: Sequence[PortMapper] = field(default_factory=lambda: (NatPmp(), Upnp()))
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     now: Callable[[], float] = time.monotonic
     lease_s: int = LEASE_S
@@ -240,7 +241,6 @@ Connect = Callable[[str], tuple[Any, str]]
 
 
 def leads_to(gateway: str, url: str) -> bool:
-    """Whether a URL is an HTTP address on the gateway itself."""
     match = _URL.fullmatch(url)
     return match is not None and match[1] == gateway
 

@@ -1,31 +1,213 @@
-"""A data node: takes packed microbatches, launches them along paths, and counts their outcomes."""
+"""A data node: takes packed microbatches, launches them along paths, and measures the held-out loss."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from node.concurrency.task_groups import set_or_after
+from node.concurrency.task_groups import set_or_after, task_scope
 from node.context.module_context import ModuleContext
-from node.data.feed import ReadingPosition
+from node.data.documents import Documents
+from node.data.feed import ReadingPosition, held_out_microbatches
 from node.data.packing import Microbatch
+from node.network.loss_report import answer_of, held_out_loss
 from node.observability.events import Abandoned, Completed, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point
+from node.observability.status import WindowStatus
 from node.observability.throughput import Rate
 from node.pipeline.runner import PathEnds
 from node.pipeline.worker import Launches
-from node.routing.evaluation import Evaluator
-from node.routing.window_finder import WindowFinder
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import Question
+from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import MAX_ROUTES, RouteTally
+from swarm.membership.membership import Membership
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
-from swarm.pipeline.in_flight import InFlightTable
+from swarm.pipeline.in_flight import InFlight, InFlightTable, Window, room_at_hops
 from swarm.routing.attribution import LossOutliers, Outlier, PathTimes
-from swarm.routing.launch_queue import LaunchQueue
-from swarm.routing.planner import Planner, in_flight_by_peer
+from swarm.routing.launch_queue import LaunchQueue, current_route
+from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
+from swarm.vocabulary.errors import ConfigError, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
-from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Route, short
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Reasoned, Route, short
+from swarm.workload.microbatch_sizes import summary_of
+
+PAUSE_S = 1.0
+LIFETIMES_S = (15.0, 30.0, 60.0)  # Timeouts per attempt. A dead hop loses evaluated microbatches: no other keeps them.
+EVALUATED_AT_ONCE = (
+    8  # In flight, below a hop's slots. Each queues behind training at every hop: one at a time would be slow.
+)
+MAX_MICROBATCHES = 256
+
+
+class UndeliverableError(Exception):
+    """An evaluated microbatch could not be delivered; a retry may find another path."""
+
+
+class Evaluator:
+    """Sender of held-out microbatches through the swarm, a few at a time, and receiver of their losses."""
+
+    def __init__(self, own: PeerId, planner: Planner, launches: Launches, clock: Clock, first_number: int) -> None:
+        self._own = own
+        self._planner = planner
+        self._launches = launches
+        self._clock = clock
+        self._next = first_number
+        self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
+
+    def awaits(self, microbatch: MicrobatchId) -> bool:
+        return microbatch in self._awaited
+
+    def loss_known(self, microbatch: MicrobatchId, loss: float) -> None:
+        arrival = self._awaited.get(microbatch)
+        if arrival is not None and not arrival.done():
+            arrival.set_result(loss)
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        arrival = self._awaited.get(microbatch)
+        if arrival is not None and not arrival.done():
+            arrival.set_exception(UndeliverableError(detail))
+
+    async def evaluate(self, texts: Sequence[Microbatch], stages: Sequence[int]) -> list[float]:
+        """Returns each microbatch's loss on a path through `stages`, in nats per token. Raises Unreachable."""
+        room = asyncio.Semaphore(EVALUATED_AT_ONCE)
+
+        async def measured(text: Microbatch) -> float:
+            async with room:
+                return await self._evaluate(text, stages)
+
+        async with task_scope() as tasks:
+            losses = [tasks.create_task(measured(text)) for text in texts]
+        return [loss.result() for loss in losses]
+
+    async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
+        reason = ""
+        # Each attempt plans a new path.
+        for attempt, lifetime_s in enumerate(LIFETIMES_S):
+            if attempt:
+                await asyncio.sleep(PAUSE_S)
+            try:
+                route = current_route(text, self._planner, self._planner.open_modules(self._clock.monotonic())).value
+                return await self._send(text, route, stages, lifetime_s)
+            except (UndeliverableError, TimeoutError) as error:
+                reason = str(error) or f"no loss returned within {lifetime_s:.0f} s"
+        raise Unreachable(f"no path through the swarm could evaluate the held-out text: {reason}")
+
+    async def _send(self, text: Microbatch, route: Route, stages: Sequence[int], lifetime_s: float) -> float:
+        microbatch = MicrobatchId(self._own, self._next)
+        self._next += 1
+        plan = self._planner.plan_through(stages, route, {}, self._clock.monotonic())
+        if isinstance(plan.value, NoReplica):
+            raise UndeliverableError(plan.reason)
+        arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._awaited[microbatch] = arrival
+        try:
+            self._launches.launch(microbatch, text, plan.value, Purpose.EVALUATE, lifetime_s)
+            async with asyncio.timeout(lifetime_s):
+                return await arrival
+        finally:
+            del self._awaited[microbatch]
+            # Hops release the microbatch; a loss that arrives later is ignored.
+            self._launches.abandon(microbatch, "evaluated")
+
+
+class HeldOut:
+    """Answers of a data node to requests for the held-out loss. Evaluations run one at a time."""
+
+    def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator) -> None:
+        self._manifest = manifest
+        self._documents = documents
+        self._evaluator = evaluator
+        self._turn = asyncio.Lock()
+
+    async def answer(self, asker: PeerId, question: Question) -> bytes:
+        """Returns JSON: loss in nats per token, tokens, microbatches, stages, and with experts the loss by route.
+
+        Raises Rejected if the question asks for too much or there is no held-out text, Unreachable if no path works.
+        """
+        count = question.microbatches
+        if not 1 <= count <= MAX_MICROBATCHES:
+            raise Rejected(f"cannot evaluate {count} microbatches; 1 to {MAX_MICROBATCHES} are allowed")
+        every = tuple(range(1, self._manifest.stages.count))
+        stages = question.stages or every
+        if not set(stages) <= set(every):
+            raise Rejected(f"stage {max(stages)} does not exist; the last stage is {len(every)}")
+        async with self._turn:
+            try:
+                texts = await asyncio.to_thread(
+                    lambda: list(held_out_microbatches(self._manifest, count, self._documents))
+                )
+            except ConfigError as error:
+                raise Rejected(str(error)) from None
+            found = await self._evaluator.evaluate(texts, stages)
+        # The head averages over all tokens, but some held-out tokens are not labels.
+        losses = [(text.per_label(loss), text.scored) for loss, text in zip(found, texts, strict=True)]
+        sizes = summary_of([text.workload for text in texts], self._manifest.microbatch_tokens)
+        report = answer_of(held_out_loss([text.route for text in texts], losses, sizes)) | {"stages": stages}
+        return json.dumps(report).encode()
+
+
+class WindowFinder:
+    """Limit of a data node's microbatches in flight: `asked` (--window), or adapted to round trips if None."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        in_flight: InFlightTable,
+        membership: Membership,
+        clock: Clock,
+        *,
+        asked: int | None,
+        memory: int,
+    ) -> None:
+        self._manifest, self._in_flight = manifest, in_flight
+        self._membership, self._clock = membership, clock
+        self._memory = memory  # Microbatches for which memory was reserved at the start (`node.model.memory_need`)
+        start = in_flight.rules.window
+        # Never below the start value, which keeps every stage busy when links cost nothing. Compute times vary, and a
+        # window that covers only their mean left hops idle 2 % longer.
+        self._window = None if asked is not None else Window(start, start, self._least_bound())
+        self._follow()
+
+    @property
+    def value(self) -> Reasoned[int]:
+        """Largest number of microbatches in flight, with the reason."""
+        if self._window is None:
+            return Reasoned(self._in_flight.window, "set by --window")
+        return self._window.value
+
+    def describe(self) -> WindowStatus:
+        value = self.value
+        return WindowStatus(value.value, len(self._in_flight.entries), value.reason)
+
+    def completed(self, entry: InFlight, now: float) -> None:
+        """Adapts the limit after the microbatch of `entry` completed. Call it before `InFlightTable.complete`."""
+        if self._window is not None:
+            self._window.bound(self._least_bound())
+            self._window.completed(entry.started, now, len(self._in_flight.entries))
+            self._follow()
+
+    def _follow(self) -> None:
+        self._in_flight.window = self.value.value
+
+    def _least_bound(self) -> Reasoned[int]:
+        rules, stages = self._in_flight.rules, self._manifest.stages
+        served = self._membership.all_replicas(self._clock.monotonic())
+        slots: list[list[int]] = [[] for _ in range(1, stages.count)]
+        for module in self._manifest.modules()[1:]:
+            slots[module.stage - 1] += [announced.slots for announced in served.get(module, ())]
+        others = len(served.get(ModuleId(0), ()))
+        room = room_at_hops(slots, stages.visited_per_path / max(1, stages.count - 1), 1 + others)
+        bounds = (
+            Reasoned(rules.most_by_staleness, f"limited by a staleness of {rules.staleness}"),
+            Reasoned(self._memory, "limited by the memory reserved for --slots"),
+            *(() if room is None else (room,)),
+        )
+        return min(bounds, key=lambda bound: bound.value)
+
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +215,6 @@ LIFETIME_IN_PATHS = 20  # A microbatch without a sign of life for this many time
 TRIAL_IN_PATHS = 3  # The same for a path with an unproven replica, after which it is launched again
 LEAST_TRIAL_S = 1.0
 LOOK_AGAIN_S = 0.5
-
-
-class Texts(Protocol):
-    """A source of packed microbatches."""
-
-    def ready(self) -> Microbatch | None:
-        """Returns the next microbatch, or None if none is packed yet; the source wakes the data node once one is."""
 
 
 @dataclass(slots=True)
@@ -72,7 +247,10 @@ class Training:
 
 
 class DataNode(PathEnds):
-    """A peer that hosts stage 0: launches microbatches, whose paths start and end here. `texts` are packed ahead."""
+    """A peer that hosts stage 0: launches microbatches, whose paths start and end here.
+
+    `ready` returns the next text, or None if none is packed yet; its source wakes the data node once one is.
+    """
 
     def __init__(
         self,
@@ -82,7 +260,7 @@ class DataNode(PathEnds):
         times: PathTimes,
         evaluator: Evaluator,
         launches: Launches,
-        texts: Texts,
+        ready: Callable[[], Microbatch | None],
         window: WindowFinder,
     ) -> None:
         self.training = training
@@ -101,14 +279,13 @@ class DataNode(PathEnds):
         self._events = context.events
         self._packs_documents = manifest.packs_documents
         self._on_finished = context.finished
-        self._queue = LaunchQueue(planner, texts.ready, training.reading.drawn, self.in_flight.next_number)
+        self._queue = LaunchQueue(planner, ready, training.reading.drawn, self.in_flight.next_number)
         self._trials: dict[MicrobatchId, float] = {}  # Microbatches on trial with an unproven replica, and their ends
         self._missing: dict[ModuleId, str] = {}  # Unserved modules, with the consequence that was reported
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
 
     async def all_landed(self) -> None:
-        """Waits until no microbatch is in flight."""
         while self.in_flight.entries:
             self._landed.clear()
             await self._landed.wait()
@@ -120,11 +297,9 @@ class DataNode(PathEnds):
         self._wake.set()
 
     def stop_launching(self) -> None:
-        """Stops launching. Microbatches in flight continue."""
         self._is_stopping = True
 
     async def run(self) -> None:
-        """Launches microbatches until cancelled."""
         if self.in_flight.finished:  # resumed after its last step
             self._on_finished()
         while True:
@@ -258,9 +433,7 @@ class DataNode(PathEnds):
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         entry = self.in_flight.get(microbatch)
-        if entry is None:
-            return self._evaluator.awaits(microbatch)
-        return self._planner.hosts_one_of(peer, entry.path)
+        return self._evaluator.awaits(microbatch) if entry is None else self._planner.hosts_one_of(peer, entry.path)
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         path = self._times.path_of(microbatch)

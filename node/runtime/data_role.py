@@ -9,7 +9,7 @@ from functools import partial
 from secrets import randbelow
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.local_replica import LocalReplica
+from node.averaging.anchor.outer_step import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import Post, ReplicaState
 from node.concurrency.compute_thread import Priority
@@ -23,9 +23,7 @@ from node.observability.status import Account, PathStatus, RouteStatus, StagePri
 from node.pipeline.admission import path_rules
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker, Launches, host_stage_zero
-from node.routing.evaluation import Evaluator, HeldOut
-from node.routing.launcher import DataNode, Training
-from node.routing.window_finder import WindowFinder
+from node.routing.launcher import DataNode, Evaluator, HeldOut, Training, WindowFinder
 from node.runtime.resume import (
     NUMBERS,
     capture_stage_zero,
@@ -201,7 +199,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
             manifest, in_flight, membership, clock, asked=context.options.window, memory=allowance.slots
         )
         path_times = PathTimes(own.peer, times, membership.slots_of)
-        data_node = DataNode(context, training, planner, path_times, evaluator, launches, prefetcher, window)
+        data_node = DataNode(context, training, planner, path_times, evaluator, launches, prefetcher.ready, window)
         held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)

@@ -19,8 +19,7 @@ from node.network.session import NetworkSession
 from node.observability.events import EventSink, Note
 from protocol.manifest.manifest import Manifest, block_parameters
 from swarm.membership.memory_fit import FreeMemory, Need
-from swarm.membership.placement import Workload, choose_module, modules_that_fit
-from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView
+from swarm.membership.placement import MoveRules, MoveWatch, SwarmView, Workload, choose_module, modules_that_fit
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 

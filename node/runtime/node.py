@@ -14,8 +14,7 @@ import torch
 from node.checkpoint.folder import MANIFEST_NAME, CheckpointFolder
 from node.checkpoint.saver import SaveRequests
 from node.checkpoint.state import ResumedState
-from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.device_threads import DeviceThreads
+from node.concurrency.compute_thread import ComputeThread, DeviceThreads, Priority
 from node.concurrency.task_groups import unless
 from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions, default_identity_path

@@ -14,7 +14,7 @@ from node.observability.events import InnerStep, Load, Note, Retracted, Visit
 from node.observability.status import Account, MomentsStatus
 from node.pipeline.admission import Admission
 from node.pipeline.runner import LinkCodecs, MicrobatchRunner, Worker, WorkerThread
-from node.pipeline.tensor_io import receive_buffers
+from node.pipeline.worker import receive_buffers
 from protocol.interfaces.clock import Clock, SystemClock
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import Custody

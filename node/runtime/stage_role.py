@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.local_replica import LocalReplica
+from node.averaging.anchor.outer_step import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import Post, ReplicaState
 from node.concurrency.compute_thread import Priority

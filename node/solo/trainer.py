@@ -8,17 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Final
 
 import torch
 from torch import nn
 
 from node.averaging.anchor.anchor import AnchorStore, restored_anchor, tensors_of
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import OuterRule, outer_rule, step_alone
+from node.averaging.anchor.outer_step import LocalReplica, OuterRule, anchor_of, outer_rule, step_alone
 from node.checkpoint.folder import (
     CheckpointFolder,
-    Gathered,
     Header,
     check_run,
     read_state,
@@ -37,9 +35,9 @@ from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
 from node.model.memory_need import require_memory
 from node.model.moments import MomentType
-from node.model.optimizer import Accumulator, Addition, InnerOptimizer, inner_optimizer
+from node.model.optimizer import Accumulator, Addition, StepFigures, inner_optimizer
 from node.model.passes import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
-from node.network.loss_report import answer_of, held_out_loss, summed_loss
+from node.network.loss_report import summed_loss
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
 from node.start.cut_model import CutModel
@@ -103,19 +101,6 @@ def train_solo(
     return summary
 
 
-class Measurable(Protocol):
-    def loss(self, microbatch: Microbatch) -> float: ...
-
-
-def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
-    """Measures loss, tokens and microbatches, in total and by route. Raises ConfigError without microbatches."""
-    texts = list(microbatches)
-    losses = [(model.loss(microbatch), microbatch.scored) for microbatch in texts]
-    if not losses:
-        raise ConfigError("cannot measure a loss without microbatches", hint="Ask for at least 1.")
-    return answer_of(held_out_loss([text.route for text in texts], losses))
-
-
 class WholeModel:
     """All modules of a run on one device."""
 
@@ -136,24 +121,15 @@ class WholeModel:
         stacks = [(module, (stack,)) for module, stack in self._stack_of.items()]
         return [(ModuleId(0), (self.embedding, self.head)), *stacks]
 
-    def _path(self, microbatch: Microbatch, stages: Sequence[int] | None) -> list[BlockStack]:
+    def path(self, microbatch: Microbatch, stages: Sequence[int] | None) -> list[BlockStack]:
         visited = self.all_stages if stages is None else stages
         return [self._stack_of[module_at(microbatch.route, stage)] for stage in visited]
-
-    @torch.no_grad()
-    def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
-        """Measures the mean loss in nats per label on a path through `stages` (None for all)."""
-        documents = microbatch.documents
-        hidden: torch.Tensor = self.embedding(microbatch.tokens.to(self.device), documents)
-        for stack in self._path(microbatch, stages):
-            hidden = stack(hidden, documents)
-        return microbatch.per_label(float(self.head(hidden, microbatch.labels.to(self.device)).item()))
 
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None
     ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
         """Computes the loss on a path through `stages` (None for all), and the gradients by part of the model."""
-        stacks = self._path(microbatch, stages)
+        stacks = self.path(microbatch, stages)
         documents = microbatch.documents
         visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device), documents)]
         for stack in stacks:
@@ -183,19 +159,8 @@ class WholeModel:
             for name, parameter in parameters_of(*parts).items():
                 parameter.copy_(saved[name])
 
-    @torch.no_grad()
-    def load(self, gathered: Gathered) -> None:
-        """Loads every module's parameters. Raises StateError if they belong to another model."""
-        for module, parts in self.modules():
-            saved, parameters = gathered.module(module), parameters_of(*parts)
-            if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in parameters.items()}:
-                raise StateError(f"the checkpoint's module {module} does not match the model of its manifest")
-            for name, parameter in parameters.items():
-                parameter.copy_(saved[name])
 
-
-ChooseStages = Callable[[int], Sequence[int]]
-"""Maps a microbatch's number to the stages that it visits."""
+ChooseStages = Callable[[int], Sequence[int]]  # Maps a microbatch's number to the stages that it visits
 
 
 def planned_stages(manifest: Manifest) -> ChooseStages:
@@ -215,12 +180,19 @@ class SoloTrainer:
         choose: ChooseStages | None = None,
         moments: MomentType = MomentType.FLOAT32,
     ) -> None:
-        self._manifest, self._moments = manifest, moments
+        self._manifest = manifest
         self._choose = choose or planned_stages(manifest)
         self._model = model
         self._documents = documents
         self._accumulators = {part: Accumulator(part) for _, parts in model.modules() for part in parts}
-        self._hosted = [self._host(manifest, module, parts) for module, parts in model.modules()]
+        rule, fragments, inner_steps = outer_rule(manifest), manifest.training.fragments, manifest.training.inner_steps
+        self._hosted: list[SoloReplica] = []
+        for module, parts in model.modules():
+            sums = [self._accumulators[part] for part in parts]
+            local = LocalReplica(parts, fragments, inner_optimizer(manifest, module, sums, moments=moments))
+            # Fragments take turns, so that each is averaged once per `inner_steps`.
+            every = -(-inner_steps // len(local.layout.fragments))
+            self._hosted.append(SoloReplica(module, parts, local, rule, every))
         self._feed = TrainingFeed(manifest, documents, SOLO)
         self._at = self._feed.cursor
         self.steps = 0
@@ -235,8 +207,9 @@ class SoloTrainer:
         done = self._completed
         data = DataState(self._at, next_number=done, completed=done, abandoned=0, duplicated=0, steps=self.steps)
         for each in self._hosted:
-            agreed, tokens = each.replica.agreed(), each.optimizer.tokens
-            state = capture_module(each.parts, each.optimizer, visits=each.visits, tokens=tokens, agreed=agreed)
+            state = capture_module(
+                each.parts, each.optimizer, visits=each.visits, tokens=each.optimizer.tokens, agreed=each.agreed()
+            )
             write_snapshot(folder, solo_peer(each.module), each.module, replace(state, data=data))
         for each in self._hosted:  # last, so that a crash leaves one complete save
             remove_older(folder, solo_peer(each.module))
@@ -256,8 +229,7 @@ class SoloTrainer:
         for each, headers in zip(self._hosted, saved, strict=True):
             state = read_state(folder.of(solo_peer(each.module)), headers[max(common)])
             restore_module(each.parts, each.optimizer, state)
-            each.replica.restore(state)
-            each.visits = state.counters.visits
+            each.restore(state)
         position = saved[0][max(common)].data
         assert position is not None, "`_by_position` keeps only headers with a position"
         self.microbatches = self._completed = position.completed
@@ -280,20 +252,9 @@ class SoloTrainer:
             self.steps += stage_zero.optimizer.due
             for hosted in self._hosted:
                 if hosted.optimizer.due:
-                    figures = hosted.optimizer.step()
-                    hosted.visits += figures.visits[0]
-                    hosted.replica.after_inner_step(figures.tokens)
+                    hosted.stepped(hosted.optimizer.step())
         self._at, self._completed = self._feed.cursor, self.microbatches
         return summed_loss(losses).loss
-
-    def _host(self, manifest: Manifest, module: ModuleId, parts: tuple[nn.Module, ...]) -> Hosted:
-        training = manifest.training
-        sums = [self._accumulators[part] for part in parts]
-        optimizer = inner_optimizer(manifest, module, sums, moments=self._moments)
-        local = LocalReplica(parts, training.fragments, optimizer)
-        # Fragments take turns, so that each is averaged once per `inner_steps`.
-        every = -(-training.inner_steps // len(local.layout.fragments))
-        return Hosted(module, parts, optimizer, SoloReplica(local, outer_rule(manifest), every))
 
     def _microbatch(self, microbatch: Microbatch) -> float:
         # Count by route as a data node does: alternating routes would always skip the same stages.
@@ -326,17 +287,24 @@ class CheckpointPlan:
 class SoloReplica:
     """A module's only replica and its anchor. Takes a due outer step just before the next inner step."""
 
-    def __init__(self, local: LocalReplica, rule: OuterRule, every: int) -> None:
+    def __init__(
+        self,
+        module: ModuleId,
+        parts: tuple[nn.Module, ...],
+        local: LocalReplica,
+        rule: OuterRule,
+        every: int,
+    ) -> None:
+        self.module, self.parts, self.optimizer, self.visits = module, parts, local.optimizer, 0
         self.store = AnchorStore(anchor_of(local))
-        self._local = local
-        self._rule = rule
-        self._every = every
+        self._local, self._rule, self._every = local, rule, every
         self._steps = self._tokens = 0
-        local.optimizer.before_step = self._before_inner_step
+        self.optimizer.before_step = self._before_inner_step
 
-    def after_inner_step(self, tokens: int) -> None:
+    def stepped(self, figures: StepFigures) -> None:
+        self.visits += figures.visits[0]
         self._steps += 1
-        self._tokens += tokens
+        self._tokens += figures.tokens
 
     def _before_inner_step(self) -> None:
         if self._steps >= self._every:
@@ -348,18 +316,10 @@ class SoloReplica:
 
     def restore(self, state: ReplicaState) -> None:
         """Restores the anchor from a checkpoint, after the parameters were restored. Raises CorruptSnapshot."""
+        self.visits = state.counters.visits
         if state.anchor is not None:
             self.store = AnchorStore(restored_anchor(self._local.layout, state.anchor))
             self._steps, self._tokens = state.counters.steps_since_anchor, state.counters.tokens_since_anchor
-
-
-@dataclass(slots=True, eq=False)
-class Hosted:
-    module: ModuleId
-    parts: tuple[nn.Module, ...]
-    optimizer: InnerOptimizer
-    replica: SoloReplica
-    visits: int = 0
 
 
 def solo_peer(module: ModuleId) -> PeerId:

@@ -19,8 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, version_of
-from node.averaging.anchor.layout import Layout, layout_of
-from node.averaging.anchor.shared_vector import Vector, empty_vector
+from node.averaging.anchor.shared_vector import Layout, Vector, empty_vector, layout_of
 from node.checkpoint.folder import check_header_size
 from node.data.files import open_regular
 from node.model.shapes import HEAD, Shape, parameter_shapes

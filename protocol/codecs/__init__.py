@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 
 from protocol.codecs import byte_planes as planes
-from protocol.codecs import outliers
-from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, in_slices, or_violates
+from protocol.codecs.blockwise import (
+    INT4,
+    INT8,
+    Blockwise,
+    Expect,
+    decode_matrix,
+    encode_matrix,
+    in_slices,
+    or_violates,
+)
 from protocol.codecs.memory import (
     DTYPES,
     ELEMENT_TYPES,
@@ -90,7 +98,7 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     """Encodes with the spec's codec. Raises StateError if the codec cannot express a value."""
     blockwise = _BLOCKWISE.get(spec.codec)
     if blockwise is not None:
-        spec, octets = outliers.encode(values, spec, blockwise)
+        spec, octets = encode_matrix(values, spec, blockwise)
         return Encoded(spec, octets_of_tensor(octets))
     out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
     _SIMPLE[spec.codec].encode(values.view(-1), out)
@@ -115,7 +123,7 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
     octets = octets_of(data) if out.is_cpu else to_device(octets_of(data), out.device)
     blockwise = _BLOCKWISE.get(spec.codec)
     if blockwise is not None:
-        outliers.decode(spec, octets, blockwise, out, expect)
+        decode_matrix(spec, octets, blockwise, out, expect)
     else:
         _SIMPLE[spec.codec].decode(octets, out.view(-1))
 

@@ -41,18 +41,8 @@ _SIGNATURE_HEADER: Final = bytes.fromhex("0440")
 _NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
 
-_USAGES: Final = (
-    "digital_signature",
-    "content_commitment",
-    "key_encipherment",
-    "data_encipherment",
-    "key_agreement",
-    "key_cert_sign",
-    "crl_sign",
-    "encipher_only",
-    "decipher_only",
-)
-_SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(**{field: field == "digital_signature" for field in _USAGES})
+_SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
+_SIGNS_CERTIFICATES_ONLY: Final = x509.KeyUsage(False, False, False, False, False, True, False, False, False)
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _CACHED_AUTHORITIES: Final = 16
 
@@ -133,12 +123,10 @@ def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
 
 
 def pem_of(der: bytes) -> bytes:
-    """Converts a certificate from DER to PEM, for gRPC."""
     return ssl.DER_cert_to_PEM_cert(der).encode()
 
 
 def fingerprint(der: bytes) -> bytes:
-    """Returns the SHA-256 of the certificate's DER, 32 bytes."""
     return hashlib.sha256(der).digest()
 
 
@@ -148,11 +136,10 @@ def _authority(run: RunId) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate
     scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
     key = ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
     name = _name(f"skipstone run {run[:32]}")
-    usage = x509.KeyUsage(**{field: field == "key_cert_sign" for field in _USAGES})
     certificate = (
         _certificate(name, name, key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(_SIGNS_CERTIFICATES_ONLY, critical=True)
         .sign(key, SHA256())
     )
     return key, certificate

@@ -99,7 +99,6 @@ class Identity:
 
     @property
     def public_key(self) -> bytes:
-        """Raw Ed25519 public key, 32 bytes."""
         return self._public_key
 
     def sign(self, data: bytes) -> bytes:

@@ -10,10 +10,7 @@ import struct
 import time
 from collections import OrderedDict
 from dataclasses import replace
-from functools import lru_cache
 from typing import Final
-
-from blake3 import blake3
 
 from protocol.frames.codec import milliseconds, packed
 from protocol.identity.invitations import HOW_TO_BE_INVITED, Guests
@@ -116,10 +113,6 @@ class PieceSignatures:
         return _PIECE_DOMAIN + self._run + fixed + about.convener.encode() + data_hash
 
 
-def hash_of_piece(data: memoryview) -> bytes:
-    return blake3(data).digest()
-
-
 DOMAIN: Final = b"skipstone-route:2\0"
 DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
 LABELS_DOMAIN: Final = b"skipstone-route-labels:1\0"
@@ -176,7 +169,7 @@ class Routes:
         name = _name_of(microbatch.data_node, route.signature, data)
         if name in self._good:
             return None
-        if not verify(_key_of(microbatch.data_node), route.signature, data):
+        if not verify(public_key_of(microbatch.data_node), route.signature, data):
             return "the route's signature is not its data node's"
         self._remember(name)
         return None
@@ -211,8 +204,3 @@ def signed_bytes(
 
 def _name_of(data_node: PeerId, signature: bytes, data: bytes) -> bytes:
     return hashlib.sha256(b"".join((data_node.encode(), signature, data))).digest()
-
-
-@lru_cache(maxsize=1024)
-def _key_of(data_node: PeerId) -> bytes:
-    return public_key_of(data_node)

@@ -25,7 +25,6 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 64
 MAX_VIA = 4
 MAX_RELAY_LENGTH = 128
-MAX_CERTIFICATE_BYTES = 1024
 MAX_VERSION = 65_535
 MAX_SLOTS = 65_536
 MAX_INCARNATION = 2**48 - 1
@@ -197,8 +196,6 @@ def _bounds(a: Announcement) -> Iterator[tuple[bool, str]]:
     yield 1 <= a.incarnation <= MAX_INCARNATION, f"incarnation {a.incarnation} is not from 1 to {MAX_INCARNATION}"
     yield math.isfinite(a.expires_at), f"expiry {a.expires_at} is no time"
     yield 1 <= a.sequence <= MAX_COUNT, f"sequence {a.sequence} is not from 1 to {MAX_COUNT}"
-    fits = len(a.certificate) <= MAX_CERTIFICATE_BYTES
-    yield fits, f"a certificate has at most {MAX_CERTIFICATE_BYTES} bytes"
 
 
 def _check_certificate(announcement: Announcement) -> None:

@@ -15,8 +15,7 @@ from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
 
-# Timeout for connection and handshake together, more than ten round trips to a home
-DIAL_BACK_S: Final = 3.0
+DIAL_BACK_S: Final = 3.0  # Timeout for connection and handshake together, more than ten round trips to a home
 MAX_RESULT_BYTES: Final = 1536
 MAX_HOST_CHARACTERS: Final = 64
 
@@ -81,16 +80,12 @@ def decode_dial_back(data: bytes) -> DialBackResult:
         raise ProtocolViolation(f"dial-back: {len(data)} bytes are more than {MAX_RESULT_BYTES}")
     said = parsed(wire.DialBackResult, data, f"dial-back: {len(data)} bytes are not a result")
     result: DialBackResult = _RESULT.read(said, None)
-    return replace(result, host=_read_host(result.host, result.outcome))
-
-
-def _read_host(host: str, outcome: DialBackOutcome) -> str:
-    if not host and outcome is DialBackOutcome.NOT_TRIED:
-        return ""
+    if not result.host and result.outcome is DialBackOutcome.NOT_TRIED:
+        return result
     try:
-        if "%" in host:
+        if "%" in result.host:
             raise ValueError
-        return str(ipaddress.ip_address(host))
+        return replace(result, host=str(ipaddress.ip_address(result.host)))
     except ValueError:
         raise ProtocolViolation("dial-back: the host is not an IP address") from None
 

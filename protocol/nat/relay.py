@@ -103,12 +103,7 @@ def freely(amount: int) -> str:
     return ""
 
 
-async def splice(
-    one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    spend: Spend,
-    idle_s: float,
-) -> str:
+async def splice(one: RelayStream, other: RelayStream, spend: Spend, idle_s: float) -> str:
     """Copies bytes between two streams until one ends, `spend` refuses, or `idle_s` pass without bytes. Returns why."""
     # Reading pauses while the other side does not accept the bytes. The callers close the streams.
     loop = asyncio.get_running_loop()
@@ -120,8 +115,8 @@ async def splice(
 
             async with asyncio.TaskGroup() as tasks:
                 ways = (
-                    tasks.create_task(_pump(one[0], other[1], spend, moved)),
-                    tasks.create_task(_pump(other[0], one[1], spend, moved)),
+                    tasks.create_task(_pump(one.reader, other.writer, spend, moved)),
+                    tasks.create_task(_pump(other.reader, one.writer, spend, moved)),
                 )
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
                 ended = next(way for way in ways if way.done())
@@ -148,8 +143,7 @@ async def _pump(
 
 
 HOUR_S: Final = 3600.0
-# Fewest bytes left for a new tunnel: a TLS handshake alone takes some thousand bytes
-MIN_OPEN_BYTES: Final = 64 * 1024
+MIN_OPEN_BYTES: Final = 64 * 1024  # Fewest bytes left for a new tunnel: a TLS handshake alone takes some thousand bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +377,7 @@ class RelayService:
             self._figures.carried_bytes += 0 if objection else amount
             return objection
 
-        ended = await splice((stream.reader, stream.writer), (far.reader, far.writer), spend, self._limits.idle_s)
+        ended = await splice(stream, far, spend, self._limits.idle_s)
         self._figures.cut_off += bool(objection)
         log.info("a tunnel from %s to %s ended (%s)", short(stream.peer), short(far.peer), ended)
 
@@ -524,7 +518,7 @@ class Attachment:
         await ask(stream, relay_pb2.RelayMessage(accept=accept), ANSWER_S)
         local = RelayStream(stream.peer, *await asyncio.open_connection(*self.incoming.local))
         try:
-            ended = await splice((stream.reader, stream.writer), (local.reader, local.writer), freely, IDLE_S)
+            ended = await splice(stream, local, freely, IDLE_S)
             log.info("a tunnel through %s ended: %s", self.relay, ended)
         finally:
             await local.close()
@@ -586,8 +580,7 @@ class OpenTunnels:
         try:
             local = await _one_connection(listener, target)
             try:
-                near, far = (local.reader, local.writer), (stream.reader, stream.writer)
-                ended = await splice(near, far, freely, IDLE_S)
+                ended = await splice(local, stream, freely, IDLE_S)
                 log.info("the tunnel to %s ended: %s", short(target), ended)
             finally:
                 await local.close()

@@ -43,16 +43,12 @@ class ChunkArrived:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLost:
-    """Event: the transfer of a chunk broke off."""
-
     donor: PeerId
     chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChunksRefused:
-    """Event: a donor refused to send the requested chunks."""
-
     donor: PeerId
     chunks: tuple[int, ...]
     reason: StateRefusal
@@ -60,8 +56,6 @@ class ChunksRefused:
 
 @dataclass(frozen=True, slots=True)
 class DonorLost:
-    """Event: the link to a donor broke or could not be opened."""
-
     donor: PeerId
 
 

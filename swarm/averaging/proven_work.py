@@ -85,7 +85,6 @@ class Tallies:
         self._latest = dict(most_first[:MAX_KEPT])
 
     def valid(self, now: float) -> tuple[WorkTally, ...]:
-        """Returns the tallies that still prove work."""
         return tuple(tally for added, tally in self._latest.values() if now - added <= VALID_S)
 
 

@@ -72,8 +72,6 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class MessageArrived:
-    """Event: a message about a round arrived from another replica."""
-
     sender: PeerId
     message: RoundControl
 
@@ -117,8 +115,6 @@ class Owing:
 
 @dataclass(frozen=True, slots=True)
 class PieceRejected:
-    """Event: a member of the round sent an unusable piece."""
-
     round: RoundId
     sender: PeerId
     why: str

@@ -17,7 +17,6 @@ def best_route(affinity: Affinity) -> Route:
 
 
 def module_at(route: Route, stage: int) -> ModuleId:
-    """Returns the module that a route visits at a stage."""
     return ModuleId(stage, route[stage - 1] if route and stage else 0)
 
 
@@ -56,8 +55,6 @@ OTHERS: Final[Route] = ()
 
 @dataclass(slots=True)
 class RouteFigures:
-    """Statistics of one route's completed microbatches."""
-
     visits: int = 0
     rerouted: int = 0  # Visits that took a different route than the documents' own
     loss: Ewma = field(default_factory=Ewma)  # Nats per token, of the latest microbatches

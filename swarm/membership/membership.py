@@ -135,9 +135,7 @@ class Membership:
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
         """Returns a module's replicas that may get work. Harmful and lying replicas get none, unless all are such."""
-        found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
-        harmful = self._harmful.excluded(now) | self.outvoted.get(module, frozenset())
-        return [known for known in found if known.peer not in harmful] or found
+        return self.all_replicas(now).get(module, [])
 
     def all_replicas(self, now: float) -> dict[ModuleId, list[Announcement]]:
         """Returns the replicas that may get work, by module (see `replicas`)."""
@@ -164,7 +162,7 @@ class Membership:
 
     def is_served(self, module: ModuleId, now: float) -> bool:
         """Whether a module has a serving peer that is not considered dead; the peer may be suspect."""
-        return not all(member.is_given_up for member in self._serving(module, now))
+        return module in self.served(now)
 
     def served(self, now: float) -> set[ModuleId | None]:
         serving = (member for member in self._members.values() if _serves(member, now) and not member.is_given_up)
@@ -176,13 +174,7 @@ class Membership:
         return {member.announcement.module for member in serving if member.suspect_until <= now}
 
     def reaches_somebody(self) -> bool:
-        """Whether at least one other peer is not considered dead."""
         return not all(member.is_given_up for member in self._members.values())
-
-    def _serving(self, module: ModuleId, now: float) -> list[_Member]:
-        return [
-            member for member in self._members.values() if member.announcement.module == module and _serves(member, now)
-        ]
 
     def _evict_one(self) -> PeerId:
         """Removes one peer to make space: visitors (peers without a module) first, then the earliest to expire."""

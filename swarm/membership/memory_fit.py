@@ -47,7 +47,7 @@ class FreeMemory:
 
     def and_back(self, need: Need) -> FreeMemory:
         """Returns the free memory after a module that needs `need` is unloaded."""
-        return self._changed(need, _more)
+        return self._changed(need, lambda there, back: there + back)
 
     def within(self, limit: Reasoned[int] | None) -> FreeMemory:
         """Returns the free memory with the compute device's part capped at a limit, if any."""
@@ -59,16 +59,15 @@ class FreeMemory:
 
     def reaching(self, need: Need) -> FreeMemory:
         """Returns the free memory, raised to `need` if less, so that other peers see that the module fits."""
-        return self._changed(need, _at_least)
+        return self._changed(need, lambda there, wanted: max(there, -(-wanted // STEP_BYTES) * STEP_BYTES))
 
-    def _changed(self, need: Need, change: Callable[[_Free, int], _Free]) -> FreeMemory:
+    def _changed(self, need: Need, change: Callable[[int, int], int]) -> FreeMemory:
+        def changed(there: _Free, size: int) -> _Free:
+            return there if there.value is None else Reasoned(change(there.value, size), there.reason)
+
         if self.device is None:
-            return FreeMemory(change(self.memory, need.all), None)
-        return FreeMemory(change(self.memory, need.memory), change(self.device, need.device))
-
-    @property
-    def largest(self) -> int | None:
-        return (self.memory if self.device is None else self.device).value
+            return FreeMemory(changed(self.memory, need.all), None)
+        return FreeMemory(changed(self.memory, need.memory), changed(self.device, need.device))
 
     @property
     def announced(self) -> tuple[int, int]:
@@ -95,15 +94,6 @@ def _lack(wanted: int, there: _Free) -> str | None:
     if there.value is None or wanted <= there.value:
         return None
     return f"{size_text(there.value)} are free {there.reason}"
-
-
-def _more(there: _Free, back: int) -> _Free:
-    return there if there.value is None else Reasoned(there.value + back, there.reason)
-
-
-def _at_least(there: _Free, wanted: int) -> _Free:
-    whole = -(-wanted // STEP_BYTES) * STEP_BYTES
-    return there if there.value is None or there.value >= whole else Reasoned(whole, there.reason)
 
 
 def _lesser(there: _Free, limit: Reasoned[int]) -> _Free:

@@ -1,4 +1,4 @@
-"""Custody of microbatches: the state machine of every peer on a path, including the data node.
+"""Custody of microbatches: entries, events, actions, and the state machine of every peer on a path.
 
 A peer that sends a microbatch keeps it in custody until the receiver reports PASSED_ON. At any moment exactly one live
 peer is responsible for acting when another one dies. One `Entry` is one microbatch at one position of its path:
@@ -21,47 +21,18 @@ peer accepts one gradient only, so a single chain reaches the data node, which n
 
 from __future__ import annotations
 
+import enum
 import math
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from swarm.pipeline.custody_events import (
-    ADDED,
-    BEFORE_BACKWARD,
-    GUARDED,
-    OFFERED,
-    WITHOUT_OUTPUT,
-    Action,
-    BrokenOff,
-    Compute,
-    Computed,
-    ComputeFailed,
-    Confirmed,
-    ControlArrived,
-    Entry,
-    Event,
-    Finished,
-    Forget,
-    KeepGradient,
-    Key,
-    PeerBack,
-    PeerLost,
-    Phase,
-    Retract,
-    SendControl,
-    SendOutput,
-    SlotState,
-    Started,
-    TensorArrived,
-    Tick,
-    Work,
-)
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Close,
     Direction,
     Forward,
+    MicrobatchControl,
     Purpose,
     Recall,
     Receipt,
@@ -71,6 +42,245 @@ from swarm.vocabulary.pipeline_messages import (
     Unsettled,
 )
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Reasoned
+
+
+class Phase(enum.Enum):
+    RECEIVING = enum.auto()
+    FORWARD = enum.auto()
+    HANDING_ON = enum.auto()
+    GUARDING = enum.auto()
+    AWAITING = enum.auto()
+    BACKWARD = enum.auto()
+    HANDING_BACK = enum.auto()
+    GUARDING_BACK = enum.auto()
+    SETTLING = enum.auto()
+    RECEIVING_GRADIENT = enum.auto()
+    RECALLING = enum.auto()
+
+
+BEFORE_BACKWARD = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.HANDING_ON, Phase.GUARDING, Phase.AWAITING})
+WITHOUT_OUTPUT = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.RECEIVING_GRADIENT, Phase.RECALLING})
+OFFERED = frozenset({Phase.HANDING_ON, Phase.HANDING_BACK})  # Sent to the target, not accepted yet
+GUARDED = frozenset({Phase.GUARDING, Phase.GUARDING_BACK})  # Accepted by the target, not passed on yet
+# The hop has added its gradient, but does not know yet whether it counts
+ADDED = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK, Phase.SETTLING})
+
+
+class SlotState(enum.Enum):
+    FREE = enum.auto()
+    BUSY = enum.auto()
+    REFUSED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """Key of an `Entry`: a microbatch and a position on its path. A data node holds it at both ends of the path."""
+
+    microbatch: MicrobatchId
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One microbatch at one position of its path, in the custody of this node."""
+
+    # Phase                      Fields in use, in addition to the first six, `sender` and `since`
+    # RECEIVING                  -                             slot reserved, tensor in flight
+    # FORWARD                    came
+    # HANDING_ON, HANDING_BACK   target, handed, waited_s, computed_s, tried, busy;
+    #                            retry_at, refusals            while every replica is busy
+    #                            retry_at, failing_since       while the target is unreachable
+    # GUARDING, GUARDING_BACK    target (None at the end of a path after its gradient was passed on), tried
+    # AWAITING                   -
+    # BACKWARD                   came
+    # SETTLING                   retry_at, asked               uses no slot
+    # RECEIVING_GRADIENT         -                             slot reserved for a substitute
+    # RECALLING                  target, failing_since; retry_at until the input is announced
+
+    key: Key
+    path: Path
+    purpose: Purpose
+    phase: Phase
+    lifetime_s: float  # Signed by the data node
+    deadline: float  # Time at which it is forgotten; every progress extends it
+    sender: PeerId | None = None
+    since: float = 0.0  # Time of admission
+    target: PeerId | None = None  # Peer that gets the output, or that owes the input
+    tried: frozenset[PeerId] = frozenset()  # Replicas that failed or refused; excluded for this microbatch
+    busy: frozenset[PeerId] = frozenset()  # Replicas without a slot; tried again if no other replica is left
+    retry_at: float | None = None  # Time of the next offer, recall or question
+    refusals: int = 0
+    failing_since: float | None = None  # Time since which the target is unreachable, or owes a recalled input
+    came: float = 0.0  # Time of arrival
+    waited_s: float = 0.0  # Time from arrival to the start of the computation
+    computed_s: float = 0.0
+    handed: float = 0.0  # Time of the latest offer
+    asked: int = 0  # Unsettled messages sent to the data node
+
+    @property
+    def is_end(self) -> bool:
+        return self.key.position == len(self.path.hops)
+
+    @property
+    def is_start(self) -> bool:
+        return self.key.position == -1
+
+    @property
+    def direction(self) -> Direction:
+        return Direction.FORWARD if self.phase in BEFORE_BACKWARD else Direction.BACKWARD
+
+    @property
+    def next_position(self) -> int:
+        return self.key.position + (1 if self.direction is Direction.FORWARD else -1)
+
+    @property
+    def previous_position(self) -> int:
+        return self.key.position - (1 if self.direction is Direction.FORWARD else -1)
+
+    @property
+    def next_module(self) -> ModuleId | None:
+        """Module of the next hop; None if the next peer is the data node."""
+        position, hops = self.next_position, self.path.hops
+        return hops[position].module if 0 <= position < len(hops) else None
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Event: a microbatch starts at this data node. Never caused by a message."""
+
+    microbatch: MicrobatchId
+    path: Path
+    purpose: Purpose
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArrived:
+    message: Forward | Backward
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenOff:
+    """Event: the transfer of an admitted tensor broke off."""
+
+    message: Forward | Backward
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    key: Key
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeFailed:
+    """Event: a Compute action failed (non-finite gradient, out of memory) and added no gradient."""
+
+    key: Key
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlArrived:
+    sender: PeerId
+    message: Receipt | Close | Recall | Settled | Unsettled
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Event: the link to a peer broke, stalled, or could not be opened."""
+
+    peer: PeerId
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBack:
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Event: time has passed."""
+
+
+Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | ControlArrived | PeerLost | PeerBack | Tick
+
+# ---- actions ---------------------------------------------------------------------------------------------------------
+
+
+class Work(enum.Enum):
+    FORWARD = enum.auto()  # Input -> output; at a data node's start, tokens -> hidden states
+    LOSS = enum.auto()  # At a data node's end: hidden states -> loss and its gradient
+    BACKWARD = enum.auto()  # Gradient of the output -> gradient of the input; adds the parameter gradient
+    REPLAY = enum.auto()  # A substitute's forward and backward pass: input and gradient of the output -> as BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    key: Key
+    work: Work
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class SendOutput:
+    """Action: send the result of the last Compute with this message. PeerLost reports a failure."""
+
+    key: Key
+    to: PeerId
+    message: Forward | Backward
+
+
+@dataclass(frozen=True, slots=True)
+class SendControl:
+    to: PeerId
+    message: MicrobatchControl
+
+
+@dataclass(frozen=True, slots=True)
+class KeepGradient:
+    """Action: keep a gradient that arrived before the input needed for the backward pass."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """Action: count the visit, because its data node has confirmed the gradient added for this entry."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Retract:
+    """Action: subtract the gradient added for this entry, recomputed from the kept input and output gradient."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    key: Key
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Action at the data node: complete a microbatch. `path`: the replicas whose gradients count."""
+
+    microbatch: MicrobatchId
+    path: Path
+
+
+Action = Compute | SendOutput | SendControl | KeepGradient | Confirmed | Retract | Forget | Finished
+
+
+# ---- the state machine -----------------------------------------------------------------------------------------------
+
 
 DEFAULT_SLOTS = 16
 KEPT_FOR_OTHERS = 4  # Share of slots (1/4) that a single data node, or a single link, cannot use
@@ -419,7 +629,7 @@ class Custody:
         if entry.phase in (Phase.RECEIVING, Phase.RECEIVING_GRADIENT):
             return self._take(message, now)
         # A second copy: the sender lost its link to us, or a repaired path arrives through another replica.
-        if _same_hops(entry.path, message.path, message.position):
+        if entry.path.hops[: message.position + 1] == message.path.hops[: message.position + 1]:
             return [accepted] if entry.phase in (Phase.FORWARD, Phase.HANDING_ON) else [accepted, passed_on]
         if entry.phase in BEFORE_BACKWARD and not entry.is_end:
             return [self._drop(entry, "replaced by a repaired path"), *self._take(message, now)]
@@ -870,11 +1080,6 @@ def put_off(entry: Entry, asked_s: float, now: float) -> Entry:
     chance = zlib.crc32(f"{entry.key} {entry.refusals}".encode()) / 2**32 if doublings else 0.0
     pause_s = asked_s * 2.0**doublings * (1 + BUSY_JITTER * chance)
     return replace(entry, retry_at=now + pause_s, busy=frozenset(), refusals=entry.refusals + 1)
-
-
-def _same_hops(one: Path, other: Path, position: int) -> bool:
-    """Whether two paths have equal hops up to `position`, inclusive. Repair may have changed later hops."""
-    return one.hops[: position + 1] == other.hops[: position + 1]
 
 
 def _same_modules(one: Path, other: Path, position: int) -> bool:

@@ -312,7 +312,3 @@ def room_at_hops(slots: Iterable[Sequence[int]], visited: float, data_nodes: int
         return None
     room, stage = min(rooms)
     return Reasoned(max(1, int(room / visited)), f"stage {stage} has no slots for further microbatches of ours")
-
-
-def least_of(bounds: Iterable[Reasoned[int]]) -> Reasoned[int]:
-    return min(bounds, key=lambda bound: bound.value)

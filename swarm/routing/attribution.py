@@ -39,8 +39,6 @@ class _Passed:
 
 @dataclass(slots=True)
 class _Trace:
-    """Observed times of one microbatch."""
-
     path: Path
     begun: float
     queue: Mapping[PeerId, int]  # Our microbatches in flight through each peer at the launch
@@ -67,10 +65,6 @@ class _Trace:
 
 
 _STEP: Final = {Direction.FORWARD: 1, Direction.BACKWARD: -1}
-
-
-def _next_position(mark: _Mark) -> int:
-    return mark[1] + _STEP[mark[0]]
 
 
 class PathTimes:
@@ -115,12 +109,15 @@ class PathTimes:
         elif sender != self._own:
             return
         trace.passed[mark] = _Passed(sender, receipt, now)
-        self._add_link(trace, sender, receipt)
+        after = position + _STEP[direction]
+        if -1 <= after <= len(trace.path.hops):
+            self._times.sent(sender, trace.path.peer_at(after), receipt.sent_s / trace.size)
+            trace.sent_s += receipt.sent_s
         if not trace.is_hop(position):  # our own work
             trace.at_peers_s += receipt.waited_s + receipt.computed_s
             if direction is Direction.FORWARD:
                 self._times.computed(sender, direction, receipt.computed_s / trace.size)
-        for known in (mark, (direction, _next_position(mark))):
+        for known in (mark, (direction, after)):
             self._add_visit(trace, known)
         self._add_completed(receipt.microbatch, trace)
 
@@ -142,12 +139,6 @@ class PathTimes:
                 self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
     # ---- samples -------------------------------------------------------------------------------------------------
-
-    def _add_link(self, trace: _Trace, sender: PeerId, receipt: Receipt) -> None:
-        position = _next_position((receipt.direction, receipt.position))
-        if -1 <= position <= len(trace.path.hops):
-            self._times.sent(sender, trace.path.peer_at(position), receipt.sent_s / trace.size)
-            trace.sent_s += receipt.sent_s
 
     def _add_visit(self, trace: _Trace, mark: _Mark) -> None:
         """Measures the time of a hop's visit, once the receipts of this hop and of the previous hop are known."""

@@ -195,29 +195,25 @@ class MeasuredTimes:
         return {peer: _MessageSeconds(self._links, peer, peers, from_here, share) for peer in peers}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _MessageSeconds(Mapping[PeerId, float]):
     """Sending times from one peer to others. An unmeasured link counts as the slower of our links to both peers."""
 
-    def __init__(
-        self,
-        links: _Averages[frozenset[PeerId]],
-        here: PeerId,
-        peers: Sequence[PeerId],
-        from_us: Mapping[PeerId, float],
-        share: float,
-    ) -> None:
-        self._here, self._peers, self._share = here, peers, share
-        self._links, self._from_us = links, from_us
+    links: _Averages[frozenset[PeerId]]
+    here: PeerId
+    peers: Sequence[PeerId]
+    from_us: Mapping[PeerId, float]
+    share: float
 
     def __getitem__(self, there: PeerId) -> float:
-        if there == self._here:
+        if there == self.here:
             return 0.0
-        known = self._links.get(frozenset((self._here, there)))
-        sent_s = max(self._from_us[self._here], self._from_us[there]) if known is None else known.mean
-        return self._share * sent_s
+        known = self.links.get(frozenset((self.here, there)))
+        sent_s = max(self.from_us[self.here], self.from_us[there]) if known is None else known.mean
+        return self.share * sent_s
 
     def __iter__(self) -> Iterator[PeerId]:
-        return iter(self._peers)
+        return iter(self.peers)
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self.peers)

@@ -44,7 +44,6 @@ class PathRules:
         return max(self.experts, default=1) > 1
 
     def modules_at(self, stage: int) -> tuple[ModuleId, ...]:
-        """Returns the modules of a stage, one per expert."""
         return tuple(ModuleId(stage, expert) for expert in range(self.experts[stage] if self.experts else 1))
 
     @property

@@ -214,8 +214,7 @@ class _AboutPiece:
 class Contribution(_AboutPiece):
     """To the reducer (it averages these chunks), later to auditors: the sender's encoded pseudo-gradient (1-D)."""
 
-    # Over the other fields and the tensor's hash
-    signature: Signature = field(default=b"", compare=False)
+    signature: Signature = field(default=b"", compare=False)  # Over the other fields and the tensor's hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,6 @@ class Path:
         return self.hops[position].peer
 
     def with_peer(self, position: int, peer: PeerId) -> Path:
-        """Returns the path with another replica at `position`."""
         hop = self.hops[position]
         return replace(self, hops=(*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
 
@@ -177,7 +176,6 @@ class VersionRange:
     highest: int
 
     def common(self, other: VersionRange) -> int | None:
-        """Returns the highest protocol version in both ranges, or None."""
         highest = min(self.highest, other.highest)
         return highest if highest >= max(self.lowest, other.lowest) else None
 
@@ -187,7 +185,6 @@ OLDEST_RUN = 2  # Lowest protocol version of a manifest; only peers must be of v
 
 
 def short(peer: PeerId) -> str:
-    """Returns the last six characters of a peer id, for tables and logs."""
     return peer[-6:]
 
 

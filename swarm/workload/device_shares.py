@@ -55,11 +55,6 @@ def deal_whole(costs: Sequence[float], devices: int) -> Dealing:
     return _deal(costs, devices, frozenset(), 0.0)
 
 
-def deal_cut(costs: Sequence[float], devices: int, cutting: float = CUTTING) -> Dealing:
-    """Cuts every document into equal shares (the paper's sharding by document)."""
-    return _deal(costs, devices, frozenset(range(len(costs))), cutting)
-
-
 def pieces(tokens: int, shares: Sequence[float]) -> tuple[tuple[range, ...], ...]:
     """Returns each device's tokens of a cut document: a range of the head, and the mirrored range of the tail."""
     middle = tokens // 2

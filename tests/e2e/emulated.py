@@ -37,7 +37,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody_events import Event, Started, Work
+from swarm.pipeline.custody import Event, Started, Work
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
@@ -46,8 +46,7 @@ from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from swarm.vocabulary.types import Path as HopPath
-from swarm.workload.microbatch_sizes import Size
-from swarm.workload.visit_cost import VisitCost
+from swarm.workload.microbatch_sizes import Size, VisitCost
 from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightWriter, whole_lines
 
 Written = Callable[[float, float], None]

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from node.averaging.anchor.anchor import hash_of
-from node.averaging.anchor.layout import layout_of
-from node.averaging.anchor.shared_vector import Vector
+from node.averaging.anchor.shared_vector import Vector, layout_of
 from node.averaging.state_sync.download import first_hash_list
 from node.checkpoint.folder import CheckpointFolder, Header, load_newest, read_manifest
 from node.export.open_model import open_model

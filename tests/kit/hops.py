@@ -7,11 +7,10 @@ from torch import Tensor
 
 from node.model.passes import HIDDEN_TYPES
 from node.pipeline.runner import Job, Output
-from node.pipeline.tensor_io import tensor_of
-from node.pipeline.worker import HopWorker
+from node.pipeline.worker import HopWorker, tensor_of
 from protocol.codecs import Encoded, encode
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_events import Key, Work
+from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.kit import tell
 from node.averaging.anchor.anchor import Anchor, initial_anchor, version_of
-from node.averaging.anchor.layout import layout_of
+from node.averaging.anchor.shared_vector import layout_of
 from node.data.feed import held_out_microbatches, open_documents
 from node.data.packing import Microbatch
 from node.export.open_model import CPU

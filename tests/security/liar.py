@@ -21,7 +21,7 @@ from lab.lying_node import multiplied
 from node.__main__ import main
 from node.averaging import module_rounds as service
 from node.averaging.anchor.anchor import Anchor, version_of
-from node.averaging.anchor.local_replica import LocalReplica
+from node.averaging.anchor.outer_step import LocalReplica
 from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pieces import Piece
 from node.averaging.exchange.reduction import Reduction

@@ -17,8 +17,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.shared_vector import (
+    Layout,
     SharedVector,
     SpareArrays,
     StateVectors,
@@ -32,7 +32,6 @@ from node.checkpoint.state import AnchorState, TensorsInParts
 from swarm.vocabulary.errors import CorruptSnapshot, ResourceExhausted
 from swarm.vocabulary.types import AnchorVersion
 
-HASH_BYTES: Final = 32
 _HEADER: Final = struct.Struct("<QQQIQQ")
 _DOMAIN: Final = b"skipstone-anchor:1\0"
 
@@ -44,10 +43,8 @@ class Anchor:
     layout: Layout
     version: AnchorVersion
     parameters: SharedVector
-    momentum: SharedVector
-    """Momentum of the outer optimizer, [elements]."""
-    hashes: tuple[bytes, ...]
-    """Hashes of the chunks of the parameters, then of the momentum."""
+    momentum: SharedVector  # Momentum of the outer optimizer, [elements]
+    hashes: tuple[bytes, ...]  # Hashes of the chunks of the parameters, then of the momentum
 
     def chunk(self, number: int) -> memoryview:
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
@@ -159,8 +156,7 @@ def _zeros_like(vector: SharedVector) -> SharedVector:
     return SharedVector([np.zeros_like(array) for array in vector.arrays])
 
 
-STATES: Final = 4
-"""States in memory at most, unfinished ones included."""
+STATES: Final = 4  # States in memory at most, unfinished ones included
 LENT_AT_MOST: Final = 2
 
 

@@ -1,4 +1,6 @@
-"""Outer step: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023, arXiv:2311.08105).
+"""A replica's parameters as a vector with the layout of its anchor, and the outer step on them.
+
+The outer step is SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023, arXiv:2311.08105):
 
     momentum = mu * momentum + g;   parameters = parameters - lr * (g + mu * momentum)
 
@@ -7,24 +9,107 @@ Replicas agree bit for bit, because numpy rounds each operation to float32 where
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from node.averaging.anchor.anchor import Anchor, AnchorStore, chunk_bytes, hash_of, version_of
-from node.averaging.anchor.local_replica import LocalReplica
-from node.averaging.anchor.shared_vector import STRETCH, SharedVector, Vector, squares, stretches
+from node.averaging.anchor.anchor import Anchor, AnchorStore, chunk_bytes, hash_of, initial_anchor, version_of
+from node.averaging.anchor.shared_vector import (
+    STRETCH,
+    SharedVector,
+    Vector,
+    empty_vector,
+    layout_of,
+    squares,
+    stretches,
+)
 from node.model.device import gradual_underflow
+from node.model.initialization import floats_of
+from node.model.optimizer import InnerOptimizer
+from node.model.optimizers.packed import Floats
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import MAX_COUNT
 
+
+class LocalReplica:
+    """Access to one replica's parameters as a vector. Calls `parameters_changed` after each write."""
+
+    def __init__(
+        self,
+        parts: Iterable[nn.Module],
+        fragments: int,
+        optimizer: InnerOptimizer,
+        parameters_changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        parameters = floats_of(*parts)
+        self.layout = layout_of({name: tuple(tensor.shape) for name, tensor in parameters.items()}, fragments)
+        self.optimizer = optimizer
+        self._changed = parameters_changed
+        named = (parameters[span.name] for span in self.layout.spans)
+        self._memory = tuple(floats.view(-1) if isinstance(floats, Tensor) else floats for floats in named)
+        self._starts = [span.start for span in self.layout.spans]
+
+    def read(self, part: slice, out: Vector) -> None:
+        target = torch.from_numpy(out)
+        for here, there in self._overlaps(part):
+            target[there].copy_(_read(*here))
+
+    def write(self, part: slice, values: Vector) -> None:
+        self.optimizer.before_change()
+        source = torch.from_numpy(values)
+        for (memory, here), there in self._overlaps(part):
+            if isinstance(memory, Tensor):
+                memory[here].copy_(source[there])
+            else:
+                memory.write(here, source[there])
+        self._changed()
+
+    def carry(self, part: slice, snapshot: Vector, new: Vector) -> None:
+        """Sets a parameter slice to `new` + (current - `snapshot`), to keep local progress (arXiv:2501.18512)."""
+        self.optimizer.before_change()
+        before, after = torch.from_numpy(snapshot), torch.from_numpy(new)
+        for here, there in self._overlaps(part):
+            values = _read(*here)
+            # For tensors `values` is a view, so this writes in place.
+            values.sub_(before[there].to(values.device)).add_(after[there].to(values.device))
+            if not isinstance(here[0], Tensor):
+                here[0].write(here[1], values)
+        self._changed()
+
+    def _overlaps(self, part: slice) -> Iterator[tuple[_Piece, slice]]:
+        index = bisect.bisect_right(self._starts, part.start) - 1
+        for span, memory in zip(self.layout.spans[index:], self._memory[index:], strict=True):
+            if span.start >= part.stop:
+                return
+            start, stop = max(span.start, part.start), min(span.stop, part.stop)
+            piece = memory, slice(start - span.start, stop - span.start)
+            yield piece, slice(start - part.start, stop - part.start)
+
+
+def anchor_of(replica: LocalReplica) -> Anchor:
+    parameters = empty_vector(replica.layout)
+    for part, array in parameters.pieces():
+        replica.read(part, array)
+    return initial_anchor(replica.layout, parameters)
+
+
+_Piece = tuple[Floats, slice]
+
+
+def _read(memory: Floats, part: slice) -> Tensor:
+    return memory[part] if isinstance(memory, Tensor) else memory.read(part)
+
+
 PIECE: Final = 2**18
 
-COARSE: Final = np.float32(2.0**-80)
-"""Addend that rounds to multiples of 2**-104, so that momentum never becomes denormal, which would be slow."""
+COARSE: Final = np.float32(2.0**-80)  # Rounds to multiples of 2**-104, as denormal momentum would be slow
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,94 @@
-"""A module's vector as one array per fragment, so that anchors can share arrays, and arithmetic on such vectors."""
+"""A module's parameters as one vector with an array per fragment, so that anchors can share arrays.
+
+Its layout depends only on names and shapes. Chunks are hashed and sent as a whole. Each round averages one fragment.
+Fragments are strided: blocks 0, F, 2F, ..., then 1, F+1, ... (Douillard et al. 2025, arXiv:2501.18512).
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
+import re
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from node.averaging.anchor.layout import Layout
 from swarm.vocabulary.errors import OutOfMemory
 
+SMALLEST_CHUNK: Final = 4096
+LARGEST_CHUNK: Final = 2**20
+CHUNKS_AT_LEAST: Final = 64  # Chunks per module that `chunk_elements` aims at, so that shards can have any proportion
+
+_BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpan:
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Positions of a module's parameters, chunks and fragments in one float32 vector."""
+
+    spans: tuple[ParameterSpan, ...]
+    chunk_elements: int
+    fragments: tuple[tuple[int, int], ...]
+
+    @property
+    def elements(self) -> int:
+        return self.spans[-1].stop
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.elements // self.chunk_elements)
+
+    def range_of(self, first_chunk: int, end_chunk: int) -> slice:
+        return slice(first_chunk * self.chunk_elements, min(end_chunk * self.chunk_elements, self.elements))
+
+
+def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
+    """Lays out parameters of these shapes as one vector with at most `fragments` fragments."""
+    # By fragment, then by depth.
+    names = sorted(shapes, key=lambda name: (_block(name) % fragments, _block(name), name))
+    spans = []
+    start = 0
+    for name in names:
+        spans.append(ParameterSpan(name, tuple(shapes[name]), start))
+        start = spans[-1].stop
+    chunk = chunk_elements(start)
+    chunks = -(-start // chunk)
+    # A small module may have fewer chunks than fragments.
+    count = min(fragments, chunks)
+    borders = [round(number * chunks / count) for number in range(count + 1)]
+    return Layout(tuple(spans), chunk, tuple(itertools.pairwise(borders)))
+
+
+def chunk_elements(elements: int) -> int:
+    """Returns the elements per chunk: a power of two within limits, for at least CHUNKS_AT_LEAST chunks if possible."""
+    wished = max(1, elements // CHUNKS_AT_LEAST)
+    return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (wished.bit_length() - 1)))
+
+
+def _block(name: str) -> int:
+    match = _BLOCK.match(name)
+    return 0 if match is None else int(match[1])
+
+
 KEPT: Final = 2
-LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Largest block kept for reuse. Larger ones return to the system."""
+LARGEST_KEPT_BYTES: Final = 64 * 1024 * 1024  # Largest block kept for reuse. Larger ones return to the system.
 
 
 class SpareArrays:
@@ -117,8 +188,7 @@ def cut_vector(layout: Layout, values: Vector | SharedVector) -> SharedVector:
     return cut
 
 
-STRETCH: Final = 2**15
-"""Elements per operation, small enough that five operands fit in a 1 MiB cache."""
+STRETCH: Final = 2**15  # Elements per operation, small enough that five operands fit in a 1 MiB cache
 
 
 def stretches(length: int) -> Iterator[slice]:

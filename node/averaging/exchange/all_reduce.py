@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.anchor import Anchor, hash_of
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import StateVectors, Vector
 from node.averaging.exchange.pieces import Arrivals, ExchangeProgress, Piece, Plan, Watch, early_pieces, piece_spec
@@ -26,7 +26,7 @@ from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow
 from node.observability.failpoints import crash_point
 from protocol.codecs import encoded_bytes
-from protocol.identity.signatures import PieceSignatures, hash_of_piece
+from protocol.identity.signatures import PieceSignatures
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Transport
 from swarm.averaging.round_events import Event, LinkLost, Owing, PieceArrived, PieceRejected
@@ -38,11 +38,9 @@ from swarm.vocabulary.types import Codec, PeerId
 Result = TypeVar("Result")
 
 WINDOW: Final = 8
-TRAFFIC_CLASSES: Final = 2
-"""Concurrent pieces per member and direction: one being sent, the next being prepared."""
+TRAFFIC_CLASSES: Final = 2  # Concurrent pieces per member and direction: one being sent, the next being prepared
 
-PROGRESS_EVERY_S: Final = 0.1
-"""Minimum interval between reports of one member's pieces, in seconds."""
+PROGRESS_EVERY_S: Final = 0.1  # Minimum interval between reports of one member's pieces, in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +62,13 @@ class ExchangeRecord:
     """Data of a complete exchange that audits need: partition, resulting anchor, and signed contributions."""
 
     plan: Plan
-    anchor: Anchor | None
-    """The resulting anchor. None once the next exchange has started."""
+    anchor: Anchor | None  # The resulting anchor. None once the next exchange has started.
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
     own: Mapping[Piece, SignedHash]
     source: UpdateSource | None
     sent: SentParts | None
-    samples: Mapping[PeerId, Vector] = field(default_factory=dict)
-    """Elements of the contributions to a piece that we reduced."""
-    suspect: PeerId | None = None
-    """Reducer of a mean in which the other contributions oppose ours."""
+    samples: Mapping[PeerId, Vector] = field(default_factory=dict)  # From contributions that we reduced
+    suspect: PeerId | None = None  # Reducer of a mean in which the other contributions oppose ours
 
     def encoded(self, piece: Piece) -> memoryview | None:
         """Encodes our contribution to a piece again, on the averaging thread. None if its input was overwritten."""
@@ -89,7 +84,7 @@ class ExchangeRecord:
             except StateError:  # the next snapshot overwrites this one
                 return None
         # The snapshot's memory may already belong to the next round.
-        return data if hash_of_piece(data) == signed.hash else None
+        return data if hash_of(data) == signed.hash else None
 
 
 class AllReduce:
@@ -197,7 +192,7 @@ class AllReduce:
         self._source.encode(piece.part, codec, data, self._room)
         if self.sent is not None:
             self.sent.note(piece.part, data)
-        message, data_hash = self.plan.contribution(piece), hash_of_piece(data)
+        message, data_hash = self.plan.contribution(piece), hash_of(data)
         signature = self._means.signatures.sign(message, data_hash)
         self._own_signed[piece] = SignedHash(self.plan.own, data_hash, signature)
         return replace(message, signature=signature)
@@ -246,7 +241,7 @@ class AllReduce:
         self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview
     ) -> memoryview | None:
         # The signature covers the encoded bytes, so verify before decoding.
-        data_hash = hash_of_piece(buffer)
+        data_hash = hash_of(buffer)
         if not self._means.signatures.holds(sender, message, data_hash, message.signature):
             raise ProtocolViolation("a contribution with an invalid signature")
         self._signed[piece][sender] = SignedHash(sender, data_hash, message.signature)

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor.layout import Layout
+from node.averaging.anchor.shared_vector import Layout
 from protocol.codecs import encoded_bytes
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
@@ -21,12 +21,9 @@ from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Contribution, Membe
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec, PeerId, short
 
-LARGEST_PIECE: Final = 2**20
-"""Largest piece in elements (4 MiB of float32)."""
-SMALLEST_PIECE: Final = 2**19
-"""Smallest piece in elements (2 MiB of float32). Below, overhead per piece exceeds the gain from overlapping."""
-PIECES_OF_A_SHARD: Final = 4
-"""Pieces per shard at least, if they are large enough, so that sending, reducing and applying overlap."""
+LARGEST_PIECE: Final = 2**20  # Largest piece in elements (4 MiB of float32)
+SMALLEST_PIECE: Final = 2**19  # In elements (2 MiB). Below, overhead exceeds the gain from overlapping.
+PIECES_OF_A_SHARD: Final = 4  # At least, of large shards, so that sending, reducing and applying overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +116,7 @@ def _cut(layout: Layout, member: Member) -> tuple[Piece, ...]:
 PROGRESS_PERCENT: Final = 10
 
 
-Watch = Callable[[RoundId, int, int], None]
-"""Called with the attempt, the chunks in our shard and the percentage of pieces done, in steps of 10 %."""
+Watch = Callable[[RoundId, int, int], None]  # Attempt, chunks in our shard, percentage of pieces done
 
 
 class ExchangeProgress:
@@ -178,8 +174,7 @@ class ExchangeProgress:
             self._watch(self._plan.roster.round, reducing.end_chunk - reducing.first_chunk, percent)
 
 
-KEPT: Final = 0.5
-"""Decay of older measurements, applied whenever a sender pauses."""
+KEPT: Final = 0.5  # Decay of older measurements, applied whenever a sender pauses
 
 
 @dataclass(slots=True)
@@ -223,13 +218,10 @@ class ReceiveRates:
         return {peer: known.size_bytes / known.seconds for peer, known in self._senders.items() if known.seconds}
 
 
-EARLY_PIECES: Final = 32
-"""Pieces buffered before the roster arrives, from all members together (at most 128 MiB)."""
-FEWEST_EARLY: Final = 2
-"""Pieces that each member may send before the roster, however many members there are."""
+EARLY_PIECES: Final = 32  # Pieces buffered before the roster arrives, from all members together (at most 128 MiB)
+FEWEST_EARLY: Final = 2  # Pieces that each member may send before the roster, however many members there are
 
-Deliver = Callable[[PeerId, RoundPiece, Piece, memoryview], None]
-"""Takes a complete piece, and returns its buffer by `Arrivals.give_back`."""
+Deliver = Callable[[PeerId, RoundPiece, Piece, memoryview], None]  # Returns it by `Arrivals.give_back`
 
 
 def piece_spec(codec: Codec, elements: int) -> TensorSpec:

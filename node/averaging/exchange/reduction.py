@@ -84,10 +84,8 @@ class UpdateSource:
         encode_into(codec, np.subtract(left, right, out=room[: len(left)]), out)
 
 
-ROUNDING: Final = 1.01
-"""Largest accepted ratio of a norm to its declaration. Float32 and INT8 add at most 0.3 %."""
-COARSE_ROUNDING: Final = 1.05
-"""The same ratio for INT4, which adds up to 1 %."""
+ROUNDING: Final = 1.01  # Largest accepted ratio of a norm to its declaration. Float32 and INT8 add at most 0.3 %.
+COARSE_ROUNDING: Final = 1.05  # The same ratio for INT4, which adds up to 1 %
 
 
 class NormLimit:
@@ -127,8 +125,7 @@ class Reduction:
         }
         self._sums: dict[Piece, Vector] = {}
         self._sampled = next(iter(plan.shards[plan.own]), None)
-        self.samples: dict[PeerId, Vector] = {}
-        """Elements of each contribution to the first piece, to compare their directions."""
+        self.samples: dict[PeerId, Vector] = {}  # From the first piece, to compare their directions
         others = len(set(plan.contributors) - {plan.own})
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
 
@@ -170,8 +167,7 @@ class Reduction:
         return total
 
 
-SAMPLED: Final = 4096
-"""Elements of a contribution that are compared with other contributions."""
+SAMPLED: Final = 4096  # Elements of a contribution that are compared with other contributions
 AGAINST: Final = -0.05
 TOGETHER: Final = 0.05
 
@@ -197,8 +193,7 @@ def opposed(samples: Mapping[PeerId, Vector]) -> frozenset[PeerId]:
 
 
 PATCH: Final = 4096
-ONE_IN: Final = 8
-"""One patch in ONE_IN is compared. Members cannot know which, and it saves memory traffic."""
+ONE_IN: Final = 8  # One patch in ONE_IN is compared. Members cannot know which, and it saves memory traffic.
 AT_LEAST: Final = 8
 
 

@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore
-from node.averaging.state_sync.partial_state import codec_for
+from node.averaging.state_sync.download import codec_for
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import TaskTracker
 from node.network.dispatcher import Dispatcher
@@ -30,50 +31,36 @@ from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 log = logging.getLogger(__name__)
 
 CHUNKS_OF_ONE: Final = 32
-ASKERS: Final = 32
-"""Peers that may have chunks queued. Others get BUSY."""
+ASKERS: Final = 32  # Peers that may have chunks queued. Others get BUSY.
 LINKS_AT_ONCE: Final = 8
-REFUSALS_WAITING: Final = 64
-"""Refusals in flight. Beyond this, requests are not answered."""
-LEASE_S: Final = 60.0
-"""Lease of an anchor after the latest request, in seconds."""
-LONGEST_LEASE_S: Final = 600.0
-"""Lease of an anchor after the first request at most, in seconds."""
+REFUSALS_WAITING: Final = 64  # Refusals in flight. Beyond this, requests are not answered.
+LEASE_S: Final = 60.0  # Lease of an anchor after the latest request, in seconds
+LONGEST_LEASE_S: Final = 600.0  # Lease of an anchor after the first request at most, in seconds
 SLOWEST_BYTES_PER_S: Final = 16 * 1024
 SEND_GRACE_S: Final = 10.0
 
 
-_Queue = deque[tuple[ModuleId, bytes, int]]
-"""Chunks that one peer waits for: module, digest, number."""
+_Queue = deque[tuple[ModuleId, bytes, int]]  # Chunks that one peer waits for: module, digest, number
 
 
+@dataclass(slots=True, eq=False)
 class Donor:
     """Server of the hosted module's anchors, and of `start`, the model that the run started from (None: not here)."""
 
-    def __init__(
-        self,
-        module: ModuleId,
-        store: AnchorStore,
-        clock: Clock,
-        codecs: frozenset[Codec],
-        averaging: ComputeThread,
-        transport: Transport,
-        start: CutModel | None = None,
-    ) -> None:
-        self._module = module
-        self._store = store
-        self._clock = clock
-        self._codecs = codecs
-        self._averaging = averaging
-        self._askers: dict[PeerId, _Queue] = {}
-        self._turns = asyncio.Semaphore(LINKS_AT_ONCE)
-        self._hashing = asyncio.Lock()
-        self._first_asked: dict[bytes, float] = {}
-        self._refusals = 0
-        self._tasks = TaskTracker()
-        self._transport = transport
-        self._start = start
-        self.sent_bytes = 0
+    module: ModuleId
+    store: AnchorStore
+    clock: Clock
+    codecs: frozenset[Codec]
+    averaging: ComputeThread
+    transport: Transport
+    start: CutModel | None = None
+    sent_bytes: int = 0
+    _askers: dict[PeerId, _Queue] = field(default_factory=dict)
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_AT_ONCE))
+    _hashing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _first_asked: dict[bytes, float] = field(default_factory=dict)
+    _refusals: int = 0
+    _tasks: TaskTracker = field(default_factory=TaskTracker)
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
         return dispatcher.registered(
@@ -120,26 +107,26 @@ class Donor:
 
     def _find(self, module: ModuleId, digest: bytes) -> Anchor | FirstAnchor | None:
         """Returns the anchor with this digest from the store, or from `start` if already hashed, else None."""
-        anchor = self._store.get(digest) if module == self._module else None
-        return anchor if anchor is not None or self._start is None else self._start.hashed(module, digest)
+        anchor = self.store.get(digest) if module == self.module else None
+        return anchor if anchor is not None or self.start is None else self.start.hashed(module, digest)
 
     async def _hashed(self, module: ModuleId, digest: bytes) -> FirstAnchor | None:
         """Reads and hashes a module of `start`, the model that the run started from. Returns None if it is not here."""
-        if self._start is None or not self._start.has(module, digest):
+        if self.start is None or not self.start.has(module, digest):
             return None
         async with self._hashing:
-            return await asyncio.to_thread(self._start.first_anchor, module.stage)
+            return await asyncio.to_thread(self.start.first_anchor, module.stage)
 
     def _lease(self, anchor: Anchor | FirstAnchor) -> None:
         # First anchors are read from the model's folder, so they need no lease.
         if isinstance(anchor, FirstAnchor):
             return
-        now, digest = self._clock.monotonic(), anchor.version.digest
+        now, digest = self.clock.monotonic(), anchor.version.digest
         # Bound the total lease, or a slow reader could pin an anchor forever.
-        self._first_asked = {d: first for d, first in self._first_asked.items() if self._store.get(d) is not None}
+        self._first_asked = {d: first for d, first in self._first_asked.items() if self.store.get(d) is not None}
         left = self._first_asked.setdefault(digest, now) + LONGEST_LEASE_S - now
         if left > 0:
-            self._store.lease(digest, min(LEASE_S, left))
+            self.store.lease(digest, min(LEASE_S, left))
 
     async def _serve(self, peer: PeerId, queue: _Queue) -> None:
         try:
@@ -174,15 +161,15 @@ class Donor:
             self._refuse(peer, StateRequest(module, digest, chunks), StateRefusal.GONE)
 
     async def _send_chunk(self, peer: PeerId, message: StateChunk, data: memoryview) -> None:
-        link = self._transport.figures().get(peer)
-        if codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s) is Codec.NONE:
+        link = self.transport.figures().get(peer)
+        if codec_for(self.codecs, 0.0 if link is None else link.goodput_bytes_per_s) is Codec.NONE:
             encoded = Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
         else:
             planes = partial(encode, tensor_of(np.frombuffer(data, np.float32)), Codec.PLANES)
-            encoded = await self._averaging.run(Priority.TRAIN, planes)
+            encoded = await self.averaging.run(Priority.TRAIN, planes)
         size = encoded.spec.byte_length
         async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
-            await self._transport.send(peer, message, encoded.spec, encoded.data)
+            await self.transport.send(peer, message, encoded.spec, encoded.data)
         self.sent_bytes += size
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
@@ -194,7 +181,7 @@ class Donor:
 
     async def _send_refusal(self, peer: PeerId, refused: StateRefused) -> None:
         try:
-            await self._transport.send_control(peer, refused)
+            await self.transport.send_control(peer, refused)
         except PeerError as error:
             log.debug("could not send %s a refusal: %s", short(peer), error)
         finally:

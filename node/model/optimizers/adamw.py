@@ -20,8 +20,7 @@ from protocol.manifest.manifest import InnerSection
 class Moments:
     mean: Tensor
     variance: Tensor
-    steps: Tensor
-    """Step counter, a float32 scalar on the parameter's device, as the fused kernel requires."""
+    steps: Tensor  # Step counter, a float32 scalar on the parameter's device, as the fused kernel requires
 
 
 class AdamW(InnerRule[Moments]):

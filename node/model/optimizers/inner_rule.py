@@ -29,11 +29,9 @@ def zeros_of(parameter: nn.Parameter) -> Tensor:
 class ParameterState:
     """Optimizer state of one parameter that was stepped at least once."""
 
-    steps: int
-    """Steps of this parameter. A part without visits is not stepped."""
+    steps: int  # Steps of this parameter. A part without visits is not stepped.
     tensors: Mapping[str, Tensor]
-    packed: Mapping[str, PackedFloats] = field(default_factory=dict)
-    """Packed tensors that share memory with the optimizer. Empty in copies and restored states."""
+    packed: Mapping[str, PackedFloats] = field(default_factory=dict)  # Shares memory; empty in copies
 
 
 class AtDeadline:
@@ -49,11 +47,9 @@ class AtDeadline:
         self._work = iter(())
 
 
-Deferred = AtDeadline | IdleWork
-"""Scheduled idle work. Call `finish` (computes the rest, raises its errors) or `cancel` exactly once."""
+Deferred = AtDeadline | IdleWork  # Idle work. Call `finish` (raises its errors) or `cancel` exactly once.
 
-Submit = Callable[[Iterator[None], str], Deferred]
-"""Schedules an iterator of chunks (a few ms each) on the compute thread by name. Raises ResourceExhausted if full."""
+Submit = Callable[[Iterator[None], str], Deferred]  # Of chunks of a few ms, by name; may raise ResourceExhausted
 
 
 class InnerRule(ABC, Generic[State]):

@@ -17,8 +17,7 @@ _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """a, b, c in a X + b (X X^T) X + c (X X^T)^2 X (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
 _ITERATIONS: Final = 5
 _LEAST_NORM: Final = 1e-7
-_RMS: Final = 0.2
-"""RMS of an update's elements, to match AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
+_RMS: Final = 0.2  # RMS of an update's elements, to match AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2)
 
 
 @dataclass(slots=True)

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-PART: Final = 2**20
-"""Elements unpacked at a time on the CPU, sized for its caches (4 MiB as float32)."""
-DEVICE_PART: Final = 2**22
-"""Elements unpacked at a time on a GPU, where each part costs about 20 kernel launches."""
+PART: Final = 2**20  # Elements unpacked at a time on the CPU, sized for its caches (4 MiB as float32)
+DEVICE_PART: Final = 2**22  # Elements unpacked at a time on a GPU, where each part costs about 20 kernel launches
 
 
 class PackedFloats(ABC):
@@ -128,8 +126,7 @@ class SplitWeight(PackedFloats):
         self._lower[part] = (bits - upper.bitwise_left_shift_(16)).to(torch.int16)
 
 
-Narrow = NarrowCopy | SplitWeight
-"""Replacement for a float32 matrix in products. `fresh()` returns an autograd leaf."""
+Narrow = NarrowCopy | SplitWeight  # Replacement for a float32 matrix in products. `fresh()` returns an autograd leaf.
 
 BLOCK: Final = 256
 _DECADES: Final = 7

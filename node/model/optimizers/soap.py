@@ -32,26 +32,20 @@ from swarm.vocabulary.errors import ResourceExhausted
 # ---- the eigenbasis --------------------------------------------------------------------------------------------------
 
 
-_CHUNK_OPERATIONS: Final = {"cpu": 1e8}
-"""Floating point operations per chunk by device type: 1 to 5 ms on one core."""
+_CHUNK_OPERATIONS: Final = {"cpu": 1e8}  # Floating point operations per chunk by device type: 1 to 5 ms on one core
 _ELSEWHERE: Final = 5e9
 # Narrower panels would read the whole matrix for little work.
-_NARROWEST: Final = 8
-"""Minimum width of a panel, in columns."""
-_SHIFT: Final = 1e-6
-"""Fraction of the largest eigenvalue added to all, to keep the vectors of null directions."""
-_TOLERANCE: Final = 1e-3
-"""Largest accepted deviation of the basis from orthonormality."""
+_NARROWEST: Final = 8  # Minimum width of a panel, in columns
+_SHIFT: Final = 1e-6  # Fraction of the largest eigenvalue added to all, to keep the vectors of null directions
+_TOLERANCE: Final = 1e-3  # Largest accepted deviation of the basis from orthonormality
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eigenbasis:
     """Eigenvectors of one side's statistics, sorted by descending eigenvalue."""
 
-    vectors: Tensor
-    """[side, side] with orthonormal columns."""
-    order: Tensor
-    """[side] int64: column of the previous basis that each vector came from."""
+    vectors: Tensor  # [side, side] with orthonormal columns
+    order: Tensor  # [side] int64: column of the previous basis that each vector came from
 
 
 def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator[None, None, Eigenbasis | None]:
@@ -111,8 +105,7 @@ def _panels(matrix: Tensor) -> list[slice]:
 log = logging.getLogger(__name__)
 
 SIDES: Final = ("left", "right")
-_FIRST_ITERATIONS: Final = 4
-"""Iterations of the first refresh, which starts from the identity."""
+_FIRST_ITERATIONS: Final = 4  # Iterations of the first refresh, which starts from the identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +113,7 @@ class RefreshClock:
     """Schedule of one matrix's refreshes: they begin after step 1, then every `every` steps, shifted by `offset`."""
 
     every: int
-    lag: int
-    """Steps from the start of a refresh to its use; at most `every`."""
+    lag: int  # Steps from the start of a refresh to its use; at most `every`
     offset: int
 
     def begun(self, steps: int) -> int:
@@ -143,8 +135,7 @@ class RefreshClock:
 class Refresh:
     """Computation of new eigenbases for one matrix, in progress."""
 
-    statistics: Mapping[str, Tensor]
-    """Statistics by side, as they were at its start."""
+    statistics: Mapping[str, Tensor]  # Statistics by side, as they were at its start
     refined: dict[str, Eigenbasis | None] = field(default_factory=dict)
     work: Deferred | None = None
 
@@ -155,12 +146,9 @@ class Preconditioned:
 
     steps: int
     mean: Tensor
-    variance: Tensor
-    """Mean squared gradient in the eigenbasis."""
-    statistics: dict[str, Tensor]
-    """Mean of G G^T (left) and G^T G (right)."""
-    bases: dict[str, Tensor]
-    """Eigenvectors as columns, by side."""
+    variance: Tensor  # Mean squared gradient in the eigenbasis
+    statistics: dict[str, Tensor]  # Mean of G G^T (left) and G^T G (right)
+    bases: dict[str, Tensor]  # Eigenvectors as columns, by side
     refresh: Refresh | None = None
 
     def rotated(self, matrix: Tensor) -> Tensor:

@@ -16,10 +16,8 @@ import torch
 from torch import nn
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, initial_anchor
-from node.averaging.anchor.layout import Layout, layout_of
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import OuterRule
-from node.averaging.anchor.shared_vector import SpareArrays, Vector, empty_part
+from node.averaging.anchor.outer_step import LocalReplica, OuterRule, anchor_of
+from node.averaging.anchor.shared_vector import Layout, SpareArrays, Vector, empty_part, layout_of
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.pieces import Arrivals, Plan
 from node.averaging.exchange.reduction import UpdateSource

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 from typing import cast
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore
-from node.averaging.anchor.layout import Layout
+from node.averaging.anchor.shared_vector import Layout
 from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import StateDownloads
-from node.averaging.state_sync.partial_state import STATE_CODECS, FreshSpace, Space
+from node.averaging.state_sync.download import STATE_CODECS, FreshSpace, Space, StateDownloads
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
 from node.network.dispatcher import Dispatcher

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from node.averaging.anchor.anchor import Anchor, hash_all, version_of
-from node.averaging.anchor.layout import Layout, layout_of
-from node.averaging.anchor.shared_vector import SharedVector, cut_vector
+from node.averaging.anchor.shared_vector import Layout, SharedVector, cut_vector, layout_of
 from node.checkpoint.folder import CheckpointFolder, Storage, own_tensors, save_state
 from node.checkpoint.saver import capture_module
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState

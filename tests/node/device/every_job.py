@@ -20,18 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from node.averaging.anchor.local_replica import LocalReplica
+from node.averaging.anchor.outer_step import LocalReplica
 from node.checkpoint.saver import capture_module, restore_module
 from node.model.initialization import floats_of, parameters_of
 from node.model.moments import ORDINARY, Allowance, MomentType
 from node.pipeline.device_passes import BlockByBlock
 from node.pipeline.runner import Job, Output
-from node.pipeline.tensor_io import tensor_of
-from node.pipeline.worker import DataWorker, HopWorker, host_hop, host_stage_zero, measure_speed
+from node.pipeline.worker import DataWorker, HopWorker, host_hop, host_stage_zero, measure_speed, tensor_of
 from protocol.codecs import Encoded, encode
 from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_events import Key, Work
+from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.node.device.pretend import DEVICE, METER, pinned, pretended

@@ -14,7 +14,7 @@ from node.solo.trainer import train_solo
 from protocol.codecs import decode, encode
 from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody_events import Work
+from swarm.pipeline.custody import Work
 from swarm.vocabulary.types import Codec
 from tests.node.device.every_job import Hop, arrived
 from tests.node.small_manifest import small_manifest

@@ -96,7 +96,7 @@ import struct
 import torch
 from dataclasses import replace
 from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.pipeline.custody_events import Work
+from swarm.pipeline.custody import Work
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 from tests.node.device.every_job import HAS_OUTLIER, Hop

@@ -11,17 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.experts.fitting import SLACK, balanced, fit_router
 from node.experts.router import (
     BUCKETS,
     MAX_ROUTER_BYTES,
+    SLACK,
     ChanceRouter,
     Router,
     StageTable,
     Tokens,
+    balanced,
     buckets,
     document_router,
     even_bias,
+    fit_router,
     read_router,
     router_digest,
     shares_of_tokens,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.kit import loss_of
 from node.checkpoint.folder import MAX_HEADER_BYTES
 from node.data.feed import held_out_microbatches
 from node.data.local_paths import LocalPathOptions
@@ -144,7 +145,7 @@ def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
         evaluate_model(str(checkpoint), 3, paths=AskedPaths(1, every_subset=True), local_path_options=told)
     )
     texts = list(held_out_microbatches(manifest, 3))
-    expected = [sum(model.loss(text, (stage,)) for text in texts) / 3 for stage in (1, 2)]
+    expected = [sum(loss_of(model, text, (stage,)) for text in texts) / 3 for stage in (1, 2)]
     assert [subset["stages"] for subset in measured["subsets"]] == [[1], [2]]
     assert [subset["loss"] for subset in measured["subsets"]] == pytest.approx(expected, abs=1e-5)
     assert measured["loss"] == pytest.approx(sum(expected) / 2, abs=1e-5)

@@ -21,8 +21,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import Traffic
-from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_events import Key, Phase, Started, Tick, Work
+from swarm.pipeline.custody import Custody, Key, Phase, Started, Tick, Work
 from swarm.vocabulary.errors import PeerError, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Direction,

@@ -35,7 +35,7 @@ from node.observability.status import (
 )
 from node.observability.throughput import MAX_SAMPLES, WINDOW_S, Rate
 from node.observability.typed_json import to_json
-from swarm.pipeline.custody_events import Work
+from swarm.pipeline.custody import Work
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from tests.kit.events import KeptEvents
 from tests.kit.waiting import ManualClock

@@ -12,7 +12,7 @@ from node.model.device import flush_denormals, flushed_denormals, gradual_underf
 from node.pipeline.runner import Job
 from node.pipeline.worker import host_hop
 from protocol.codecs import Encoded, decode_into, encode, encode_into, encoded_bytes
-from swarm.pipeline.custody_events import Key, Work
+from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.node.network.small_swarm import CPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from node.pipeline.tensor_io import ALONE_AT_MOST, GRADIENT_AT_MOST, NORMS_KEPT, GradientClip
+from node.pipeline.worker import ALONE_AT_MOST, GRADIENT_AT_MOST, NORMS_KEPT, GradientClip
 from swarm.vocabulary.types import MicrobatchId, PeerId
 
 HONEST, LIAR, OTHER = PeerId("honest"), PeerId("liar"), PeerId("other")

@@ -28,7 +28,7 @@ from node.pipeline.runner import Job
 from protocol.codecs import encode
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ResourceExhausted
-from swarm.pipeline.custody_events import Key, Work
+from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 from tests.node.small_manifest import small_manifest

@@ -13,8 +13,7 @@ from node.pipeline.worker import HopWorker, host_hop, host_stage_zero
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic
-from swarm.pipeline.custody import ASK_S, RETRY_S
-from swarm.pipeline.custody_events import Phase, Work
+from swarm.pipeline.custody import ASK_S, RETRY_S, Phase, Work
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import Backward, Close, Direction, Forward, MicrobatchTensor, Purpose, Stranded
 from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute

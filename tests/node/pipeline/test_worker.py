@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.concurrency.device_threads import DeviceThreads
+from node.concurrency.compute_thread import DeviceThreads
 from node.model import passes
 from node.model.optimizer import Accumulator, InnerOptimizer, inner_optimizer
 from node.model.passes import (
@@ -43,11 +43,11 @@ from node.pipeline.worker import DataWorker, HopWorker, WeightStash, host_hop, h
 from protocol.codecs import encode
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.compute_queue import ComputeQueue, puts_weights_off
-from swarm.pipeline.custody_events import Key, Work
+from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned
-from swarm.workload.device_shares import Dealing, deal_cut, deal_whole
+from swarm.workload.device_shares import CUTTING, Dealing, _deal, deal_whole
 from tests.kit.hops import CPU, HopBench, sent
 from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
@@ -909,7 +909,7 @@ def test_documents_on_several_devices(threads: DeviceThreads, documents: tuple[i
     assert_alike(both_passes(body_passes(part, threads, SHARE), documents), both_passes(OneDevice(part), documents))
 
 
-@pytest.mark.parametrize("deal", [deal_cut, deal_whole])
+@pytest.mark.parametrize("deal", [lambda costs, n: _deal(costs, n, frozenset(range(len(costs))), CUTTING), deal_whole])
 @pytest.mark.parametrize("documents", [(700, 300, 150), (1500,), (600, 601)])
 def test_all_documents_cut_and_none(
     threads: DeviceThreads, documents: tuple[int, ...], deal: Callable[[Sequence[float], int], Dealing]

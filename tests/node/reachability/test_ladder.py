@@ -42,18 +42,22 @@ from node.reachability.port_mapping import (
     location_in,
 )
 from node.reachability.reach_test import (
+    AVOIDED_S,
     BURST,
+    CONNECT_S,
     MAX_ASKED,
     MAX_AT_ONCE,
+    MAX_TRIED,
     REFILL_S,
+    WANTED,
     WITNESSES,
+    Attachments,
     Attempt,
     Witness,
     network_of,
     scattered,
     witnesses_of,
 )
-from node.reachability.reverse_calls import AVOIDED_S, CONNECT_S, MAX_TRIED, WANTED, Attachments
 from protocol.identity.keys import Identity
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
 from protocol.nat.dial_back import DialBackOutcome, DialBackResult, decode_dial_back, encode_dial_back

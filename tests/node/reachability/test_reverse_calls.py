@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from node.reachability.reverse_calls import (
+from node.reachability.reach_test import (
     FOLLOWED_BURST,
     FOLLOWED_REFILL_S,
     MAX_AT_ONCE_TO_ONE,

@@ -13,11 +13,11 @@ import torch
 from node.data.packing import Microbatch
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker, Launches
-from node.routing import evaluation
-from node.routing.evaluation import WINDOW, Evaluator
+from node.routing import launcher
+from node.routing.launcher import EVALUATED_AT_ONCE, Evaluator
 from protocol.interfaces.clock import SystemClock
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody_events import Started
+from swarm.pipeline.custody import Started
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
@@ -73,14 +73,16 @@ async def test_losses_come_in_the_order_of_the_texts_and_only_so_many_are_under_
         asyncio.get_running_loop().call_later(0.001 * (number % 3), evaluator.loss_known, microbatch, float(number))
 
     road.meets = arrives_out_of_turn
-    assert await evaluator.evaluate(texts(3 * WINDOW), (1,)) == [float(number) for number in range(3 * WINDOW)]
-    assert road.most_away == WINDOW
+    assert await evaluator.evaluate(texts(3 * EVALUATED_AT_ONCE), (1,)) == [
+        float(number) for number in range(3 * EVALUATED_AT_ONCE)
+    ]
+    assert road.most_away == EVALUATED_AT_ONCE
     assert not road.away
     assert not road.texts
 
 
 async def test_what_gets_stuck_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "PAUSE_S", 0.0)
+    monkeypatch.setattr(launcher, "PAUSE_S", 0.0)
     road, stuck = Road(), set[int]()
     evaluator = evaluator_on(road)
 
@@ -98,8 +100,8 @@ async def test_what_gets_stuck_is_sent_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_what_never_comes_back_is_given_up_and_nothing_of_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "PAUSE_S", 0.0)
-    monkeypatch.setattr(evaluation, "LIFETIMES_S", (0.01, 0.02))
+    monkeypatch.setattr(launcher, "PAUSE_S", 0.0)
+    monkeypatch.setattr(launcher, "LIFETIMES_S", (0.01, 0.02))
     road = Road()
     with pytest.raises(Unreachable, match="could evaluate the held-out text: no loss returned"):
         await evaluator_on(road).evaluate(texts(20), (1,))
@@ -108,7 +110,7 @@ async def test_what_never_comes_back_is_given_up_and_nothing_of_the_rest_stays(m
 
 
 async def test_a_stage_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "PAUSE_S", 0.0)
+    monkeypatch.setattr(launcher, "PAUSE_S", 0.0)
     with pytest.raises(Unreachable, match=r"module 1\.0 has no peer left"):
         await evaluator_on(Road(), served=()).evaluate(texts(1), (1,))
 

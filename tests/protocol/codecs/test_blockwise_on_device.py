@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from protocol.codecs import decode, encode, memory, outliers
+from protocol.codecs import blockwise, decode, encode, memory
 from protocol.codecs.blockwise import INT4, INT8, Blockwise
 from protocol.codecs.memory import DTYPES, BufferPool, buffer_for, to_device, to_host
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -51,7 +51,7 @@ def encoded_there(values: Tensor, codec: Codec) -> tuple[bytes, int] | None:
     """None where the codec cannot express it."""
     spec = TensorSpec(tuple(values.shape), DTYPES[values.dtype], codec)
     try:
-        spec, octets = outliers.encode_without_waiting(values, spec, CODECS[codec])
+        spec, octets = blockwise.encode_without_waiting(values, spec, CODECS[codec])
     except StateError:
         return None
     return octets.numpy().tobytes(), spec.outliers
@@ -103,7 +103,7 @@ def test_the_bytes_are_those_of_the_cpu_whatever_is_encoded(
 def test_of_too_many_equal_channels_the_first_are_taken() -> None:
     values = torch.ones(64, 64)
     values[:, 10:20] = 100.0
-    found, count = outliers.find_without_looking(values)
+    found, count = blockwise.find_without_looking(values)
     assert (found.tolist(), count.item()) == ([10, 11, 12, 13], 4)
 
 

@@ -159,7 +159,7 @@ WRONG_VALUES: list[tuple[str, list[object], str]] = [
     ("relay", [f"/ip4/192.0.2.1/tcp/4001/p2p/{STRANGER.peer}"], "multiaddr"),
     ("relay", ["/dns4/".ljust(129 - len(OWN_PART), "r") + OWN_PART], "multiaddr"),
     ("certificate", [b""], "certificate"),
-    ("certificate", [b"x" * 1025], "at most 1024"),
+    ("certificate", [b"x" * 1025], "the 1024 allowed"),
     ("certificate", [make_credentials(STRANGER, RUN).certificate_der], "belong"),
     ("certificate", [make_credentials(OWNER, RunId("cd" * 32)).certificate_der], "not issued by this run"),
     ("lowest_version", [0, 3], "versions"),

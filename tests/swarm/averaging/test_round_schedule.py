@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.averaging.anchor.layout import layout_of
+from node.averaging.anchor.shared_vector import layout_of
 from swarm.averaging.roster import (
     leads_to,
     make_roster,

@@ -10,8 +10,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from swarm.membership.placement import Workload, allowed_throughput, choose_module, hosts_of
-from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView
+from swarm.membership.placement import (
+    MoveRules,
+    MoveWatch,
+    SwarmView,
+    Workload,
+    allowed_throughput,
+    choose_module,
+    hosts_of,
+)
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 from tests.swarm.membership.announcements import announcement

@@ -9,8 +9,7 @@ from collections import Counter
 import pytest
 
 from swarm.membership.memory_fit import STEP_BYTES, FreeMemory, Need, free_memory_of
-from swarm.membership.placement import Workload, choose_module, modules_that_fit
-from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView
+from swarm.membership.placement import MoveRules, MoveWatch, SwarmView, Workload, choose_module, modules_that_fit
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned
 from tests.swarm.membership.announcements import announcement

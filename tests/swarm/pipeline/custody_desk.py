@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.pipeline.custody import Custody
-from swarm.pipeline.custody_events import (
+from swarm.pipeline.custody import (
     Action,
     BrokenOff,
     Compute,
@@ -11,6 +10,7 @@ from swarm.pipeline.custody_events import (
     ComputeFailed,
     Confirmed,
     ControlArrived,
+    Custody,
     Finished,
     Forget,
     KeepGradient,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from lab.world.world import NUMBERS_A_LIFE, TICK_S, DataNode, Ledger, Peer, Thunk, World, repaired_positions
-from swarm.pipeline.custody_events import (
+from swarm.pipeline.custody import (
     Action,
     Compute,
     ComputeFailed,

@@ -16,16 +16,14 @@ from swarm.pipeline.custody import (
     REMEMBERED,
     SHORTEST_LIFETIME_S,
     STRANGER,
-    ResidenceTimes,
-    put_off,
-)
-from swarm.pipeline.custody_events import (
     BrokenOff,
     ComputeFailed,
     ControlArrived,
     Key,
+    ResidenceTimes,
     SlotState,
     TensorArrived,
+    put_off,
 )
 from swarm.vocabulary.pipeline_messages import Backward, Forward, Purpose, Recall, Stranded
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute

@@ -18,7 +18,6 @@ from swarm.pipeline.in_flight import (
     InFlightTable,
     StepDone,
     Window,
-    least_of,
     room_at_hops,
 )
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned
@@ -315,7 +314,3 @@ def test_slots_at_hops_bound_it(slots: list[list[int]], visited: float, data_nod
 
 def test_where_nobody_has_said_there_is_no_bound() -> None:
     assert room_at_hops([[], [0]], 1.0, 1) is None
-
-
-def test_the_smallest_bound_holds() -> None:
-    assert least_of([Reasoned(3, "a"), Reasoned(2, "b"), Reasoned(9, "c")]) == Reasoned(2, "b")

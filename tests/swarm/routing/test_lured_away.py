@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.membership.placement import MOST_BELIEVED, Workload, allowed_throughput, hosts_of
-from swarm.membership.rebalancing import MoveRules, MoveWatch, SwarmView
+from swarm.membership.placement import (
+    MOST_BELIEVED,
+    MoveRules,
+    MoveWatch,
+    SwarmView,
+    Workload,
+    allowed_throughput,
+    hosts_of,
+)
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 from tests.swarm.membership.announcements import announcement

@@ -8,8 +8,7 @@ import pytest
 from swarm.membership.membership import Membership
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
-from swarm.routing.planner import TRY_EVERY, NoReplica, Planner
-from swarm.routing.prices import StagePrices
+from swarm.routing.planner import TRY_EVERY, NoReplica, Planner, StagePrices
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import Direction
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId

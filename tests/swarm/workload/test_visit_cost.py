@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.vocabulary.announcement import NO_SPEED
-from swarm.workload.device_shares import CUTTING, deal, deal_cut, deal_whole, pieces
-from swarm.workload.microbatch_sizes import LATEST, MicrobatchSizes, Size, SizeSummary, summary_of
-from swarm.workload.visit_cost import VisitCost
+from swarm.workload.device_shares import CUTTING, _deal, deal, deal_whole, pieces
+from swarm.workload.microbatch_sizes import LATEST, MicrobatchSizes, Size, SizeSummary, VisitCost, summary_of
 
 SHARE = 1 / 3000
 
@@ -124,7 +123,7 @@ def test_every_document_is_dealt_once(costs: list[float], devices: int) -> None:
 def test_it_is_as_good_as_the_better_of_no_cuts_and_all_documents_cut(costs: list[float], devices: int) -> None:
     found = deal(costs, devices).value
     assert max(found.loads) <= max(deal_whole(costs, devices).loads) * (1 + 1e-9)
-    assert max(found.loads) <= max(deal_cut(costs, devices).loads) * (1 + 1e-9)
+    assert max(found.loads) <= max(_deal(costs, devices, frozenset(range(len(costs))), CUTTING).loads) * (1 + 1e-9)
 
 
 def test_a_document_of_more_than_a_share_is_cut_and_the_rest_is_dealt_around_it() -> None:

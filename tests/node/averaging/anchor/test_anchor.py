@@ -12,8 +12,7 @@ from torch import nn
 
 from node.averaging.anchor import shared_vector
 from node.averaging.anchor.anchor import STATES, Anchor, AnchorStore, hash_all, initial_anchor, restored_anchor
-from node.averaging.anchor.local_replica import LocalReplica, anchor_of
-from node.averaging.anchor.outer_step import OuterRule, Staging
+from node.averaging.anchor.outer_step import LocalReplica, OuterRule, Staging, anchor_of
 from node.averaging.anchor.shared_vector import KEPT, STRETCH, SpareArrays, Vector
 from node.averaging.exchange.reduction import SentParts, UpdateSource
 from node.averaging.round_runner import InnerWork, ReplicaSync
@@ -309,14 +308,17 @@ def test_carrying_over_keeps_what_came_after_the_snapshot() -> None:
     np.testing.assert_array_equal(trained.vector(), new + (local - snapshot))
 
 
+def lone_replica(trained: Trained, rule: OuterRule = RULE) -> SoloReplica:
+    return SoloReplica(ModuleId(1), (trained.part,), trained.local, rule, every=2)
+
+
 def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
     """An outer rate of 1 without momentum: what the demo's manifest says. Only the two subtractions round."""
     trained, untouched = Trained(), Trained()
-    lone = SoloReplica(trained.local, OuterRule(1.0, 0.0), every=2)
+    lone = lone_replica(trained, OuterRule(1.0, 0.0))
     for step in range(1, 10):
-        trained.step(step)
+        lone.stepped(trained.step(step))
         untouched.step(step)
-        lone.after_inner_step(32)
     assert lone.store.current.version.round == 4
     np.testing.assert_allclose(trained.vector(), untouched.vector(), rtol=0, atol=1e-6)
 
@@ -325,7 +327,7 @@ def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
 def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
     """Outer SGD over the real parameters, fragment by fragment, by torch alone, before the inner step that follows."""
     trained, plain = Trained(fragments), Trained(fragments)
-    lone = SoloReplica(trained.local, RULE, every=2)
+    lone = lone_replica(trained)
     anchor = torch.from_numpy(plain.vector()).requires_grad_()
     buffer = torch.zeros(len(anchor))
     fragment = 0
@@ -342,9 +344,8 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
             anchor.detach()[part] = parameter.detach()
             plain.local.write(part, parameter.detach().numpy())
             fragment = (fragment + 1) % len(plain.local.layout.fragments)
-        trained.step(step)
+        lone.stepped(trained.step(step))
         plain.step(step)
-        lone.after_inner_step(32)
         np.testing.assert_allclose(trained.vector(), plain.vector(), rtol=0, atol=1e-5)
     current = lone.store.current
     assert (current.version.round, current.version.steps, current.version.tokens) == (6, 12, 12 * 32)
@@ -354,10 +355,9 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
 def test_a_lone_replica_goes_on_from_a_checkpoint_before_its_outer_step() -> None:
     """The step is due and not taken: the anchor and the parameters are all that it needs."""
     one, other = Trained(), Trained()
-    first, second = (SoloReplica(trained.local, RULE, every=2) for trained in (one, other))
+    first, second = (lone_replica(trained) for trained in (one, other))
     for step in range(1, 5):
-        one.step(step)
-        first.after_inner_step(32)
+        first.stepped(one.step(step))
     agreed = first.agreed()
     assert (agreed.anchor.version.round, agreed.steps_since) == (1, 2)
     state = capture_module((one.part,), one.optimizer, visits=4, tokens=4 * 32, agreed=agreed)
@@ -365,8 +365,7 @@ def test_a_lone_replica_goes_on_from_a_checkpoint_before_its_outer_step() -> Non
     second.restore(state)
     for step in range(5, 8):
         for trained, lone in ((one, first), (other, second)):
-            trained.step(step)
-            lone.after_inner_step(32)
+            lone.stepped(trained.step(step))
     assert second.store.current.version == first.store.current.version
     np.testing.assert_array_equal(other.vector(), one.vector())
 
