@@ -125,7 +125,7 @@ with pretended():
     assert METER.live == 0 and METER.peak >= 16
 with pretended():
     hop = Hop(small_manifest(), DEVICE, Codec.INT8)
-    job = hop.job(HAS_OUTLIER, Work.FORWARD)
+    job = hop.job(Work.FORWARD, HAS_OUTLIER)
     spec = job.input.spec
     base = replace(spec, outliers=0).byte_length
     assert spec.outliers == 1
