@@ -84,22 +84,6 @@ def test_jitter_is_drawn_anew_for_each_connection_and_the_same_with_the_same_see
     assert all(0 <= delay <= 0.04 for delay in drawn)
 
 
-@pytest.mark.parametrize(
-    ("fault", "out", "back"),
-    [
-        (Fault.NONE, True, True),
-        (Fault.HALF_OPEN, True, False),
-        (Fault.BLACK_HOLE, False, False),
-        (Fault.RESET, False, False),
-    ],
-)
-def test_what_a_faulty_link_carries(fault: Fault, out: bool, back: bool) -> None:
-    network = emulation(LinkShape(fault=fault), LinkShape())
-    assert (network.passes((0, 1)), network.passes((1, 0))) == (out, back)
-    assert network.is_reset(0) == (fault is Fault.RESET)
-    assert not network.is_reset(None)
-
-
 def test_a_partition_parts_its_sides_and_nobody_else() -> None:
     network = emulation(*(LinkShape() for _ in range(4)))
     network.partition(((0, 1), (2,)))
@@ -141,16 +125,6 @@ def test_the_tables_of_regions_are_symmetric_and_whole() -> None:
             assert region_bytes_per_s(one, other) == region_bytes_per_s(other, one) > 2**20
     assert region_delay_s("belgium", "nl") == 0.003
     assert region_bytes_per_s("iowa", "oregon") == 92.5 * 2**20
-
-
-def test_a_way_can_be_blocked_alone() -> None:
-    network = emulation(SLOW, FAR, FAR)
-    network.block([(0, 1)])
-    assert not network.passes((0, 1))
-    assert network.passes((1, 0))
-    assert network.passes((0, 2))
-    network.clear()
-    assert network.passes((0, 1))
 
 
 def test_a_connection_breaks_behind_every_so_many_bytes() -> None:

@@ -90,13 +90,6 @@ def test_each_run_has_a_key_of_its_own_that_comes_back(tmp_path: Path) -> None:
     assert peers[0] == peers[2] != peers[1] != Identity.load(tmp_path / "key").peer
 
 
-def test_a_saved_identity_comes_back(tmp_path: Path) -> None:
-    created = Identity.create(tmp_path / "node.key")
-    assert Identity.load(tmp_path / "node.key").peer == created.peer
-    assert Identity.load_or_create(tmp_path / "node.key").peer == created.peer
-    assert [file.name for file in tmp_path.iterdir()] == ["node.key"]
-
-
 @pytest.mark.usefixtures("umask_zero")
 def test_file_and_new_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "node.key"

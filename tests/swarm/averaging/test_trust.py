@@ -154,41 +154,28 @@ def test_audits_are_as_rare_as_their_bytes_demand(pieces: int, members: int) -> 
     assert chance_of_audit(1000, 2, 0) == 1.0, "nothing has to be fetched"
 
 
-def test_rubbish_costs_more_from_time_to_time_and_is_forgiven_in_the_end() -> None:
+@pytest.mark.parametrize(
+    ("kind", "pauses_s"),
+    [("rubbish", (0, 60, 120)), ("waiting", (0, 30, 60)), ("fraud", (3600, 7200)), ("silence", (300, 600))],
+)
+def test_who_offends_again_is_left_out_longer_and_begins_anew_in_the_end(kind: str, pauses_s: tuple[int, ...]) -> None:
+    penalties, now = Penalties(), 0.0
+    for pause_s in (*pauses_s, pauses_s[0]):
+        getattr(penalties, kind).add(A, now)
+        assert penalties.excluded(now + 0.9 * pause_s) == (frozenset({A}) if pause_s else frozenset())
+        assert penalties.excluded(now + pause_s) == frozenset()
+        now += pause_s + (FORGIVEN_AFTER_S + 1.0 if pause_s == pauses_s[-1] else 0.0)
+
+
+def test_waiting_in_vain_counts_only_in_a_row_and_excuses_no_fraud() -> None:
     penalties = Penalties()
-    penalties.rubbish.add(A, 0.0)
-    assert penalties.excluded(0.0) == frozenset()
-    penalties.rubbish.add(A, 10.0)
-    assert penalties.excluded(69.0) == {A}
-    assert penalties.excluded(71.0) == frozenset()
-    penalties.rubbish.add(A, 100.0)
-    assert penalties.excluded(219.0) == {A}
-    penalties.rubbish.add(A, 221.0 + FORGIVEN_AFTER_S)
-    assert penalties.excluded(221.0 + FORGIVEN_AFTER_S) == frozenset(), "it counts as the first one again"
-
-
-def test_waiting_in_vain_counts_only_in_a_row() -> None:
-    penalties = Penalties()
-    penalties.waiting.add(A, 0.0)
+    for now in (0.0, 3.0):
+        penalties.waiting.add(A, now)
+        assert penalties.excluded(now) == frozenset()
+        penalties.waiting.forgive(A)
+    for now in (4.0, 5.0):
+        penalties.waiting.add(A, now)
+    assert penalties.excluded(5.0) == {A}
+    penalties.fraud.add(A, 6.0)
     penalties.waiting.forgive(A)
-    penalties.waiting.add(A, 3.0)
-    assert penalties.excluded(3.0) == frozenset()
-    penalties.waiting.add(A, 4.0)
-    assert penalties.excluded(33.0) == {A}
-    assert penalties.excluded(35.0) == frozenset()
-    penalties.waiting.add(A, 40.0)
-    assert penalties.excluded(99.0) == {A}
-    penalties.waiting.forgive(A)
-    assert penalties.excluded(99.0) == frozenset()
-
-
-def test_who_is_caught_by_an_audit_is_left_out_at_once_and_longer_than_for_rubbish() -> None:
-    penalties = Penalties()
-    penalties.fraud.add(A, 0.0)
-    penalties.silence.add(B, 0.0)
-    assert penalties.excluded(299.0) == {A, B}
-    assert penalties.excluded(3599.0) == {A}
-    assert penalties.excluded(3600.0) == frozenset()
-    penalties.fraud.add(A, 3700.0)
-    penalties.waiting.forgive(A)
-    assert penalties.excluded(3700.0 + 7199.0) == {A}
+    assert penalties.excluded(6.0) == {A}

@@ -37,14 +37,10 @@ def test_empty_modules_are_taken_first() -> None:
         assert choice.reason == "it has no peer"
 
 
-def test_newcomers_one_after_another_fill_every_module_evenly() -> None:
+def test_newcomers_one_after_another_fill_every_module_evenly_and_a_costly_one_more() -> None:
     assert joined(4) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert joined(12) == {0: 3, 1: 3, 2: 3, 3: 3}
-
-
-def test_a_costly_module_gets_more_peers() -> None:
-    counts = joined(10, (1.0, 1.0, 1.0, 7.0))
-    assert counts == {0: 1, 1: 1, 2: 1, 3: 7}
+    assert joined(10, (1.0, 1.0, 1.0, 7.0)) == {0: 1, 1: 1, 2: 1, 3: 7}
 
 
 def test_newcomers_at_once_spread_out() -> None:

@@ -108,11 +108,6 @@ def test_whoever_reaches_nobody_goes_round_nobody() -> None:
     assert not planner.goes_round(ModuleId(2), NOW)
 
 
-def test_a_stage_that_nobody_has_served_yet_is_waited_for() -> None:
-    planner, _ = planner_with(announcement("p1", 1), announcement("p2", 2), rules=PathRules(stages=4, per_path=2))
-    assert planner.plan(0, (), {}, NOW).value == NoReplica((ModuleId(3),))
-
-
 def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_not_visited_meanwhile() -> None:
     members, planner = three_stages()
     for number in range(3):
@@ -122,12 +117,10 @@ def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_not_visited_meanwhil
     assert [hop.module.stage for hop in path.hops] == [1, 3]
 
 
-def test_a_path_may_visit_nobody() -> None:
-    planner, _ = planner_with(rules=PathRules(1, 0))
-    assert planner.plan(0, (), {}, 0.0).value == Path(OWN, ())
-
-
-def test_all_missing_modules_are_named() -> None:
+def test_what_nobody_has_served_yet_is_waited_for_and_named() -> None:
+    assert planner_with(rules=PathRules(1, 0))[0].plan(0, (), {}, 0.0).value == Path(OWN, ()), "nobody is needed"
+    planner, _ = planner_with(announcement("p1", 1), announcement("p2", 2), rules=PathRules(stages=4, per_path=2))
+    assert planner.plan(0, (), {}, NOW).value == NoReplica((ModuleId(3),)), "before it may be skipped"
     planner, _ = planner_with(announcement("p2", 2), rules=PathRules(5, 4))
     plan = planner.plan(0, (), {}, 0.0)
     assert plan.value == NoReplica((ModuleId(1), ModuleId(3), ModuleId(4)))

@@ -154,15 +154,6 @@ def test_of_so_many_in_a_row_one_is_of_each_stratum() -> None:
     assert order != in_turns(costs, list(range(len(costs))))[0], "chance decides within a stratum"
 
 
-def test_costs_fall_or_rise_from_those_of_the_block_before() -> None:
-    costs = [100.0 + place % 20 for place in range(80)]
-    ranks = random.Random(2).sample(range(80), 80)
-    for level, ends_at in ((120.0, 100.0), (100.0, 119.0)):
-        order, found = in_turns(costs, ranks, level)
-        assert abs(found - ends_at) < 2
-        assert worst_run([costs[place] for place in order], level) < 1.02
-
-
 def test_the_few_that_cost_much_less_do_not_come_together() -> None:
     """Seven that cost nothing in a row would make the eighth many times as dear as their mean."""
     costs = [100.0 + place / 10 for place in range(72)] + [20.0] * 4
