@@ -19,7 +19,6 @@ COMMON = {"benchmark", "command", "date", "machine"}
 
 
 def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
-    """The figures that a benchmark prints."""
     command = [sys.executable, *words, "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=within_s)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -483,7 +483,6 @@ def test_a_data_node_that_goes_on_from_a_checkpoint_answers_for_what_came_after(
 
 
 def test_what_was_started_adds_up_when_data_nodes_were_killed() -> None:
-    """A killed one leaves no figures; its log has what it has done."""
     killed = Log(D, [visit(D), completed(A, B), Abandoned("dddddd#8", "lost")], end=None)
     after = Log(D, [Abandoned("dddddd#9", "lost"), summary(2, 0, 1)], began=6)
     counts = judged(killed, after, Log(A, [visit(A)]), Log(B, [visit(B)])).counts

@@ -90,7 +90,6 @@ def test_a_measured_graph_that_is_not_kept_leaves_nothing(found: dict[str, Any])
 
 
 def test_what_is_no_encoding_is_refused_with_the_output() -> None:
-    """Scales that are negative, whose elements are finite; a channel that there is not."""
     code = """
 import struct
 from dataclasses import replace

@@ -32,23 +32,19 @@ from node.model.passes import (
     loss_and_gradient,
 )
 from node.solo.trainer import WholeModel
-from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
+from protocol.manifest.manifest import document_cost, quadratic_share
 from swarm.vocabulary.types import ModuleId
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
 
 
-def random_microbatch(manifest: Manifest) -> Microbatch:
-    rows, sequence = manifest.training.rows, manifest.model.sequence
-    stream = torch.randint(257, (rows, sequence + 1), generator=torch.Generator().manual_seed(1))
-    return Microbatch(stream[:, :-1], stream[:, 1:], 0.0)
-
-
 def test_bfloat16_is_for_hidden_states_and_float32_for_parameters_and_loss() -> None:
     manifest = small_manifest(model__dtype="bfloat16")
     model = WholeModel(manifest, CPU)
-    microbatch = random_microbatch(manifest)
+    shape = manifest.training.rows, manifest.model.sequence + 1
+    stream = torch.randint(257, shape, generator=torch.Generator().manual_seed(1))
+    microbatch = Microbatch(stream[:, :-1], stream[:, 1:], 0.0)
     hidden = model.embedding(microbatch.tokens)
     assert hidden.dtype == torch.bfloat16
     assert model.stacks[0](hidden).dtype == torch.bfloat16

@@ -331,7 +331,6 @@ def test_a_graph_whose_weights_or_tensors_have_changed_is_not_used() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int) -> None:
-    """Visits, steps, other changes and visits that are forgotten, in any order."""
     chance = random.Random(seed)
     replica = Replica(staleness=chance.choice([1, 2]))
     replica.step(1)
@@ -496,7 +495,6 @@ class Peer(HopBench):
         super().__init__(host_hop(manifest, MODULE, CPU, budget, submit=self.queue.submit), manifest)
 
     def idle_time(self, chunks: int | None = None) -> int:
-        """Computes so many chunks, or all; returns how many there were."""
         count = 0
         while (chunks is None or count < chunks) and (turn := self.queue.take(0.0)) is not None:
             turn.compute_chunk()

@@ -20,8 +20,7 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
 MOST_ELEMENTS: Final = 2**16
-MAY_BE_ANYTHING: Final = frozenset({Codec.NONE, Codec.BF16, Codec.PLANES})
-"""The others promise finite numbers."""
+MAY_BE_ANYTHING: Final = frozenset({Codec.NONE, Codec.BF16, Codec.PLANES})  # The others promise finite numbers
 UNTOUCHED: Final = -7.0
 
 _HEAD: Final = struct.Struct("<BBBBBBBBI")

@@ -35,8 +35,7 @@ SHAPES = [
     (2, 3, 5, 96),
     (1, 300_001),
 ]
-RELATIVE_ERROR = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11}
-"""On normal numbers."""
+RELATIVE_ERROR = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11}  # On normal numbers
 
 
 def numbers(*values: float) -> Tensor:

@@ -220,8 +220,7 @@ TABLE = File(__file__).with_name("wire_bytes.txt")
 BYTES = {
     name: bytes.fromhex(octets) for octets, name in (line.split(" ", 1) for line in TABLE.read_text().splitlines())
 }
-CUT = {"receipt beyond bounds"}
-"""What is brought within its bounds when it is sent comes out another."""
+CUT = {"receipt beyond bounds"}  # What is brought within its bounds when it is sent comes out another
 
 
 def test_every_kind_of_small_frame_has_an_example() -> None:

@@ -30,16 +30,13 @@ class Donor:
 
     peer: PeerId
     bytes_per_s: float = 20e6
-    wrong: float = 0.0
-    """Probability that a chunk does not match."""
+    wrong: float = 0.0  # Probability that a chunk does not match
     freezes_at: float = float("inf")
     thaws_at: float = float("inf")
     gone_at: float = float("inf")
     dies_at: float = float("inf")
-    breaks: float = 0.0
-    """Probability that the link breaks in place of a chunk."""
-    busy: float = 0.0
-    """Probability that a request is refused as busy."""
+    breaks: float = 0.0  # Probability that the link breaks in place of a chunk
+    busy: float = 0.0  # Probability that a request is refused as busy
     served: Counter[str] = field(default_factory=Counter)
     queues: dict[str, list[int]] = field(default_factory=dict)
     sending: bool = False

@@ -177,7 +177,6 @@ def test_a_young_run_whose_rounds_fail_for_hours_is_possible() -> None:
 
 
 def lengths(proven: dict[PeerId, float] | None = None, **entries: Entry) -> dict[str, float]:
-    """Length of each member's part of the mean."""
     members = {PeerId(peer): member for peer, member in entries.items()}
     return {peer: w.coefficient * members[peer].norm for peer, w in weigh(members, proven).items()}
 

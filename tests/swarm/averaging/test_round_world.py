@@ -60,7 +60,6 @@ NOTICED_S = 5.0
 
 
 def first_exchange(world: RoundWorld) -> Roster:
-    """Runs until the first exchange begins."""
     rosters: list[Roster] = []
     world.on_exchange = lambda replica, roster: rosters.append(roster)
     assert world.run_until(lambda: bool(rosters), 60.0)

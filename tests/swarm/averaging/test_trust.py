@@ -50,7 +50,6 @@ def test_replicas_with_nothing_in_common_are_honest(members: int) -> None:
 
 
 def test_others_parts_that_oppose_ours_make_a_reducer_suspect() -> None:
-    """Of three members alike, each part has a third of the length of ours."""
     agreeing, liar = beside(A, length=0.3, cosine=0.6), beside(B, length=0.1, cosine=0.2)
     assert suspect([beside(OWN, length=0.1, cosine=-1.0), agreeing], OWN, 1 / 3) is None, "our own sum"
     assert suspect([agreeing, liar], OWN, 1 / 3) == B
@@ -75,7 +74,6 @@ def test_a_mean_much_longer_than_those_that_we_make_is_odd() -> None:
 
 
 def test_where_all_agree_a_mean_is_as_long_as_allowed_though_ours_is_of_rows_where_nobody_does() -> None:
-    """256 of them."""
     ours = beside(OWN, length=0.5 / 256, cosine=1.0)
 
     def of_many(theirs: Beside) -> dict[PeerId, str]:
@@ -145,7 +143,6 @@ def test_no_own_part_is_longer_than_the_norm_that_was_declared() -> None:
 
 @pytest.mark.parametrize(("pieces", "members"), [(1, 3), (4, 3), (4, 9), (4, 256)])
 def test_audits_are_as_rare_as_their_bytes_demand(pieces: int, members: int) -> None:
-    """Shards of so many pieces of 100 bytes each, out and back."""
     sent = 2 * 100 * pieces * members * (members - 1)
     fetched = 100 * (members - 2)
     chance = chance_of_audit(sent, members, fetched)

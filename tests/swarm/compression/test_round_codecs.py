@@ -16,8 +16,7 @@ BASE = AnchorVersion(4, 40, 4000, 0, b"d" * 32)
 SHARES = {Codec.INT8: 0.25, Codec.INT4: 0.125, Codec.TOP_K_4: 0.07, Codec.TOP_K_2: 0.06}
 LEVELS = tuple(CodecLevel(codecs, SHARES[codecs.contribution]) for codecs in codec_levels(Codec.TOP_K_2))
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=10, longest_s=60.0, chunk_bytes=10**6, levels=LEVELS)
-INTERVAL_S = 40.0
-"""So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each."""
+INTERVAL_S = 40.0  # So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each
 
 
 def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reasoned[RoundCodecs]:

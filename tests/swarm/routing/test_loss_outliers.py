@@ -10,8 +10,7 @@ import pytest
 from swarm.routing.attribution import AT_LEAST, EARLIEST, LossOutliers, Outlier
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
 
-ROUND = 20
-"""Microbatches from one round to the next, of each replica."""
+ROUND = 20  # Microbatches from one round to the next, of each replica
 DATA_NODE = PeerId("data")
 Harm = Callable[[frozenset[str]], float]
 

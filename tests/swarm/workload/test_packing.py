@@ -129,11 +129,7 @@ def test_a_block_begins_with_what_the_block_before_cost_and_goes_on_by_and_by() 
         assert worst_run(found.costs, level) <= 1.01 < 1.03 < worst_run(natural.costs, level)
         assert found.level == pytest.approx(found.costs[-1], rel=0.01)
         assert abs(found.level - mean) < 0.5 * abs(level - mean), "the next one has less to even out"
-        assert sorted(packed_lengths(found)) == sorted(lengths)
-
-
-def packed_lengths(found: Packing) -> list[int]:
-    return [piece.stop - piece.start for of in found.microbatches for piece in of]
+        assert sorted(piece.stop - piece.start for of in found.microbatches for piece in of) == sorted(lengths)
 
 
 @given(st.lists(st.floats(1, 100), max_size=70), st.floats(1, 100) | st.just(0.0), st.randoms())

@@ -56,10 +56,6 @@ def next_of(store: AnchorStore) -> Anchor:
     return anchor
 
 
-def arrays_of(*anchors: Anchor) -> int:
-    return len({id(array) for anchor in anchors for array in (*anchor.parameters.arrays, *anchor.momentum.arrays)})
-
-
 def test_the_previous_anchor_stays_until_the_next_is_begun():
     store = AnchorStore(first := state(0, LAYOUT))
     second = advance(store, 1)
@@ -85,7 +81,8 @@ def test_versions_share_the_fragments_that_have_not_moved(rounds):
         after = next_of(store)
         assert intact(before)
         assert intact(after)
-        assert arrays_of(before, after) == 2 * (8 + 1)
+        vectors = (before.parameters, before.momentum, after.parameters, after.momentum)
+        assert len({id(array) for vector in vectors for array in vector.arrays}) == 2 * (8 + 1)
 
 
 def test_a_leased_anchor_outlives_later_rounds_until_the_lease_ends():
@@ -234,8 +231,6 @@ MANIFEST = small_manifest(model__hidden=64, model__feed_forward=128, stages__blo
 
 
 class Trained:
-    """A module that takes inner steps with made-up gradients."""
-
     def __init__(self, fragments: int = 1) -> None:
         self.part: nn.Module = build_block_stack(MANIFEST, ModuleId(1))
         self.sums = Accumulator(self.part)
