@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, VersionRange
 
 RUN = RunId("0" * 64)
+VERSIONS = VersionRange(3, 3)
 
 
 def announcement(
-    peer: str,
-    stage: int | ModuleId | None = 1,
-    *,
-    speed: float = 1000.0,
-    state: PeerState = PeerState.SERVING,
-    sequence: int = 1,
-    expires_at: float = 1e9,
-    slots: int = 8,
-    free_slots: int = 8,
-    run: RunId = RUN,
-    versions: VersionRange = VersionRange(3, 3),  # noqa: B008 - immutable
-    memory_bytes: int = 0,
+    peer: str, stage: int | ModuleId | None = 1, *, speed: float = 1000.0, slots: int = 8, **changes: Any
 ) -> Announcement:
     module = ModuleId(stage) if isinstance(stage, int) else stage
-    return Announcement(
-        run,
-        PeerId(peer),
-        state,
-        module,
-        (),
-        b"",
-        versions,
-        speed,
-        slots,
-        free_slots,
-        0,
-        None,
-        1,
-        sequence,
-        expires_at,
-        memory_bytes=memory_bytes,
-    )
+    figures = (VERSIONS, speed, slots, 8, 0, None, 1, 1, 1e9)
+    return replace(Announcement(RUN, PeerId(peer), PeerState.SERVING, module, (), b"", *figures), **changes)
