@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, VersionRange
 
 RUN = RunId("0" * 64)
-VERSIONS = VersionRange(3, 3)
+USUAL = {"run": RUN, "state": PeerState.SERVING, "addresses": (), "certificate": b"", "versions": VersionRange(3, 3)}
+USUAL |= {"slots": 8, "free_slots": 8, "steps": 0, "anchor": None, "incarnation": 1, "sequence": 1, "expires_at": 1e9}
 
 
-def announcement(
-    peer: str, stage: int | ModuleId | None = 1, *, speed: float = 1000.0, slots: int = 8, **changes: Any
-) -> Announcement:
+def announcement(peer: str, stage: int | ModuleId | None = 1, *, speed: float = 1000.0, **changes: Any) -> Announcement:
     module = ModuleId(stage) if isinstance(stage, int) else stage
-    figures = (VERSIONS, speed, slots, 8, 0, None, 1, 1, 1e9)
-    return replace(Announcement(RUN, PeerId(peer), PeerState.SERVING, module, (), b"", *figures), **changes)
+    return Announcement(peer=PeerId(peer), module=module, tokens_per_second=speed, **{**USUAL, **changes})
