@@ -17,14 +17,7 @@ from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong, TensorF
 from protocol.interfaces.transport import Contact
 from swarm.pipeline.custody import STRANGER
 from swarm.vocabulary.errors import PeerError
-from swarm.vocabulary.pipeline_messages import (
-    Backward,
-    Direction,
-    Forward,
-    MicrobatchTensor,
-    Receipt,
-    ReceiptStatus,
-)
+from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
 from tests.protocol.transport.link_peers import LONG, BareStream, Persona
 from tests.security.adversary import Targets

@@ -19,14 +19,7 @@ from swarm.pipeline.custody import (
     ResidenceTimes,
     put_off,
 )
-from swarm.pipeline.custody_events import (
-    BrokenOff,
-    ComputeFailed,
-    ControlArrived,
-    Key,
-    SlotState,
-    TensorArrived,
-)
+from swarm.pipeline.custody_events import BrokenOff, ComputeFailed, ControlArrived, Key, SlotState, TensorArrived
 from swarm.vocabulary.pipeline_messages import Backward, Forward, Purpose, Recall, Stranded
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.swarm.pipeline.custody_desk import A2, ABC, B2, DATA, LIFETIME_S, MICROBATCH, A, B, C, Desk
@@ -57,8 +50,7 @@ def of_data_nodes(path: Path, numbers: range) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("own", "position", "before"),
-    [(B, 1, PeerId("visitor")), (B, 1, C), (B, 1, B2), (A, 0, C), (DATA, 3, B)],
+    ("own", "position", "before"), [(B, 1, PeerId("visitor")), (B, 1, C), (B, 1, B2), (A, 0, C), (DATA, 3, B)]
 )
 def test_a_forward_is_taken_from_a_replica_of_the_module_before_only(
     own: PeerId, position: int, before: PeerId

@@ -58,8 +58,7 @@ def test_a_repaired_path_differs_in_one_peer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "common"),
-    [((1, 3), (2, 5), 3), ((1, 1), (1, 1), 1), ((1, 2), (3, 4), None), ((1, 9), (4, 4), 4)],
+    ("one", "other", "common"), [((1, 3), (2, 5), 3), ((1, 1), (1, 1), 1), ((1, 2), (3, 4), None), ((1, 9), (4, 4), 4)]
 )
 def test_peers_speak_the_highest_version_they_have_in_common(
     one: tuple[int, int], other: tuple[int, int], common: int | None
