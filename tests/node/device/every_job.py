@@ -100,7 +100,6 @@ class Record:
 
 
 def _buffers(device: torch.device) -> Allocate:
-    """Receive buffers as the node has them for such a device."""
     return pinned if device == DEVICE else partial(buffer_for, device=device)
 
 
@@ -126,7 +125,6 @@ def hop_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Rec
 
 
 def upkeep_jobs(manifest: Manifest, device: torch.device, moments: MomentType, record: Record) -> None:
-    """Snapshot, carry, capture and restore of a hop's replica."""
     tag = moments.value
     hop = Hop(manifest, device, Codec.NONE, allowance=Allowance(moments=moments))
     part, optimizer = hop.worker.part, hop.worker.optimizer
@@ -233,8 +231,7 @@ def parameter_bytes(moments: MomentType) -> dict[str, float]:
 
 
 def graph_bytes() -> dict[str, float]:
-    """Bytes of the device that a kept visit holds for each token, block and unit of width, by how many of the four
-    blocks have their graphs kept."""
+    """Device bytes of a kept visit for each token, block and unit of width, by the number of blocks with graphs."""
     manifest = small_manifest(model={**small_table(), "dtype": "bfloat16"}, stages={"blocks": [1, 4]})
     hop = Hop(manifest, DEVICE, Codec.NONE)
     passes = hop.worker.passes

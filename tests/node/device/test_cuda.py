@@ -26,7 +26,6 @@ ERRORS: Final = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11}
 
 
 def trained(manifest: Manifest, device: torch.device) -> torch.Tensor:
-    """The parameters after so many inner steps, float32 on the CPU."""
     hop, number = Hop(manifest, device, Codec.NONE), 0
     for _ in range(STEPS):
         while not hop.worker.optimizer.due:

@@ -164,8 +164,6 @@ PIECES = pytest.mark.parametrize("positions_at_once", [1, 5, 36, 37, 1000])
 
 
 class Head:
-    """Hidden states, a matrix and labels, of which some are not predicted; and what autograd says of them."""
-
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         numbers = torch.Generator().manual_seed(5)
         self.hidden = torch.randn(POSITIONS, WIDTH, generator=numbers).to(dtype)
@@ -174,7 +172,6 @@ class Head:
         self.labels[3::7] = IGNORED
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The summed loss and its gradients for hidden states and matrix, from all logits at once."""
         hidden, matrix = self.hidden.clone().requires_grad_(), self.matrix.clone().requires_grad_()
         logits = F.linear(hidden, matrix.to(hidden.dtype)).float()
         loss = F.cross_entropy(logits, self.labels, reduction="sum")

@@ -112,7 +112,6 @@ class TestRefusals:
 
 @pytest.mark.parametrize("codec", VECTOR_CODECS)
 def test_the_result_does_not_depend_on_the_number_of_threads(codec: Codec) -> None:
-    """The result must not depend on the threads either; that the time does not cannot be tested here."""
     values = normal(300_000)
     before = torch.get_num_threads()
     results = []

@@ -73,7 +73,6 @@ def damaged(data: bytes, by: bytes) -> bytes:
 
 
 def filled(data: bytes, length: int) -> bytes:
-    """So many bytes: cut off, or repeated."""
     return (data * (length // len(data) + 1) if data else bytes(length))[:length]
 
 

@@ -54,7 +54,6 @@ def decoded(encoded: Encoded) -> Tensor:
 
 
 def distance(values: Tensor, other: Tensor) -> float:
-    """Relative, L2."""
     exact = values.double()
     return float((other.double() - exact).norm() / exact.norm())
 
@@ -94,7 +93,6 @@ class TestFormat:
 
 
 def as_received(codec: Codec, shape: tuple[int, ...], data: bytes, outliers: int = 0) -> Encoded:
-    """float32."""
     return Encoded(TensorSpec(shape, encode(normal(1), Codec.NONE).spec.dtype, codec, outliers), memoryview(data))
 
 

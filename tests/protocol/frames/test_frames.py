@@ -230,7 +230,6 @@ def test_every_kind_of_small_frame_has_an_example() -> None:
 
 
 def test_every_field_of_every_message_is_in_some_example() -> None:
-    """So none is left unwritten or unread."""
     said = {name for octets in BYTES.values() for name in fields_said(wire.Frame.FromString(octets))}
     assert set(fields_of(wire.Frame.DESCRIPTOR)) - said == {"TensorHeader.checksum"}, "which is reserved"
 
@@ -340,7 +339,6 @@ def test_what_is_read_as_a_chunk_protobuf_reads_the_same(rest: bytes) -> None:
 
 @given(st.sampled_from(list(EXAMPLES.values())), st.data())
 def test_a_damaged_frame_is_a_violation_or_another_valid_frame(frame: SmallFrame, data: st.DataObject) -> None:
-    """After a few bytes were changed and some cut off."""
     octets = bytearray(encode(frame))
     for _ in range(data.draw(st.integers(1, 4))):
         octets[data.draw(st.integers(0, len(octets) - 1))] = data.draw(st.integers(0, 255))

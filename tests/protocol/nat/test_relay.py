@@ -234,5 +234,4 @@ def test_a_pair_is_the_same_from_both_sides_and_another_life_goes_on_where_the_l
 
 
 async def until_idle(ends: Ends) -> None:
-    """Waits until no tunnel is open."""
     await until(lambda: ends.service.figures().tunnels == 0)

@@ -55,6 +55,10 @@ class Desk:
     def hear(self, sender: PeerId, message: RoundControl) -> list[Action]:
         return self.feed(events.MessageArrived(sender, message))
 
+    def invited(self, attempt: RoundId, base: AnchorVersion = BASE) -> list[RoundControl]:
+        """What its leader hears in answer."""
+        return told(self.hear(attempt.convener, Invitation(attempt, base)), attempt.convener)
+
     def wait(self, seconds: float) -> list[Action]:
         actions: list[Action] = []
         for _ in range(round(seconds * 10)):
@@ -197,14 +201,14 @@ def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed(desk: 
         assert desk.machine.version == result
     now, attempt = desk.machine.version, RoundId(MODULE, 9, 0, B)
     desk.wait(1.0)
-    assert told(desk.hear(B, Invitation(attempt, now)), B)[0] == Declined(attempt, DeclineReason.BROKEN, now)
+    assert desk.invited(attempt, now)[0] == Declined(attempt, DeclineReason.BROKEN, now)
     desk.wait(5.0)
     for number in (0, 1):
         attempt = replace(attempt, attempt=number)
-        assert Accepting(attempt) in told(desk.hear(B, Invitation(attempt, now)), B)
+        assert Accepting(attempt) in desk.invited(attempt, now)
         desk.hear(B, Dissolved(attempt, "no"))
     attempt = replace(attempt, attempt=2)
-    assert told(desk.hear(B, Invitation(attempt, now)), B) == [Declined(attempt, DeclineReason.OTHER_CONVENER, now)]
+    assert desk.invited(attempt, now) == [Declined(attempt, DeclineReason.OTHER_CONVENER, now)]
 
 
 @pytest.mark.parametrize(
@@ -223,11 +227,9 @@ def test_invitations_that_cannot_be_meant_are_not_answered(sender: PeerId, attem
 
 def test_who_stands_elsewhere_or_is_late_is_told_so(desk: Desk) -> None:
     other = replace(BASE, digest=b"other")
-    assert told(desk.hear(B, Invitation(ATTEMPT, other)), B) == [Declined(ATTEMPT, DeclineReason.OTHER_ANCHOR, BASE)]
-    old = replace(ATTEMPT, number=4)
-    assert told(desk.hear(C, Invitation(replace(old, convener=C), BASE)), C)[0] == Declined(
-        replace(old, convener=C), DeclineReason.PAST, BASE
-    )
+    assert desk.invited(ATTEMPT, other) == [Declined(ATTEMPT, DeclineReason.OTHER_ANCHOR, BASE)]
+    old = replace(ATTEMPT, number=4, convener=C)
+    assert desk.invited(old)[0] == Declined(old, DeclineReason.PAST, BASE)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +250,9 @@ def test_a_lying_convener_is_refused_and_not_followed_again_at_this_round(desk: 
     assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
     assert desk.machine.current_attempt is None
     again = replace(ATTEMPT, attempt=1)
-    assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
-    assert told(desk.hear(C, Invitation(replace(again, convener=C), BASE)), C) == [
-        Accepting(replace(again, convener=C))
-    ]
+    assert desk.invited(again) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
+    by_another = replace(again, convener=C)
+    assert desk.invited(by_another) == [Accepting(by_another)]
 
 
 def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody(desk: Desk) -> None:
@@ -301,7 +302,7 @@ def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left(desk: Des
         desk.hear(B, Pulse(ATTEMPT))
     assert desk.machine.current_attempt is None
     again = replace(ATTEMPT, attempt=1)
-    assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
+    assert desk.invited(again) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
 
 
 def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_there(desk: Desk) -> None:

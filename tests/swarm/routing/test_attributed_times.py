@@ -147,8 +147,7 @@ def test_what_was_never_launched_is_ignored(travel: Travel) -> None:
 
 
 def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_went(travel: Travel) -> None:
-    """A hop that spoils everything at once must not look fast; one that was measured before is not ruined by somebody
-    else's fault."""
+    """A hop that spoils all at once must not look fast; a measured one is not ruined by the fault of another."""
     travel.book.visited(B, 1.0)
     travel.out()
     travel.times.lost(MICROBATCH, 10.5)

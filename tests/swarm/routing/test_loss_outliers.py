@@ -21,7 +21,6 @@ def path_through(*peers: str) -> Path:
 
 
 def falling(number: int) -> float:
-    """As a run's loss does."""
     return 0.3 + 5.2 * 0.985**number
 
 
@@ -122,8 +121,7 @@ def test_of_two_that_share_all_paths_the_honest_one_is_cleared_once_the_other_is
 
 @pytest.mark.parametrize("seed", range(20))
 def test_who_spoils_only_what_another_has_touched_is_as_likely_to_go(seed: int) -> None:
-    """It can have an honest replica left out, and each time is as likely to be left out itself; what it spoils ends
-    either way."""
+    """An honest replica may be excluded, but the liar as likely; what it spoils ends either way."""
     stages = [["a1", "b1"], ["a2", "b2"]]
     harm: Harm = lambda peers: 3.0 if {"a1", "a2"} <= peers else 0.0  # noqa: E731
     found = peers_of(found_by(LossOutliers(ROUND), harm, stages, random=Random(seed), microbatches=300))

@@ -97,7 +97,6 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -
 
 
 def test_whoever_reaches_nobody_goes_round_nobody() -> None:
-    """It is cut off itself."""
     members = Membership(RUN, OWN)
     for stage in (1, 2):
         members.observe(announcement(f"p{stage}", stage), now=0, wall=0)

@@ -86,7 +86,6 @@ def test_no_more_microbatches_than_needed_where_they_are_even() -> None:
 
 
 def test_room_is_left_empty_rather_than_filled_up_beside_long_documents() -> None:
-    """A quarter of a microbatch, and as dear as all of one of short documents."""
     lengths, capacity = [8191] * 23 + [50] * 39_000, Capacity(8192, 32_768, SHARE)
     found, fewest = packed(lengths, capacity).costs, -(-sum(lengths) // capacity.tokens)
     assert fewest < len(found) <= 1.26 * fewest
@@ -94,7 +93,6 @@ def test_room_is_left_empty_rather_than_filled_up_beside_long_documents() -> Non
 
 
 def test_a_block_of_more_long_documents_costs_as_much_as_the_block_before() -> None:
-    """Its long documents have more pieces."""
     before = packed([100] * 1000 + [8000] * 20)
     lengths = [100] * 900 + [8000] * 22
     found, without = packed(lengths, level=before.level), packed(lengths)

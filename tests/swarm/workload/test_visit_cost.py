@@ -22,7 +22,6 @@ def microbatch(chance: random.Random) -> tuple[int, int, int]:
 
 
 def fitted(a: float, b: float, c: float, e: float, noise: float, count: int = 120) -> tuple[VisitCost, float]:
-    """And the mean relative error on microbatches that it has not seen."""
     chance, model = random.Random(7), VisitCost(SHARE)
 
     def seconds(tokens: int, squares: int, documents: int) -> float:
@@ -37,7 +36,6 @@ def fitted(a: float, b: float, c: float, e: float, noise: float, count: int = 12
 
 @given(st.floats(1e-6, 1e-3), st.floats(0, 3), st.floats(0, 50), st.floats(0, 1000))
 def test_it_learns_what_visits_cost(a: float, times_share: float, c: float, e: float) -> None:
-    """Of whatever size the parts are: `c` and `e` are in tokens."""
     _, error = fitted(a, times_share * SHARE * a, c * a, e * a, noise=0.0)
     assert error <= 0.01
 
