@@ -97,13 +97,11 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -
 
 
 def test_whoever_reaches_nobody_goes_round_nobody() -> None:
-    members = Membership(RUN, OWN)
-    for stage in (1, 2):
-        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
-    planner = Planner(PathRules(stages=4, per_path=2), members, MeasuredTimes(OWN, TOKENS))
+    members, planner = three_stages()
     members.give_up(PeerId("p2"), NOW)
     assert planner.goes_round(ModuleId(2), NOW)
     members.give_up(PeerId("p1"), NOW)
+    members.give_up(PeerId("p3"), NOW)
     assert not planner.goes_round(ModuleId(2), NOW)
 
 
