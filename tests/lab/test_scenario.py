@@ -162,6 +162,34 @@ def test_the_undisturbed_run_trains_the_same_manifest() -> None:
     assert [each.profile for each in mobile.events if isinstance(each, Start)] == ["mobile"]
 
 
+CHAOS = """
+name = "test"
+seed = 3
+duration = 20
+[chaos]
+fault = "something breaks"
+"""
+
+
+def fault(action: str, keys: str, at: float = 5) -> str:
+    return f'[[event]]\nat = {at}\naction = "{action}"\n{keys}\n'
+
+
+BARE = CHAOS.partition("fault")[0]
+WRONG_CHAOS = [
+    (CHAOS + fault("crash", 'stage = 1\npoint = "nowhere"'), "nowhere"),
+    (CHAOS + fault("child", 'peers = [1]\nwhich = "cat"'), "which"),
+    (CHAOS + fault("odd", "stage = 1"), "one is needed"),
+    (CHAOS + fault("odd", 'stage = 1\nprotocol = "2"'), "protocol"),
+    (CHAOS + fault("odd", "stage = 1\nstep = -30"), "step_after"),
+    (BARE, "fault"),
+    (BARE + 'fault = "f"\nrecover = 3\n', "recover"),
+    (BARE + 'fault = "f"\nat_least = { commits = "many" }\n', "at_least.commits"),
+    ("held_out = 8\n" + CHAOS, "go together"),
+    (CHAOS + "loss_ratio = 1.02\n", "go together"),
+]
+
+
 def parted(*sides: Any) -> dict[str, Any]:
     return tomllib.loads(BASE) | {"event": [{"at": 1, "action": "partition", "sides": sides}]}
 
@@ -190,6 +218,7 @@ def event(**values: Any) -> dict[str, Any]:
         (event(at=float("nan")), r"event\[0\].at: "),
         (event(action="start", stage=3), r"event\[0\].stage: must be a whole number from 0 to 2"),
         (event(action="freeze"), r"event\[0\].for is missing"),
+        *((tomllib.loads(text), named) for text, named in WRONG_CHAOS),
         *((parted(*sides), "sides") for sides in ([[0]], [[0], [0, 1]], [0, 1], [[0], []])),
     ],
 )
@@ -212,19 +241,6 @@ def test_the_examples_in_the_document_are_good() -> None:
     wide, broken = (scenario_of(part.split("```")[0]) for part in document.split("```toml\n")[1:])
     assert {event.NAME for event in wide.events} >= {"shape", "kill", "start", "freeze", "partition", "churn"}
     assert broken.chaos is not None
-
-
-CHAOS = """
-name = "test"
-seed = 3
-duration = 20
-[chaos]
-fault = "something breaks"
-"""
-
-
-def fault(action: str, keys: str, at: float = 5) -> str:
-    return f'[[event]]\nat = {at}\naction = "{action}"\n{keys}\n'
 
 
 WAN = sorted((ROOT / "docker" / "wan").glob("*.toml"))
@@ -266,30 +282,6 @@ def test_faults_are_read() -> None:
     assert (odd.oddities, odd.step_after_s, odd.works) == (("--clock=-5", "--protocol=1-2"), 0, True)
     assert (stepping.oddities, stepping.step_after_s) == (("--clock=300", "--step=-300"), 9)
     assert leader == FreezeLeader(at_s=7, stage=1, for_s=4)
-
-
-def chaos_table(own: str) -> str:
-    return f'name = "test"\nduration = 20\n{own}\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (CHAOS + fault("crash", 'stage = 1\npoint = "nowhere"'), "nowhere"),
-        (CHAOS + fault("child", 'peers = [1]\nwhich = "cat"'), "which"),
-        (CHAOS + fault("odd", "stage = 1"), "one is needed"),
-        (CHAOS + fault("odd", 'stage = 1\nprotocol = "2"'), "protocol"),
-        (CHAOS + fault("odd", "stage = 1\nstep = -30"), "step_after"),
-        (chaos_table("[chaos]"), "fault"),
-        (chaos_table('[chaos]\nfault = "f"\nrecover = 3'), "recover"),
-        (chaos_table('[chaos]\nfault = "f"\nat_least = { commits = "many" }'), "at_least.commits"),
-        ("held_out = 8\n" + CHAOS, "go together"),
-        (CHAOS + "loss_ratio = 1.02\n", "go together"),
-    ],
-)
-def test_wrong_keys_and_expectations_are_named(text: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        scenario_of(text)
 
 
 def test_scenarios_are_named_or_files(tmp_path: Path) -> None:
