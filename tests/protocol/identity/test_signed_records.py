@@ -323,17 +323,13 @@ def read_by_another(message: MicrobatchTensor) -> str | None:
     return Routes(HOP, ROUTE_RUN, GUESTS).fault(frame.message)
 
 
-def test_what_is_signed_is_written_out() -> None:
+def test_what_is_signed_is_written_out_and_documents_apart_from_modules() -> None:
+    """Else what was signed as modules could be shown as documents."""
     modules = (ModuleId(1), ModuleId(258, 3))
     assert signed_bytes(ROUTE_RUN, NUMBER, Purpose.TRAIN, 1.5, modules) == (
         b"skipstone-route:2\0" + b"\xab" * 32 + bytes([0, 0, 0, 0, 0, 0, 0, 7, 1, 0, 0, 5, 220])
         + bytes([0, 1, 0, 0, 1, 2, 0, 3])
     )  # fmt: skip
-
-
-def test_documents_are_signed_apart_from_modules() -> None:
-    """Else what was signed as modules could be shown as documents."""
-    modules = (ModuleId(1), ModuleId(258, 3))
     assert signed_bytes(ROUTE_RUN, NUMBER, Purpose.TRAIN, 1.5, modules, (5, 70000)) == (
         b"skipstone-route-documents:1\0" + b"\xab" * 32 + bytes([0, 0, 0, 0, 0, 0, 0, 7, 1, 0, 0, 5, 220])
         + bytes([0, 2, 0, 1, 0, 0, 1, 2, 0, 3, 0, 0, 0, 5, 0, 1, 17, 112])
