@@ -57,16 +57,13 @@ def emulation(*shapes: LinkShape) -> Emulation:
     return made
 
 
-def test_both_links_delay_and_limit() -> None:
+def test_both_links_delay_and_limit_and_that_of_no_member_is_ideal() -> None:
     network = emulation(SLOW, FAR)
     assert network.one_way_s((0, 1), random.Random(0)) == pytest.approx(0.06)
     left_at = network.leave((0, 1), 1000, 0.0)
     assert left_at == pytest.approx(1.0 - BURST_S)
     assert network.arrive((0, 1), 1000, left_at) == pytest.approx(left_at + 0.5 - BURST_S)
     assert network.passed() == {(0, 1): 1000}
-
-
-def test_who_is_no_member_has_an_ideal_link() -> None:
     network = emulation(FAR)
     assert network.one_way_s((None, 0), random.Random(0)) == 0.05
     assert network.leave((None, 0), 10**9, 7.0) == 7.0

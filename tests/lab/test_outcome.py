@@ -664,11 +664,8 @@ def test_visits_of_a_run_with_experts_are_told_by_module_and_route() -> None:
     assert "routes" not in judged(Log(D, [Completed(D, M, (), 64), visit(D)])).as_json()
 
 
-def test_another_expert_than_the_paths_must_not_count_it() -> None:
+def test_a_path_visits_one_expert_of_a_stage_and_no_other_one_counts_it() -> None:
     report = routed((f"1.1@{A}", f"2.0@{B}"), {A: "1.0", B: "2.0"})
     assert [found.message for found in report.violations] == [f"{M} counts at module 1.0, but its path names 1.1"]
-
-
-def test_a_path_visits_one_expert_of_a_stage() -> None:
     report = routed((f"1.0@{A}", f"1.1@{B}"), {B: "1.1"})
     assert ("one expert a stage", f"{D}:2") in rules(report)

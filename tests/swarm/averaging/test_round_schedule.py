@@ -350,10 +350,12 @@ def test_a_roster_counts_the_work_and_says_what_it_leads_to() -> None:
     assert make_roster(RULES, replace(signed(), entries=(entry(0),))) is None
 
 
-def test_sums_end_where_frames_end() -> None:
+def test_sums_end_where_frames_end_and_from_the_third_attempt_on_the_leader_reduces_alone() -> None:
     full = replace(signed(), base=replace(BASE, steps=MAX_COUNT - 1, tokens=MAX_COUNT - 1))
     made = make_roster(RULES, full)
     assert (made.steps, made.tokens) == (MAX_COUNT, MAX_COUNT)
+    made = roster(replace(ATTEMPT, attempt=2))
+    assert {member.peer: member.end_chunk - member.first_chunk for member in made.members} == {A: 16, B: 0, C: 0}
 
 
 def test_one_of_two_that_claims_many_or_hardly_any_steps_bends_the_schedule_a_little() -> None:
@@ -364,11 +366,6 @@ def test_one_of_two_that_claims_many_or_hardly_any_steps_bends_the_schedule_a_li
     assert steps(10) == 10
     assert steps(1) >= 5
     assert steps(2**32) <= 25
-
-
-def test_from_the_third_attempt_on_the_convener_reduces_alone() -> None:
-    made = roster(replace(ATTEMPT, attempt=2))
-    assert {member.peer: member.end_chunk - member.first_chunk for member in made.members} == {A: 16, B: 0, C: 0}
 
 
 def test_rosters_that_cannot_be_right_are_objected_to() -> None:

@@ -62,12 +62,9 @@ def test_who_opposes_most_others_again_and_again_is_named_once() -> None:
     assert [named for named in heard if named] == [(B,)]
 
 
-def test_a_mean_longer_than_the_norms_allow_is_odd() -> None:
+def test_a_mean_longer_than_the_norms_allow_or_much_longer_than_ours_is_odd() -> None:
     assert judged(beside(A, length=0.5 * LONGEST * 0.99, cosine=0.9)) == {}
     assert set(judged(beside(A, length=0.5 * LONGEST * 1.01, cosine=0.9))) == {A}
-
-
-def test_a_mean_much_longer_than_those_that_we_make_is_odd() -> None:
     ours = beside(OWN, length=0.2, cosine=0.3)
     assert judged(ours, beside(A, length=0.2 * LONGER_THAN_OURS * 0.99, cosine=0.3)) == {}
     assert set(judged(ours, beside(A, length=0.2 * LONGER_THAN_OURS * 1.01, cosine=0.3))) == {A}
@@ -132,12 +129,9 @@ def test_a_mean_stretched_by_half_is_not_explained(members: int, cosine: float) 
     assert "does not match the contributions" in why
 
 
-def test_a_reducer_that_contributes_nothing_may_leave_nothing() -> None:
+def test_a_reducer_leaves_no_more_than_the_norm_that_it_declared() -> None:
     assert unexplained(Reckoning(4096, 1e-5, 1.0, (0.5,)), 0.0, 0.0, Codec.NONE) is None
     assert unexplained(Reckoning(4096, 1e-3, 1.0, (0.5,)), 0.0, 0.0, Codec.NONE) is not None
-
-
-def test_no_own_part_is_longer_than_the_norm_that_was_declared() -> None:
     assert unexplained(Reckoning(4096, 0.34, 0.0, (0.9,)), 1 / 3, 1.0, Codec.NONE) is not None
 
 

@@ -203,12 +203,9 @@ def test_neighbours_and_replicas_come_before_others() -> None:
     assert len(by_worth(OWN, None, everybody, ())) == 6, "a visitor takes anybody"
 
 
-def test_another_expert_of_the_stage_is_no_replica() -> None:
+def test_another_expert_is_no_replica_and_our_stage_may_be_the_last_though_no_other_peer_serves_it() -> None:
     other = replace(dialable("other", 2), module=ModuleId(2, 1))
     assert by_worth(OWN, ModuleId(2), [other, dialable("far", 4), dialable("next", 3)], ())[0] == "next"
-
-
-def test_the_own_stage_may_be_the_last_one_though_nobody_else_serves_it() -> None:
     assert by_worth(OWN, ModuleId(3), [dialable("a", 1), dialable("d", 0)], ()) == ["d", "a"]
 
 

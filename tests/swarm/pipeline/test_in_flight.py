@@ -308,9 +308,6 @@ def test_slots_at_hops_bound_it(slots: list[list[int]], visited: float, data_nod
     assert found.value == room
 
 
-def test_where_nobody_has_said_there_is_no_bound() -> None:
+def test_the_smallest_bound_holds_and_slots_that_nobody_announces_are_none() -> None:
     assert room_at_hops([[], [0]], 1.0, 1) is None
-
-
-def test_the_smallest_bound_holds() -> None:
     assert least_of([Reasoned(3, "a"), Reasoned(2, "b"), Reasoned(9, "c")]) == Reasoned(2, "b")
