@@ -51,13 +51,10 @@ def flights(*marks: tuple[float, str]) -> list[FlightMark]:
     return [FlightMark(at, kind, ("p1", "p3"), 2 * number) for number, (at, kind) in enumerate(marks)]
 
 
-def test_steps_are_timed_from_end_to_end() -> None:
+def test_steps_are_timed_from_end_to_end_and_a_swarm_between_two_times() -> None:
     marks = flights(*((at, HOME) for at in (1.0, 2.0, 4.0, 5.0, 9.0, 11.0, 11.5, 13.0)))
     assert steps_s(marks, 2, (0.0, 12.0)) == [3.0, 6.0]
     assert steps_s(marks, 2, (3.0, 20.0)) == [6.0, 2.0]
-
-
-def test_a_swarm_is_measured_between_two_times() -> None:
     marks = flights((5.0, LAUNCHED), (9.0, HOME), *((10.0 + k / 2, HOME) for k in range(20)), (19.9, LOST))
     indices = {"own": 0, "p1": 1, "p2": 2, "p3": 3}
     found = figures(Trial("E", "ours", 1, SMALL, Path()), {0: marks}, indices, (10.0, 20.0), 64)

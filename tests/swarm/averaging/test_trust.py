@@ -87,14 +87,11 @@ def test_zeros_where_ours_are_none_are_odd() -> None:
     assert judged(HONEST, beside(A, length=0.4, cosine=0.0, ours=0.0)) == {}, "rows that only others have seen"
 
 
-def test_who_is_odd_itself_slanders_nobody() -> None:
+def test_who_is_odd_itself_or_contributes_nothing_slanders_nobody() -> None:
     """Its update points the other way: so do all means then, its own as well."""
     others = [beside(peer, length=0.5 * LONGEST * 1.01, cosine=-0.7) for peer in (A, B)]
     assert judged(beside(OWN, length=0.5 * LONGEST * 1.01, cosine=-0.7), *others) == {}
     assert set(judged(HONEST, *others)) == {A, B}
-
-
-def test_who_contributes_nothing_has_nothing_to_compare_with() -> None:
     assert oddities(OWN, [beside(A, length=9.0, cosine=-1.0)], 0.0, 0.0, 1.0) == {}
 
 

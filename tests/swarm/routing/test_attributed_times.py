@@ -48,14 +48,11 @@ def travel() -> Travel:
     return Travel()
 
 
-def test_who_gets_longer_documents_does_not_look_slower() -> None:
+def test_long_documents_and_the_queue_of_others_make_no_peer_look_slower() -> None:
     travel = Travel(size=2.0)
     travel.out()
     travel.back()
     assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([1.5, 3.0, 4.5])
-
-
-def test_the_queue_that_it_found_is_taken_out() -> None:
     travel = Travel({B: 2})
     travel.out()
     travel.back()

@@ -129,12 +129,9 @@ def test_who_spoils_only_what_another_has_touched_is_as_likely_to_go(seed: int) 
     assert set(found) <= {"a1", "a2"}
 
 
-def test_a_module_with_one_replica_has_nobody_to_be_compared_with() -> None:
+def test_who_does_it_again_is_found_again_but_not_a_modules_only_replica() -> None:
     found = found_by(LossOutliers(ROUND), lambda peers: 5.0, [["a1"], ["a2"]], random=Random(0))
     assert not found
-
-
-def test_who_does_it_again_is_found_again() -> None:
     random, outliers = Random(0), LossOutliers(ROUND)
     harm: Harm = lambda peers: 3.0 if "b1" in peers else 0.0  # noqa: E731
     for _ in range(12):

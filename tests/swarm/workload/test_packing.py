@@ -166,14 +166,11 @@ def test_a_run_counts_what_came_before_the_block() -> None:
 CAPACITY_OF_FOUR = Capacity(4096, 16_384, 1 / 3000)
 
 
-def test_what_would_leave_a_microbatch_half_empty_goes_into_the_next_block() -> None:
+def test_only_what_would_leave_a_microbatch_half_empty_goes_into_the_next_block() -> None:
     packing, taken = pack_and_end([4096] * 254, (), CAPACITY_OF_FOUR)
     assert taken == 252
     assert {len(of) for of in packing.microbatches} == {4}
     assert len(pack([4096] * 254, (), CAPACITY_OF_FOUR).microbatches) == len(packing.microbatches) + 1
-
-
-def test_all_documents_are_of_the_block_where_they_fill_it() -> None:
     lengths = [random.Random(1).randint(20, 1500) for _ in range(600)]
     packing, taken = pack_and_end(lengths, (), CAPACITY_OF_FOUR)
     assert (packing, taken) == (pack(lengths, (), CAPACITY_OF_FOUR), 600)
