@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import kit
+from benchmarks.card import PARTS
 from benchmarks.hop import SAMPLES_PER_ROUND, skipstone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,7 +20,6 @@ COMMON = {"benchmark", "command", "date", "machine"}
 
 
 def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
-    """The figures that a benchmark prints."""
     command = [sys.executable, *words, "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=within_s)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -72,6 +72,25 @@ def test_what_one_process_or_two_measure(name: str, keys: set[str]) -> None:
 )
 def test_what_swarms_measure(name: str, words: tuple[str, ...]) -> None:
     run("-m", f"benchmarks.{name}", *words, within_s=580.0)
+
+
+@pytest.mark.timeout(400)
+def test_every_part_of_the_card_kit_reports_its_figures_on_a_cpu(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "benchmarks.card", "--smoke", "--out", tmp_path)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    report = json.loads((tmp_path / "card.json").read_text())
+    assert {name: part["ended"] for name, part in report["parts"].items()} == dict.fromkeys(PARTS, "ok"), ran.stderr
+    found = {name: part["result"] for name, part in report["parts"].items()}
+    assert found["train"]["solo 160m"]["tokens_per_s"] > 0
+    assert found["train"]["solo 160m"]["mfu"] > 0, "it has the ceiling that an earlier part measured"
+    assert all(row["equal_to_cpu"] for name, row in found["codecs"].items() if not name.startswith("copy"))
+    assert found["attention"]["documents"]["tflop_s"] > 0
+    assert found["hop"]["int8"]["forward_backward_ms"] > found["hop"]["int8"]["forward_ms"] > 0
+    assert found["split"]["chunk_ms"]["chunks_a_microbatch"] > 1
+    assert found["tests"]["failed"] == 0
+    assert found["swarm"]["check"]["violations"] == 0
+    assert found["swarm"]["check"]["ended_well"] == 3, "of four, one of which was killed"
+    assert "swarm: ok" in ran.stdout
 
 
 def test_a_round_of_the_hop_moves_tensors_there_and_back() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.paths import CELLS, Environment, Trial, figures, make_environment, report, steps_s, trials
-from tests.e2e.emulated import Network
-from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightMark, FlightWriter, read_flights, write_text
+from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightMark, write_text
 
 WAYS = {"a": {"a": 0.0, "b": 0.1}, "b": {"a": 0.1, "b": 0.0}}
 SMALL = Environment((0, 1, 1, 2), (0.01, 0.1, 0.2, 0.05), (1.0,) * 4, ("a", "a", "b", "b"), WAYS)
@@ -53,13 +51,10 @@ def flights(*marks: tuple[float, str]) -> list[FlightMark]:
     return [FlightMark(at, kind, ("p1", "p3"), 2 * number) for number, (at, kind) in enumerate(marks)]
 
 
-def test_steps_are_timed_from_end_to_end() -> None:
+def test_steps_are_timed_from_end_to_end_and_a_swarm_between_two_times() -> None:
     marks = flights(*((at, HOME) for at in (1.0, 2.0, 4.0, 5.0, 9.0, 11.0, 11.5, 13.0)))
     assert steps_s(marks, 2, (0.0, 12.0)) == [3.0, 6.0]
     assert steps_s(marks, 2, (3.0, 20.0)) == [6.0, 2.0]
-
-
-def test_a_swarm_is_measured_between_two_times() -> None:
     marks = flights((5.0, LAUNCHED), (9.0, HOME), *((10.0 + k / 2, HOME) for k in range(20)), (19.9, LOST))
     indices = {"own": 0, "p1": 1, "p2": 2, "p3": 3}
     found = figures(Trial("E", "ours", 1, SMALL, Path()), {0: marks}, indices, (10.0, 20.0), 64)
@@ -80,16 +75,3 @@ def test_the_bar_is_of_pairs_of_the_same_seed() -> None:
     assert found["ratios"] == {"ours / swarm": [0.5, 0.8]}
     assert found["bar"] == {"limit": 0.85, "is": pytest.approx(0.632, abs=1e-3), "held": True}
     assert found["arms"]["ours"]["step_s"] == 2.0
-
-
-def test_what_emulated_nodes_write_is_read_back(tmp_path: Path) -> None:
-    network = Network({"p": "a", "q": "b"}, WAYS)
-    network.write(tmp_path / "network.json")
-    assert Network.read(tmp_path / "network.json").between("q", "p") == 0.1
-    path = tmp_path / "flights.jsonl"
-    assert read_flights(path) == []
-    with closing(FlightWriter(path)) as writer, path.open("a") as file:
-        writer.write(LAUNCHED, ("p", "q"), 3)
-        file.write('{"at":1')
-    (mark,) = read_flights(path)
-    assert (mark.kind, mark.peers, mark.measured) == (LAUNCHED, ("p", "q"), 3)

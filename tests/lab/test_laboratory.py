@@ -146,11 +146,6 @@ async def test_a_peer_with_a_command_of_its_own_starts_again_without_it(lab: Lab
     assert index not in swarm.ends
 
 
-async def test_what_is_not_possible_is_missed_and_ends_nothing(lab: Laboratory) -> None:
-    assert said(lab, Start(at_s=0, stage=9)).startswith("start was not possible: stage 9 is not one of")
-    assert len(lab.missed) == 1
-
-
 async def test_a_replaced_peer_is_none_of_the_last_ones(lab: Laboratory) -> None:
     """Five peers over three stages: two stages have a spare one."""
     for _ in range(3):
@@ -216,11 +211,6 @@ async def test_what_still_lasts_when_the_run_ends_is_mended(lab: Laboratory) -> 
     assert kinds(lab) == [Kind.FAULT]
 
 
-async def test_a_child_that_is_not_there_is_missed(lab: Laboratory) -> None:
-    await do(lab, Child(at_s=0, peers=(1, 2), which="p2pd"))
-    assert lab.missed == ["found only 0 processes p2pd of peers 1, 2"]
-
-
 @pytest.mark.parametrize("politely", [True, False])
 async def test_peers_end_and_start_again_as_themselves(lab: Laboratory, politely: bool) -> None:
     swarm = lab.swarm
@@ -235,11 +225,14 @@ async def test_peers_end_and_start_again_as_themselves(lab: Laboratory, politely
     assert not lab.missed
 
 
-async def test_a_peer_that_does_not_come_to_its_crash_point_is_missed(lab: Laboratory) -> None:
+async def test_what_is_not_possible_is_missed_and_ends_nothing(lab: Laboratory) -> None:
+    assert said(lab, Start(at_s=0, stage=9)).startswith("start was not possible: stage 9 is not one of")
     await do(lab, Crash(at_s=0, stage=1, point="sent", leave_after_s=0.1))
-    assert len(lab.missed) == 1
-    assert "before it came to `sent`" in lab.missed[0]
     assert Kind.FAULT not in kinds(lab)
+    await do(lab, Child(at_s=0, peers=(1, 2), which="p2pd"))
+    _, crash, child = lab.missed
+    assert "before it came to `sent`" in crash
+    assert child == "found only 0 processes p2pd of peers 1, 2"
 
 
 async def test_the_look_out_reads_logs_while_they_are_written(tmp_path: Path) -> None:

@@ -420,16 +420,16 @@ def test_a_run_in_good_order_is_clean() -> None:
     assert (report.logs, report.ended_well) == (4, 4)
 
 
-def test_two_replicas_of_a_stage_that_both_count_are_found() -> None:
-    report = judged(*good(), Log(A2, [visit(A2)]))
-    assert rules(report) == [("exactly once", f"{A2}:2")]
-    assert "2 times at stage 1" in report.violations[0].message
-
-
-def test_a_visit_by_another_replica_than_the_paths_is_found() -> None:
-    logs = good()
-    logs[1] = Log(A2, [visit(A2)])
-    assert rules(judged(*logs, Log(A))) == [("exactly once", f"{A2}:2")]
+def test_a_visit_that_no_completed_path_names_is_found() -> None:
+    """Of a second replica of a stage, of another one than the path's, and of what was never completed."""
+    both = judged(*good(), Log(A2, [visit(A2)]))
+    other = judged(good()[0], Log(A2, [visit(A2)]), good()[2], Log(A))
+    never = judged(*good(), Log(A2, [visit(A2, "dddddd#9")]))
+    assert rules(both) == rules(other) == rules(never) == [("exactly once", f"{A2}:2")]
+    assert "2 times at stage 1" in both.violations[0].message
+    stranger = judged(*good(), Log(A2, [visit(A2, "xxxxxx#9")]))
+    assert stranger.violations == ()
+    assert stranger.counts["visits for data nodes without a log"] == 1
 
 
 @pytest.mark.parametrize("killed", ["nobody", "replica", "data node"])
@@ -450,14 +450,6 @@ def test_a_missing_visit_is_let_pass_only_with_a_killed_process(killed: str) -> 
 def test_a_missing_log_is_no_excuse() -> None:
     report = judged(*good()[:2])
     assert "that peer has no log" in report.violations[0].message
-
-
-def test_a_visit_of_what_was_never_completed_is_found() -> None:
-    report = judged(*good(), Log(A2, [visit(A2, "dddddd#9")]))
-    assert rules(report) == [("exactly once", f"{A2}:2")]
-    stranger = judged(*good(), Log(A2, [visit(A2, "xxxxxx#9")]))
-    assert stranger.violations == ()
-    assert stranger.counts["visits for data nodes without a log"] == 1
 
 
 def test_what_completes_twice_or_is_also_abandoned_is_found() -> None:
@@ -491,7 +483,6 @@ def test_a_data_node_that_goes_on_from_a_checkpoint_answers_for_what_came_after(
 
 
 def test_what_was_started_adds_up_when_data_nodes_were_killed() -> None:
-    """A killed one leaves no figures; its log has what it has done."""
     killed = Log(D, [visit(D), completed(A, B), Abandoned("dddddd#8", "lost")], end=None)
     after = Log(D, [Abandoned("dddddd#9", "lost"), summary(2, 0, 1)], began=6)
     counts = judged(killed, after, Log(A, [visit(A)]), Log(B, [visit(B)])).counts
@@ -507,15 +498,12 @@ def caught_up(peer: str, number: int, digest: str = ANCHOR) -> CaughtUp:
     return CaughtUp(peer, "1.0", number, digest, 10, 0.1, (A,))
 
 
-def test_replicas_that_agree_are_clean() -> None:
+def test_replicas_that_agree_are_clean_and_two_digests_of_one_round_are_found() -> None:
     report = judged(
         Log(A, [commit(A, 1), commit(A, 2, OTHER)]), Log(A2, [Restored(A2, "1.0", 0, NEXT), caught_up(A2, 2, OTHER)])
     )
     assert report.violations == ()
     assert (report.counts["commits"], report.counts["caught_up"], report.counts["restored"]) == (2, 1, 1)
-
-
-def test_two_digests_of_one_round_are_found() -> None:
     report = judged(Log(A, [commit(A, 1), commit(A, 2, NEXT)]), Log(A2, [commit(A2, 1, OTHER), commit(A2, 2, NEXT)]))
     assert [rule for rule, _ in rules(report)] == ["one digest a round"]
 
@@ -639,7 +627,7 @@ def data_log(*counted: tuple[int, int, int], before: MicrobatchCounts | None = N
     return Log(D, events)
 
 
-def test_tokens_are_those_of_completed_microbatches() -> None:
+def test_tokens_are_those_of_completed_microbatches_and_each_step_comes_once() -> None:
     assert judged(data_log((4, 1, 256), (3, 2, 448), (5, 3, 768))).violations == ()
     continued = data_log((2, 9, 5000), (1, 10, 5064), before=MicrobatchCounts(90, 80, 0, 0))
     assert judged(data_log((4, 1, 256)), continued).violations == (), "what it had before the snapshot is not here"
@@ -647,9 +635,6 @@ def test_tokens_are_those_of_completed_microbatches() -> None:
         report = judged(data_log((4, 1, 256), (3, 2, tokens)))
         assert [found.rule for found in report.violations] == ["tokens"]
         assert "for 192 completed ones" in report.violations[0].message
-
-
-def test_a_step_that_is_left_out_or_done_again_is_found() -> None:
     assert [found.rule for found in judged(data_log((4, 1, 256), (4, 3, 512))).violations] == ["steps go forward"]
     assert [found.rule for found in judged(data_log((4, 2, 256), (4, 2, 512))).violations] == ["steps go forward"]
 
@@ -673,11 +658,8 @@ def test_visits_of_a_run_with_experts_are_told_by_module_and_route() -> None:
     assert "routes" not in judged(Log(D, [Completed(D, M, (), 64), visit(D)])).as_json()
 
 
-def test_another_expert_than_the_paths_must_not_count_it() -> None:
+def test_a_path_visits_one_expert_of_a_stage_and_no_other_one_counts_it() -> None:
     report = routed((f"1.1@{A}", f"2.0@{B}"), {A: "1.0", B: "2.0"})
     assert [found.message for found in report.violations] == [f"{M} counts at module 1.0, but its path names 1.1"]
-
-
-def test_a_path_visits_one_expert_of_a_stage() -> None:
     report = routed((f"1.0@{A}", f"1.1@{B}"), {B: "1.1"})
     assert ("one expert a stage", f"{D}:2") in rules(report)

@@ -54,7 +54,6 @@ class Targets:
         return Contact(known.peer, known.addresses, known.certificate)
 
     def persona(self) -> Persona:
-        """A new identity with a certificate of the run, that knows everybody."""
         persona = Persona(run=self.link.run)
         persona.book.contacts = {self.announced[module].peer: self.contact(module) for module in self.announced}
         return persona

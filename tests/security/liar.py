@@ -119,8 +119,7 @@ def of_the_next_round(sent: Sent) -> Sent:
 
 
 def forged_rosters() -> None:
-    """On its turn its own update, the other way round and a thousand times as long, counts all, and the others'
-    nothing."""
+    """As leader, only its own update counts: reversed and a thousand times as long."""
     honestly = convening.SignedRoster
 
     def forge(number: RoundId, base: AnchorVersion, entries: tuple[Entry, ...], *codec: Any) -> SignedRoster:

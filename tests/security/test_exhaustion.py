@@ -100,7 +100,6 @@ async def test_who_stalls_is_let_go_and_holds_up_nobody(scene: Siege) -> None:
 
 
 async def to_its_end(stream: BareStream) -> None:
-    """What the victim still says, until it ends the stream."""
     async with asyncio.timeout(LET_GO_S):
         with suppress(PeerError):
             while await stream.stream.read() is not None:
@@ -174,7 +173,6 @@ LITTLE_PATIENCE_S = 1.0
 
 
 async def test_silent_and_lying_peers_do_not_keep_the_manifest_from_a_newcomer(scene: Siege) -> None:
-    """They are even those that the newcomer asks first."""
     async with visit(scene.targets.link, "127.0.0.1") as session, AsyncExitStack() as stack:
         hostile = set[PeerId]()
         for number in range(SILENT + LYING):
@@ -303,7 +301,6 @@ def lies_about(microbatch: MicrobatchId, own: PeerId) -> tuple[ControlMessage, .
 
 
 async def _started(intruder: Node, data_node: PeerId) -> int:
-    """How many microbatches have set out, as the data node tells everybody."""
     status = json.loads(await intruder.transport.ask(data_node, Question(QuestionAbout.STATUS), LONG))
     return int(status["counts"]["started"])
 

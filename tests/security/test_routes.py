@@ -17,14 +17,7 @@ from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong, TensorF
 from protocol.interfaces.transport import Contact
 from swarm.pipeline.custody import STRANGER
 from swarm.vocabulary.errors import PeerError
-from swarm.vocabulary.pipeline_messages import (
-    Backward,
-    Direction,
-    Forward,
-    MicrobatchTensor,
-    Receipt,
-    ReceiptStatus,
-)
+from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
 from tests.protocol.transport.link_peers import LONG, BareStream, Persona
 from tests.security.adversary import Targets
@@ -38,8 +31,7 @@ AHEAD = 60
 
 
 class Stranger:
-    """A stream on which tensors are sent whoever they are from; notes the answers, and says PASSED_ON to whatever
-    comes, so that nobody takes it back."""
+    """A stream that sends anyone's tensors, notes answers, and says PASSED_ON to what comes, so that it stays taken."""
 
     def __init__(self, own: PeerId, stream: BareStream, targets: Targets) -> None:
         self.own, self._stream, self._tensor = own, stream, targets.tensor
@@ -80,8 +72,7 @@ class Stranger:
 
 
 async def invented(scene: Siege, persona: Persona, record: bytes) -> Stranger:
-    """Fills the stage-2 peer with microbatches of data nodes that do not exist, itself before and after it, and hangs
-    up."""
+    """Fills the stage-2 peer with microbatches of invented data nodes, as the hop before it, and hangs up."""
     targets, victim = scene.targets, scene.targets.contact(STAGES[1])
     async with targets.attack(victim, persona=persona, record=record) as (own, stream):
         stranger = Stranger(own, stream, targets)
@@ -175,8 +166,7 @@ async def test_nobody_uses_up_the_numbers_of_a_data_node(scene: Siege) -> None:
 
 
 def account(scene: Siege, by: PeerId, numbers: range) -> tuple[set[int], set[int]]:
-    """Of these numbers, those that the data node has completed, and those of which `by` has said that its gradient
-    counts."""
+    """Those of `numbers` that the data node has completed, and those whose gradients `by` has counted."""
     done: dict[str, set[int]] = {"completed": set(), "visit": set()}
     for line in scene.events().splitlines():
         event = json.loads(line)

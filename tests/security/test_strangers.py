@@ -20,8 +20,7 @@ from tests.protocol.identity.minting import extension_for, new_key
 
 
 def libp2p_context() -> ssl.SSLContext:
-    """With a certificate after the libp2p TLS specification (https://github.com/libp2p/specs/blob/master/tls/tls.md)
-    for a new identity."""
+    """A new identity's, by the specification (https://github.com/libp2p/specs/blob/master/tls/tls.md)."""
     key, now = new_key(), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(NameOID.SERIAL_NUMBER, str(x509.random_serial_number()))])
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())

@@ -57,7 +57,7 @@ async def test_no_secret_is_in_any_log_event_or_command_line(scene: Siege) -> No
     written = scene.logs() + scene.events() + scene.command_lines()
     assert "DEBUG node.pipeline.runner" in written, "the log is as detailed as it gets"
     scalar = authority_key(scene.targets.link.run).private_numbers().private_value
-    assert not spellings(scalar.to_bytes(32, "big")) & words_in(written)
+    assert not spellings(scalar.to_bytes(32, "big")) & set(written.split())
     for peer in scene.swarm.peers:
         assert peer.peer in written, "its public name is no secret"
         for spelling in spellings(seed_of(peer.identity_path)):
@@ -74,10 +74,6 @@ def spellings(secret: bytes) -> set[str]:
     """As somebody might have printed it; of base64 the part that does not depend on what stands around it."""
     inside = {base64.b64encode(bytes(before) + secret).decode()[4:40] for before in range(3)}
     return {secret.hex(), secret.hex(" "), repr(secret)[2:-1], str(int.from_bytes(secret, "big")), *inside}
-
-
-def words_in(text: str) -> set[str]:
-    return set(text.split())
 
 
 async def test_no_process_of_a_swarm_makes_an_object_from_a_pickle(scene: Siege) -> None:

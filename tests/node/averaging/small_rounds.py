@@ -127,8 +127,6 @@ class Party:
 
 
 class Wire(NoLinks):
-    """`protocol.interfaces.transport.Transport` of one party."""
-
     def __init__(self, own: PeerId, room: Room) -> None:
         self._own, self._room = own, room
 
@@ -150,7 +148,7 @@ class Wire(NoLinks):
 
 
 class Room:
-    """The parties of an exchange, which begins with `begin`."""
+    """The parties of an exchange."""
 
     def __init__(self, base: Anchor, codec: Codec, tasks: asyncio.TaskGroup) -> None:
         self.base, self.codec = base, codec
@@ -199,7 +197,6 @@ class Room:
             await asyncio.wait(running, timeout=LONG_S)
 
     async def exchange(self, roster: Roster) -> list[Anchor]:
-        """A whole exchange; the new anchors, in the order of the parties."""
         self.prepare(roster)
         self.start()
         async with asyncio.timeout(LONG_S):
@@ -248,8 +245,6 @@ TOKENS = 64
 
 
 class MadeUpOptimizer:
-    """Moves every parameter a little, by numbers that follow from a seed."""
-
     def __init__(self, part: nn.Module) -> None:
         self.steps = self.tokens = 0
         self.replicas = 1
@@ -325,8 +320,6 @@ class Everybody:
 
 @dataclass(eq=False)
 class Host:
-    """`node.averaging.round_runner.RoundHost` of one replica."""
-
     own: PeerId
     hall: Hall
 
@@ -360,7 +353,7 @@ class Host:
 
 
 class Hall:
-    """All replicas. `visible` says who sees whom; `dead` ones neither send nor receive."""
+    """All replicas. `dead` ones neither send nor receive."""
 
     def __init__(self, elements: int, inner_steps: int, fragments: int, levels: tuple[CodecLevel, ...]) -> None:
         self.replicas: dict[PeerId, Replica] = {}
@@ -395,8 +388,7 @@ class Hall:
         return replica
 
     def agree(self) -> bool:
-        """Whether no two living replicas have ever had different anchors of one round. (One that is cut off may hold
-        rounds by itself.)"""
+        """Whether no two living replicas had different anchors of one round. (A dead one may go on by itself.)"""
         for number in {number for replica in self.living for number in replica.history}:
             digests = {r.history[number] for r in self.living if number in r.history}
             if len(digests) > 1:
@@ -413,8 +405,6 @@ class Hall:
 
 
 class MemoryWire(NoLinks):
-    """`protocol.interfaces.transport.Transport` straight to the other replica."""
-
     def __init__(self, own: PeerId, hall: Hall) -> None:
         self._own, self._hall = own, hall
 

@@ -12,7 +12,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -26,13 +26,14 @@ from node.model.initialization import floats_of, parameters_of
 from node.model.moments import ORDINARY, Allowance, MomentType
 from node.pipeline.device_passes import BlockByBlock
 from node.pipeline.runner import Job, Output
-from node.pipeline.worker import DataWorker, HopWorker, host_hop, host_stage_zero, measure_speed, tensor_of
+from node.pipeline.worker import DataWorker, host_hop, host_stage_zero, measure_speed
 from protocol.codecs import Encoded, encode
 from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
+from tests.kit.hops import CPU, HopBench, sent
 from tests.node.device.pretend import DEVICE, METER, pinned, pretended
 from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
@@ -43,26 +44,13 @@ HAS_OUTLIER: Final = 3
 STANDS_OUT: Final = 5
 
 
-def sent(output: Output) -> Tensor:
-    assert output.tensor is not None
-    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
-
-
-def source_of(manifest: Manifest, number: int) -> Tensor:
-    kind = torch.bfloat16 if manifest.model.dtype == "bfloat16" else torch.float32
-    source = torch.randn(manifest.hidden_shape, generator=torch.Generator().manual_seed(number))
-    if number % 100 == HAS_OUTLIER:
-        source[..., STANDS_OUT] *= 40
-    return source.to(kind)
-
-
 def arrived(encoded: Encoded, allocate: Allocate) -> Encoded:
     buffer = allocate(encoded.data.nbytes)
     buffer[:] = encoded.data
     return Encoded(encoded.spec, buffer)
 
 
-class Hop:
+class Hop(HopBench):
     def __init__(
         self,
         manifest: Manifest,
@@ -72,24 +60,23 @@ class Hop:
         allowance: Allowance = ORDINARY,
         allocate: Allocate | None = None,
     ) -> None:
-        self.manifest, self.codec = manifest, codec
+        super().__init__(host_hop(manifest, ModuleId(1), device, budget, allowance), manifest)
+        self.codec = codec
         self._allocate = allocate or partial(buffer_for, device=device)
-        self.worker: HopWorker = host_hop(manifest, ModuleId(1), device, budget, allowance)
 
-    def job(self, number: int, work: Work, purpose: Purpose = Purpose.TRAIN) -> Job:
-        key = Key(MicrobatchId(PeerId("data"), number), 0)
-        there = self._message(number) if work is not Work.BACKWARD else None
-        back = self._message(number + 100) if work is not Work.FORWARD else None
-        return Job(number, key, work, purpose, there, back, codec=self.codec)
+    def source(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
+        source = super().source(number, documents)
+        if number % 100 == HAS_OUTLIER:
+            source[..., STANDS_OUT] *= 40
+        return source
 
-    def _message(self, number: int) -> Encoded:
-        return arrived(encode(source_of(self.manifest, number), self.codec), self._allocate)
+    def job(self, work: Work, number: int, **more: Any) -> Job:
+        return replace(super().job(work, number, **more), codec=self.codec)
 
-    def compute(self, number: int, work: Work, purpose: Purpose = Purpose.TRAIN) -> Tensor:
-        return sent(self.worker.compute(self.job(number, work, purpose)))
+    def _received(self, tensor: Tensor) -> Encoded:
+        return arrived(encode(tensor, self.codec), self._allocate)
 
 
-CPU: Final = torch.device("cpu")
 NO_GRAPHS: Final = 0
 CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
 WIDE: Final = {"vocabulary": 257, "hidden": 128, "heads": 4, "kv_heads": 2, "feed_forward": 384, "sequence": 8}
@@ -113,42 +100,38 @@ class Record:
 
 
 def _buffers(device: torch.device) -> Allocate:
-    """Receive buffers as the node has them for such a device."""
     return pinned if device == DEVICE else partial(buffer_for, device=device)
 
 
 def hop_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
     hop, tag = Hop(manifest, device, codec, allocate=_buffers(device)), codec.name
-    hop.compute(0, Work.FORWARD)  # the first is measured, which is another way
-    hop.compute(0, Work.BACKWARD)
+    hop.visit(0)  # the first is measured, which is another way
     for work in (Work.FORWARD, Work.BACKWARD):
         with record.job(f"{work.name} {tag}"):
-            record.note(f"hop {work.name} {tag}", hop.compute(1, work))
+            record.note(f"hop {work.name} {tag}", hop.compute(work, 1))
     with record.job(f"EVALUATE {tag}"):
-        record.note(f"hop EVALUATE {tag}", hop.compute(2, Work.FORWARD, Purpose.EVALUATE))
+        record.note(f"hop EVALUATE {tag}", hop.forward(2, purpose=Purpose.EVALUATE))
     with record.job(f"REPLAY {tag}"):
-        record.note(f"hop REPLAY {tag}", hop.compute(3, Work.REPLAY))
+        record.note(f"hop REPLAY {tag}", hop.compute(Work.REPLAY, 3))
     with record.job(f"retract {tag}"):
-        assert hop.worker.retract(hop.job(3, Work.REPLAY))
-    hop.compute(4, Work.FORWARD)
+        assert hop.worker.retract(hop.job(Work.REPLAY, 3))
+    hop.forward(4)
     with record.job(f"step {tag}"):
         assert hop.worker.step() is not None
     with record.job(f"BACKWARD recomputed {tag}"):
-        record.note(f"hop BACKWARD recomputed {tag}", hop.compute(4, Work.BACKWARD))
+        record.note(f"hop BACKWARD recomputed {tag}", hop.backward(4))
     for name, floats in floats_of(hop.worker.part).items():
         record.note(f"{name} {tag}", floats if isinstance(floats, Tensor) else floats.copied())
 
 
 def upkeep_jobs(manifest: Manifest, device: torch.device, moments: MomentType, record: Record) -> None:
-    """Snapshot, carry, capture and restore of a hop's replica."""
     tag = moments.value
     hop = Hop(manifest, device, Codec.NONE, allowance=Allowance(moments=moments))
     part, optimizer = hop.worker.part, hop.worker.optimizer
 
     def stepped(first: int) -> None:
         for number in (first, first + 1):
-            hop.compute(number, Work.FORWARD)
-            hop.compute(number, Work.BACKWARD)
+            hop.visit(number)
         assert hop.worker.step() is not None
 
     stepped(0)
@@ -238,22 +221,22 @@ def parameter_bytes(moments: MomentType) -> dict[str, float]:
     for _ in range(2):
         while not hop.worker.optimizer.due:
             number += 1
-            metered("forward", partial(hop.compute, number, Work.FORWARD))
-            metered("backward", partial(hop.compute, number, Work.BACKWARD))
-        hop.compute(number + 1000, Work.FORWARD)
+            metered("forward", partial(hop.forward, number))
+            metered("backward", partial(hop.backward, number))
+        hop.forward(number + 1000)
         metered("step", hop.worker.step)
-        metered("recomputed backward", partial(hop.compute, number + 1000, Work.BACKWARD))
+        metered("recomputed backward", partial(hop.backward, number + 1000))
     found["resident"] = (METER.live - before) / count
     return found
 
 
 def graph_bytes() -> dict[str, float]:
-    """Bytes of the device that a kept visit holds for each token, block and unit of width, by how many of the four
-    blocks have their graphs kept."""
+    """Device bytes of a kept visit for each token, block and unit of width, by the number of blocks with graphs."""
     manifest = small_manifest(model={**small_table(), "dtype": "bfloat16"}, stages={"blocks": [1, 4]})
-    passes = Hop(manifest, DEVICE, Codec.NONE).worker.passes
+    hop = Hop(manifest, DEVICE, Codec.NONE)
+    passes = hop.worker.passes
     assert isinstance(passes, BlockByBlock)
-    source = source_of(manifest, 1).to(DEVICE)
+    source = hop.source(1).to(DEVICE)
     passes.forward(source, ())  # what is made once, is
     found: dict[str, float] = {}
     for graphs in range(passes.blocks + 1):
@@ -269,10 +252,10 @@ def graph_bytes() -> dict[str, float]:
 def dropped_graph_bytes() -> int:
     """Bytes of the device that are left of a first visit, whose graph was measured, when it has been forgotten."""
     hop = Hop(small_manifest(model__dtype="bfloat16"), DEVICE, Codec.NONE, NO_GRAPHS)
-    hop.compute(1, Work.FORWARD, Purpose.EVALUATE)  # which leaves the angles of its tokens
+    hop.forward(1, purpose=Purpose.EVALUATE)  # which leaves the angles of its tokens
     gc.collect()
     before = METER.live
-    hop.compute(0, Work.FORWARD)
+    hop.forward(0)
     hop.worker.forget(0)
     gc.collect()
     return METER.live - before

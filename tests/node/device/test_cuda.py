@@ -14,7 +14,6 @@ from node.solo.trainer import train_solo
 from protocol.codecs import decode, encode
 from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody import Work
 from swarm.vocabulary.types import Codec
 from tests.node.device.every_job import Hop, arrived
 from tests.node.small_manifest import small_manifest
@@ -27,13 +26,11 @@ ERRORS: Final = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11}
 
 
 def trained(manifest: Manifest, device: torch.device) -> torch.Tensor:
-    """The parameters after so many inner steps, float32 on the CPU."""
     hop, number = Hop(manifest, device, Codec.NONE), 0
     for _ in range(STEPS):
         while not hop.worker.optimizer.due:
             number += 1
-            hop.compute(number, Work.FORWARD)
-            hop.compute(number, Work.BACKWARD)
+            hop.visit(number)
         assert hop.worker.step() is not None
     return torch.cat([parameter.detach().cpu().flatten() for parameter in hop.worker.part.parameters()])
 
@@ -51,14 +48,12 @@ def test_bytes_a_parameter(moments: str, resident: float, peak: float) -> None:
         model={**table, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, training__rows=1, training__inner_tokens=16
     )
     warm_up = Hop(small_manifest(model__dtype="bfloat16"), CARD, Codec.NONE)  # cuBLAS takes 32 MiB for each thread
-    warm_up.compute(0, Work.FORWARD)
-    warm_up.compute(0, Work.BACKWARD)
+    warm_up.visit(0)
     before = requested("current")
     torch.cuda.reset_peak_memory_stats()
     hop = Hop(manifest, CARD, Codec.NONE, allowance=Allowance(moments=MomentType(moments)))
     for number in range(2):
-        hop.compute(number, Work.FORWARD)
-        hop.compute(number, Work.BACKWARD)
+        hop.visit(number)
         assert hop.worker.step() is not None
     count = sum(parameter.numel() for parameter in hop.worker.part.parameters())
     assert (requested("current") - before) / count <= resident

@@ -78,54 +78,30 @@ def test_a_parameter_takes_no_more_memory_than_this(found: dict[str, Any], form:
     assert MOST_BYTES[form][moment] - 0.5 < found["bytes"][form][moment] <= MOST_BYTES[form][moment]
 
 
-def test_a_kept_visit_takes_its_blocks_inputs_and_the_graphs_there_is_room_for(found: dict[str, Any]) -> None:
+def test_a_kept_visit_takes_its_blocks_inputs_and_graphs_and_a_dropped_one_nothing(
+    found: dict[str, Any],
+) -> None:
     graph = found["graph"]
     assert graph["0"] <= 2.2, "the inputs alone, in bfloat16"
     for more in range(1, 5):
         assert 8 < graph[str(more)] - graph[str(more - 1)] < 16, "a quarter of a whole graph's each"
-
-
-def test_a_measured_graph_that_is_not_kept_leaves_nothing(found: dict[str, Any]) -> None:
     assert found["dropped"] == 0
 
 
-def test_mixing_with_the_cpu_raises_and_what_is_no_encoding_is_refused_with_the_output() -> None:
-    """Scales that are negative, whose elements are finite; a channel that there is not."""
+def test_what_is_no_encoding_is_refused_with_the_output() -> None:
     code = """
 import struct
-import torch
 from dataclasses import replace
 from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.pipeline.custody import Work
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 from tests.node.device.every_job import HAS_OUTLIER, Hop
-from tests.node.device.pretend import DEVICE, METER, pretended
+from tests.node.device.pretend import DEVICE, pretended
 from tests.node.small_manifest import small_manifest
 with pretended():
-    there = torch.ones(4).to(DEVICE)
-    try:
-        there + torch.ones(4)
-    except RuntimeError as error:
-        assert "same device" in str(error)
-    else:
-        raise SystemExit("mixed")
-    try:
-        there.numpy()
-    except TypeError:
-        pass
-    else:
-        raise SystemExit("numpy read the device")
-    assert METER.live == 16 and sum(METER.waits.values()) == 1 and METER.copied == 16, METER.waits
-    assert there.sum().item() == 4 and sum(METER.waits.values()) == 2
-    twice = there.view(2, 2)
-    del there
-    assert METER.live == 16, "a view holds the memory"
-    del twice
-    assert METER.live == 0 and METER.peak >= 16
-with pretended():
     hop = Hop(small_manifest(), DEVICE, Codec.INT8)
-    job = hop.job(HAS_OUTLIER, Work.FORWARD)
+    job = hop.job(Work.FORWARD, HAS_OUTLIER)
     spec = job.input.spec
     base = replace(spec, outliers=0).byte_length
     assert spec.outliers == 1

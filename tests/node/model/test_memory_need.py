@@ -69,9 +69,6 @@ def test_a_parameter_takes_16_bytes_of_a_card_24_on_the_cpu_and_20_of_memory() -
     assert with_less.memory == elements(manifest, 1) * 20
     assert with_more.memory - with_less.memory == held
     assert with_less.device > elements(manifest, 1) * (DEVICE_BYTES + 8)
-
-
-def test_a_round_of_a_fragment_takes_another_of_that_only() -> None:
     many = need_of(small_manifest(training__fragments=8), [ModuleId(1)], 0)
     assert many.memory == int(elements(small_manifest(), 1) * 9.5)
 

@@ -33,23 +33,19 @@ from node.model.passes import (
     loss_and_gradient,
 )
 from node.solo.trainer import WholeModel
-from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
+from protocol.manifest.manifest import document_cost, quadratic_share
 from swarm.vocabulary.types import ModuleId
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
 
 
-def random_microbatch(manifest: Manifest) -> Microbatch:
-    rows, sequence = manifest.training.rows, manifest.model.sequence
-    stream = torch.randint(257, (rows, sequence + 1), generator=torch.Generator().manual_seed(1))
-    return Microbatch(stream[:, :-1], stream[:, 1:], 0.0)
-
-
 def test_bfloat16_is_for_hidden_states_and_float32_for_parameters_and_loss() -> None:
     manifest = small_manifest(model__dtype="bfloat16")
     model = WholeModel(manifest, CPU)
-    microbatch = random_microbatch(manifest)
+    shape = manifest.training.rows, manifest.model.sequence + 1
+    stream = torch.randint(257, shape, generator=torch.Generator().manual_seed(1))
+    microbatch = Microbatch(stream[:, :-1], stream[:, 1:], 0.0)
     hidden = model.embedding(microbatch.tokens)
     assert hidden.dtype == torch.bfloat16
     assert model.stacks[0](hidden).dtype == torch.bfloat16
@@ -169,8 +165,6 @@ PIECES = pytest.mark.parametrize("positions_at_once", [1, 5, 36, 37, 1000])
 
 
 class Head:
-    """Hidden states, a matrix and labels, of which some are not predicted; and what autograd says of them."""
-
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         numbers = torch.Generator().manual_seed(5)
         self.hidden = torch.randn(POSITIONS, WIDTH, generator=numbers).to(dtype)
@@ -179,7 +173,6 @@ class Head:
         self.labels[3::7] = IGNORED
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The summed loss and its gradients for hidden states and matrix, from all logits at once."""
         hidden, matrix = self.hidden.clone().requires_grad_(), self.matrix.clone().requires_grad_()
         logits = F.linear(hidden, matrix.to(hidden.dtype)).float()
         loss = F.cross_entropy(logits, self.labels, reduction="sum")

@@ -92,33 +92,22 @@ def test_a_path_that_the_run_does_not_have(path: Path, why: str) -> None:
         admission().check(DATA, forward(path), TENSOR)
 
 
-def test_a_message_for_somebody_else() -> None:
-    with pytest.raises(ProtocolViolation, match="for another peer"):
-        admission().check(A, forward(position=1), TENSOR)
-
-
 @pytest.mark.parametrize(
-    ("sender", "message"),
-    [(B, forward()), (A, forward()), (DATA, backward()), (A, backward()), (PeerId("stranger"), forward())],
+    ("rules", "sender", "message", "why"),
+    [
+        (admission(), A, forward(position=1), "for another peer"),
+        *((admission(), peer, forward(), "may send on this path") for peer in (A, B, PeerId("stranger"))),
+        *((admission(), peer, backward(), "may send on this path") for peer in (DATA, A)),
+        (admission(DATA, 0), A, forward(position=-1), "to the start"),
+        (admission(DATA, 0), B, backward(position=2), "to the end"),
+        *((admission(), DATA, made(position=off), "not on") for made in (forward, backward) for off in (-2, 3, 255)),
+    ],
 )
-def test_only_the_neighbour_on_the_path_may_send(sender: PeerId, message: MicrobatchTensor) -> None:
-    with pytest.raises(ProtocolViolation, match="may send on this path"):
-        admission().check(sender, message, TENSOR)
-
-
-def test_neither_end_can_be_passed() -> None:
-    data_node = admission(DATA, 0)
-    with pytest.raises(ProtocolViolation, match="to the start"):
-        data_node.check(A, forward(position=-1), TENSOR)
-    with pytest.raises(ProtocolViolation, match="to the end"):
-        data_node.check(B, backward(position=2), TENSOR)
-
-
-@pytest.mark.parametrize("position", [-2, 3, 255])
-def test_a_position_off_the_path(position: int) -> None:
-    for message in (forward(position=position), backward(position=position)):
-        with pytest.raises(ProtocolViolation, match="not on"):
-            admission().check(DATA, message, TENSOR)
+def test_only_the_neighbour_on_the_path_may_send(
+    rules: Admission, sender: PeerId, message: MicrobatchTensor, why: str
+) -> None:
+    with pytest.raises(ProtocolViolation, match=why):
+        rules.check(sender, message, TENSOR)
 
 
 def test_a_module_that_was_hosted_once_is_no_violation_but_not_hosted() -> None:

@@ -12,7 +12,6 @@ HONEST, LIAR, OTHER = PeerId("honest"), PeerId("liar"), PeerId("other")
 
 
 def gradient(norm: float, rows: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Of mean losses: the more tokens, the shorter."""
     values = torch.ones(rows, 8, 4)
     return (values * (norm / values.norm() / rows**0.5)).to(dtype)
 

@@ -163,13 +163,6 @@ def test_a_microbatch_that_comes_by_two_ways_adds_once_and_answers_twice() -> No
     assert stage.worker.accumulated == 1
 
 
-def test_a_stand_in_computes_both_ways_in_one_with_the_same_gradients() -> None:
-    stage = Stage(MANY_GRAPHS)
-    _, of_source, of_parameters = stage.expected(1)
-    torch.testing.assert_close(stage.compute(Work.REPLAY, 1), of_source)
-    torch.testing.assert_close(mean_of(stage.total), of_parameters)
-
-
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_gradient_is_taken_back_whether_or_not_a_step_has_come_between(stepped: bool) -> None:
     stage = Stage(MANY_GRAPHS)
@@ -338,7 +331,6 @@ def test_a_graph_whose_weights_or_tensors_have_changed_is_not_used() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int) -> None:
-    """Visits, steps, other changes and visits that are forgotten, in any order."""
     chance = random.Random(seed)
     replica = Replica(staleness=chance.choice([1, 2]))
     replica.step(1)
@@ -503,7 +495,6 @@ class Peer(HopBench):
         super().__init__(host_hop(manifest, MODULE, CPU, budget, submit=self.queue.submit), manifest)
 
     def idle_time(self, chunks: int | None = None) -> int:
-        """Computes so many chunks, or all; returns how many there were."""
         count = 0
         while (chunks is None or count < chunks) and (turn := self.queue.take(0.0)) is not None:
             turn.compute_chunk()
@@ -537,15 +528,23 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_passes, "_LEAST_TOKENS", 12)
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__family": "qwen3"}, {"model__dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model__family": "qwen3"},
+        {"model__dtype": "bfloat16"},
+        {"model__attention": "documents", "training__rows": 1, "training__inner_tokens": 32},
+    ],
+)
 @pytest.mark.usefixtures("_small_chunks")
 def test_the_sums_are_those_of_an_ordinary_backward(changes: dict[str, Any]) -> None:
     manifest = small_manifest(**changes)
-    peer, other = Peer(manifest), inline(manifest)
+    peer, other, documents = Peer(manifest), inline(manifest), (5, 11) if manifest.training.rows == 1 else ()
     for number in (1, 2):
         for each in (peer, other):
-            each.forward(number)
-        assert torch.equal(peer.backward(number), other.backward(number))
+            each.forward(number, documents=documents)
+        assert torch.equal(peer.backward(number, documents=documents), other.backward(number, documents=documents))
     assert peer.worker.deferred.visits == 2
     assert other.worker.deferred.visits == 0
     assert peer.idle_time() > 2 * 4 * 7
@@ -553,15 +552,6 @@ def test_the_sums_are_those_of_an_ordinary_backward(changes: dict[str, Any]) -> 
     assert_same(peer.sums(), other.sums(), rounding * manifest.microbatch_tokens)
     assert peer.worker.accumulated == other.worker.accumulated == 2
     assert peer.worker.accumulated_tokens == other.worker.accumulated_tokens
-
-
-def test_documents_are_masked_as_ever() -> None:
-    manifest, documents = small_manifest(training__rows=1, model__attention="documents"), (5, 11)
-    peer, other = Peer(manifest), inline(manifest)
-    for each in (peer, other):
-        each.visit(1, documents=documents)
-    peer.idle_time()
-    assert_same(peer.sums(), other.sums(), 1e-5)
 
 
 def test_the_first_half_leaves_out_half_of_the_products() -> None:
@@ -582,8 +572,9 @@ def test_the_first_half_leaves_out_half_of_the_products() -> None:
     assert operations["whole"] - operations["first half"] == products > 0.3 * operations["whole"]
 
 
-def test_what_is_put_off_is_computed_in_the_step_that_needs_it() -> None:
-    peer, other = Peer(), inline()
+@pytest.mark.parametrize("idle_limit", [8, ROOM_FOR_NO_WORK])
+def test_what_is_put_off_is_computed_in_the_step_that_needs_it(idle_limit: int) -> None:
+    peer, other = Peer(idle_limit=idle_limit), inline()
     train_alike(peer, other, numbers=(1, 2))
     peer.idle_time(3)
     assert peer.worker.deferred.waiting == 2
@@ -594,15 +585,6 @@ def test_what_is_put_off_is_computed_in_the_step_that_needs_it() -> None:
     for mine, theirs in zip(peer.worker.part.parameters(), other.worker.part.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-7)
     assert peer.worker.speed.tokens_per_s > 0
-
-
-def test_where_no_work_is_taken_it_is_computed_in_the_step() -> None:
-    peer = Peer(idle_limit=ROOM_FOR_NO_WORK)
-    for number in (1, 2):
-        peer.visit(number)
-    assert peer.worker.deferred.waiting == 2
-    assert peer.worker.step() is not None
-    assert peer.worker.deferred.waiting == 0
 
 
 def test_buffers_may_be_written_again_and_parameters_may_change_before_it_is_computed() -> None:
@@ -903,10 +885,11 @@ def assert_alike(found: tuple[Tensor, Tensor, Gradients], wanted: tuple[Tensor, 
     assert close(found[2].parameters, wanted[2].parameters, 1e-5)
 
 
-@pytest.mark.parametrize("documents", MICROBATCHES)
-def test_documents_on_several_devices(threads: DeviceThreads, documents: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("documents", "rows"), [*((each, 1) for each in MICROBATCHES), ((), 1), ((), 2), ((), 5)])
+def test_documents_and_rows_on_several_devices(threads: DeviceThreads, documents: tuple[int, ...], rows: int) -> None:
     part = split_stack()
-    assert_alike(both_passes(body_passes(part, threads, SHARE), documents), both_passes(OneDevice(part), documents))
+    several = body_passes(part, threads, SHARE)
+    assert_alike(both_passes(several, documents, rows), both_passes(OneDevice(part), documents, rows))
 
 
 @pytest.mark.parametrize("deal", [lambda costs, n: _deal(costs, n, frozenset(range(len(costs))), CUTTING), deal_whole])
@@ -917,12 +900,6 @@ def test_all_documents_cut_and_none(
     part = split_stack()
     several = SeveralDevices(Copies(part, threads), threads, SHARE, lambda costs, devices, _: deal(costs, devices))
     assert_alike(both_passes(several, documents), both_passes(OneDevice(part), documents))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_rows_on_several_devices(threads: DeviceThreads, rows: int) -> None:
-    part = split_stack()
-    assert_alike(both_passes(body_passes(part, threads, SHARE), (), rows), both_passes(OneDevice(part), (), rows))
 
 
 def test_an_embedding_with_blocks_of_its_own(threads: DeviceThreads) -> None:

@@ -227,16 +227,24 @@ class Waits:
         return Router((way,), self, lambda: self.now)
 
 
-async def test_a_mapping_is_renewed_at_half_its_lease_and_lost_when_that_fails_twice() -> None:
-    way = MadeUp([mapping(), mapping(), NotMapped("busy"), mapping(), NotMapped("restarted")])
-    waits = Waits(99)
+@pytest.mark.parametrize(
+    ("answers", "waited"),
+    [
+        ([mapping(), mapping(), NotMapped("busy"), mapping()], [300.0, 300.0, 150.0, 300.0, 150.0]),
+        ([mapping(lease_s=float("inf"))], [300.0, 150.0]),
+    ],
+)
+async def test_a_mapping_is_renewed_at_half_its_lease_and_lost_when_that_fails_twice(
+    answers: list[Mapping | NotMapped], waited: list[float]
+) -> None:
+    way, waits = MadeUp([*answers, NotMapped("restarted")]), Waits(99)
     kept = waits.router(way)
     await kept.open(PORT)
     lost = await kept.keep()
-    assert waits.waited == [300.0, 300.0, 150.0, 300.0, 150.0]
+    assert waits.waited == waited
     assert "restarted" in lost.reason
     assert kept.mapping is None
-    assert way.asked == [(PORT, PORT)] * 6
+    assert way.asked == [(PORT, PORT)] * (len(waited) + 1)
 
 
 async def test_keeping_goes_on_where_it_was_interrupted() -> None:
@@ -249,14 +257,6 @@ async def test_keeping_goes_on_where_it_was_interrupted() -> None:
     await until(lambda: waits.waited_for is not None)
     keeping.cancel()
     assert waits.waited_for == 100.0
-
-
-async def test_a_mapping_without_end_is_asked_for_again_all_the_same() -> None:
-    waits = Waits(99)
-    kept = waits.router(MadeUp([mapping(lease_s=float("inf")), NotMapped("restarted")]))
-    await kept.open(PORT)
-    await kept.keep()
-    assert waits.waited == [300.0, 150.0]
 
 
 async def test_a_router_that_hangs_or_cannot_be_asked_gives_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:

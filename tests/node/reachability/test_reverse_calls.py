@@ -211,8 +211,6 @@ async def test_one_caller_is_dialled_now_and_then_and_few_at_once() -> None:
 
 @dataclass
 class Subscriber(Recorder):
-    """Answers calls with a switchboard, and the rest as a Recorder."""
-
     board: Switchboard | None = None
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:

@@ -18,8 +18,7 @@ from protocol.interfaces.tensor_spec import BLOCK
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 
-INT8_SPAN = 16 * 255 * BLOCK
-"""Elements from which on a vector is encoded in several spans."""
+INT8_SPAN = 16 * 255 * BLOCK  # Elements from which on a vector is encoded in several spans
 LARGEST_SCALE, LARGEST_VALUE = INT8.largest_scale, INT8.largest_scale * 127
 VECTOR_CODECS = [codec for codec in Codec if codec is not Codec.PLANES]
 
@@ -113,7 +112,6 @@ class TestRefusals:
 
 @pytest.mark.parametrize("codec", VECTOR_CODECS)
 def test_the_result_does_not_depend_on_the_number_of_threads(codec: Codec) -> None:
-    """The result must not depend on the threads either; that the time does not cannot be tested here."""
     values = normal(300_000)
     before = torch.get_num_threads()
     results = []

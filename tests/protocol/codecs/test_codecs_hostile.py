@@ -20,8 +20,7 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
 MOST_ELEMENTS: Final = 2**16
-MAY_BE_ANYTHING: Final = frozenset({Codec.NONE, Codec.BF16, Codec.PLANES})
-"""The others promise finite numbers."""
+MAY_BE_ANYTHING: Final = frozenset({Codec.NONE, Codec.BF16, Codec.PLANES})  # The others promise finite numbers
 UNTOUCHED: Final = -7.0
 
 _HEAD: Final = struct.Struct("<BBBBBBBBI")
@@ -74,7 +73,6 @@ def damaged(data: bytes, by: bytes) -> bytes:
 
 
 def filled(data: bytes, length: int) -> bytes:
-    """So many bytes: cut off, or repeated."""
     return (data * (length // len(data) + 1) if data else bytes(length))[:length]
 
 

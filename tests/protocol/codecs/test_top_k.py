@@ -22,8 +22,7 @@ BOTH = pytest.mark.parametrize("codec", [TOP_K_4, TOP_K_2], ids=lambda codec: co
 LENGTHS = [1, 2, 31, 32, 33, 100, 4095, 4096, 4097, 7 * 4096, 8 * 4096 + 1, 100_000]
 RUN = 2**PLACE_LOW_BITS
 CODE_BITS = {Codec.TOP_K_4: 4, Codec.TOP_K_2: 2}
-ELEMENTS_FOR_TWO = {Codec.TOP_K_4: 40, Codec.TOP_K_2: 32}
-"""A chunk as short as this sends two of them."""
+ELEMENTS_FOR_TWO = {Codec.TOP_K_4: 40, Codec.TOP_K_2: 32}  # A chunk as short as this sends two of them
 
 
 def kept_of(codec: TopK, elements: int) -> int:

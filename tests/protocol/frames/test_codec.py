@@ -16,8 +16,6 @@ from swarm.vocabulary.types import MAX_ROUND, AnchorVersion
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Some of link.proto's."""
-
     position: Annotated[int, Range(-1, 3)]
     retry_after_s: Annotated[float, Range(0, 2)]
     detail: Annotated[str, Length(1, 4)]

@@ -63,7 +63,6 @@ async def who_am_i(address: str, own: TlsCredentials, expected: PeerId, pinned: 
 
 
 async def refused(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> None:
-    """By the dialler, before it says a word."""
     with pytest.raises(Rejected, match="another peer"):
         await who_am_i(address, own, expected, pinned)
 
@@ -118,7 +117,6 @@ async def test_a_host_that_restarted_is_refused_until_its_new_certificate_is_kno
 
 @pytest.mark.parametrize("signer", ["authority", "pinned peer"])
 async def test_nobody_can_make_a_certificate_that_passes_for_the_pinned_one(signer: str) -> None:
-    """Neither who knows the run, nor even the pinned key itself."""
     key, authority = new_key(), signer == "authority"
     leaf = certificate(
         HOST,

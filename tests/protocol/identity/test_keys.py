@@ -30,8 +30,8 @@ SPECIFICATION_PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 
 
 @pytest.fixture
-def umask_zero() -> Iterator[None]:
-    before = os.umask(0)
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(getattr(request, "param", 0))
     yield
     os.umask(before)
 
@@ -90,21 +90,14 @@ def test_each_run_has_a_key_of_its_own_that_comes_back(tmp_path: Path) -> None:
     assert peers[0] == peers[2] != peers[1] != Identity.load(tmp_path / "key").peer
 
 
-def test_a_saved_identity_comes_back(tmp_path: Path) -> None:
-    created = Identity.create(tmp_path / "node.key")
-    assert Identity.load(tmp_path / "node.key").peer == created.peer
-    assert Identity.load_or_create(tmp_path / "node.key").peer == created.peer
-    assert [file.name for file in tmp_path.iterdir()] == ["node.key"]
-
-
-@pytest.mark.usefixtures("umask_zero")
+@pytest.mark.usefixtures("umask")
 def test_file_and_new_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "node.key"
     Identity.load_or_create(path)
     assert (mode_of(path), mode_of(path.parent), mode_of(path.parent.parent)) == (0o600, 0o700, 0o700)
 
 
-@pytest.mark.usefixtures("umask_zero")
+@pytest.mark.usefixtures("umask")
 def test_no_file_is_ever_open_to_others_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -123,12 +116,10 @@ def test_no_file_is_ever_open_to_others_while_it_is_written(tmp_path: Path, monk
     assert seen[0][1] == 0
 
 
+@pytest.mark.parametrize("umask", [0o777], indirect=True)
+@pytest.mark.usefixtures("umask")
 def test_a_strict_umask_leaves_the_owner_access(tmp_path: Path) -> None:
-    before = os.umask(0o777)
-    try:
-        Identity.create(tmp_path / "node.key")
-    finally:
-        os.umask(before)
+    Identity.create(tmp_path / "node.key")
     assert mode_of(tmp_path / "node.key") == 0o600
 
 

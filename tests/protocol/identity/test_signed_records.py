@@ -251,12 +251,9 @@ def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.steps for each in remembered.values()] == [2, 3, 4]
 
 
-def test_a_record_belongs_to_its_own_key_and_run() -> None:
+def test_a_record_belongs_to_its_own_key_and_run_and_no_other_key_signs_it() -> None:
     refused(forged(lambda body: None, key=directory_key(RUN, ModuleId(3, 2))), "signature")
     refused(RECORD, "belongs to run", run=RunId("cd" * 32))
-
-
-def test_another_key_cannot_sign_for_the_owner() -> None:
     refused(forged(lambda body: None, identity=STRANGER), "another peer's key")
     envelope = records_pb2.SignedRecord.FromString(RECORD)
     envelope.signature = STRANGER.sign(b"skipstone-record:" + KEY.encode() + b"\0" + envelope.body)
@@ -323,17 +320,13 @@ def read_by_another(message: MicrobatchTensor) -> str | None:
     return Routes(HOP, ROUTE_RUN, GUESTS).fault(frame.message)
 
 
-def test_what_is_signed_is_written_out() -> None:
+def test_what_is_signed_is_written_out_and_documents_apart_from_modules() -> None:
+    """Else what was signed as modules could be shown as documents."""
     modules = (ModuleId(1), ModuleId(258, 3))
     assert signed_bytes(ROUTE_RUN, NUMBER, Purpose.TRAIN, 1.5, modules) == (
         b"skipstone-route:2\0" + b"\xab" * 32 + bytes([0, 0, 0, 0, 0, 0, 0, 7, 1, 0, 0, 5, 220])
         + bytes([0, 1, 0, 0, 1, 2, 0, 3])
     )  # fmt: skip
-
-
-def test_documents_are_signed_apart_from_modules() -> None:
-    """Else what was signed as modules could be shown as documents."""
-    modules = (ModuleId(1), ModuleId(258, 3))
     assert signed_bytes(ROUTE_RUN, NUMBER, Purpose.TRAIN, 1.5, modules, (5, 70000)) == (
         b"skipstone-route-documents:1\0" + b"\xab" * 32 + bytes([0, 0, 0, 0, 0, 0, 0, 7, 1, 0, 0, 5, 220])
         + bytes([0, 2, 0, 1, 0, 0, 1, 2, 0, 3, 0, 0, 0, 5, 0, 1, 17, 112])
@@ -402,8 +395,10 @@ def test_another_number_purpose_lifetime_or_module_is_not_signed(message: Microb
     assert read_by_another(message) == NOT_ITS
 
 
-def test_a_signature_holds_in_its_run_only() -> None:
+def test_a_signature_is_needed_and_holds_in_its_run_only() -> None:
     assert Routes(HOP, OTHER_RUN, GUESTS).fault(forward(signed())) == NOT_ITS
+    assert read_by_another(forward(PATH)) == "its data node has not signed the route"
+    assert read_by_another(Backward(NUMBER, PATH, 0)) == "its data node has not signed the route"
 
 
 @pytest.mark.parametrize("stages", [(1, 3, 2), (2, 1), (1, 2, 3, 4), (1, 1), (4,)])
@@ -422,11 +417,6 @@ def test_a_data_node_shows_its_invitation() -> None:
     assert hop.uninvited(forward(signed())) == hop.uninvited(forward(PATH)) == NOT_INVITED
     with pytest.raises(Rejected, match="no invitation"):
         Routes(DATA_NODE, ROUTE_RUN, guests).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S)
-
-
-def test_a_path_without_a_signature() -> None:
-    assert read_by_another(forward(PATH)) == "its data node has not signed the route"
-    assert read_by_another(Backward(NUMBER, PATH, 0)) == "its data node has not signed the route"
 
 
 def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.generated import relay_pb2
-from protocol.nat.relay import (
-    HOUR_S,
-    MAX_MESSAGE_BYTES,
-    MIN_OPEN_BYTES,
-    RelayBudget,
-    RelayLimits,
-    answer,
-)
+from protocol.nat.relay import HOUR_S, MAX_MESSAGE_BYTES, MIN_OPEN_BYTES, RelayBudget, RelayLimits, answer
 from tests.kit.waiting import until
 from tests.protocol.nat.relay_ends import ANNA, BERT, CARL, PING, Ends, accept, attach, decline, relaying, wish
 
@@ -241,5 +234,4 @@ def test_a_pair_is_the_same_from_both_sides_and_another_life_goes_on_where_the_l
 
 
 async def until_idle(ends: Ends) -> None:
-    """Waits until no tunnel is open."""
     await until(lambda: ends.service.figures().tunnels == 0)

@@ -21,8 +21,7 @@ RELAY = "the relay"
 
 
 class Hostile:
-    """A relay whose every word the test says: `dial` is what the ends are given, and `streams` are its sides of what
-    they open."""
+    """A relay whose messages the test writes: the ends call `dial`, `streams` are its sides of their streams."""
 
     def __init__(self) -> None:
         self.streams: asyncio.Queue[RelayStream] = asyncio.Queue()
@@ -35,7 +34,6 @@ class Hostile:
         return ours
 
     async def heard(self) -> tuple[RelayStream, relay_pb2.RelayMessage]:
-        """The next stream, and how it begins."""
         stream = await self.streams.get()
         return stream, await stream.hear()
 

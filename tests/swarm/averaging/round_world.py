@@ -27,12 +27,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 
 class VirtualLinks:
-    """Between all pairs of peers.
-
-    Args:
-        loss: share of the messages that vanish without a trace. Tensors do not: their links are reliable until they are
-            cut.
-    """
+    """Links between all pairs of peers. `loss`: share of messages that vanish; tensors arrive unless a link is cut."""
 
     def __init__(self, time: VirtualTime, random: Random, loss: float, repeats: float, slowest_s: float) -> None:
         self._time = time
@@ -94,8 +89,7 @@ def hash_of(*parts: object) -> bytes:
 
 
 class VirtualSigner:
-    """`swarm.averaging.round_events.Signer` for names without keys: whoever has not changed anything in an entry has it
-    signed by who is named in it."""
+    """`swarm.averaging.round_events.Signer` for names without keys: an unchanged entry is signed by the peer in it."""
 
     def sign(self, entry: Entry) -> Entry:
         return replace(entry, signature=hash_of("signed", replace(entry, signature=b"")) * 2)
@@ -121,7 +115,6 @@ class VirtualExchange:
 
     @property
     def chunks(self) -> dict[int, PeerId]:
-        """Every chunk and its reducer."""
         return {
             chunk: member.peer
             for member in self.roster.members
@@ -142,7 +135,6 @@ class VirtualExchange:
                     self.send(reducer, piece)
 
     def take(self, sender: PeerId, piece: Piece) -> bool:
-        """Whether it was of use."""
         if piece.reduced:
             if self.chunks.get(piece.chunk) != sender or piece.chunk in self.results:
                 return False
@@ -184,8 +176,7 @@ class VirtualExchange:
 MODULE = ModuleId(1)
 INITIAL = AnchorVersion(0, 0, 0, 0, hash_of("initial weights"))
 TICK_S = 0.25
-VIEW_S = 4.0
-"""How long an announcement is believed."""
+VIEW_S = 4.0  # How long an announcement is believed
 KEPT_VERSIONS = 2
 
 
@@ -208,10 +199,8 @@ class VirtualReplica:
         self.serving = not newcomer
         self.alive = True
         self.frozen = False
-        self.spoils = False
-        """Sends pieces that cannot be used."""
-        self.slanders: PeerId | None = None
-        """Says so of this one, which does not."""
+        self.spoils = False  # Sends pieces that cannot be used
+        self.slanders: PeerId | None = None  # Says so of this one, which does not
         self.step_s = world.random.uniform(*world.shape.step_s)
         self.bandwidth = world.random.uniform(*world.shape.bandwidth)
         self.tokens_a_step = world.random.randint(50, 200)
@@ -220,10 +209,8 @@ class VirtualReplica:
         self.staged: dict[AnchorVersion, RoundId] = {}
         self.exchange: VirtualExchange | None = None
         self._events: deque[events.Event] = deque()
-        self.early: list[Thunk] = []
-        """Pieces that came before the roster."""
-        self.kept: list[Thunk] = []
-        """What waits in the sockets of a frozen process."""
+        self.early: list[Thunk] = []  # Pieces that came before the roster
+        self.kept: list[Thunk] = []  # What waits in the sockets of a frozen process
         self.view: dict[PeerId, tuple[events.OtherReplica, float]] = {}
         self._told: tuple[events.OtherReplica, ...] | None = None
         self._busy_until = 0.0
@@ -427,8 +414,7 @@ class Shape:
     rules: RoundRules = SMALL_ROUNDS
     loss: float = 0.0
     repeats: float = 0.0
-    slowest_s: float = 0.05
-    """Of a small message."""
+    slowest_s: float = 0.05  # Of a small message
     step_s: tuple[float, float] = (0.6, 1.2)
     bandwidth: tuple[float, float] = (20_000.0, 100_000.0)
     prepare_s: tuple[float, ...] = (0.01, 0.05, 0.2)
@@ -443,12 +429,10 @@ class RoundWorld:
         self.random = Random(seed)
         self.time = VirtualTime()
         self.links = VirtualLinks(self.time, self.random, self.shape.loss, self.shape.repeats, self.shape.slowest_s)
-        """Whether there is nothing to train on."""
         self.commits: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         self.rosters: dict[AnchorVersion, tuple[PeerId, ...]] = {}
         self.leaders: dict[int, PeerId] = {}
-        self.attempts: Counter[int] = Counter()
-        """Of each round number."""
+        self.attempts: Counter[int] = Counter()  # Of each round number
         self.prepared: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         """Who has ever had the whole result, and below from which exchange."""
         self.told: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
@@ -539,7 +523,6 @@ class RoundWorld:
         return {replica.version for replica in self.living}
 
     def forks(self) -> list[int]:
-        """Round numbers for which there is more than one result."""
         digests: defaultdict[int, set[bytes]] = defaultdict(set)
         for version in self.commits:
             digests[version.round].add(version.digest)
@@ -556,11 +539,9 @@ class RoundWorld:
         return enough()
 
     def agreed(self) -> bool:
-        """Whether all that live stand on one version that they have in common."""
         return len(self.versions()) == 1
 
     def cut(self, one: PeerId, other: PeerId) -> None:
-        """The link breaks and stays so; both ends notice."""
         self.links.cut(one, other)
         for peer, lost in ((one, other), (other, one)):
             replica = self.replicas[peer]
@@ -587,12 +568,9 @@ class RoundWorld:
 
 FAULTS_S = 24.0
 FAULT_EVERY_S = 2.0
-SETTLE_S = 45.0
-"""After the last fault all stand on one anchor within so long: announcements, one failed attempt, one round, one
-download."""
+SETTLE_S = 45.0  # From the last fault to one anchor: announcements, one failed attempt, one round, one download
 PROGRESS_S = 60.0
-MESSAGES_A_SECOND = 8.0
-"""Of each replica to each other, at most and on average; a pulse is two a second."""
+MESSAGES_A_SECOND = 8.0  # At most, on average, from each replica to each other; a pulse is two
 
 
 def world_of(seed: int) -> RoundWorld:
@@ -618,8 +596,6 @@ def harm_of(seed: int) -> list[str]:
 
 
 class Faults:
-    """Strikes a world at random moments."""
-
     def __init__(self, world: RoundWorld, kinds: list[str]) -> None:
         self._world = world
         self._random = world.random
@@ -633,7 +609,6 @@ class Faults:
                 self._random.choice(self._kinds)()
 
     def end(self) -> None:
-        """All links stand, all processes run again."""
         self._world.links.heal()
         for peer in self._world.peers:
             self._world.thaw(peer)
@@ -649,7 +624,6 @@ class Faults:
             self._world.time.after(self._random.uniform(0.5, 8.0), partial(self._restart, peer))
 
     def _restart(self, peer: PeerId) -> None:
-        """From nothing, or from what it saved last."""
         replica = self._world.replicas[peer]
         if not replica.alive:
             self._world.restart(peer, self._random.choice((INITIAL, replica.history[0], replica.history[-1])))
@@ -690,6 +664,5 @@ def try_seed(seed: int) -> RoundWorld:
 
 
 def _all_took_part(world: RoundWorld, reached: int) -> bool:
-    """Whether each replica has been in a round since."""
     since = [who for version, who in world.commits.items() if version.round > reached]
     return set().union(*since) == set(world.peers)

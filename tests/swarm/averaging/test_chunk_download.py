@@ -30,16 +30,13 @@ class Donor:
 
     peer: PeerId
     bytes_per_s: float = 20e6
-    wrong: float = 0.0
-    """Probability that a chunk does not match."""
+    wrong: float = 0.0  # Probability that a chunk does not match
     freezes_at: float = float("inf")
     thaws_at: float = float("inf")
     gone_at: float = float("inf")
     dies_at: float = float("inf")
-    breaks: float = 0.0
-    """Probability that the link breaks in place of a chunk."""
-    busy: float = 0.0
-    """Probability that a request is refused as busy."""
+    breaks: float = 0.0  # Probability that the link breaks in place of a chunk
+    busy: float = 0.0  # Probability that a request is refused as busy
     served: Counter[str] = field(default_factory=Counter)
     queues: dict[str, list[int]] = field(default_factory=dict)
     sending: bool = False
@@ -267,10 +264,13 @@ def version(number: int, tokens: int = 0, digest: bytes = b"") -> AnchorVersion:
     return AnchorVersion(number, 10 * number, tokens or 1000 * number, 0, digest or bytes([number]) * 32)
 
 
-def test_the_version_of_most_replicas_is_chosen():
+def test_the_version_of_most_replicas_is_chosen_and_of_two_halves_the_one_with_more_tokens():
     chosen = choose_version({A: version(3), B: version(3), C: version(4)})
     assert chosen.value == version(3)
     assert "2 of 3" in chosen.reason
+    announced = {A: version(3, 900), B: version(3, 900), C: version(2, 1000), D: version(2, 1000)}
+    assert choose_version(announced).value == version(2, 1000)
+    assert choose_version({}).value is None, "without anybody there is no version"
 
 
 @given(st.builds(version, st.integers(0, 200), tokens=st.integers(0, 2**48)))
@@ -281,9 +281,3 @@ def test_one_that_lies_never_prevails_against_two_that_agree(lie: AnchorVersion)
 @given(st.builds(version, st.integers(5, 200), tokens=st.integers(0, 2**48)))
 def test_one_that_lies_does_not_prevail_while_two_honest_ones_are_a_round_apart(lie: AnchorVersion):
     assert choose_version({A: version(3), B: version(4), C: lie}).value is None
-
-
-def test_of_two_halves_the_one_with_more_tokens():
-    announced = {A: version(3, 900), B: version(3, 900), C: version(2, 1000), D: version(2, 1000)}
-    assert choose_version(announced).value == version(2, 1000)
-    assert choose_version({}).value is None, "without anybody there is no version"

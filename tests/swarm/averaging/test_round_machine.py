@@ -55,6 +55,10 @@ class Desk:
     def hear(self, sender: PeerId, message: RoundControl) -> list[Action]:
         return self.feed(events.MessageArrived(sender, message))
 
+    def invited(self, attempt: RoundId, base: AnchorVersion = BASE) -> list[RoundControl]:
+        """What its leader hears in answer."""
+        return told(self.hear(attempt.convener, Invitation(attempt, base)), attempt.convener)
+
     def wait(self, seconds: float) -> list[Action]:
         actions: list[Action] = []
         for _ in range(round(seconds * 10)):
@@ -78,6 +82,11 @@ class Desk:
         self.feed(events.Staged(ATTEMPT, RESULT))
 
 
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
 def entry(attempt: RoundId = ATTEMPT, peer: PeerId = US, steps: int = 10, staged: AnchorVersion | None = None) -> Entry:
     return SIGNER.sign(Entry(peer, attempt, BASE, steps, 10 * steps, 1.0, (), staged))
 
@@ -99,8 +108,7 @@ def kinds(actions: list[Action]) -> list[type]:
     return [type(action) for action in actions]
 
 
-def test_a_round_from_the_members_side() -> None:
-    desk = Desk()
+def test_a_round_from_the_members_side(desk: Desk) -> None:
     actions = desk.hear(B, Invitation(ATTEMPT, BASE))
     assert actions == [SendMessage(B, Accepting(ATTEMPT)), events.TakeSnapshot(ATTEMPT, 0)]
     assert desk.feed(SnapshotTaken(ATTEMPT, 10, 100, 1.0, 1e6)) == [SendMessage(B, entry())]
@@ -113,8 +121,7 @@ def test_a_round_from_the_members_side() -> None:
     assert desk.machine.current_attempt is None
 
 
-def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() -> None:
-    desk = Desk()
+def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message(desk: Desk) -> None:
     actions = desk.feed(Worked(2 * RULES.inner_steps, 1000))
     while desk.machine.current_attempt is None:
         actions = desk.wait(0.1)
@@ -142,8 +149,7 @@ def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() ->
     assert told(desk.hear(B, Prepared(attempt, result)), B) == [commit], "it has missed the commit"
 
 
-def test_a_convener_for_which_all_have_waited_goes_on_at_once() -> None:
-    desk = Desk()
+def test_a_convener_for_which_all_have_waited_goes_on_at_once(desk: Desk) -> None:
     attempt = desk.convene()
     for peer in (B, C, D):
         assert desk.hear(peer, entry(attempt, peer)) == []
@@ -179,8 +185,7 @@ def test_a_mean_that_only_a_far_too_long_update_makes_is_neither_followed_nor_le
     assert [type(message) for message in told(actions, C)] == [Dissolved], "without that update there is none"
 
 
-def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed() -> None:
-    desk = Desk()
+def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed(desk: Desk) -> None:
     for number in range(5, 9):  # rounds every ten seconds
         desk.wait(10.0)
         attempt = RoundId(MODULE, number, 0, B)
@@ -196,14 +201,14 @@ def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed() -> N
         assert desk.machine.version == result
     now, attempt = desk.machine.version, RoundId(MODULE, 9, 0, B)
     desk.wait(1.0)
-    assert told(desk.hear(B, Invitation(attempt, now)), B)[0] == Declined(attempt, DeclineReason.BROKEN, now)
+    assert desk.invited(attempt, now)[0] == Declined(attempt, DeclineReason.BROKEN, now)
     desk.wait(5.0)
     for number in (0, 1):
         attempt = replace(attempt, attempt=number)
-        assert Accepting(attempt) in told(desk.hear(B, Invitation(attempt, now)), B)
+        assert Accepting(attempt) in desk.invited(attempt, now)
         desk.hear(B, Dissolved(attempt, "no"))
     attempt = replace(attempt, attempt=2)
-    assert told(desk.hear(B, Invitation(attempt, now)), B) == [Declined(attempt, DeclineReason.OTHER_CONVENER, now)]
+    assert desk.invited(attempt, now) == [Declined(attempt, DeclineReason.OTHER_CONVENER, now)]
 
 
 @pytest.mark.parametrize(
@@ -220,14 +225,11 @@ def test_invitations_that_cannot_be_meant_are_not_answered(sender: PeerId, attem
     assert Desk().hear(sender, Invitation(attempt, BASE)) == []
 
 
-def test_who_stands_elsewhere_or_is_late_is_told_so() -> None:
-    desk = Desk()
+def test_who_stands_elsewhere_or_is_late_is_told_so(desk: Desk) -> None:
     other = replace(BASE, digest=b"other")
-    assert told(desk.hear(B, Invitation(ATTEMPT, other)), B) == [Declined(ATTEMPT, DeclineReason.OTHER_ANCHOR, BASE)]
-    old = replace(ATTEMPT, number=4)
-    assert told(desk.hear(C, Invitation(replace(old, convener=C), BASE)), C)[0] == Declined(
-        replace(old, convener=C), DeclineReason.PAST, BASE
-    )
+    assert desk.invited(ATTEMPT, other) == [Declined(ATTEMPT, DeclineReason.OTHER_ANCHOR, BASE)]
+    old = replace(ATTEMPT, number=4, convener=C)
+    assert desk.invited(old)[0] == Declined(old, DeclineReason.PAST, BASE)
 
 
 @pytest.mark.parametrize(
@@ -241,22 +243,19 @@ def test_who_stands_elsewhere_or_is_late_is_told_so() -> None:
         replace(signed(), codec=Codec.INT8),
     ],
 )
-def test_a_lying_convener_is_refused_and_not_followed_again_at_this_round(wrong: SignedRoster) -> None:
-    desk = Desk()
+def test_a_lying_convener_is_refused_and_not_followed_again_at_this_round(desk: Desk, wrong: SignedRoster) -> None:
     desk.enter()
     actions = desk.hear(B, wrong)
     assert events.Exchange not in kinds(actions)
     assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
     assert desk.machine.current_attempt is None
     again = replace(ATTEMPT, attempt=1)
-    assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
-    assert told(desk.hear(C, Invitation(replace(again, convener=C), BASE)), C) == [
-        Accepting(replace(again, convener=C))
-    ]
+    assert desk.invited(again) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
+    by_another = replace(again, convener=C)
+    assert desk.invited(by_another) == [Accepting(by_another)]
 
 
-def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody() -> None:
-    desk = Desk()
+def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody(desk: Desk) -> None:
     attempt = desk.convene()
     for peer, false in ((B, entry(attempt, C)), (C, replace(entry(attempt, C), tokens=7)), (D, entry(ATTEMPT, D))):
         answers = told(desk.hear(peer, replace(false, round=attempt)), peer)
@@ -267,8 +266,7 @@ def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody() -> None:
 
 
 @pytest.mark.parametrize("tallies", [True, False])
-def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(tallies: bool) -> None:
-    desk = Desk()
+def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(desk: Desk, tallies: bool) -> None:
     tally = WorkTally(D, MODULE, 1, 0.0, 30.0, (WorkRow(US, 1, 100, 100),))
     there = (events.OtherReplica(B, BASE, True),)
     desk.feed(events.ReplicasChanged(there, (tally,) if tallies else ()))
@@ -281,9 +279,8 @@ def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(tallie
     assert (desk.machine.current_attempt is not None) is tallies
 
 
-def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
+def test_of_two_the_one_that_declares_next_to_nothing_has_no_say(desk: Desk) -> None:
     """The lower median of two norms is the smaller: ours would be clipped to it."""
-    desk = Desk()
     desk.feed(events.ReplicasChanged((events.OtherReplica(B, BASE, True),)))
     desk.enter()
     tiny = SIGNER.sign(replace(entry(peer=B), norm=1e-30))
@@ -296,8 +293,7 @@ def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
     assert alone.peers == (US,)
 
 
-def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left() -> None:
-    desk = Desk()
+def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left(desk: Desk) -> None:
     desk.prepare()
     for _ in range(2000):
         actions = desk.wait(0.5)
@@ -306,11 +302,10 @@ def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left() -> None
         desk.hear(B, Pulse(ATTEMPT))
     assert desk.machine.current_attempt is None
     again = replace(ATTEMPT, attempt=1)
-    assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
+    assert desk.invited(again) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
 
 
-def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_there() -> None:
-    desk = Desk()
+def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_there(desk: Desk) -> None:
     desk.enter()
     lie = replace(RESULT, digest=b"lie", tokens=2**47)
     actions = desk.hear(B, Commit(ATTEMPT, lie, (B, C, D)))
@@ -321,8 +316,7 @@ def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_th
     assert events.CatchUp in kinds(actions), "three say it of themselves"
 
 
-def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:
-    desk = Desk()
+def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent(desk: Desk) -> None:
     desk.enter()
     desk.hear(B, signed())
     for _ in range(8):
@@ -331,8 +325,7 @@ def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> No
     assert desk.machine.current_attempt == ATTEMPT
 
 
-def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> None:
-    desk = Desk()
+def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more(desk: Desk) -> None:
     desk.enter()
     desk.hear(B, signed())
     assert told(desk.feed(events.PieceRejected(ATTEMPT, C, "not finite")), B) == [Pulse(ATTEMPT, (), (C,))]
@@ -345,8 +338,7 @@ def accused(actions: list[Action]) -> list[PeerId]:
     return [action.peer for action in actions if isinstance(action, events.Caught)]
 
 
-def test_who_sends_a_piece_that_cannot_be_used_is_named_even_after_the_attempt() -> None:
-    desk = Desk()
+def test_who_sends_a_piece_that_cannot_be_used_is_named_even_after_the_attempt(desk: Desk) -> None:
     desk.enter()
     desk.hear(B, signed())
     assert accused(desk.feed(events.PieceRejected(ATTEMPT, C, "not finite"))) == [C]
@@ -354,16 +346,14 @@ def test_who_sends_a_piece_that_cannot_be_used_is_named_even_after_the_attempt()
     assert accused(desk.feed(events.PieceRejected(ATTEMPT, D, "not finite"))) == [D]
 
 
-def test_a_convener_whose_roster_has_an_entry_that_nobody_signed_is_named() -> None:
-    desk = Desk()
+def test_a_convener_whose_roster_has_an_entry_that_nobody_signed_is_named(desk: Desk) -> None:
     desk.enter()
     forged = replace(signed(), entries=(entry(peer=B), replace(entry(peer=C), tokens=7), entry()))
     assert accused(desk.hear(B, forged)) == [B]
 
 
 @pytest.mark.parametrize("what", ["not signed", "somebody else's", "impossible", "of another anchor by now"])
-def test_a_guest_whose_entry_is_forged_is_named_and_one_that_has_moved_is_not(what: str) -> None:
-    desk = Desk()
+def test_a_guest_whose_entry_is_forged_is_named_and_one_that_has_moved_is_not(desk: Desk, what: str) -> None:
     attempt = desk.convene()
     forged = {
         "not signed": replace(entry(attempt, C), tokens=7),
@@ -392,16 +382,14 @@ def test_sweeping_accusers_are_not_believed(
     assert credible_accusers({peer: frozenset(named) for peer, named in waiting.items()}) == believed
 
 
-def test_a_broken_update_is_declined() -> None:
-    desk = Desk()
+def test_a_broken_update_is_declined(desk: Desk) -> None:
     desk.hear(B, Invitation(ATTEMPT, BASE))
     actions = desk.feed(events.SnapshotBroken(ATTEMPT))
     assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.BROKEN, BASE)]
     assert kinds(actions) == [SendMessage, events.Release]
 
 
-def test_a_version_that_cannot_be_had_is_tried_again_later() -> None:
-    desk = Desk()
+def test_a_version_that_cannot_be_had_is_tried_again_later(desk: Desk) -> None:
     for peer in (B, C, D):
         actions = desk.hear(peer, Progress(MODULE, RESULT, 0, 0))
     assert desk.machine.describe() == "round 4, catching up to round 5"
@@ -454,8 +442,7 @@ def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
     assert [(action.donors, action.by_most) for action in caught_up] == [((B, C, D), True)]
 
 
-def test_it_says_where_it_stands() -> None:
-    desk = Desk()
+def test_it_says_where_it_stands(desk: Desk) -> None:
     assert desk.machine.settled
     assert "all 4 replicas have our anchor" in desk.machine.describe()
     desk.enter()
@@ -470,10 +457,9 @@ def test_who_stands_on_the_last_number_there_is_opens_no_round_and_does_not_hang
     assert not any(isinstance(action, SendMessage) and isinstance(action.message, Invitation) for action in actions)
 
 
-def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others() -> None:
+def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others(desk: Desk) -> None:
     """It says that each of them is over; whoever stands alone on an anchor goes on."""
     far, start = AnchorVersion(50_000, 500_000, 2**40, 0, b"far"), AnchorVersion(0, 0, 0, 0, b"start")
-    desk = Desk()
     desk.feed(events.ReplicasChanged((events.OtherReplica(B, far, True), events.OtherReplica(C, start, True))))
     actions = desk.feed(Worked(2 * RULES.inner_steps, 1000)) + desk.wait(1.0)
     attempt = next(action.round for action in actions if isinstance(action, events.TakeSnapshot))
@@ -483,9 +469,8 @@ def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others() -> None:
     assert events.Exchange in kinds(actions)
 
 
-def test_members_commit_what_most_of_them_have_when_their_convener_does_not() -> None:
+def test_members_commit_what_most_of_them_have_when_their_convener_does_not(desk: Desk) -> None:
     """It is heard all the while, so nobody takes it for dead."""
-    desk = Desk()
     desk.prepare()
     for _ in range(6):
         actions = desk.wait(RULES.pulse_s) + desk.hear(B, Pulse(ATTEMPT))
@@ -499,8 +484,7 @@ def test_members_commit_what_most_of_them_have_when_their_convener_does_not() ->
     assert desk.machine.version == RESULT
 
 
-def test_members_leave_it_to_a_convener_that_has_had_no_time() -> None:
-    desk = Desk()
+def test_members_leave_it_to_a_convener_that_has_had_no_time(desk: Desk) -> None:
     desk.prepare()
     assert events.CommitStaged not in kinds(desk.hear(C, Prepared(ATTEMPT, RESULT)))
     assert told(desk.wait(RULES.pulse_s), C) == []

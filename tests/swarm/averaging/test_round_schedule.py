@@ -109,51 +109,41 @@ def test_numbers_go_beyond_all_that_is_seen_but_not_beyond_reason() -> None:
     assert next_number(BASE, [version(4 + LARGEST_LEAD)]) == 5
     assert next_number(BASE, [version(900)]) == 901
     assert next_number(version(100_000), [version(300_000)]) == 300_001
-    assert next_number(version(0), [version(2**48 - 1)]) == 1
+    assert next_number(version(0), [version(2**48 - 1)]) == next_number(START, [OLD]) == 1
 
 
-def test_most_replicas_decide_and_of_equally_many_the_greater() -> None:
-    other = version(9, tokens=1, digest=b"other")
-    assert standing(RULES, BASE, {A: BASE, B: other, C: other}).value == BASE
-    assert standing(RULES, BASE, {A: other, B: other}).value == other
-    assert standing(RULES, BASE, {A: other}).value == BASE
-    assert standing(RULES, BASE, {A: replace(other, tokens=5000)}).value.tokens == 5000
+START, OTHER = version(0), version(9, tokens=1, digest=b"other")
+OLD = AnchorVersion(50_000, 500_000, 2**40, 0, b"old")  # Weeks of rounds that nobody else knows of
+FAR = AnchorVersion(1_000_000, 10**6, 10**6, 0, b"x")
+GREATER, MORE = replace(OTHER, tokens=5000), version(5, tokens=2**47)
+STANDING = {
+    "most replicas decide": (BASE, {A: BASE, B: OTHER, C: OTHER}, BASE),
+    "against us, too": (BASE, {A: OTHER, B: OTHER}, OTHER),
+    "of equally many the greater decides, which is ours": (BASE, {A: OTHER}, BASE),
+    "of equally many the greater decides": (BASE, {A: GREATER}, GREATER),
+    "a lie about tokens moves no majority": (BASE, {A: BASE, B: BASE, C: MORE}, BASE),
+    "a lie about rounds moves no majority": (BASE, {A: BASE, B: BASE, C: replace(MORE, round=2**40)}, BASE),
+    "a lie about the digest moves no majority": (BASE, {A: BASE, B: BASE, C: version(4, digest=b"z")}, BASE),
+    "nobody stays with the initial weights": (START, {A: START, B: BASE, C: BASE, D: START}, BASE),
+    "not with a single other one": (START, {A: BASE}, BASE),
+    "nor goes back to them": (BASE, {A: START, B: START, C: START}, BASE),
+    "a fresh run does not follow one that claims to be ahead": (START, {A: START, B: OLD}, START),
+    "nor does a larger one": (START, {A: START, B: START, C: START, D: OLD}, START),
+    "with one other replica there is nobody else to ask": (START, {B: OLD}, OLD),
+    "two that claim the same are followed": (START, {A: START, B: OLD, C: OLD}, OLD),
+    "a newcomer to a run that most have begun believes what can be true": (START, {A: BASE, B: OLD}, BASE),
+    "not where most have not begun": (START, {A: START, B: BASE}, START),
+    "who was away for long does not follow one": (BASE, {A: BASE, B: FAR}, BASE),
+    "who was away for long follows two": (BASE, {A: FAR, B: FAR}, FAR),
+    "or the only one": (BASE, {B: FAR}, FAR),
+}
 
 
-def test_one_replica_cannot_move_a_majority_by_lying() -> None:
-    for lie in (version(5, tokens=2**47), version(2**40, tokens=2**47), version(4, digest=b"z")):
-        assert standing(RULES, BASE, {A: BASE, B: BASE, C: lie}).value == BASE
-
-
-def test_nobody_stays_with_the_initial_weights_when_there_is_something_later() -> None:
-    start = version(0)
-    assert standing(RULES, start, {A: start, B: BASE, C: BASE, D: start}).value == BASE
-    assert standing(RULES, start, {A: BASE}).value == BASE
-    assert standing(RULES, BASE, {A: start, B: start, C: start}).value == BASE
-
-
-def test_a_fresh_run_does_not_follow_one_that_claims_to_be_ahead() -> None:
-    """Weeks of rounds that nobody else knows of; and with a single other replica there is nobody else to ask."""
-    start, old = version(0), AnchorVersion(50_000, 500_000, 2**40, 0, b"old")
-    assert standing(RULES, start, {A: start, B: old}).value == start
-    assert standing(RULES, start, {A: start, B: start, C: start, D: old}).value == start
-    assert standing(RULES, start, {B: old}).value == old
-    assert standing(RULES, start, {A: start, B: old, C: old}).value == old
-    assert next_number(start, [old]) == 1, "nor does it lead the old one astray, should it be true"
-
-
-def test_a_newcomer_to_a_run_that_most_have_begun_believes_what_can_be_true() -> None:
-    """Of two that say so, one claims weeks of rounds."""
-    start, old = version(0), AnchorVersion(50_000, 500_000, 2**40, 0, b"old")
-    assert standing(RULES, start, {A: BASE, B: old}).value == BASE
-    assert standing(RULES, start, {A: start, B: BASE}).value == start
-
-
-def test_who_was_away_for_long_follows_two_and_not_one() -> None:
-    far = replace(version(1_000_000, tokens=10**6), steps=10**6)
-    assert standing(RULES, BASE, {A: BASE, B: far}).value == BASE
-    assert standing(RULES, BASE, {A: far, B: far}).value == far
-    assert standing(RULES, BASE, {B: far}).value == far
+@pytest.mark.parametrize(("own", "others", "followed"), STANDING.values(), ids=STANDING)
+def test_the_version_that_is_followed(
+    own: AnchorVersion, others: dict[PeerId, AnchorVersion], followed: AnchorVersion
+) -> None:
+    assert standing(RULES, own, others).value == followed
 
 
 @pytest.mark.parametrize(
@@ -177,7 +167,6 @@ def test_a_young_run_whose_rounds_fail_for_hours_is_possible() -> None:
 
 
 def lengths(proven: dict[PeerId, float] | None = None, **entries: Entry) -> dict[str, float]:
-    """Length of each member's part of the mean."""
     members = {PeerId(peer): member for peer, member in entries.items()}
     return {peer: w.coefficient * members[peer].norm for peer, w in weigh(members, proven).items()}
 
@@ -361,10 +350,12 @@ def test_a_roster_counts_the_work_and_says_what_it_leads_to() -> None:
     assert make_roster(RULES, replace(signed(), entries=(entry(0),))) is None
 
 
-def test_sums_end_where_frames_end() -> None:
+def test_sums_end_where_frames_end_and_from_the_third_attempt_on_the_leader_reduces_alone() -> None:
     full = replace(signed(), base=replace(BASE, steps=MAX_COUNT - 1, tokens=MAX_COUNT - 1))
     made = make_roster(RULES, full)
     assert (made.steps, made.tokens) == (MAX_COUNT, MAX_COUNT)
+    made = roster(replace(ATTEMPT, attempt=2))
+    assert {member.peer: member.end_chunk - member.first_chunk for member in made.members} == {A: 16, B: 0, C: 0}
 
 
 def test_one_of_two_that_claims_many_or_hardly_any_steps_bends_the_schedule_a_little() -> None:
@@ -375,11 +366,6 @@ def test_one_of_two_that_claims_many_or_hardly_any_steps_bends_the_schedule_a_li
     assert steps(10) == 10
     assert steps(1) >= 5
     assert steps(2**32) <= 25
-
-
-def test_from_the_third_attempt_on_the_convener_reduces_alone() -> None:
-    made = roster(replace(ATTEMPT, attempt=2))
-    assert {member.peer: member.end_chunk - member.first_chunk for member in made.members} == {A: 16, B: 0, C: 0}
 
 
 def test_rosters_that_cannot_be_right_are_objected_to() -> None:

@@ -60,7 +60,6 @@ NOTICED_S = 5.0
 
 
 def first_exchange(world: RoundWorld) -> Roster:
-    """Runs until the first exchange begins."""
     rosters: list[Roster] = []
     world.on_exchange = lambda replica, roster: rosters.append(roster)
     assert world.run_until(lambda: bool(rosters), 60.0)
@@ -109,16 +108,14 @@ def test_survivors_commit_within_five_seconds_and_a_round(share: float, who: str
     assert not world.forks()
 
 
-def split(world: RoundWorld, *groups: list[PeerId], rounds: int) -> AnchorVersion:
-    """Lets both sides go on for so many rounds; returns what they had in common."""
+def split(world: RoundWorld, *groups: list[PeerId], rounds: int) -> None:
+    """Lets both sides go on for so many rounds."""
     assert world.run_until(lambda: committed_by(world, set(world.peers)) and world.agreed(), 60.0)
-    common = next(iter(world.versions()))
+    enough = next(iter(world.versions())).round + rounds
     world.links.partition(*groups)
-    enough = common.round + rounds
     assert world.run_until(lambda: all(replica.version.round >= enough for replica in world.living), 200.0), (
         world.explain()
     )
-    return common
 
 
 def rounds_until_agreed(world: RoundWorld) -> int:

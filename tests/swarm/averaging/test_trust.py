@@ -50,7 +50,6 @@ def test_replicas_with_nothing_in_common_are_honest(members: int) -> None:
 
 
 def test_others_parts_that_oppose_ours_make_a_reducer_suspect() -> None:
-    """Of three members alike, each part has a third of the length of ours."""
     agreeing, liar = beside(A, length=0.3, cosine=0.6), beside(B, length=0.1, cosine=0.2)
     assert suspect([beside(OWN, length=0.1, cosine=-1.0), agreeing], OWN, 1 / 3) is None, "our own sum"
     assert suspect([agreeing, liar], OWN, 1 / 3) == B
@@ -63,19 +62,15 @@ def test_who_opposes_most_others_again_and_again_is_named_once() -> None:
     assert [named for named in heard if named] == [(B,)]
 
 
-def test_a_mean_longer_than_the_norms_allow_is_odd() -> None:
+def test_a_mean_longer_than_the_norms_allow_or_much_longer_than_ours_is_odd() -> None:
     assert judged(beside(A, length=0.5 * LONGEST * 0.99, cosine=0.9)) == {}
     assert set(judged(beside(A, length=0.5 * LONGEST * 1.01, cosine=0.9))) == {A}
-
-
-def test_a_mean_much_longer_than_those_that_we_make_is_odd() -> None:
     ours = beside(OWN, length=0.2, cosine=0.3)
     assert judged(ours, beside(A, length=0.2 * LONGER_THAN_OURS * 0.99, cosine=0.3)) == {}
     assert set(judged(ours, beside(A, length=0.2 * LONGER_THAN_OURS * 1.01, cosine=0.3))) == {A}
 
 
 def test_where_all_agree_a_mean_is_as_long_as_allowed_though_ours_is_of_rows_where_nobody_does() -> None:
-    """256 of them."""
     ours = beside(OWN, length=0.5 / 256, cosine=1.0)
 
     def of_many(theirs: Beside) -> dict[PeerId, str]:
@@ -92,14 +87,11 @@ def test_zeros_where_ours_are_none_are_odd() -> None:
     assert judged(HONEST, beside(A, length=0.4, cosine=0.0, ours=0.0)) == {}, "rows that only others have seen"
 
 
-def test_who_is_odd_itself_slanders_nobody() -> None:
+def test_who_is_odd_itself_or_contributes_nothing_slanders_nobody() -> None:
     """Its update points the other way: so do all means then, its own as well."""
     others = [beside(peer, length=0.5 * LONGEST * 1.01, cosine=-0.7) for peer in (A, B)]
     assert judged(beside(OWN, length=0.5 * LONGEST * 1.01, cosine=-0.7), *others) == {}
     assert set(judged(HONEST, *others)) == {A, B}
-
-
-def test_who_contributes_nothing_has_nothing_to_compare_with() -> None:
     assert oddities(OWN, [beside(A, length=9.0, cosine=-1.0)], 0.0, 0.0, 1.0) == {}
 
 
@@ -134,18 +126,14 @@ def test_a_mean_stretched_by_half_is_not_explained(members: int, cosine: float) 
     assert "does not match the contributions" in why
 
 
-def test_a_reducer_that_contributes_nothing_may_leave_nothing() -> None:
+def test_a_reducer_leaves_no_more_than_the_norm_that_it_declared() -> None:
     assert unexplained(Reckoning(4096, 1e-5, 1.0, (0.5,)), 0.0, 0.0, Codec.NONE) is None
     assert unexplained(Reckoning(4096, 1e-3, 1.0, (0.5,)), 0.0, 0.0, Codec.NONE) is not None
-
-
-def test_no_own_part_is_longer_than_the_norm_that_was_declared() -> None:
     assert unexplained(Reckoning(4096, 0.34, 0.0, (0.9,)), 1 / 3, 1.0, Codec.NONE) is not None
 
 
 @pytest.mark.parametrize(("pieces", "members"), [(1, 3), (4, 3), (4, 9), (4, 256)])
 def test_audits_are_as_rare_as_their_bytes_demand(pieces: int, members: int) -> None:
-    """Shards of so many pieces of 100 bytes each, out and back."""
     sent = 2 * 100 * pieces * members * (members - 1)
     fetched = 100 * (members - 2)
     chance = chance_of_audit(sent, members, fetched)
@@ -154,41 +142,28 @@ def test_audits_are_as_rare_as_their_bytes_demand(pieces: int, members: int) -> 
     assert chance_of_audit(1000, 2, 0) == 1.0, "nothing has to be fetched"
 
 
-def test_rubbish_costs_more_from_time_to_time_and_is_forgiven_in_the_end() -> None:
+@pytest.mark.parametrize(
+    ("kind", "pauses_s"),
+    [("rubbish", (0, 60, 120)), ("waiting", (0, 30, 60)), ("fraud", (3600, 7200)), ("silence", (300, 600))],
+)
+def test_who_offends_again_is_left_out_longer_and_begins_anew_in_the_end(kind: str, pauses_s: tuple[int, ...]) -> None:
+    penalties, now = Penalties(), 0.0
+    for pause_s in (*pauses_s, pauses_s[0]):
+        getattr(penalties, kind).add(A, now)
+        assert penalties.excluded(now + 0.9 * pause_s) == (frozenset({A}) if pause_s else frozenset())
+        assert penalties.excluded(now + pause_s) == frozenset()
+        now += pause_s + (FORGIVEN_AFTER_S + 1.0 if pause_s == pauses_s[-1] else 0.0)
+
+
+def test_waiting_in_vain_counts_only_in_a_row_and_excuses_no_fraud() -> None:
     penalties = Penalties()
-    penalties.rubbish.add(A, 0.0)
-    assert penalties.excluded(0.0) == frozenset()
-    penalties.rubbish.add(A, 10.0)
-    assert penalties.excluded(69.0) == {A}
-    assert penalties.excluded(71.0) == frozenset()
-    penalties.rubbish.add(A, 100.0)
-    assert penalties.excluded(219.0) == {A}
-    penalties.rubbish.add(A, 221.0 + FORGIVEN_AFTER_S)
-    assert penalties.excluded(221.0 + FORGIVEN_AFTER_S) == frozenset(), "it counts as the first one again"
-
-
-def test_waiting_in_vain_counts_only_in_a_row() -> None:
-    penalties = Penalties()
-    penalties.waiting.add(A, 0.0)
+    for now in (0.0, 3.0):
+        penalties.waiting.add(A, now)
+        assert penalties.excluded(now) == frozenset()
+        penalties.waiting.forgive(A)
+    for now in (4.0, 5.0):
+        penalties.waiting.add(A, now)
+    assert penalties.excluded(5.0) == {A}
+    penalties.fraud.add(A, 6.0)
     penalties.waiting.forgive(A)
-    penalties.waiting.add(A, 3.0)
-    assert penalties.excluded(3.0) == frozenset()
-    penalties.waiting.add(A, 4.0)
-    assert penalties.excluded(33.0) == {A}
-    assert penalties.excluded(35.0) == frozenset()
-    penalties.waiting.add(A, 40.0)
-    assert penalties.excluded(99.0) == {A}
-    penalties.waiting.forgive(A)
-    assert penalties.excluded(99.0) == frozenset()
-
-
-def test_who_is_caught_by_an_audit_is_left_out_at_once_and_longer_than_for_rubbish() -> None:
-    penalties = Penalties()
-    penalties.fraud.add(A, 0.0)
-    penalties.silence.add(B, 0.0)
-    assert penalties.excluded(299.0) == {A, B}
-    assert penalties.excluded(3599.0) == {A}
-    assert penalties.excluded(3600.0) == frozenset()
-    penalties.fraud.add(A, 3700.0)
-    penalties.waiting.forgive(A)
-    assert penalties.excluded(3700.0 + 7199.0) == {A}
+    assert penalties.excluded(6.0) == {A}

@@ -16,8 +16,7 @@ BASE = AnchorVersion(4, 40, 4000, 0, b"d" * 32)
 SHARES = {Codec.INT8: 0.25, Codec.INT4: 0.125, Codec.TOP_K_4: 0.07, Codec.TOP_K_2: 0.06}
 LEVELS = tuple(CodecLevel(codecs, SHARES[codecs.contribution]) for codecs in codec_levels(Codec.TOP_K_2))
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=10, longest_s=60.0, chunk_bytes=10**6, levels=LEVELS)
-INTERVAL_S = 40.0
-"""So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each."""
+INTERVAL_S = 40.0  # So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each
 
 
 def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reasoned[RoundCodecs]:
@@ -42,10 +41,12 @@ def test_a_run_allows_what_is_milder_than_its_limit(limit: Codec, contributions:
     assert [codecs.contribution for codecs in codec_levels(limit)] == contributions
 
 
-def test_means_are_never_sparse() -> None:
+def test_means_are_never_sparse_and_a_run_that_allows_one_codec_has_no_choice() -> None:
     for codecs in codec_levels(Codec.TOP_K_2):
         assert codecs.result in (Codec.INT8, Codec.INT4)
         assert codecs.leave_over is (codecs.contribution is not Codec.INT8)
+    only = RoundCodecs(Codec.NONE)
+    assert choose((CodecLevel(only, 1.0),), 1e9, 1.0, 1.0).value == only
 
 
 @pytest.mark.parametrize(
@@ -66,13 +67,10 @@ def test_the_mildest_that_the_slowest_member_carries_in_time(slowest: float, cod
     assert f"{MOST_OF_AN_INTERVAL:.0%} are wanted" in made.reason
 
 
-def test_who_has_measured_nothing_holds_nobody_back() -> None:
+def test_who_has_measured_nothing_holds_nobody_back_and_at_first_the_leaders_own_link_counts() -> None:
     assert chosen({A: 0, B: 8}).value.contribution is Codec.TOP_K_2
     nothing = chosen({A: 0, B: 0})
     assert (nothing.value.contribution, nothing.reason) == (Codec.INT8, "no link was measured yet")
-
-
-def test_before_anything_was_measured_the_conveners_own_link_counts() -> None:
     assert chosen({A: 0, B: 0}, own=0.12e6).value.contribution is Codec.TOP_K_4
     assert chosen({A: 10, B: 10}, own=0.12e6).value.contribution is Codec.INT8
 
@@ -81,8 +79,3 @@ def test_a_convener_that_reduces_alone_has_more_to_carry() -> None:
     peers = {PeerId(name): 10 for name in "abcdefghijkl"}
     assert chosen(peers).value.contribution is Codec.INT8
     assert chosen(peers, LEADER_REDUCES_FROM).value.contribution is not Codec.INT8
-
-
-def test_a_run_that_allows_one_has_no_choice() -> None:
-    only = RoundCodecs(Codec.NONE)
-    assert choose((CodecLevel(only, 1.0),), 1e9, 1.0, 1.0).value == only

@@ -42,25 +42,18 @@ def test_the_served_expert_that_fits_best_stands_in(unserved: set[ModuleId], exp
     assert taken(unserved) == expected
 
 
-def test_the_lower_number_is_taken_of_two_that_fit_alike() -> None:
+def test_the_lower_number_is_taken_of_two_that_fit_alike_and_a_stage_without_any_leaves_no_route() -> None:
     chosen = served_route((2,), ((4, 4, 9),), lambda module: module.expert != 2)
     assert chosen.value == (0,)
     assert chosen.reason == "the best served experts: 1.0 for 1.2 (not served)"
-
-
-def test_a_stage_that_nobody_serves_leaves_no_route() -> None:
     chosen = served_route(OWN, AFFINITY, lambda module: module.stage != 2)
     assert chosen.value is None
     assert chosen.reason == "no expert of stage 2 is served"
 
 
-def test_a_run_without_experts_has_an_empty_route() -> None:
-    assert served_route((), (), lambda module: False).value == ()
-
-
 def test_a_documents_route_is_its_best_experts_and_the_lower_of_two_alike() -> None:
     assert best_route(((5, 9, 7), (1, 1), (0,))) == (1, 0, 0)
-    assert best_route(()) == ()
+    assert best_route(()) == served_route((), (), lambda module: False).value == (), "without experts"
 
 
 def test_modules_of_a_route_have_names() -> None:

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, VersionRange
 
 RUN = RunId("0" * 64)
+USUAL = {"run": RUN, "state": PeerState.SERVING, "addresses": (), "certificate": b"", "versions": VersionRange(3, 3)}
+USUAL |= {"slots": 8, "free_slots": 8, "steps": 0, "anchor": None, "incarnation": 1, "sequence": 1, "expires_at": 1e9}
 
 
-def announcement(
-    peer: str,
-    stage: int | ModuleId | None = 1,
-    *,
-    speed: float = 1000.0,
-    state: PeerState = PeerState.SERVING,
-    sequence: int = 1,
-    expires_at: float = 1e9,
-    slots: int = 8,
-    free_slots: int = 8,
-    run: RunId = RUN,
-    versions: VersionRange = VersionRange(3, 3),  # noqa: B008 - immutable
-    memory_bytes: int = 0,
-) -> Announcement:
+def announcement(peer: str, stage: int | ModuleId | None = 1, *, speed: float = 1000.0, **changes: Any) -> Announcement:
     module = ModuleId(stage) if isinstance(stage, int) else stage
-    return Announcement(
-        run,
-        PeerId(peer),
-        state,
-        module,
-        (),
-        b"",
-        versions,
-        speed,
-        slots,
-        free_slots,
-        0,
-        None,
-        1,
-        sequence,
-        expires_at,
-        memory_bytes=memory_bytes,
-    )
+    return Announcement(peer=PeerId(peer), module=module, tokens_per_second=speed, **{**USUAL, **changes})

@@ -33,8 +33,6 @@ RULES = MoveRules()
 
 @dataclass(slots=True)
 class Member:
-    """A peer, and how long it stays in its present state."""
-
     peer: PeerId
     power: float
     module: ModuleId
@@ -52,19 +50,15 @@ class Move:
     peer: PeerId
     source: ModuleId
     target: ModuleId
-    left_behind: int
-    """Replicas that really serve the source when the mover lets go."""
-    others_on_the_way: int
-    """Further movers to the same module at that moment."""
+    left_behind: int  # Replicas that really serve the source when the mover lets go
+    others_on_the_way: int  # Further movers to the same module at that moment
 
 
 @dataclass(slots=True)
 class World:
-    """A data node and a few peers of further stages.
+    """A data node and peers of further stages, which see each other as they were up to `longest_delay` ticks ago.
 
-    Args:
-        longest_delay: in ticks; each peer sees the others as they were up to so long ago. What a peer asks before it
-            lets go, it sees as it is: the node asks its module's other replicas directly.
+    Before a peer leaves its module, it sees the other replicas as they are: a node asks them directly.
     """
 
     seed: int
@@ -118,7 +112,6 @@ class World:
         return min(self._allowed([(member.power, member.module) for member in self.members.values()]))
 
     def best_throughput(self) -> float:
-        """Of all ways to place the peers that there are."""
         powers = [member.power for member in self.members.values()]
         placements = itertools.product(self.modules[1:], repeat=len(powers))
         return max(min(self._allowed(list(zip(powers, placement, strict=True)))) for placement in placements)

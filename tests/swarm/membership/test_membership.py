@@ -15,7 +15,8 @@ from tests.swarm.membership.announcements import RUN, announcement
 OWN, A = PeerId("own"), PeerId("a")
 
 
-def view() -> Membership:
+@pytest.fixture
+def members() -> Membership:
     return Membership(RUN, OWN)
 
 
@@ -23,8 +24,7 @@ def is_asked(members: Membership, now: float, stage: int = 1) -> list[PeerId]:
     return [a.peer for a in members.replicas(ModuleId(stage), now)]
 
 
-def test_newer_announcements_replace_older_ones_and_replays_change_nothing() -> None:
-    members = view()
+def test_newer_announcements_replace_older_ones_and_replays_change_nothing(members: Membership) -> None:
     assert members.observe(announcement("a", sequence=5, speed=5.0), now=0, wall=0) is Change.NEW
     assert members.observe(announcement("a", sequence=6, speed=6.0), now=0, wall=0) is Change.UPDATED
     for replayed in (5, 6):
@@ -34,8 +34,7 @@ def test_newer_announcements_replace_older_ones_and_replays_change_nothing() -> 
     assert known.tokens_per_second == 6.0
 
 
-def test_replicas_with_a_state_are_those_that_tell_of_one_and_can_be_reached() -> None:
-    members = view()
+def test_replicas_with_a_state_are_those_that_tell_of_one_and_can_be_reached(members: Membership) -> None:
     anchor = AnchorVersion(3, 10, 100, 0, bytes(32))
     states = {"serving": PeerState.SERVING, "draining": PeerState.DRAINING, "joining": PeerState.JOINING}
     for peer, state in states.items():
@@ -47,33 +46,25 @@ def test_replicas_with_a_state_are_those_that_tell_of_one_and_can_be_reached() -
     assert [known.peer for known in members.with_state(ModuleId(1))] == ["draining"]
 
 
-def test_what_is_not_for_us_is_ignored() -> None:
-    members = view()
+def test_what_is_not_for_us_is_ignored(members: Membership) -> None:
     assert members.observe(announcement("own"), now=0, wall=0) is Change.IGNORED
     assert members.observe(announcement("a", run=RunId("1" * 64)), now=0, wall=0) is Change.IGNORED
     assert members.observe(announcement("a", expires_at=50.0), now=0, wall=50.0) is Change.IGNORED
     assert members.peers() == ()
 
 
-def test_announcements_run_out_by_this_machines_own_clock() -> None:
-    members = view()
+def test_announcements_run_out_by_this_machines_own_clock(members: Membership) -> None:
     members.observe(announcement("a", expires_at=1010.0), now=5.0, wall=1000.0)
     assert is_asked(members, 14.9) == [A]
     assert members.expire(14.9) == []
     assert is_asked(members, 15.0) == []
-    assert members.expire(15.0) == [A]
+    members.observe(announcement("a", sequence=2, expires_at=1020.0), now=5.0, wall=1000.0)
+    assert members.expire(15.0) == [], "renewed"
+    assert members.expire(25.0) == [A]
     assert members.get(A) is None
 
 
-def test_a_renewal_puts_the_expiry_off() -> None:
-    members = view()
-    members.observe(announcement("a", sequence=1, expires_at=10.0), now=0, wall=0)
-    members.observe(announcement("a", sequence=2, expires_at=20.0), now=0, wall=0)
-    assert members.expire(15.0) == []
-
-
-def test_only_those_that_can_take_work_are_asked() -> None:
-    members = view()
+def test_only_those_that_can_take_work_are_asked(members: Membership) -> None:
     for state in PeerState:
         members.observe(
             announcement(state.name, None if state is PeerState.VISITING else 1, state=state), now=0, wall=0
@@ -83,8 +74,7 @@ def test_only_those_that_can_take_work_are_asked() -> None:
     assert is_asked(members, 0) == [PeerId("SERVING")]
 
 
-def test_after_a_first_failure_it_is_tried_again_soon_and_then_not_before_it_is_heard_of() -> None:
-    members = view()
+def test_after_a_first_failure_it_is_tried_again_soon_and_then_not_before_it_is_heard_of(members: Membership) -> None:
     members.observe(announcement("a", sequence=1), now=0, wall=0)
     members.fail(A, 0.0)
     members.fail(A, 0.5)  # the same outage
@@ -101,9 +91,8 @@ def test_after_a_first_failure_it_is_tried_again_soon_and_then_not_before_it_is_
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_what_it_announced_before_it_fell_silent_is_no_sign_of_life(failures: int) -> None:
+def test_what_it_announced_before_it_fell_silent_is_no_sign_of_life(members: Membership, failures: int) -> None:
     """The directory brings news later than a link that breaks."""
-    members = view()
     members.observe(announcement("a", sequence=7_000_000), now=10, wall=0)
     members.fail(A, 12.0)
     if failures == 2:
@@ -117,8 +106,7 @@ def test_what_it_announced_before_it_fell_silent_is_no_sign_of_life(failures: in
     assert is_asked(members, 12.5) == [A]
 
 
-def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
-    members = view()
+def test_who_announces_but_never_answers_is_tried_less_and_less(members: Membership) -> None:
     members.observe(announcement("a", sequence=1), now=0, wall=0)
     now = 0.0
     members.fail(A, now)
@@ -138,8 +126,7 @@ def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
     assert is_asked(members, now + FIRST_PAUSE_S) == [A], "a link that stood ends the count"
 
 
-def test_who_does_harm_is_left_out_longer_each_time_unless_there_is_nobody_else() -> None:
-    members = view()
+def test_who_does_harm_is_left_out_longer_each_time_unless_there_is_nobody_else(members: Membership) -> None:
     members.observe(announcement("a", sequence=1), now=0, wall=0)
     assert members.leave_out(A, 0.0) == 60.0
     assert is_asked(members, 0.0) == [A]
@@ -152,8 +139,7 @@ def test_who_does_harm_is_left_out_longer_each_time_unless_there_is_nobody_else(
     assert HARM_PAUSE_S.longest_s == 3600
 
 
-def test_strangers_may_fail_and_leave() -> None:
-    members = view()
+def test_strangers_may_fail_and_leave(members: Membership) -> None:
     members.fail(A, 0.0)
     members.recover(A)
     members.forget(A)
@@ -165,7 +151,7 @@ def test_strangers_may_fail_and_leave() -> None:
 
 def test_the_view_is_bounded_and_visitors_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_under_test, "MAX_PEERS", 3)
-    members = view()
+    members = Membership(RUN, OWN)
     members.observe(announcement("short", expires_at=10.0), now=0, wall=0)
     members.observe(announcement("visitor", None, state=PeerState.VISITING), now=0, wall=0)
     members.observe(announcement("long"), now=0, wall=0)
@@ -178,7 +164,7 @@ def test_the_view_is_bounded_and_visitors_go_first(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("visiting", [False, True])
 def test_a_flood_pushes_out_none_of_those_that_stay(monkeypatch: pytest.MonkeyPatch, visiting: bool) -> None:
     monkeypatch.setattr(module_under_test, "MAX_PEERS", 4)
-    members = view()
+    members = Membership(RUN, OWN)
     lasting = {f"lasting{n}" for n in range(4)}
     for peer in lasting:
         members.observe(announcement(peer, expires_at=100.0), now=0, wall=0)
@@ -192,9 +178,10 @@ def test_a_flood_pushes_out_none_of_those_that_stay(monkeypatch: pytest.MonkeyPa
     assert {a.peer for a in members.peers()} == lasting
 
 
-def test_who_counts_from_less_in_its_next_life_is_news_as_soon_as_the_old_record_has_run_out() -> None:
+def test_who_counts_from_less_in_its_next_life_is_news_as_soon_as_the_old_record_has_run_out(
+    members: Membership,
+) -> None:
     """It began with a clock far ahead, and has been started again with the right one."""
-    members = Membership(RUN, OWN)
     members.observe(announcement("a", sequence=9_000_000, expires_at=60.0), now=0, wall=0)
     members.give_up(PeerId("a"), now=1)
     assert members.observe(announcement("a", sequence=1_000, expires_at=119.0), now=59, wall=59) is Change.IGNORED
@@ -216,12 +203,9 @@ def test_neighbours_and_replicas_come_before_others() -> None:
     assert len(by_worth(OWN, None, everybody, ())) == 6, "a visitor takes anybody"
 
 
-def test_another_expert_of_the_stage_is_no_replica() -> None:
+def test_another_expert_is_no_replica_and_our_stage_may_be_the_last_though_no_other_peer_serves_it() -> None:
     other = replace(dialable("other", 2), module=ModuleId(2, 1))
     assert by_worth(OWN, ModuleId(2), [other, dialable("far", 4), dialable("next", 3)], ())[0] == "next"
-
-
-def test_the_own_stage_may_be_the_last_one_though_nobody_else_serves_it() -> None:
     assert by_worth(OWN, ModuleId(3), [dialable("a", 1), dialable("d", 0)], ()) == ["d", "a"]
 
 

@@ -81,7 +81,6 @@ def test_nobody_waits_for_a_peer_that_has_no_room_where_it_should_go(names: str)
 
 
 def test_who_lies_about_its_memory_holds_up_a_move_by_a_turn() -> None:
-    """Whatever it says, and whoever comes first by hash."""
     rules, data = MoveRules(), announcement("data", DATA)
     for number in range(10):
         honest = announcement("honest", SMALL, memory_bytes=8 * GB)

@@ -37,14 +37,10 @@ def test_empty_modules_are_taken_first() -> None:
         assert choice.reason == "it has no peer"
 
 
-def test_newcomers_one_after_another_fill_every_module_evenly() -> None:
+def test_newcomers_one_after_another_fill_every_module_evenly_and_a_costly_one_more() -> None:
     assert joined(4) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert joined(12) == {0: 3, 1: 3, 2: 3, 3: 3}
-
-
-def test_a_costly_module_gets_more_peers() -> None:
-    counts = joined(10, (1.0, 1.0, 1.0, 7.0))
-    assert counts == {0: 1, 1: 1, 2: 1, 3: 7}
+    assert joined(10, (1.0, 1.0, 1.0, 7.0)) == {0: 1, 1: 1, 2: 1, 3: 7}
 
 
 def test_newcomers_at_once_spread_out() -> None:
@@ -63,10 +59,13 @@ def test_those_that_leave_or_visit_do_not_count() -> None:
     assert choose_module(PeerId("n"), MODULES, present, work(*EVEN)).value == ModuleId(3)
 
 
-def test_power_counts_more_than_heads() -> None:
+def test_power_counts_more_than_heads_and_an_unknown_one_is_average() -> None:
     present = [announcement("0", 0), announcement("a", 1, speed=4000.0), announcement("b", 2), announcement("c", 2)]
     present += [announcement("d", 3, speed=5000.0)]
     assert choose_module(PeerId("n"), MODULES[1:], present, work(*EVEN)).value == ModuleId(2)
+    present = [announcement("0", 0), announcement("new", 1, speed=0.0), announcement("b", 2), announcement("c", 3)]
+    chosen = {choose_module(PeerId(f"n{n}"), MODULES, present, work(*EVEN)).value for n in range(50)}
+    assert chosen == set(MODULES)
 
 
 def test_a_stage_that_is_skipped_more_often_needs_less() -> None:
@@ -75,12 +74,6 @@ def test_a_stage_that_is_skipped_more_often_needs_less() -> None:
     present = [announcement(f"p{stage}", stage) for stage in range(4)]
     for number in range(20):
         assert choose_module(PeerId(f"n{number}"), MODULES, present, workload).value == ModuleId(0)
-
-
-def test_who_announces_no_speed_counts_as_an_average_peer() -> None:
-    present = [announcement("0", 0), announcement("new", 1, speed=0.0), announcement("b", 2), announcement("c", 3)]
-    chosen = {choose_module(PeerId(f"n{n}"), MODULES, present, work(*EVEN)).value for n in range(50)}
-    assert chosen == set(MODULES)
 
 
 def calls_to_choose(stages: int, experts: int) -> int:

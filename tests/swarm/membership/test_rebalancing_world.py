@@ -23,13 +23,11 @@ def lived(seed: int, longest_delay: int = 0) -> World:
 
 
 def most_moves_an_hour(world: World) -> float:
-    """Of the peer that moved most."""
     peers = [move.peer for move in world.moves]
     return max((peers.count(peer) for peer in peers), default=0) * HOUR_S / (world.tick * TICK_S)
 
 
 def at_once(moves: list[Move]) -> int:
-    """How many arrived at a module while another was on its way there."""
     return sum(move.others_on_the_way for move in moves)
 
 

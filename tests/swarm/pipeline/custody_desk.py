@@ -44,8 +44,7 @@ from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, 
 DATA, A, B, C = PeerId("data"), PeerId("a"), PeerId("b"), PeerId("c")
 A2, B2, B3, C2 = PeerId("a2"), PeerId("b2"), PeerId("b3"), PeerId("c2")
 REPLICAS = {1: (A, A2), 2: (B, B2, B3), 3: (C, C2)}
-STAGE_OF = {peer: stage for stage, replicas in REPLICAS.items() for peer in replicas}
-"""All others are data nodes."""
+STAGE_OF = {peer: stage for stage, replicas in REPLICAS.items() for peer in replicas}  # All others are data nodes
 LIFETIME_S = 30.0
 MICROBATCH = MicrobatchId(DATA, 7)
 OUT, BACK = Direction.FORWARD, Direction.BACKWARD

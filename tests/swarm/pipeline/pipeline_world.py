@@ -30,8 +30,7 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, PeerState
 
-STALL_S = 1.5
-"""After so much silence the others take a peer's links for broken."""
+STALL_S = 1.5  # Silence after which the others take a peer's links for broken
 LONGEST_FREEZE_S = 4.0
 LIFETIME_S = 10.0
 ORDINARY_RULES = InFlightRules(per_step=4, staleness=1, window=5)
@@ -39,20 +38,14 @@ ORDINARY_RULES = InFlightRules(per_step=4, staleness=1, window=5)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a world is.
-
-    Args:
-        replicas: of each stage after 0.
-        per_path: of those stages, how many a path visits.
-    """
+    """How large a world is. `replicas` are those of each stage after 0; a path visits `per_path` of these stages."""
 
     data_nodes: int = 2
     replicas: tuple[int, ...] = (2, 2, 2)
     per_path: int = 3
     slots: int = 3
     rules: InFlightRules = ORDINARY_RULES
-    compute_failures: float = 0.01
-    """Share of the computations that fail."""
+    compute_failures: float = 0.01  # Share of the computations that fail
 
     @property
     def stages(self) -> list[list[PeerId]]:
@@ -61,8 +54,6 @@ class Shape:
 
 
 class ChanceEnvironment:
-    """Every machine and every link has its own speed, and takes now more and now less."""
-
     overhead_s = 0.0
 
     def __init__(self, shape: Shape, random: Random) -> None:
@@ -99,23 +90,17 @@ class ChanceEnvironment:
 
 @dataclass(slots=True)
 class FullLedger(Ledger):
-    """And what else may not happen."""
-
     losses: Counter[MicrobatchId] = field(default_factory=Counter)
     data_completed: Counter[tuple[PeerId, int]] = field(default_factory=Counter)
     repaired_back: Counter[int] = field(default_factory=Counter)
     """As `repaired_at`, only those that the path has taken in since its loss was known."""
-    skipped: int = 0
-    """Of the completed ones, hops that were planned and skipped on the way."""
-    left_out: int = 0
-    """Likewise, hops that were not even planned, because nobody served their module any more."""
+    skipped: int = 0  # Planned hops of completed microbatches that were skipped on the way
+    left_out: int = 0  # Hops that were not planned, because no peer served their module
     abandoned: int = 0
     retracted: int = 0
 
 
 class RoughWorld(World):
-    """The peers, what lies between them, and what goes wrong."""
-
     ledger: FullLedger
     peers: dict[PeerId, RoughPeer]
 
@@ -141,7 +126,6 @@ class RoughWorld(World):
             self.cut_off(peer)
 
     def drain_peer(self, peer: RoughPeer, seconds: float) -> None:
-        """For a while it refuses whatever is new."""
         peer.draining = True
         self.time.after(seconds, lambda: setattr(peer, "draining", False))
 
@@ -207,7 +191,6 @@ class RoughWorld(World):
             self.check_all()
 
     def check_account(self, peer: RoughPeer) -> None:
-        """After everything that happens to a peer."""
         assert peer.custody.used_slots <= peer.custody.slots
         if peer.data_node is not None:
             counts, flying = peer.data_node.in_flight.counts, peer.data_node.in_flight.entries
@@ -265,11 +248,9 @@ class RoughPeer(Peer):
     def __init__(self, world: RoughWorld, own: PeerId, module: ModuleId, incarnation: int) -> None:
         super().__init__(world, own, module, incarnation)
         self.frozen = self.draining = False
-        self.added: set[MicrobatchId] = set()
-        """The microbatches in its sums, those of past steps included."""
+        self.added: set[MicrobatchId] = set()  # The microbatches in its sums, those of past steps included
         self.visits: Counter[MicrobatchId] = Counter()
-        self.gradients: set[Key] = set()
-        """Kept for the input that has been recalled."""
+        self.gradients: set[Key] = set()  # Kept for the input that has been recalled
         self._inbox: list[Thunk] = []
 
     def new_data_node(self) -> AccountingDataNode:

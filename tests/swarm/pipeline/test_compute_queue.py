@@ -33,8 +33,7 @@ class Submitted:
 
     chunks: tuple[float, ...]
     ended_after: int | None
-    finished: bool
-    """Or cancelled."""
+    finished: bool  # Or cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ class Planned:
     takes_s: float
     priority: Priority
     work: tuple[Submitted, ...]
-    announced: bool = False
-    """Whether it is known when it comes."""
+    announced: bool = False  # Whether it is known when it comes
 
 
 SECONDS = st.sampled_from([0.0, 0.001, 0.004, 0.02, 0.3])
@@ -67,8 +65,6 @@ FALSE_ALARMS = st.lists(st.floats(0, 1), max_size=4).map(tuple)
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A piece of work that was taken."""
-
     number: int
     planned: Submitted
     ends_at_job: int | None
@@ -86,19 +82,14 @@ class Piece:
 
 
 class Device:
-    """A compute device in virtual time, with what it did."""
-
     def __init__(self, planned: list[Planned], false_alarms: tuple[float, ...] = ()) -> None:
         self.now = 0.0
         self.queue = ComputeQueue(limit=len(planned) + 1, idle_limit=MOST_WORK)
         self.pieces: list[Piece] = []
         self.refused = 0
-        self.computed: list[tuple[int, int]] = []
-        """(piece, chunk), in order."""
-        self.in_idle_time: list[int] = []
-        """Pieces, a chunk each."""
-        self.waited: list[float] = []
-        """Of each job: from when it came, or the job before it ended, to its beginning."""
+        self.computed: list[tuple[int, int]] = []  # (piece, chunk), in order
+        self.in_idle_time: list[int] = []  # Pieces, a chunk each
+        self.waited: list[float] = []  # Of each job: from when it came, or the job before it ended, to its beginning
         self._coming = list[tuple[float, Planned]]()
         self._waiting = 0
         self._jobs_done = 0
@@ -111,7 +102,6 @@ class Device:
         self.queue.expected = (*self.announced, *false_alarms)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
         while True:
             self._arrivals()
             turn = self.queue.take(self.now)

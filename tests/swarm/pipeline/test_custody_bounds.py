@@ -55,8 +55,7 @@ def of_data_nodes(path: Path, numbers: range) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("own", "position", "before"),
-    [(B, 1, PeerId("visitor")), (B, 1, C), (B, 1, B2), (A, 0, C), (DATA, 3, B)],
+    ("own", "position", "before"), [(B, 1, PeerId("visitor")), (B, 1, C), (B, 1, B2), (A, 0, C), (DATA, 3, B)]
 )
 def test_a_forward_is_taken_from_a_replica_of_the_module_before_only(
     own: PeerId, position: int, before: PeerId
@@ -146,14 +145,11 @@ def test_a_data_node_has_at_most_half_of_the_slots_while_another_has_work_here()
     assert admitted(desk, (forward(replace(ABC, data_node=PeerId("greedy")), 0, number) for number in range(10))) == 4
 
 
-def test_one_link_cannot_take_all_slots() -> None:
+def test_one_link_cannot_take_all_slots_and_gradients_for_a_substitute_count() -> None:
     desk = Desk(B, slots=8)
     assert admitted(desk, (forward(path, 1) for path in of_data_nodes(ABC, range(10)))) == 6
     others = of_data_nodes(ABC.with_peer(0, A2), range(10, 20))
     assert admitted(desk, (forward(path, 1) for path in others)) == 2
-
-
-def test_the_gradients_that_a_substitute_takes_count_for_their_link() -> None:
     desk, paths = Desk(B2, slots=8), of_data_nodes(ABC.with_peer(1, B2), range(10))
     assert admitted(desk, (backward(path, 1) for path in paths)) == 6
     assert "this link" in desk.admit(backward(paths[-1], 1)).reason

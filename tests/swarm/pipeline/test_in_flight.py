@@ -32,7 +32,6 @@ def in_flight(per_step: int = 3, staleness: int = 0, window: int = 100, steps: i
 
 
 def start_all(account: InFlightTable) -> list[InFlight]:
-    """As many as may start."""
     started = []
     while account.may_start().value:
         started.append(account.start(PLANNED, now=0.0))
@@ -155,8 +154,7 @@ class World:
 
     link_s: float
     forward_s: tuple[float, ...]
-    jitter: float = 0.0
-    """Standard deviation of the logarithm of every delay and computation."""
+    jitter: float = 0.0  # Standard deviation of the logarithm of every delay and computation
     seed: int = 1
     time: VirtualTime = field(default_factory=VirtualTime)
     flying: int = 0
@@ -172,13 +170,11 @@ class World:
 
     @property
     def product(self) -> float:
-        """The bandwidth-delay product of the quiet swarm."""
         stations = [3 * seconds for seconds in self.forward_s]
         return (sum(stations) + 2 * len(stations) * self.link_s) / max(stations)
 
     @property
     def most_pace(self) -> float:
-        """What the slowest peer computes in a second."""
         return math.exp(-(self.jitter**2) / 2) / max(3 * seconds for seconds in self.forward_s)
 
     def launch(self, window: Window) -> None:
@@ -222,7 +218,6 @@ PEERS = st.lists(st.floats(0.03, 0.08), min_size=3, max_size=5).map(tuple)
 def test_it_finds_the_pace_without_a_heap_that_waits(
     link_s: float, forward_s: tuple[float, ...], jitter: float, seed: int, start: int
 ) -> None:
-    """From below as from above, whatever the noise."""
     world, window = World(link_s, forward_s, jitter, seed), Window(start, LEAST, Reasoned(120, "enough"))
     world.pace(window, 60.0 if start == START else 900.0)
     world.sizes.clear()
@@ -312,5 +307,5 @@ def test_slots_at_hops_bound_it(slots: list[list[int]], visited: float, data_nod
     assert found.value == room
 
 
-def test_where_nobody_has_said_there_is_no_bound() -> None:
+def test_the_smallest_bound_holds_and_slots_that_nobody_announces_are_none() -> None:
     assert room_at_hops([[], [0]], 1.0, 1) is None

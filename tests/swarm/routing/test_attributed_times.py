@@ -43,23 +43,24 @@ class Travel:
         return None if known is None else known.mean
 
 
-def test_who_gets_longer_documents_does_not_look_slower() -> None:
+@pytest.fixture
+def travel() -> Travel:
+    return Travel()
+
+
+def test_long_documents_and_the_queue_of_others_make_no_peer_look_slower() -> None:
     travel = Travel(size=2.0)
     travel.out()
     travel.back()
     assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([1.5, 3.0, 4.5])
-
-
-def test_the_queue_that_it_found_is_taken_out() -> None:
     travel = Travel({B: 2})
     travel.out()
     travel.back()
     assert travel.seconds(B) == pytest.approx(2.0)
 
 
-def test_receipts_that_come_when_it_is_home_already_count() -> None:
+def test_receipts_that_come_when_it_is_home_already_count(travel: Travel) -> None:
     """As they do wherever a round trip is longer than what we compute: those of the first hop always."""
-    travel = Travel()
     travel.out()
     travel.times.completed(MICROBATCH, 15.0)
     travel.back()
@@ -83,16 +84,14 @@ def test_the_order_in_which_receipts_come_does_not_matter(order: list[int]) -> N
     assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([3.0, 6.0, 9.0])
 
 
-def test_a_visit_whose_two_ways_were_anothers_each_is_nobodys_measurement() -> None:
-    travel = Travel()
+def test_a_visit_whose_two_ways_were_anothers_each_is_nobodys_measurement(travel: Travel) -> None:
     travel.out()
     travel.back(first=A2)
     assert [travel.seconds(peer) for peer in (A, A2)] == [None, None]
     assert travel.seconds(B) == pytest.approx(6.0)
 
 
-def test_who_stood_in_is_measured_instead_of_who_was_planned() -> None:
-    travel = Travel()
+def test_who_stood_in_is_measured_instead_of_who_was_planned(travel: Travel) -> None:
     travel.passed(A2, OUT, 0, 1.0)
     travel.times.loss_known(MICROBATCH, 10.0)
     travel.passed(B, BACK, 1, 10.0)
@@ -101,8 +100,7 @@ def test_who_stood_in_is_measured_instead_of_who_was_planned() -> None:
     assert travel.seconds(A) is None
 
 
-def test_a_hop_that_was_skipped_is_not_measured_and_the_one_after_it_is() -> None:
-    travel = Travel()
+def test_a_hop_that_was_skipped_is_not_measured_and_the_one_after_it_is(travel: Travel) -> None:
     for peer, direction, position, now in ((A, OUT, 0, 1.0), (C, OUT, 1, 4.0)):
         travel.passed(peer, direction, position, now)
     travel.times.loss_known(MICROBATCH, 10.0)
@@ -111,8 +109,7 @@ def test_a_hop_that_was_skipped_is_not_measured_and_the_one_after_it_is() -> Non
     assert [travel.seconds(peer) for peer in (A, B, C)] == [pytest.approx(3.0), None, pytest.approx(9.0)]
 
 
-def test_a_receipt_that_comes_again_counts_once_and_moves_no_clock() -> None:
-    travel = Travel()
+def test_a_receipt_that_comes_again_counts_once_and_moves_no_clock(travel: Travel) -> None:
     travel.out()
     travel.passed(A, OUT, 0, 11.0)
     travel.back()
@@ -123,16 +120,14 @@ def test_a_receipt_that_comes_again_counts_once_and_moves_no_clock() -> None:
 
 
 @pytest.mark.parametrize("position", [-2, 4, 255])
-def test_a_position_off_the_path_moves_no_clock(position: int) -> None:
-    travel = Travel()
+def test_a_position_off_the_path_moves_no_clock(travel: Travel, position: int) -> None:
     travel.out()
     travel.passed(A, BACK, position, 15.0)
     travel.back()
     assert travel.seconds(C) == pytest.approx(9.0)
 
 
-def test_the_ends_are_not_measured_but_their_time_is_nobody_elses() -> None:
-    travel = Travel()
+def test_the_ends_are_not_measured_but_their_time_is_nobody_elses(travel: Travel) -> None:
     travel.passed(DATA, OUT, -1, 0.5)
     travel.out()
     travel.passed(DATA, BACK, 3, 12.0)
@@ -142,17 +137,14 @@ def test_the_ends_are_not_measured_but_their_time_is_nobody_elses() -> None:
     assert travel.seconds(C) == pytest.approx(7.0)
 
 
-def test_what_was_never_launched_is_ignored() -> None:
-    travel = Travel()
+def test_what_was_never_launched_is_ignored(travel: Travel) -> None:
     travel.out()
     travel.times.lost(MicrobatchId(DATA, 99), 11.0)
     assert travel.seconds(A) is None
 
 
-def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_went() -> None:
-    """A hop that spoils everything at once must not look fast; one that was measured before is not ruined by somebody
-    else's fault."""
-    travel = Travel()
+def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_went(travel: Travel) -> None:
+    """A hop that spoils all at once must not look fast; a measured one is not ruined by the fault of another."""
     travel.book.visited(B, 1.0)
     travel.out()
     travel.times.lost(MICROBATCH, 10.5)
@@ -177,8 +169,7 @@ def forward_s(travel: Travel, peer: PeerId) -> float:
     return travel.book.costs(replicas).forward_s[peer]
 
 
-def test_waiting_computing_and_sending_are_told_apart() -> None:
-    travel = Travel()
+def test_waiting_computing_and_sending_are_told_apart(travel: Travel) -> None:
     travel.times.passed(DATA, claimed(OUT, -1, 0.0, 0.125, 0.5), 0.625)
     travel.times.passed(A, claimed(OUT, 0, 1.0, 0.5, 0.25), 2.375)
     assert forward_s(travel, DATA) == 0.125
@@ -186,21 +177,18 @@ def test_waiting_computing_and_sending_are_told_apart() -> None:
     assert travel.book.waiting_s() == {A: 1.0}
 
 
-def test_who_says_it_is_fast_and_is_not_counts_as_slow() -> None:
-    travel = Travel()
+def test_who_says_it_is_fast_and_is_not_counts_as_slow(travel: Travel) -> None:
     travel.times.passed(A, claimed(OUT, 0, 0.0, 0.001, 0.001), 2.0)
     assert forward_s(travel, A) == pytest.approx(2.0, abs=0.01)
 
 
-def test_waiting_is_believed_up_to_a_full_queue() -> None:
-    travel = Travel()
+def test_waiting_is_believed_up_to_a_full_queue(travel: Travel) -> None:
     travel.times.passed(A, claimed(OUT, 0, 100.0, 0.01, 0.0), 2.0)
     assert travel.book.waiting_s()[A] == pytest.approx(0.09), "three slots more, each out and back"
     assert forward_s(travel, A) == pytest.approx(1.91)
 
 
-def test_a_completed_microbatch_shows_the_share_of_sending_that_the_link_takes() -> None:
-    travel = Travel()
+def test_a_completed_microbatch_shows_the_share_of_sending_that_the_link_takes(travel: Travel) -> None:
     now = 0.0
     for peer, direction, position in ((DATA, OUT, -1), (A, OUT, 0), (B, OUT, 1), (C, OUT, 2)):
         now += 3.0
@@ -213,8 +201,7 @@ def test_a_completed_microbatch_shows_the_share_of_sending_that_the_link_takes()
     assert travel.book.costs([announcement(A, 1)]).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
 
 
-def test_journeys_that_never_end_are_forgotten() -> None:
-    travel = Travel()
+def test_journeys_that_never_end_are_forgotten(travel: Travel) -> None:
     for number in range(MAX_TRACES):
         travel.times.launched(MicrobatchId(DATA, 1000 + number), ABC, {}, 0.0)
     travel.times.passed(A, claimed(OUT, 0, 0.0, 1.0, 0.0), 1.0)

@@ -63,9 +63,12 @@ def modules_of(launch: Launch[Text] | None) -> list[str]:
     return [str(hop.module) for hop in launch.path.hops]
 
 
-def test_each_goes_by_its_own_route() -> None:
+def test_each_goes_by_its_own_route_and_those_that_are_launched_again_come_first() -> None:
     line = Line(LEFT, RIGHT, (0, 1))
     assert [modules_of(each) for each in line.all()] == [["1.0", "2.0"], ["1.1", "2.1"], ["1.0", "2.1"]]
+    line = Line(LEFT, RIGHT)
+    line.line.retry(Text(RIGHT, 7))
+    assert [each.text.number for each in line.all()] == [7, 0, 1]
 
 
 def test_the_next_best_expert_is_visited_until_its_own_is_served_again() -> None:
@@ -94,12 +97,6 @@ def test_as_many_as_may_wait_go_where_somebody_is_at_once() -> None:
     assert {each.route for each in gone} == {(0, 1)}
     assert len(line.drawn) == LOOK_AHEAD + 3
     assert [each.route for each in line.all(1.5)] == [RIGHT] * (LOOK_AHEAD - 1)
-
-
-def test_those_that_set_out_again_come_first() -> None:
-    line = Line(LEFT, RIGHT)
-    line.line.retry(Text(RIGHT, 7))
-    assert [each.text.number for each in line.all()] == [7, 0, 1]
 
 
 def test_at_the_beginning_an_expert_is_waited_for_and_then_done_without() -> None:

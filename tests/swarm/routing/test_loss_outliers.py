@@ -10,8 +10,7 @@ import pytest
 from swarm.routing.attribution import AT_LEAST, EARLIEST, LossOutliers, Outlier
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
 
-ROUND = 20
-"""Microbatches from one round to the next, of each replica."""
+ROUND = 20  # Microbatches from one round to the next, of each replica
 DATA_NODE = PeerId("data")
 Harm = Callable[[frozenset[str]], float]
 
@@ -22,7 +21,6 @@ def path_through(*peers: str) -> Path:
 
 
 def falling(number: int) -> float:
-    """As a run's loss does."""
     return 0.3 + 5.2 * 0.985**number
 
 
@@ -123,8 +121,7 @@ def test_of_two_that_share_all_paths_the_honest_one_is_cleared_once_the_other_is
 
 @pytest.mark.parametrize("seed", range(20))
 def test_who_spoils_only_what_another_has_touched_is_as_likely_to_go(seed: int) -> None:
-    """It can have an honest replica left out, and each time is as likely to be left out itself; what it spoils ends
-    either way."""
+    """An honest replica may be excluded, but the liar as likely; what it spoils ends either way."""
     stages = [["a1", "b1"], ["a2", "b2"]]
     harm: Harm = lambda peers: 3.0 if {"a1", "a2"} <= peers else 0.0  # noqa: E731
     found = peers_of(found_by(LossOutliers(ROUND), harm, stages, random=Random(seed), microbatches=300))
@@ -132,12 +129,9 @@ def test_who_spoils_only_what_another_has_touched_is_as_likely_to_go(seed: int) 
     assert set(found) <= {"a1", "a2"}
 
 
-def test_a_module_with_one_replica_has_nobody_to_be_compared_with() -> None:
+def test_who_does_it_again_is_found_again_but_not_a_modules_only_replica() -> None:
     found = found_by(LossOutliers(ROUND), lambda peers: 5.0, [["a1"], ["a2"]], random=Random(0))
     assert not found
-
-
-def test_who_does_it_again_is_found_again() -> None:
     random, outliers = Random(0), LossOutliers(ROUND)
     harm: Harm = lambda peers: 3.0 if "b1" in peers else 0.0  # noqa: E731
     for _ in range(12):

@@ -37,6 +37,8 @@ def test_without_a_measurement_the_announcement_counts_and_without_that_a_consta
     assert times.visit_s(A, Speed(50.0)).value == 2.0
     for unusable in (0.0, -1.0, float("nan")):
         assert times.visit_s(A, Speed(unusable)).value == TOKENS / UNKNOWN_TOKENS_PER_S
+    times.visited(A, -1.0, queue=-5)
+    assert times.visit_s(A, Speed(0.0)).value == 0.0
 
 
 def test_what_was_lost_makes_a_peer_slow_and_nobody_waits_longer_for_it() -> None:
@@ -51,12 +53,6 @@ def test_what_was_lost_makes_a_peer_slow_and_nobody_waits_longer_for_it() -> Non
     assert times.usual_s(A, Speed(50.0)) == 3.0, "as the slowest that has brought something back"
     assert times.usual_s(C, Speed(50.0)) == 1.0
     assert [times.has_completed(peer) for peer in (A, B, C)] == [False, True, True]
-
-
-def test_nonsense_measurements_do_no_harm() -> None:
-    times = MeasuredTimes(DATA, TOKENS)
-    times.visited(A, -1.0, queue=-5)
-    assert times.visit_s(A, Speed(0.0)).value == 0.0
 
 
 def test_the_longest_unused_time_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,20 +96,12 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -
 
 
 def test_whoever_reaches_nobody_goes_round_nobody() -> None:
-    """It is cut off itself."""
-    members = Membership(RUN, OWN)
-    for stage in (1, 2):
-        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
-    planner = Planner(PathRules(stages=4, per_path=2), members, MeasuredTimes(OWN, TOKENS))
+    members, planner = three_stages()
     members.give_up(PeerId("p2"), NOW)
     assert planner.goes_round(ModuleId(2), NOW)
     members.give_up(PeerId("p1"), NOW)
+    members.give_up(PeerId("p3"), NOW)
     assert not planner.goes_round(ModuleId(2), NOW)
-
-
-def test_a_stage_that_nobody_has_served_yet_is_waited_for() -> None:
-    planner, _ = planner_with(announcement("p1", 1), announcement("p2", 2), rules=PathRules(stages=4, per_path=2))
-    assert planner.plan(0, (), {}, NOW).value == NoReplica((ModuleId(3),))
 
 
 def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_not_visited_meanwhile() -> None:
@@ -121,12 +113,10 @@ def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_not_visited_meanwhil
     assert [hop.module.stage for hop in path.hops] == [1, 3]
 
 
-def test_a_path_may_visit_nobody() -> None:
-    planner, _ = planner_with(rules=PathRules(1, 0))
-    assert planner.plan(0, (), {}, 0.0).value == Path(OWN, ())
-
-
-def test_all_missing_modules_are_named() -> None:
+def test_what_nobody_has_served_yet_is_waited_for_and_named() -> None:
+    assert planner_with(rules=PathRules(1, 0))[0].plan(0, (), {}, 0.0).value == Path(OWN, ()), "nobody is needed"
+    planner, _ = planner_with(announcement("p1", 1), announcement("p2", 2), rules=PathRules(stages=4, per_path=2))
+    assert planner.plan(0, (), {}, NOW).value == NoReplica((ModuleId(3),)), "before it may be skipped"
     planner, _ = planner_with(announcement("p2", 2), rules=PathRules(5, 4))
     plan = planner.plan(0, (), {}, 0.0)
     assert plan.value == NoReplica((ModuleId(1), ModuleId(3), ModuleId(4)))

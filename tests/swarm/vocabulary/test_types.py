@@ -34,15 +34,20 @@ def test_modules_numbers_and_paths_outside_the_bounds_are_refused(beyond: tuple[
         Path(DATA, PATH.hops[:1] * (MAX_HOPS + 1))
 
 
-def test_the_bounds_themselves_are_inside() -> None:
+def test_the_bounds_themselves_are_inside_and_names_are_short() -> None:
     assert str(ModuleId(MAX_STAGES - 1, MAX_EXPERTS - 1)) == "1023.1023"
     assert MicrobatchId(DATA, MAX_MICROBATCH_NUMBER).number == MAX_MICROBATCH_NUMBER
     assert len(Path(DATA, PATH.hops[:1] * MAX_HOPS).hops) == MAX_HOPS
+    assert short(PeerId("12D3KooWabcdef")) == "abcdef"
+    assert str(MicrobatchId(PeerId("12D3KooWabcdef"), 7)) == "abcdef#7"
 
 
-def test_the_data_node_stands_at_both_ends_of_a_path() -> None:
+def test_a_path_has_its_data_node_at_both_ends_and_a_repaired_one_differs_in_one_peer() -> None:
     assert [PATH.peer_at(position) for position in range(-1, 3)] == [DATA, "a", "b", DATA]
     assert [Path(DATA, ()).peer_at(position) for position in (-1, 0)] == [DATA, DATA]
+    repaired = PATH.with_peer(1, PeerId("c"))
+    assert repaired.hops == (PATH.hops[0], Hop(ModuleId(2), PeerId("c")))
+    assert PATH.hops[1].peer == "b"
 
 
 @pytest.mark.parametrize("position", [-2, 3])
@@ -51,26 +56,14 @@ def test_there_is_nobody_beyond_the_ends(position: int) -> None:
         PATH.peer_at(position)
 
 
-def test_a_repaired_path_differs_in_one_peer() -> None:
-    repaired = PATH.with_peer(1, PeerId("c"))
-    assert repaired.hops == (PATH.hops[0], Hop(ModuleId(2), PeerId("c")))
-    assert PATH.hops[1].peer == "b"
-
-
 @pytest.mark.parametrize(
-    ("one", "other", "common"),
-    [((1, 3), (2, 5), 3), ((1, 1), (1, 1), 1), ((1, 2), (3, 4), None), ((1, 9), (4, 4), 4)],
+    ("one", "other", "common"), [((1, 3), (2, 5), 3), ((1, 1), (1, 1), 1), ((1, 2), (3, 4), None), ((1, 9), (4, 4), 4)]
 )
 def test_peers_speak_the_highest_version_they_have_in_common(
     one: tuple[int, int], other: tuple[int, int], common: int | None
 ) -> None:
     assert VersionRange(*one).common(VersionRange(*other)) == common
     assert VersionRange(*other).common(VersionRange(*one)) == common
-
-
-def test_short_names() -> None:
-    assert short(PeerId("12D3KooWabcdef")) == "abcdef"
-    assert str(MicrobatchId(PeerId("12D3KooWabcdef"), 7)) == "abcdef#7"
 
 
 A = PeerId("a")

@@ -86,7 +86,6 @@ def test_no_more_microbatches_than_needed_where_they_are_even() -> None:
 
 
 def test_room_is_left_empty_rather_than_filled_up_beside_long_documents() -> None:
-    """A quarter of a microbatch, and as dear as all of one of short documents."""
     lengths, capacity = [8191] * 23 + [50] * 39_000, Capacity(8192, 32_768, SHARE)
     found, fewest = packed(lengths, capacity).costs, -(-sum(lengths) // capacity.tokens)
     assert fewest < len(found) <= 1.26 * fewest
@@ -94,7 +93,6 @@ def test_room_is_left_empty_rather_than_filled_up_beside_long_documents() -> Non
 
 
 def test_a_block_of_more_long_documents_costs_as_much_as_the_block_before() -> None:
-    """Its long documents have more pieces."""
     before = packed([100] * 1000 + [8000] * 20)
     lengths = [100] * 900 + [8000] * 22
     found, without = packed(lengths, level=before.level), packed(lengths)
@@ -129,11 +127,7 @@ def test_a_block_begins_with_what_the_block_before_cost_and_goes_on_by_and_by() 
         assert worst_run(found.costs, level) <= 1.01 < 1.03 < worst_run(natural.costs, level)
         assert found.level == pytest.approx(found.costs[-1], rel=0.01)
         assert abs(found.level - mean) < 0.5 * abs(level - mean), "the next one has less to even out"
-        assert sorted(packed_lengths(found)) == sorted(lengths)
-
-
-def packed_lengths(found: Packing) -> list[int]:
-    return [piece.stop - piece.start for of in found.microbatches for piece in of]
+        assert sorted(piece.stop - piece.start for of in found.microbatches for piece in of) == sorted(lengths)
 
 
 @given(st.lists(st.floats(1, 100), max_size=70), st.floats(1, 100) | st.just(0.0), st.randoms())
@@ -154,15 +148,6 @@ def test_of_so_many_in_a_row_one_is_of_each_stratum() -> None:
     assert order != in_turns(costs, list(range(len(costs))))[0], "chance decides within a stratum"
 
 
-def test_costs_fall_or_rise_from_those_of_the_block_before() -> None:
-    costs = [100.0 + place % 20 for place in range(80)]
-    ranks = random.Random(2).sample(range(80), 80)
-    for level, ends_at in ((120.0, 100.0), (100.0, 119.0)):
-        order, found = in_turns(costs, ranks, level)
-        assert abs(found - ends_at) < 2
-        assert worst_run([costs[place] for place in order], level) < 1.02
-
-
 def test_the_few_that_cost_much_less_do_not_come_together() -> None:
     """Seven that cost nothing in a row would make the eighth many times as dear as their mean."""
     costs = [100.0 + place / 10 for place in range(72)] + [20.0] * 4
@@ -181,14 +166,11 @@ def test_a_run_counts_what_came_before_the_block() -> None:
 CAPACITY_OF_FOUR = Capacity(4096, 16_384, 1 / 3000)
 
 
-def test_what_would_leave_a_microbatch_half_empty_goes_into_the_next_block() -> None:
+def test_only_what_would_leave_a_microbatch_half_empty_goes_into_the_next_block() -> None:
     packing, taken = pack_and_end([4096] * 254, (), CAPACITY_OF_FOUR)
     assert taken == 252
     assert {len(of) for of in packing.microbatches} == {4}
     assert len(pack([4096] * 254, (), CAPACITY_OF_FOUR).microbatches) == len(packing.microbatches) + 1
-
-
-def test_all_documents_are_of_the_block_where_they_fill_it() -> None:
     lengths = [random.Random(1).randint(20, 1500) for _ in range(600)]
     packing, taken = pack_and_end(lengths, (), CAPACITY_OF_FOUR)
     assert (packing, taken) == (pack(lengths, (), CAPACITY_OF_FOUR), 600)

@@ -21,7 +21,6 @@ def microbatch(chance: random.Random) -> tuple[int, int, int]:
 
 
 def fitted(a: float, b: float, c: float, e: float, noise: float, count: int = 120) -> tuple[VisitCost, float]:
-    """And the mean relative error on microbatches that it has not seen."""
     chance, model = random.Random(7), VisitCost(SHARE)
 
     def seconds(tokens: int, squares: int, documents: int) -> float:
@@ -36,14 +35,17 @@ def fitted(a: float, b: float, c: float, e: float, noise: float, count: int = 12
 
 @given(st.floats(1e-6, 1e-3), st.floats(0, 3), st.floats(0, 50), st.floats(0, 1000))
 def test_it_learns_what_visits_cost(a: float, times_share: float, c: float, e: float) -> None:
-    """Of whatever size the parts are: `c` and `e` are in tokens."""
     _, error = fitted(a, times_share * SHARE * a, c * a, e * a, noise=0.0)
     assert error <= 0.01
 
 
-def test_noise_is_averaged_out() -> None:
+def test_noise_is_averaged_out_and_one_visit_that_was_held_up_changes_little() -> None:
     _, error = fitted(1e-5, 1e-5 / 3000, 1e-5, 1e-3, noise=0.1)
     assert error <= 0.04
+    model, _ = fitted(1e-5, 1e-5 / 3000, 0.0, 0.0, noise=0.0)
+    before = model.seconds(8000, 16_000_000, 8)
+    model.add(8000, 16_000_000, 8, 1000.0)
+    assert model.seconds(8000, 16_000_000, 8) <= 1.2 * before
 
 
 def test_where_all_are_alike_the_manifest_tells_the_parts_apart() -> None:
@@ -74,20 +76,9 @@ def test_a_peer_that_becomes_slower_says_so_soon() -> None:
     assert model.speed().tokens_per_s < 2048 / 1.7
 
 
-def test_one_visit_that_was_held_up_changes_little() -> None:
-    model, _ = fitted(1e-5, 1e-5 / 3000, 0.0, 0.0, noise=0.0)
-    before = model.seconds(8000, 16_000_000, 8)
-    model.add(8000, 16_000_000, 8, 1000.0)
-    assert model.seconds(8000, 16_000_000, 8) <= 1.2 * before
-
-
-def test_before_the_first_the_largest_is_usual() -> None:
+def test_a_cost_is_in_usual_microbatches_and_before_the_first_the_largest_is_usual() -> None:
     sizes = MicrobatchSizes(100)
     assert (sizes.tokens, sizes.squares, sizes.summary()) == (100, 0, SizeSummary())
-
-
-def test_a_cost_is_told_in_usual_ones() -> None:
-    sizes = MicrobatchSizes(100)
     assert sizes.add(Size(90, (40, 50), 90.0)) == 1.0
     assert sizes.add(Size(90, (90,), 110.0)) == pytest.approx(1.1)
     assert (sizes.tokens, sizes.squares) == (90.0, (40**2 + 50**2 + 90**2) / 2)
@@ -126,13 +117,10 @@ def test_it_is_as_good_as_the_better_of_no_cuts_and_all_documents_cut(costs: lis
     assert max(found.loads) <= max(_deal(costs, devices, frozenset(range(len(costs))), CUTTING).loads) * (1 + 1e-9)
 
 
-def test_a_document_of_more_than_a_share_is_cut_and_the_rest_is_dealt_around_it() -> None:
+def test_a_document_of_more_than_a_share_is_cut_and_the_reason_says_what_that_saves() -> None:
     found = deal([100.0, 10.0, 10.0, 7.0], 2).value
     assert found.cut == (0,)
     assert found.unevenness == pytest.approx(1.0)
-
-
-def test_the_reason_says_what_cutting_saves() -> None:
     assert deal([3.0, 1.0], 2).reason == "1 cut; without that the largest load is 1.50 of the mean"
     assert deal([1.0, 1.0], 2).reason == "whole documents; the largest load is 1.00 of the mean"
 

@@ -27,6 +27,7 @@ from tests.node.averaging.small_rounds import (
 )
 
 NAMES = ("a", "b", "c", "d")
+BASE = base_anchor(small_layout())
 
 
 def snapshots_of(base, count):  # type: ignore[no-untyped-def]
@@ -39,12 +40,11 @@ EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *codec_levels(Codec.T
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.BF16, Codec.INT8])
 @pytest.mark.parametrize(("count", "shares"), [(1, None), (2, [3, 1]), (4, None), (4, [5, 0, 1, 2])])
 async def test_all_members_make_the_same_anchor(codec: Codec, count: int, shares: list[int] | None) -> None:
-    base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, count), codec) as here:
+    async with room(BASE, snapshots_of(BASE, count), codec) as here:
         parties = list(here.parties.values())
         weights = [0.4, 0.3, 0.2, 0.1][:count]
         members = [(p.peer, w / sum(weights), p.norm) for p, w in zip(parties, weights, strict=True)]
-        anchors = await here.exchange(roster_of(base, members, shares=shares))
+        anchors = await here.exchange(roster_of(BASE, members, shares=shares))
         assert len({anchor.version.digest for anchor in anchors}) == 1
         first = anchors[0]
         for other in anchors[1:]:
@@ -52,7 +52,7 @@ async def test_all_members_make_the_same_anchor(codec: Codec, count: int, shares
             np.testing.assert_array_equal(first.momentum, other.momentum)
         assert first.hashes == hash_all(first.layout, first.parameters, first.momentum)
         mean = sum(c * p.gradient.astype(np.float64) for p, (_, c, _) in zip(parties, members, strict=True))
-        parameters, momentum = outer_reference(base, mean.astype(np.float32), slice(None))
+        parameters, momentum = outer_reference(BASE, mean.astype(np.float32), slice(None))
         tolerance = 1e-6 if codec is Codec.NONE else 1e-3
         np.testing.assert_allclose(first.parameters, parameters, rtol=0, atol=tolerance)
         np.testing.assert_allclose(first.momentum, momentum, rtol=0, atol=tolerance)
@@ -61,20 +61,18 @@ async def test_all_members_make_the_same_anchor(codec: Codec, count: int, shares
 
 @pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
 async def test_bytes_are_those_of_the_best_all_reduce(codecs: RoundCodecs) -> None:
-    base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, 4), codecs.contribution) as here:
-        await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+    async with room(BASE, snapshots_of(BASE, 4), codecs.contribution) as here:
+        await here.exchange(roster_of(BASE, equal_weights(list(here.parties.values()))))
         sent = sum(party.exchange.sent_bytes for party in here.parties.values())
-        both_ways = sum(encoded_bytes(codec, base.layout.elements) for codec in (codecs.contribution, codecs.result))
+        both_ways = sum(encoded_bytes(codec, BASE.layout.elements) for codec in (codecs.contribution, codecs.result))
         assert sent <= 1.05 * 3 / 4 * both_ways * 4
 
 
 async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
-    base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, 3)) as here:
+    async with room(BASE, snapshots_of(BASE, 3)) as here:
         a, b, c = here.parties.values()
         anchors = await here.exchange(
-            roster_of(base, [(a.peer, 0.5, a.norm), (b.peer, 0.5, b.norm), (c.peer, 0.0, 0.0)])
+            roster_of(BASE, [(a.peer, 0.5, a.norm), (b.peer, 0.5, b.norm), (c.peer, 0.0, 0.0)])
         )
         assert len({anchor.version.digest for anchor in anchors}) == 1
         mean = (a.gradient + b.gradient) / 2
@@ -83,10 +81,9 @@ async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.TOP_K_2])
 async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
-    base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, 3), codec) as here:
+    async with room(BASE, snapshots_of(BASE, 3), codec) as here:
         here.codecs = EVERY
-        roster = roster_of(base, equal_weights(list(here.parties.values())))
+        roster = roster_of(BASE, equal_weights(list(here.parties.values())))
         here.prepare(roster)
         here.start(PeerId("a"), PeerId("b"))
         await until(lambda: here["c"].arrivals.received_bytes > 0 and here.sent >= 6)
@@ -98,10 +95,6 @@ async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
 
 
 Spoil = Callable[[np.ndarray], object]
-
-
-def set_nan(values: np.ndarray) -> None:
-    values[17] = np.nan
 
 
 def times(factor: float) -> Spoil:
@@ -125,22 +118,20 @@ async def name_the_liar(here: Room, liar: str, kind: type[Contribution | Reduced
         assert here[name].anchor is None
 
 
-@pytest.mark.parametrize("spoil", [set_nan, times(1e6), times(1e30), times(np.inf)])
+@pytest.mark.parametrize("spoil", [lambda values: values.put(17, np.nan), times(1e6), times(1e30), times(np.inf)])
 async def test_a_contribution_that_cannot_be_used_is_named_and_left_out(spoil: Spoil) -> None:
-    base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, 3)) as here:
+    async with room(BASE, snapshots_of(BASE, 3)) as here:
         await name_the_liar(here, "b", Contribution, spoil, "ac")
         # The next attempt goes on without it.
         await here.stop()
         del here.parties[PeerId("b")]
-        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        anchors = await here.exchange(roster_of(BASE, equal_weights(list(here.parties.values()))))
         assert anchors[0].version == anchors[1].version
         assert np.isfinite(anchors[0].parameters).all()
 
 
 async def test_garbage_as_int8_is_named() -> None:
-    base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, 2), Codec.INT8) as here:
+    async with room(BASE, snapshots_of(BASE, 2), Codec.INT8) as here:
         await name_the_liar(here, "b", Contribution, lambda octets: octets.fill(255), "a")
 
 
@@ -160,32 +151,29 @@ LIES: dict[str, Spoil] = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 async def test_a_mean_that_cannot_contain_what_we_sent_is_objected_to(lie: Spoil) -> None:
-    base = base_anchor(small_layout())
-    async with room(base, alike(base, 3)) as here:
+    async with room(BASE, alike(BASE, 3)) as here:
         await name_the_liar(here, "c", Reduced, lie, "ab")
 
 
 async def test_a_mean_that_points_the_other_way_makes_its_reducer_suspect() -> None:
     """A contributor may have done it as well, so nobody is accused before an audit."""
-    base = base_anchor(small_layout())
-    async with room(base, alike(base, 3)) as here:
+    async with room(BASE, alike(BASE, 3)) as here:
 
         def tamper(sender: PeerId, to: PeerId, message: Contribution | Reduced, data: bytearray) -> None:
             if sender == "c" and isinstance(message, Reduced):
                 np.negative(np.frombuffer(data, np.float32), out=np.frombuffer(data, np.float32))
 
         here.tamper = tamper
-        await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        await here.exchange(roster_of(BASE, equal_weights(list(here.parties.values()))))
         suspects = {name: here[name].exchange.record(here[name].anchor).suspect for name in "abc"}
         assert suspects == {"a": "c", "b": "c", "c": None}
 
 
 async def test_a_replica_whose_update_points_the_other_way_accuses_nobody() -> None:
-    base = base_anchor(small_layout())
-    snapshots = alike(base, 3)
-    snapshots["c"] = base.parameters + (base.parameters - snapshots["c"])
-    async with room(base, snapshots) as here:
-        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+    snapshots = alike(BASE, 3)
+    snapshots["c"] = BASE.parameters + (BASE.parameters - snapshots["c"])
+    async with room(BASE, snapshots) as here:
+        anchors = await here.exchange(roster_of(BASE, equal_weights(list(here.parties.values()))))
         assert len({anchor.version.digest for anchor in anchors}) == 1
 
 
