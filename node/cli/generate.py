@@ -69,6 +69,8 @@ def generate(
             (stages,) = AskedPaths(stages_per_path).of(opened.source.signed.manifest)
             words = opened.tokenizer()  # may be missing, so look before the large downloads
             start = words.encode(os.fsencode(prompt)).tolist()
+            if words.beginning is not None and start[:1] != [words.beginning]:
+                start.insert(0, words.beginning)
             model, route = await model_on_path(opened.source, where, path, start)
             decoder = (await model.decoder(route)).through(stages)
             window = again_every if model.router is not None else None
@@ -101,20 +103,20 @@ class _Output:
     """Printer of the generated text: on standard output while it is generated, or as one JSON object at the end."""
 
     def __init__(self, tokenizer: Tokenizer, *, silent: bool) -> None:
-        self._stream, self._end, self._silent = tokenizer.text_stream(), tokenizer.end_of_document, silent
+        self._stream, self._ends, self._silent = tokenizer.text_stream(), tokenizer.ends, silent
         self._chosen: list[int] = []
         self._pieces: list[str] = []
 
     def push(self, token: int) -> None:
         self._chosen.append(token)
-        piece = self._stream.push(token) if token != self._end else ""
+        piece = self._stream.push(token) if token not in self._ends else ""
         self._pieces.append(piece)
         if piece and not self._silent:
             typer.echo(harmless_lines(piece), nl=False)
 
     def finish(self, prompt_tokens: int, seed: int, stages: Sequence[int], routes: Sequence[str]) -> None:
         self._pieces.append(self._stream.finish())
-        ended = self._chosen[-1] == self._end
+        ended = self._chosen[-1] in self._ends
         if not self._silent:
             typer.echo(harmless_lines(self._pieces[-1]))
             why = "end of the document" if ended else "the limit of --tokens"

@@ -127,7 +127,7 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
 
 def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks: bool) -> Manifest:
     """Returns `base` with the model, tokenizer and weights of `path`. Raises ConfigError, ManifestError."""
-    from node.data.tokenizers import tokenizer_keys
+    from node.data.tokenizers import chosen_tokenizer, require_fits
     from node.dial.dial import spread
     from node.start.cut_model import TOKENIZER, CutModel, ModelFolder, blocks_of, model_table
     from protocol.manifest.manifest import manifest_from_table
@@ -135,9 +135,13 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
     folder = ModelFolder(path)
     table = base.model_dump()
     model = model_table(folder.config, None if is_default else base.model.sequence)
+    if model["tied_embeddings"] is True:
+        model["tied_embeddings"] = folder.is_tied
     table["model"] = {"dtype": base.model.dtype, "attention": base.model.attention, **model}
     folder.tokenizer()  # raises if the folder has no tokenizer
-    table["data"] |= tokenizer_keys(path / TOKENIZER)
+    tokenizer, keys = chosen_tokenizer(path / TOKENIZER, path)
+    require_fits(tokenizer, model["vocabulary"], path / TOKENIZER)
+    table["data"] |= keys
     if not keeps_blocks:
         table["stages"] |= {"blocks": spread(blocks_of(folder.config), base.stages.count), "per_path": None}
     if is_default:

@@ -126,11 +126,10 @@ def _peers(dial: DialOptions) -> Peers:
 
 
 def _tokenizer(path: Path) -> tuple[Reasoned[int], dict[str, Any]]:
-    from node.data.tokenizers import FileTokenizer, tokenizer_keys
+    from node.data.tokenizers import chosen_tokenizer
 
-    data = tokenizer_keys(path)
-    size = FileTokenizer(path, data["tokenizer_sha256"]).size
-    return Reasoned(size, f"the {size:,} tokens of {path.name}"), data
+    tokenizer, data = chosen_tokenizer(path)
+    return Reasoned(tokenizer.size, f"the {tokenizer.size:,} tokens of {path.name}"), data
 
 
 @with_options(DialOptions, ManifestChanges)
@@ -181,6 +180,11 @@ def new(
         raise ConfigError(
             "--stages cuts the model again, which needs its weights", hint="Add the model's folder with --from-model."
         )
+    elif dialed is None:  # otherwise the tokenizer was opened already
+        from node.data.local_paths import as_written
+        from node.data.tokenizers import open_tokenizer
+
+        open_tokenizer(manifest, as_written(manifest.data).tokenizer)
     router = None if base is None or manifest.routing is None else router_of(base, manifest)
     if route_from is not None:
         from node.data.feed import with_router

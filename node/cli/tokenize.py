@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -37,12 +37,12 @@ def tokenize(
     from node.data.hub import source_keys
     from node.data.local_paths import as_written
     from node.data.sources import ShardWriter, open_source
-    from node.data.tokenizers import ByteTokenizer, FileTokenizer, tokenizer_keys
+    from node.data.tokenizers import ByteTokenizer, chosen_tokenizer
     from protocol.manifest.manifest import data_section
 
-    keys = {} if tokenizer is None else tokenizer_keys(tokenizer)
+    cutter: Tokenizer
+    cutter, keys = (ByteTokenizer(), dict[str, Any]()) if tokenizer is None else chosen_tokenizer(tokenizer)
     section = data_section(source_keys(data, revision) | keys)
-    cutter: Tokenizer = ByteTokenizer() if tokenizer is None else FileTokenizer(tokenizer, keys["tokenizer_sha256"])
     source = open_source(section, as_written(section).text)
     writer = ShardWriter(folder, cutter.size, shard_tokens)
     try:

@@ -56,11 +56,20 @@ class MalformedDocumentError(Exception):
 
 def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
     """Chooses the function that converts the run's documents from bytes to tokens and labels."""
+    convert = whole_text
     if data.kind == "tokens":
-        return lambda document: made_before(document, tokenizer)
-    if data.labels == "assistant":
-        return lambda document: conversation(document, tokenizer)
-    return lambda document: whole_text(document, tokenizer)
+        convert = made_before
+    elif data.labels == "assistant":
+        convert = conversation
+    return lambda document: _begun(convert(document, tokenizer), tokenizer.beginning)
+
+
+def _begun(marked: Marked, beginning: int | None) -> Marked:
+    """Puts the run's beginning, if any, before a document's tokens. It has no loss in conversations."""
+    tokens, wanted = marked.tokens, marked.wanted
+    if beginning is None or not tokens.size or tokens[0] == beginning:
+        return marked
+    return Marked(np.insert(tokens, 0, beginning), None if wanted is None else np.insert(wanted, 0, UNSCORED))
 
 
 def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
@@ -78,7 +87,7 @@ def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
             hint="Make the shards with the run's own tokenizer.",
         )
     # Shards are written with or without end tokens.
-    ends = not tokens.size or tokens[-1] == tokenizer.end_of_document
+    ends = not tokens.size or tokens[-1] in tokenizer.ends
     return Marked(tokens if ends else np.append(tokens, tokenizer.end_of_document))
 
 

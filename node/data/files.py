@@ -34,6 +34,8 @@ _OPEN_FLAGS: Final = (
     | getattr(os, "O_BINARY", 0)
 )
 
+_POINTER: Final = b"version https://git-lfs"
+
 Selection = Callable[[str], bool]
 
 
@@ -47,6 +49,19 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+def open_model_file(path: Path) -> BinaryIO:
+    """Opens a regular file of a model. Raises OSError, or ConfigError for a Git LFS pointer in its place."""
+    file = open_regular(path)
+    if file.read(len(_POINTER)) == _POINTER:
+        file.close()
+        raise ConfigError(
+            f"{path} is a Git LFS pointer, not the file itself",
+            hint="Fetch the model's files: run `git lfs pull` in its folder, or download the model again.",
+        )
+    file.seek(0)
+    return file
 
 
 def resolved(path: Path) -> Path:

@@ -283,7 +283,7 @@ class DocumentPacker:
         self._capacity = Capacity(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
         self._block_tokens = tokens_of_block(manifest.microbatch_tokens, routed=manifest.stages.has_experts)
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
-        self._stretches = _stretches(fragments, unscored)
+        self._stretches = _stretches(fragments, unscored, manifest.data.beginning)
         self._waiting = deque[tuple[StreamPosition, _Stretch]]()
         """Documents for the next block, less than a microbatch plus one document."""
         self._block: _Block | None = None
@@ -413,14 +413,18 @@ class DocumentPacker:
 Packer = RowPacker | DocumentPacker
 
 
-def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[StreamPosition, _Stretch]]:
+def _stretches(
+    fragments: Iterator[Fragment], unscored: int, beginning: int | None
+) -> Iterator[tuple[StreamPosition, _Stretch]]:
     """Converts fragments to `_Stretch` objects, and yields each with the position of its first label."""
     for fragment in fragments:
         start, tokens, wanted = fragment.start, fragment.tokens, fragment.wanted
-        if start.offset:  # starts with the token before its first label
+        # A rest and a document with a beginning start with the token before their first label.
+        if start.offset or (tokens.size > 1 and tokens[0] == beginning):
             first = start.offset + 1
             left = None if wanted is None else wanted[1:]
-            rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), fragment, wanted=left)
+            is_rest, unscored_left = start.offset > 0, max(0, unscored - first)
+            rest = _Stretch(int(tokens[0]), tokens[1:], is_rest, unscored_left, fragment, wanted=left)
             yield StreamPosition(start.epoch, start.position, first), rest
         elif tokens.size:  # the end token, its last, is also the input before the first label
             yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, fragment, wanted=wanted)

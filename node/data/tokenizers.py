@@ -1,22 +1,27 @@
-"""Tokenizers (bytes, or a file of the `tokenizers` library) and streaming detokenization."""
+"""Tokenizers (bytes, or a file of the `tokenizers` library), a model folder's files about tokens, and streaming
+detokenization."""
 
 from __future__ import annotations
 
+import base64
 import codecs
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from node.data.files import open_regular, resolved
+from node.data.files import open_model_file, resolved
 from node.data.tokenizer_trial import fault_of
-from protocol.manifest.manifest import Manifest
+from protocol.manifest.manifest import MAX_TOKEN_FILES_LENGTH, Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
 
 Tokens = npt.NDArray[np.int64]
@@ -25,7 +30,9 @@ MAX_TOKENIZER_BYTES: Final = 128 * 2**20
 MOST_GROWTH: Final = 16.0
 """Factor by which all replacements of a tokenizer together may lengthen text; a few in a row could fill the memory."""
 END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-"""Candidates for the end-of-document token in tokenizer files, most specific first."""
+"""Special tokens that end a document if no model folder names the end, most specific first."""
+END_OF_TURN: Final = "<|im_end|>"
+"""End of the assistant's text in conversations, which the model learns with `labels = "assistant"`."""
 
 
 class ByteTokenizer:
@@ -33,10 +40,17 @@ class ByteTokenizer:
 
     size = 257
     end_of_document = 256
+    ends = (256,)
+    learned_end = 256
+    beginning = None
 
     def encode(self, text: bytes) -> Tokens:
         """Returns the document's tokens, without an end-of-document token."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+    def name_of(self, token: int) -> str:
+        """Returns the name of a token in an export."""
+        return END_OF_DOCUMENT_NAMES[0] if token == self.end_of_document else bytes([token]).decode("latin-1")
 
     def text_stream(self) -> TextStream:
         return ByteTextStream()
@@ -45,26 +59,71 @@ class ByteTokenizer:
 class FileTokenizer:
     """Tokenizer from a file, checked against the manifest's SHA-256 so that all data nodes agree."""
 
-    def __init__(self, path: Path, sha256: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sha256: str,
+        ends: Sequence[int] = (),
+        beginning: int | None = None,
+        labels: str = "all",
+        files: TokenFiles = MappingProxyType({}),
+    ) -> None:
+        """Without `ends`, takes those that a model folder's `files` state, else finds one by its name."""
         self._tokenizer = _parse(path, tokenizer_bytes(path, sha256).decode(errors="replace"))
-        self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        found = ((name, self._tokenizer.token_to_id(name)) for name in END_OF_DOCUMENT_NAMES)
-        end = next(((name, identifier) for name, identifier in found if identifier is not None), None)
-        if end is None:
-            names = ", ".join(END_OF_DOCUMENT_NAMES)
-            raise ManifestError(
-                f"data.tokenizer: {path} has no end-of-document token (one of {names})",
-                hint="Add one to the tokenizer file and write its new SHA-256 to the manifest.",
+        # Trainers save these settings, which would cut or fill each document.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._added: Mapping[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        self.beginning = beginning
+        found = [end for end in ends if end < self.size] or self._stated_ends(files) or self._ends_by_name()
+        if not found:
+            raise ConfigError(
+                f"data.tokenizer: {path} has no special token that ends a document",
+                hint="Name it as eos_token in the model's tokenizer_config.json, or add one of these special tokens: "
+                f"{', '.join(END_OF_DOCUMENT_NAMES)}.",
             )
-        self.end_of_document_name: str = end[0]
-        self.end_of_document: int = end[1]
+        self.end_of_document = self.learned_end = found[0]
+        if labels == "assistant" and (turn := self._tokenizer.token_to_id(END_OF_TURN)) is not None:
+            self.learned_end = turn
+        self.ends: tuple[int, ...] = tuple(dict.fromkeys([*found, self.learned_end]))
+
+    def _stated_ends(self, files: TokenFiles) -> list[int]:
+        """Returns the ends of a text that a model folder's files state; the end of a document first."""
+        found = list[int]()
+        for file, key in _END_KEYS:
+            stated = files.get(file, {}).get(key)
+            for end in stated if isinstance(stated, list) else [stated]:
+                name = end.get("content") if isinstance(end, dict) else end
+                if isinstance(name, str) and (token := self._tokenizer.token_to_id(name)) is not None:
+                    found.append(token)
+                # A config may still have the default id of its class, which is an ordinary token here.
+                elif type(end) is int and end in self._added:
+                    found.append(end)
+        return found
+
+    def _ends_by_name(self) -> list[int]:
+        special = {token.content: id for id, token in self._added.items() if token.special}
+        return [special[name] for name in END_OF_DOCUMENT_NAMES if name in special][:1]
 
     def encode(self, text: bytes) -> Tokens:
         """Returns the document's tokens. Invalid UTF-8 becomes U+FFFD. Raises ConfigError if the tokenizer fails."""
+        return self._encode(text, special=False)
+
+    def _encode(self, text: bytes, *, special: bool) -> Tokens:
         with _panics_raised():
             # Unlike `encode`, a batch of one releases the GIL, so that the node answers pings meanwhile.
-            [encoding] = self._tokenizer.encode_batch([text.decode(errors="replace")], add_special_tokens=False)
+            [encoding] = self._tokenizer.encode_batch([text.decode(errors="replace")], add_special_tokens=special)
         return np.asarray(encoding.ids, dtype=np.int64)
+
+    def own_beginning(self) -> int | None:
+        """Returns the token that the file itself puts before each text, if any."""
+        plain, whole = (self._encode(b"a", special=special).tolist() for special in (False, True))
+        return whole[0] if len(whole) > len(plain) and whole[1 : 1 + len(plain)] == plain else None
+
+    def name_of(self, token: int) -> str:
+        name: str | None = self._tokenizer.id_to_token(token)
+        return name or ""
 
     def text_stream(self) -> TextStream:
         return WindowTextStream(self._decode)
@@ -89,12 +148,18 @@ def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
             "the manifest names a tokenizer file, which is unknown on this machine",
             hint="Give the file with --tokenizer FILE; ask the run's author for it.",
         )
-    tokenizer = FileTokenizer(file, data.tokenizer_sha256)
-    if tokenizer.size > manifest.model.vocabulary:
-        raise ManifestError(
-            f"model.vocabulary ({manifest.model.vocabulary}) is smaller than the {tokenizer.size} tokens of {file}"
-        )
+    tokenizer = FileTokenizer(file, data.tokenizer_sha256, data.ends, data.beginning, data.labels)
+    require_fits(tokenizer, manifest.model.vocabulary, file)
     return tokenizer
+
+
+def require_fits(tokenizer: FileTokenizer, vocabulary: int, file: Path) -> None:
+    """Raises ManifestError if the tokenizer has more tokens than the model."""
+    if tokenizer.size > vocabulary:
+        raise ManifestError(
+            f"{file} has {tokenizer.size} tokens, but the model only {vocabulary} (model.vocabulary)",
+            hint="Choose the tokenizer file that belongs to the model.",
+        )
 
 
 def tokenizer_bytes(path: Path, sha256: str) -> bytes:
@@ -109,22 +174,35 @@ def tokenizer_bytes(path: Path, sha256: str) -> bytes:
     return content
 
 
-def tokenizer_keys(path: Path) -> dict[str, str]:
-    """Returns the manifest's `[data]` keys for a tokenizer file. Raises ConfigError if it is missing or too large."""
-    return {"tokenizer": f"file:{path}", "tokenizer_sha256": hashlib.sha256(_content(path)).hexdigest()}
+def chosen_tokenizer(path: Path, folder: Path | None = None) -> tuple[FileTokenizer, dict[str, Any]]:
+    """Opens a tokenizer file that the user chose, alone or in a model's folder. Also returns its `[data]` keys.
+
+    Raises ConfigError if a file is missing, too large or invalid, or if no token ends a document.
+    """
+    files = {} if folder is None else read_token_files(folder)
+    sha256 = hashlib.sha256(_content(path)).hexdigest()
+    tokenizer = FileTokenizer(path, sha256, files=files)
+    tokenizer.beginning = tokenizer.own_beginning()
+    return tokenizer, {
+        "tokenizer": f"file:{path}",
+        "tokenizer_sha256": sha256,
+        "ends": tokenizer.ends,
+        "beginning": tokenizer.beginning,
+        "token_files": packed(files) if files else "",
+    }
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, limit: int = MAX_TOKENIZER_BYTES) -> bytes:
     try:
-        with open_regular(resolved(path)) as file:  # the user named the link, so follow it
-            content = file.read(MAX_TOKENIZER_BYTES + 1)
+        with open_model_file(resolved(path)) as file:  # the user named the link, so follow it
+            content = file.read(limit + 1)
     except OSError as error:
         raise ConfigError(
             f"data.tokenizer: {path} cannot be read: {error.strerror or error}",
             hint="Give the run's tokenizer file with --tokenizer; ask the run's author for it.",
         ) from None
-    if len(content) > MAX_TOKENIZER_BYTES:
-        raise ConfigError(f"data.tokenizer: {path} is larger than {MAX_TOKENIZER_BYTES} bytes")
+    if len(content) > limit:
+        raise ConfigError(f"data.tokenizer: {path} is larger than {limit} bytes")
     return content
 
 
@@ -177,6 +255,88 @@ def _growth(part: Any) -> float:
         least = len(part["pattern"].get("String", "").encode())  # a regular expression may match one byte
         growth *= max(1.0, len(part["content"].encode()) / max(1, least))
     return growth
+
+
+# ---- a model folder's files about tokens -----------------------------------------------------------------------------
+
+
+TOKEN_FILES: Final = re.compile(
+    r"(config|generation_config|tokenizer_config|special_tokens_map|chat_template)\.json"
+    r"|(chat_template|additional_chat_templates/\w[\w.-]{0,63})\.jinja",
+    re.ASCII,
+)
+MAX_TOKEN_FILES_BYTES: Final = 2**20
+CONFIG: Final = "config.json"
+CONFIG_KEYS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of config.json that are kept; the manifest's `[model]` has the others."""
+# Code to load, and paths on the author's machine.
+_UNWANTED_KEYS: Final = re.compile(r"auto_map|custom_generate|_?name_or_path|\w{0,80}_file", re.ASCII)
+
+_END_KEYS: Final = (
+    ("tokenizer_config.json", "eos_token"),
+    ("special_tokens_map.json", "eos_token"),
+    ("generation_config.json", "eos_token_id"),
+    (CONFIG, "eos_token_id"),
+)
+
+TokenFiles = Mapping[str, Any]
+"""Content by file name: the object of a JSON file, the text of a template. Templates are kept, never executed."""
+
+
+def read_token_files(folder: Path) -> TokenFiles:
+    """Reads a model folder's settings of tokens, chat template and generation. Raises ConfigError."""
+    paths = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*.jinja")]
+    named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+    return _cleaned({name: _parsed(path) for name, path in named.items() if TOKEN_FILES.fullmatch(name)})
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        text = _content(path, MAX_TOKEN_FILES_BYTES).decode()
+        return text if path.suffix == ".jinja" else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from None
+
+
+def _cleaned(files: Mapping[Any, Any]) -> TokenFiles:
+    """Returns only the files and keys that an export may contain."""
+    kept = dict[str, Any]()
+    for name, content in files.items():
+        if TOKEN_FILES.fullmatch(name) and isinstance(content, dict if name.endswith(".json") else str):
+            kept[name] = content if isinstance(content, str) else _kept_keys(name, content)
+    return kept
+
+
+def _kept_keys(file: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    if file == CONFIG:
+        return {key: table[key] for key in CONFIG_KEYS if key in table}
+    return {key: value for key, value in table.items() if not _UNWANTED_KEYS.fullmatch(key)}
+
+
+def packed(files: TokenFiles) -> str:
+    """Returns `data.token_files`. Raises ConfigError if it exceeds the manifest's limit."""
+    text = base64.b64encode(zlib.compress(json.dumps(files, sort_keys=True).encode(), 9)).decode()
+    if len(text) > MAX_TOKEN_FILES_LENGTH:
+        raise ConfigError(
+            f"the model's {', '.join(files)} take {len(text)} characters of the manifest, more than"
+            f" {MAX_TOKEN_FILES_LENGTH}",
+            hint="Remove chat templates that you do not need from the folder.",
+        )
+    return text
+
+
+def unpacked(text: str) -> TokenFiles:
+    """Reads `data.token_files`. Raises ManifestError if it is invalid or larger than MAX_TOKEN_FILES_BYTES."""
+    try:
+        unzip = zlib.decompressobj()
+        content = unzip.decompress(base64.b64decode(text), MAX_TOKEN_FILES_BYTES)
+        files = json.loads(content) if unzip.eof else None
+        json.dumps(files, ensure_ascii=False).encode()  # an export could not write lone surrogates
+    except (ValueError, RecursionError, zlib.error):
+        files = None
+    if not isinstance(files, dict):
+        raise ManifestError("data.token_files is invalid")
+    return _cleaned(files)
 
 
 # ---- streaming detokenization ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ model.safetensors                            all parameters in float32, or
 model-00001-of-00003.safetensors, ...        several such files, and
 model.safetensors.index.json                 the file of each parameter
 tokenizer.json, tokenizer_config.json        the run's tokenizer
+chat_template.jinja, ...                     what the start model's folder had of these (`data.token_files`)
 manifest.toml, manifest.router               the run's signed manifest, and its router if it has one
 skipstone.json                               the run, and a digest of each module
 
@@ -22,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from node.data.tokenizers import ByteTokenizer, Tokenizer, unpacked
 from node.model.shapes import Shape, parameter_bytes, parameter_shapes
 from node.observability.version import installed_version
 from protocol.manifest.manifest import Manifest, ModelSection
@@ -113,7 +115,6 @@ def _file_name(number: int, count: int) -> str:
 
 Json = dict[str, Any]
 
-BYTES_END_OF_DOCUMENT: Final = "<|endoftext|>"
 _ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -122,8 +123,8 @@ _ARCHITECTURES: Final = {
 }
 
 
-def model_config(manifest: Manifest, end_of_document: int) -> Json:
-    """Returns the content of `config.json`. Parameters are always float32."""
+def model_config(manifest: Manifest, special: Json) -> Json:
+    """Returns the content of `config.json` with the keys of `special` tokens. Parameters are always float32."""
     model = manifest.model
     return {
         "architectures": [_ARCHITECTURES[model.family]],
@@ -146,9 +147,7 @@ def model_config(manifest: Manifest, end_of_document: int) -> Json:
         "tie_word_embeddings": model.tied_embeddings,
         "torch_dtype": "float32",
         "use_cache": True,
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
-        "pad_token_id": None,
+        **special,
         **({} if model.family == "llama" else {"sliding_window": model.sliding_window}),
     }
 
@@ -168,28 +167,49 @@ def _rope_scaling(model: ModelSection) -> Json | None:
     }
 
 
-def generation_config(end_of_document: int) -> Json:
-    """Returns the content of `generation_config.json`: texts start and end with the end-of-document token."""
-    return {"bos_token_id": end_of_document, "eos_token_id": end_of_document}
+def token_files(manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the contents of config.json and of the files about tokens: those of the start model, or our own.
 
-
-def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
-    """Returns the content of `tokenizer_config.json`. The byte tokenizer reads no end-of-document token in text."""
-    return {
+    In any case, `generate` stops at the token with which this run teaches the model to end.
+    """
+    files = dict(unpacked(manifest.data.token_files)) if manifest.data.token_files else {}
+    end, beginning = tokenizer.end_of_document, tokenizer.beginning
+    ends = list(tokenizer.ends)
+    own = {
+        "bos_token_id": end if beginning is None else beginning,
+        "eos_token_id": ends if len(ends) > 1 else end,
+        "pad_token_id": None,
+    }
+    special = files.get(CONFIG, own)
+    generation = dict(files.get(GENERATION_CONFIG, {key: special[key] for key in special if special[key] is not None}))
+    stops = generation.get("eos_token_id", special.get("eos_token_id"))
+    listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if tokenizer.learned_end not in listed:
+        generation["eos_token_id"] = [*listed, tokenizer.learned_end]
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end_of_document,
-        "eos_token": end_of_document,
+        "bos_token": tokenizer.name_of(end if beginning is None else beginning),
+        "eos_token": tokenizer.name_of(end),
         "model_max_length": manifest.model.sequence,
         "clean_up_tokenization_spaces": False,
+        # The byte tokenizer reads no end-of-document token in text.
         "split_special_tokens": manifest.data.tokenizer == "bytes",
     }
+    return (
+        {TOKENIZER_CONFIG: tokenizer_config}
+        | files
+        | {
+            CONFIG: model_config(manifest, special),
+            GENERATION_CONFIG: generation,
+        }
+    )
 
 
 def byte_tokenizer() -> Json:
     """Returns the content of `tokenizer.json` for the byte tokenizer: byte-level BPE without merges."""
     special = {
         "id": 256,
-        "content": BYTES_END_OF_DOCUMENT,
+        "content": ByteTokenizer().name_of(256),
         "single_word": False,
         "lstrip": False,
         "rstrip": False,

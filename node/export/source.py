@@ -184,7 +184,6 @@ def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
 
 
 _MAX_JSON_BYTES: Final = 1 << 20
-_LEFT_TO_THE_TOKENIZER: Final = {"bos_token_id", "eos_token_id"}
 
 
 class ExportedSource:
@@ -269,8 +268,8 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifes
 
 def _check_config(file: Path, signed: SignedManifest) -> None:
     """Checks that config.json, which `transformers` reads, describes the same model as the manifest."""
-    found, wanted = _read_json(file), model_config(signed.manifest, end_of_document=0)
-    for key in wanted.keys() - _LEFT_TO_THE_TOKENIZER:
+    found, wanted = _read_json(file), model_config(signed.manifest, special={})
+    for key in wanted:
         if found.get(key) != wanted[key]:
             raise StateError(
                 f"{file}: {key} is {str(found.get(key))[:80]}, but the run's manifest has {wanted[key]}",

@@ -20,13 +20,7 @@ from node.checkpoint.folder import Storage
 from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
 from node.experts.router import router_file
 from node.export import hugging_face as layout
-from node.export.hugging_face import (
-    BYTES_END_OF_DOCUMENT,
-    byte_tokenizer,
-    generation_config,
-    model_config,
-    tokenizer_config,
-)
+from node.export.hugging_face import byte_tokenizer, token_files
 from node.export.source import ModuleSource, checked_module, is_exported, path_modules
 from node.model.initialization import digest_of_tensors
 from node.model.shapes import parameter_bytes
@@ -86,7 +80,7 @@ async def export(
 
 
 def _make_durable(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
+    for path in (*folder.rglob("*"), folder):
         Storage().sync(path)
 
 
@@ -164,21 +158,22 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor], mode: int) -> None:
 
 
 def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> None:
-    """Writes the tokenizer, and the configs that name its end-of-document token."""
+    """Writes the tokenizer, and the files that describe its special tokens."""
     tokenizer = open_tokenizer(manifest, file)
     if isinstance(tokenizer, FileTokenizer):
-        name = tokenizer.end_of_document_name
         assert file is not None, "a tokenizer was opened"
         assert manifest.data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
         # Read and checked again, because the file may have changed.
         content = tokenizer_bytes(file, manifest.data.tokenizer_sha256)
         (folder / layout.TOKENIZER).write_bytes(content)
     else:
-        name = BYTES_END_OF_DOCUMENT
         _write_json(folder / layout.TOKENIZER, byte_tokenizer())
-    _write_json(folder / layout.TOKENIZER_CONFIG, tokenizer_config(manifest, name))
-    _write_json(folder / layout.CONFIG, model_config(manifest, tokenizer.end_of_document))
-    _write_json(folder / layout.GENERATION_CONFIG, generation_config(tokenizer.end_of_document))
+    for name, content in token_files(manifest, tokenizer).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, str):
+            (folder / name).write_bytes(content.encode())
+        else:
+            _write_json(folder / name, content)
 
 
 def _write_json(file: Path, table: Mapping[str, Any]) -> None:

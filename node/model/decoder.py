@@ -136,7 +136,7 @@ class Continuation:
             self._is_read = True
             token = choose(logits[: self._tokenizer.size], self._sampling, self._generator)  # padding ids have no text
             self.tokens.append(token)
-            self._left = 0 if token == self._tokenizer.end_of_document else self._left - 1
+            self._left = 0 if token in self._tokenizer.ends else self._left - 1
             yield token
 
     def go_on_with(self, decoder: Decoder) -> None:

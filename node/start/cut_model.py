@@ -7,6 +7,7 @@ transformers 4 and 5.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 from collections.abc import Mapping
@@ -21,17 +22,20 @@ from safetensors import SafetensorError, safe_open
 from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, version_of
 from node.averaging.anchor.shared_vector import Layout, Vector, empty_vector, layout_of
 from node.checkpoint.folder import check_header_size
-from node.data.files import open_regular
-from node.model.shapes import HEAD, Shape, parameter_shapes
+from node.data.files import open_model_file, resolved
+from node.model.shapes import EMBEDDING, HEAD, Shape, parameter_shapes
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import AnchorVersion, ModuleId
+
+log = logging.getLogger(__name__)
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 # Longest default row in tokens; then the defaults of transformers for absent keys.
 SEQUENCE: Final = 1024
 _MISTRAL_WINDOW: Final = 4096
 _QWEN3_HEAD_DIM: Final = 128
+_QWEN_FULL_LAYERS: Final = 28
 
 Config = Mapping[str, Any]
 
@@ -98,12 +102,20 @@ def _require_computed(family: str, config: Config) -> None:
         raise ConfigError("biases in feed-forward layers (mlp_bias) are not supported")
     if family == "mistral" and config.get("attention_bias", False) is not False:
         raise ConfigError("a Mistral model with biases (attention_bias) is not supported")
-    slides = config.get("use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ())
-    if family != "mistral" and slides:
+    if family != "mistral" and _slides(config):
         raise ConfigError("blocks with a sliding window (use_sliding_window) are not supported")
     # Only LlamaConfig has a default: as many as heads.
     if config.get("num_key_value_heads") is None and family != "llama":
         raise ConfigError("config.json: num_key_value_heads is missing")
+
+
+def _slides(config: Config) -> bool:
+    """Whether any block of a Qwen model has a sliding window, as transformers decides it."""
+    if isinstance(kinds := config.get("layer_types"), list):
+        return "sliding_attention" in kinds
+    full = config.get("max_window_layers", _QWEN_FULL_LAYERS)
+    is_used = config.get("use_sliding_window", False) and config.get("sliding_window", 0) is not None
+    return bool(is_used) and not (type(full) is int and full >= blocks_of(config))
 
 
 def _rotary(config: Config) -> tuple[float, dict[str, Any] | None]:
@@ -164,19 +176,21 @@ class ModelFolder:
         if not path.is_dir():
             raise ConfigError(f"{path} is not a folder", hint="Choose the folder with the model's config.json.")
         self.path = path
-        self._root = path.resolve()
         self._lock = threading.Lock()
         self.config: Config = parse_config(self._read(CONFIG, MAX_CONFIG_BYTES))
         self._files: dict[str, Any] = {}
         for name in self._weight_files():
             self._open(name)
+        self.is_tied = self.config.get("tie_word_embeddings") is True and not self._embeddings_differ()
+        # The embedding of a tied model may be stored as the head only.
+        self._stored = {EMBEDDING: HEAD} if self.is_tied and EMBEDDING not in self._files else {}
 
     def require(self, wanted: Mapping[str, Shape]) -> None:
         """Checks that the folder has exactly these parameters, in readable types. Raises ConfigError."""
         for name, shape in wanted.items():
-            if name not in self._files:
+            if self._stored.get(name, name) not in self._files:
                 raise ConfigError(f"{self.path} has no parameter {name}, but its config.json needs one")
-            header = self._files[name].get_slice(name)
+            header = self._view(name)
             found, kind = tuple(header.get_shape()), header.get_dtype()
             if found != shape:
                 raise ConfigError(f"{self.path}: {name} is {found}, but config.json needs {shape}")
@@ -192,7 +206,7 @@ class ModelFolder:
         last = first + len(out)
         try:
             with self._lock:
-                view = self._files[name].get_slice(name)
+                view = self._view(name)
                 # safetensors slices whole rows only.
                 width = math.prod(view.get_shape()[1:])
                 rows = view[first // width : -(-last // width)]
@@ -206,19 +220,36 @@ class ModelFolder:
 
     def tokenizer(self) -> Path:
         """Returns the path of the model's tokenizer file. Raises ConfigError if it is missing."""
-        try:
-            return self._place(TOKENIZER)
-        except FileNotFoundError:
+        if not (self.path / TOKENIZER).exists():
             raise ConfigError(
                 f"{self.path} has no {TOKENIZER}",
                 hint="Write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR).",
-            ) from None
+            )
+        return self.path / TOKENIZER
+
+    def _view(self, name: str) -> Any:
+        stored = self._stored.get(name, name)
+        return self._files[stored].get_slice(stored)
+
+    def _embeddings_differ(self) -> bool:
+        """Whether embedding and head are both stored, with different values. Then transformers does not tie them."""
+        if not {EMBEDDING, HEAD} <= self._files.keys():
+            return False
+        one, other = (self._files[name].get_slice(name) for name in (EMBEDDING, HEAD))
+        if one.get_shape() != other.get_shape():
+            return True
+        return any(
+            not torch.equal(one[at : at + 1024], other[at : at + 1024]) for at in range(0, one.get_shape()[0], 1024)
+        )
 
     def _weight_files(self) -> list[str]:
+        # In the order of transformers, which may leave an old index beside a new file.
+        if (self.path / SINGLE).exists():
+            if (self.path / INDEX).exists():
+                log.warning("%s has both %s and %s: reading %s", self.path, SINGLE, INDEX, SINGLE)
+            return [SINGLE]
         if (self.path / INDEX).exists():
             return self._indexed()
-        if (self.path / SINGLE).exists():
-            return [SINGLE]
         if any(file.suffix in (".bin", ".pt", ".pth") for file in self.path.iterdir()):
             raise ConfigError(
                 f"{self.path} has only pickled weights, which could run code and are not opened",
@@ -244,8 +275,8 @@ class ModelFolder:
 
     def _open(self, name: str) -> None:
         try:
-            file_path = self._place(name)
-            with open_regular(file_path) as file:
+            file_path = resolved(self.path / name)  # the user named the folder, so follow its links
+            with open_model_file(file_path) as file:
                 check_header_size(file)
             opened: Any = safe_open(file_path, framework="pt")
             names = list(opened.keys())
@@ -256,20 +287,9 @@ class ModelFolder:
                 raise ConfigError(f"{self.path}: parameter {tensor} is in two files")
             self._files[tensor] = opened
 
-    def _place(self, name: str) -> Path:
-        """Resolves a file of the folder or of its hub blobs. Raises ConfigError, FileNotFoundError."""
-        real = (self._root / name).resolve(strict=True)
-        homes = [self._root]
-        # The hub's cache links snapshots to blobs.
-        if self._root.parent.name == "snapshots":
-            homes.append(self._root.parent.parent / "blobs")
-        if not any(real.is_relative_to(home) for home in homes):
-            raise ConfigError(f"{self.path / name} links to a file outside the folder")
-        return real
-
     def _read(self, name: str, limit: int) -> bytes:
         try:
-            with open_regular(self._place(name)) as file:
+            with open_model_file(resolved(self.path / name)) as file:
                 text = file.read(limit + 1)
         except OSError as error:
             raise ConfigError(

@@ -268,7 +268,10 @@ SOURCES: Final = (
 
 
 FILE_KINDS: Final = ("path", "tokens")
+MAX_TOKEN_FILES_LENGTH: Final = 40_000
+"""Largest `data.token_files`, in characters, which leaves room for all other keys of a manifest."""
 
+TokenId = Annotated[int, Field(ge=0, lt=1_000_000)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
 HUB_PLACE: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
@@ -361,6 +364,12 @@ class DataSection(Section):
     """`bytes`, or `file:TOKENIZER.json` in the format of the `tokenizers` library."""
     tokenizer_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """Hash of the tokenizer file, so that all data nodes use the same one. Required with `file:`."""
+    ends: Annotated[tuple[TokenId, ...], Field(max_length=64)] = ()
+    """Tokens that end a text, written by `skipstone new`. The first one ends each document. Default: found by name."""
+    beginning: TokenId | None = None
+    """Token that begins each document, because the tokenizer file adds it."""
+    token_files: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$", max_length=MAX_TOKEN_FILES_LENGTH)] = ""
+    """The start model's settings of tokens, chat template and generation, for exports: base64 of zlib of JSON."""
     held_out: Share = 0.02
     """Share of documents reserved for evaluation."""
     labels: Literal["all", "assistant"] = "all"
@@ -373,7 +382,9 @@ class DataSection(Section):
     """Let every peer act as data node, so that anybody with the link can decide what the model learns."""
     inviters: Annotated[tuple[Peer, ...], Field(max_length=16)] = ()
     """Peers that may invite data nodes, besides the author."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"labels", "revision", "dealt_by", "open", "inviters"})
+    added_later: ClassVar[frozenset[str]] = frozenset(
+        {"labels", "revision", "dealt_by", "open", "inviters", "ends", "beginning", "token_files"}
+    )
 
     @property
     def kind(self) -> str:
@@ -420,6 +431,8 @@ class DataSection(Section):
             raise ValueError(f'labels = "assistant" needs a source of conversations, which {self.kind} is not')
         if (self.tokenizer_sha256 is not None) != self.tokenizer.startswith("file:"):
             raise ValueError("tokenizer_sha256 must be given exactly when tokenizer is `file:...`")
+        if self.tokenizer == "bytes" and (self.ends or self.beginning is not None or self.token_files):
+            raise ValueError("ends, beginning and token_files must not be given when tokenizer is `bytes`")
         return self
 
 
@@ -553,6 +566,8 @@ class Manifest(Section):
             raise ValueError(
                 "model.vocabulary must be at least 257 for the byte tokenizer (256 bytes and end of document)"
             )
+        if max((*self.data.ends, self.data.beginning or 0)) >= self.model.vocabulary:
+            raise ValueError(f"data.ends and data.beginning must be below model.vocabulary ({self.model.vocabulary})")
         return self
 
 

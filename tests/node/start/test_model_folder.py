@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from node.cli.manifests import starting_from
 from node.dial.dial import spread
 from node.local_swarm.default_manifest import default_manifest
+from node.model.shapes import EMBEDDING, HEAD
 from node.start.cut_model import INDEX, SINGLE, CutModel, ModelFolder, model_table, open_start
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from protocol.manifest.signing import run_id_of
@@ -51,18 +52,21 @@ def write(folder: Path, change: Callable[[bytes], bytes]) -> None:
     (folder / SINGLE).write_bytes(change((folder / SINGLE).read_bytes()))
 
 
-def lead_out(folder: Path) -> None:
-    (folder / SINGLE).rename(folder.parent / "elsewhere.safetensors")
-    (folder / SINGLE).symlink_to(folder.parent / "elsewhere.safetensors")
-
-
 def make_a_pipe(folder: Path) -> None:
     (folder / SINGLE).unlink()
     os.mkfifo(folder / SINGLE)
 
 
-def index(folder: Path, name: str) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 988097824\n"
+
+
+def index(folder: Path, text: str) -> None:
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(text)
+
+
+def index_of(name: str) -> str:
+    return json.dumps({"weight_map": {"model.norm.weight": name}})
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,10 @@ def index(folder: Path, name: str) -> None:
     [
         (lambda f: write(f, lambda data: data[:-100]), r"cannot read .*model\.safetensors"),
         (lambda f: write(f, lambda data: HUGE_HEADER + data[8:]), "the header has 1099511627776 bytes"),
-        (lead_out, "links to a file outside the folder"),
+        (lambda f: (f / SINGLE).write_text(POINTER), "model.safetensors is a Git LFS pointer"),
+        (lambda f: (f / "config.json").write_text(POINTER), "config.json is a Git LFS pointer"),
+        (lambda f: (f / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"),
+        (lambda f: index(f, POINTER), "index.json is a Git LFS pointer"),
         (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), "has only pickled weights, which could run code"),
         (make_a_pipe, "cannot read"),
         (lambda f: (f / SINGLE).unlink(), "has no model.safetensors"),
@@ -92,14 +99,15 @@ def index(folder: Path, name: str) -> None:
             lambda f: rewrite(f, lambda t: t["model.norm.weight"].fill_(float("nan"))),
             "model.norm.weight has infinite or NaN values",
         ),
-        (lambda f: index(f, "../elsewhere.safetensors"), "which is not a safetensors file of this folder"),
-        (lambda f: index(f, "pytorch_model.bin"), "which is not a safetensors file of this folder"),
-        (lambda f: (f / INDEX).write_text("[1]"), "does not map parameters to files"),
+        (lambda f: index(f, index_of("../elsewhere.safetensors")), "which is not a safetensors file of this folder"),
+        (lambda f: index(f, index_of("pytorch_model.bin")), "which is not a safetensors file of this folder"),
+        (lambda f: index(f, "[1]"), "does not map parameters to files"),
         (lambda f: configure(f, model_type="gpt2"), "model type 'gpt2'"),
         (lambda f: configure(f, hidden_act="gelu"), "activation 'gelu'"),
         (lambda f: configure(f, mlp_bias=True), "mlp_bias"),
         (lambda f: configure(f, quantization_config={}), "quantized weights are not supported"),
-        (lambda f: configure(f, model_type="qwen2", use_sliding_window=True), "sliding window"),
+        (lambda f: configure(f, model_type="qwen2", use_sliding_window=True, max_window_layers=3), "sliding window"),
+        (lambda f: configure(f, model_type="qwen3", layer_types=["sliding_attention"] * 4), "sliding window"),
         (lambda f: configure(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rotary scaling 'yarn'"),
         (lambda f: configure(f, partial_rotary_factor=0.5), "partial_rotary_factor"),
         (lambda f: configure(f, hidden_size="32"), "hidden_size must be a whole number above 0"),
@@ -116,6 +124,9 @@ def test_a_folder_that_does_not_fit_is_refused(folder: Path, damage: Callable[[P
 def test_sizes_that_no_manifest_allows_are_refused(folder: Path) -> None:
     configure(folder, vocab_size=2_000_000)
     with pytest.raises(ManifestError, match=r"model\.vocabulary"):
+        started(folder)
+    configure(folder, vocab_size=256)
+    with pytest.raises(ManifestError, match=r"tokenizer.json has 257 tokens, but the model only 256"):
         started(folder)
 
 
@@ -139,6 +150,57 @@ def test_a_cache_of_the_hub_is_a_folder(folder: Path) -> None:
     manifest = started(snapshot)
     assert manifest.start == started(folder).start
     assert manifest.data.tokenizer == f"file:{snapshot / 'tokenizer.json'}"
+
+
+def test_a_folder_of_links_to_another_place_is_read(folder: Path) -> None:
+    whole = started(folder).start
+    for file in list(folder.iterdir()):
+        file.rename(folder.parent / f"blob-{file.name}")
+        file.symlink_to(folder.parent / f"blob-{file.name}")
+    assert started(folder).start == whole
+
+
+def test_a_single_file_is_read_before_an_old_index(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = started(folder).start
+    old = {name: tensor + 1 for name, tensor in load_file(folder / SINGLE).items()}
+    save_file(old, folder / "old.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(old, "old.safetensors")}))
+    for _ in range(2):
+        caplog.clear()
+        assert started(folder).start == whole
+        assert f"reading {SINGLE}" in caplog.text
+        (folder / "old.safetensors").unlink(missing_ok=True)
+
+
+def test_a_tied_matrix_is_read_from_the_embedding_or_the_head(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_folder(folder, "qwen2, tied")
+    whole = started(folder)
+    rewrite(folder, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
+    assert started(folder) == whole
+    rewrite(folder, lambda t: t.pop(EMBEDDING))
+    assert started(folder) == whole
+    rewrite(folder, lambda t: t.update({EMBEDDING: t[HEAD] + 1}))  # transformers does not tie what differs
+    assert not started(folder).model.tied_embeddings
+    configure(folder, tie_word_embeddings=False)
+    rewrite(folder, lambda t: t.pop(EMBEDDING))
+    with pytest.raises(ConfigError, match=f"has no parameter {EMBEDDING}"):
+        started(folder)
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {"max_window_layers": 4},
+        {},
+        {"sliding_window": None, "max_window_layers": 0},
+        {"layer_types": ["full_attention"]},
+    ],
+)
+def test_a_sliding_window_that_no_block_uses_is_accepted(tmp_path: Path, unused: dict[str, Any]) -> None:
+    write_folder(tmp_path, "qwen2")
+    configure(tmp_path, use_sliding_window=True, **unused)
+    assert started(tmp_path).model.sliding_window is None
 
 
 def test_weights_in_several_files_are_the_same_start(folder: Path) -> None:

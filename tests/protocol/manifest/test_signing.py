@@ -257,6 +257,8 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     later["model"] |= {**model, "rope_scaling": scaling}
     later["data"] = {"source": "huggingface:some/talks", "labels": "assistant", "revision": "ab" * 20}
     later["data"] |= {"dealt_by": "files", "open": True, "inviters": [AUTHOR.peer]}
+    later["data"] |= {"tokenizer": "file:a", "tokenizer_sha256": "ef" * 32, "ends": [7, 8], "beginning": 0}
+    later["data"] |= {"token_files": "eJwDAAAAAAE="}
     later |= {"start": {"modules": ["cd" * 32] * len(later["stages"]["blocks"])}}
     mistral = changed(changed(later, ("model", "family"), "mistral"), ("model", "attention_bias"), False)
     windowed = changed(mistral, ("model", "sliding_window"), 4096)
@@ -286,6 +288,8 @@ WRONG_VALUES: dict[str, list[object]] = {
     "training.inner.momentum": [1.0],
     "training.inner.largest_side": [100_000],
     "data.inviters": [["nobody"], [AUTHOR.peer] * 17],
+    "data.ends": [[-1], [1_000_000], [0] * 65, 7, [True]],
+    "data.token_files": ["A" * 40_001, "a.b", "\n"],
     "stages.visit_ratio": [0.99, 2.01, math.nan, math.inf, "1.5"],
     "training.fragments": [0, 65],
     "training.rows": [0],
