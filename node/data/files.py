@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
 from array import array
@@ -34,8 +35,6 @@ _OPEN_FLAGS: Final = (
     | getattr(os, "O_BINARY", 0)
 )
 
-_POINTER: Final = b"version https://git-lfs"
-
 Selection = Callable[[str], bool]
 
 
@@ -51,17 +50,37 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def open_model_file(path: Path) -> BinaryIO:
-    """Opens a regular file of a model. Raises OSError, or ConfigError for a Git LFS pointer in its place."""
-    file = open_regular(path)
-    if file.read(len(_POINTER)) == _POINTER:
-        file.close()
+def read_named(path: Path, limit: int, hint: str) -> bytes:
+    """Reads a file that the user named, also by a link. Raises ConfigError with `hint` if it cannot be read."""
+    try:
+        with open_regular(resolved(path)) as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint=hint) from None
+    if len(content) > limit:
+        raise ConfigError(f"{path} is larger than {limit} bytes")
+    require_content(path, content)
+    return content
+
+
+def require_content(path: Path, start: bytes) -> None:
+    """Raises ConfigError if a file starts as a pointer of Git LFS, which replaces files that were not fetched."""
+    if start.startswith(b"version https://git-lfs"):
         raise ConfigError(
             f"{path} is a Git LFS pointer, not the file itself",
-            hint="Fetch the model's files: run `git lfs pull` in its folder, or download the model again.",
+            hint="Run `git lfs pull` in the model's folder, or download the model again.",
         )
-    file.seek(0)
-    return file
+
+
+def read_table(path: Path, limit: int, hint: str) -> dict[str, Any]:
+    """Reads a JSON object from a file that the user named. Raises ConfigError."""
+    try:
+        table = json.loads(read_named(path, limit, hint))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {str(error)[:100]}", hint=hint) from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} is not a JSON object", hint=hint)
+    return table
 
 
 def resolved(path: Path) -> Path:

@@ -19,9 +19,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from node.data.files import open_model_file, resolved
+from node.data.files import read_named, read_table
 from node.data.tokenizer_trial import fault_of
-from protocol.manifest.manifest import MAX_TOKEN_FILES_LENGTH, Manifest
+from protocol.manifest.manifest import MAX_TOKEN_FILES_LENGTH, DataSection, Manifest
 from swarm.vocabulary.errors import ConfigError, ManifestError
 
 Tokens = npt.NDArray[np.int64]
@@ -56,27 +56,26 @@ class ByteTokenizer:
         return ByteTextStream()
 
 
+BYTES: Final = DataSection()
+
+
 class FileTokenizer:
     """Tokenizer from a file, checked against the manifest's SHA-256 so that all data nodes agree."""
 
     def __init__(
-        self,
-        path: Path,
-        sha256: str,
-        ends: Sequence[int] = (),
-        beginning: int | None = None,
-        labels: str = "all",
-        files: TokenFiles = MappingProxyType({}),
+        self, path: Path, sha256: str | None, data: DataSection = BYTES, files: TokenFiles = MappingProxyType({})
     ) -> None:
-        """Without `ends`, takes those that a model folder's `files` state, else finds one by its name."""
-        self._tokenizer = _parse(path, tokenizer_bytes(path, sha256).decode(errors="replace"))
+        """Without ends in `data`, takes those that a model folder's `files` state, else finds one by its name."""
+        content = tokenizer_bytes(path, sha256)
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self._tokenizer = _parse(path, content.decode(errors="replace"))
         # Trainers save these settings, which would cut or fill each document.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._added: Mapping[int, Any] = self._tokenizer.get_added_tokens_decoder()
-        self.beginning = beginning
-        found = [end for end in ends if end < self.size] or self._stated_ends(files) or self._ends_by_name()
+        self.beginning = data.beginning
+        found = [end for end in data.ends if end < self.size] or self._stated_ends(files) or self._ends_by_name()
         if not found:
             raise ConfigError(
                 f"data.tokenizer: {path} has no special token that ends a document",
@@ -84,7 +83,7 @@ class FileTokenizer:
                 f"{', '.join(END_OF_DOCUMENT_NAMES)}.",
             )
         self.end_of_document = self.learned_end = found[0]
-        if labels == "assistant" and (turn := self._tokenizer.token_to_id(END_OF_TURN)) is not None:
+        if data.labels == "assistant" and (turn := self._tokenizer.token_to_id(END_OF_TURN)) is not None:
             self.learned_end = turn
         self.ends: tuple[int, ...] = tuple(dict.fromkeys([*found, self.learned_end]))
 
@@ -148,7 +147,7 @@ def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
             "the manifest names a tokenizer file, which is unknown on this machine",
             hint="Give the file with --tokenizer FILE; ask the run's author for it.",
         )
-    tokenizer = FileTokenizer(file, data.tokenizer_sha256, data.ends, data.beginning, data.labels)
+    tokenizer = FileTokenizer(file, data.tokenizer_sha256, data)
     require_fits(tokenizer, manifest.model.vocabulary, file)
     return tokenizer
 
@@ -162,11 +161,11 @@ def require_fits(tokenizer: FileTokenizer, vocabulary: int, file: Path) -> None:
         )
 
 
-def tokenizer_bytes(path: Path, sha256: str) -> bytes:
-    """Reads the tokenizer file with this hash. Raises ConfigError if it is missing, too large or different."""
-    content = _content(path)
+def tokenizer_bytes(path: Path, sha256: str | None) -> bytes:
+    """Reads a tokenizer file. Raises ConfigError if it is missing, too large or, with a hash, different."""
+    content = read_named(path, MAX_TOKENIZER_BYTES, "Give the run's tokenizer file with --tokenizer.")
     found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
+    if sha256 not in (None, found):
         raise ConfigError(
             f"data.tokenizer: {path} has SHA-256 {found}, but the manifest requires {sha256}",
             hint="Give the run's own tokenizer file with --tokenizer; ask the run's author for it.",
@@ -180,30 +179,15 @@ def chosen_tokenizer(path: Path, folder: Path | None = None) -> tuple[FileTokeni
     Raises ConfigError if a file is missing, too large or invalid, or if no token ends a document.
     """
     files = {} if folder is None else read_token_files(folder)
-    sha256 = hashlib.sha256(_content(path)).hexdigest()
-    tokenizer = FileTokenizer(path, sha256, files=files)
+    tokenizer = FileTokenizer(path, None, files=files)
     tokenizer.beginning = tokenizer.own_beginning()
     return tokenizer, {
         "tokenizer": f"file:{path}",
-        "tokenizer_sha256": sha256,
+        "tokenizer_sha256": tokenizer.sha256,
         "ends": tokenizer.ends,
         "beginning": tokenizer.beginning,
         "token_files": packed(files) if files else "",
     }
-
-
-def _content(path: Path, limit: int = MAX_TOKENIZER_BYTES) -> bytes:
-    try:
-        with open_model_file(resolved(path)) as file:  # the user named the link, so follow it
-            content = file.read(limit + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"data.tokenizer: {path} cannot be read: {error.strerror or error}",
-            hint="Give the run's tokenizer file with --tokenizer; ask the run's author for it.",
-        ) from None
-    if len(content) > limit:
-        raise ConfigError(f"data.tokenizer: {path} is larger than {limit} bytes")
-    return content
 
 
 @contextmanager
@@ -267,8 +251,6 @@ TOKEN_FILES: Final = re.compile(
 )
 MAX_TOKEN_FILES_BYTES: Final = 2**20
 CONFIG: Final = "config.json"
-CONFIG_KEYS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of config.json that are kept; the manifest's `[model]` has the others."""
 # Code to load, and paths on the author's machine.
 _UNWANTED_KEYS: Final = re.compile(r"auto_map|custom_generate|_?name_or_path|\w{0,80}_file", re.ASCII)
 
@@ -285,32 +267,28 @@ TokenFiles = Mapping[str, Any]
 
 def read_token_files(folder: Path) -> TokenFiles:
     """Reads a model folder's settings of tokens, chat template and generation. Raises ConfigError."""
+    hint = "Fetch the model's files again, or remove this one."
     paths = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*.jinja")]
-    named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
-    return _cleaned({name: _parsed(path) for name, path in named.items() if TOKEN_FILES.fullmatch(name)})
-
-
-def _parsed(path: Path) -> Any:
-    try:
-        text = _content(path, MAX_TOKEN_FILES_BYTES).decode()
-        return text if path.suffix == ".jinja" else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from None
+    found: dict[str, Any] = {}
+    for path in paths:
+        if not TOKEN_FILES.fullmatch(name := path.relative_to(folder).as_posix()):
+            continue
+        if path.suffix == ".json":
+            found[name] = read_table(path, MAX_TOKEN_FILES_BYTES, hint)
+        else:
+            found[name] = read_named(path, MAX_TOKEN_FILES_BYTES, hint).decode(errors="replace")
+    return _cleaned(found)
 
 
 def _cleaned(files: Mapping[Any, Any]) -> TokenFiles:
     """Returns only the files and keys that an export may contain."""
-    kept = dict[str, Any]()
-    for name, content in files.items():
-        if TOKEN_FILES.fullmatch(name) and isinstance(content, dict if name.endswith(".json") else str):
-            kept[name] = content if isinstance(content, str) else _kept_keys(name, content)
-    return kept
-
-
-def _kept_keys(file: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    if file == CONFIG:
-        return {key: table[key] for key in CONFIG_KEYS if key in table}
-    return {key: value for key, value in table.items() if not _UNWANTED_KEYS.fullmatch(key)}
+    return {
+        name: content
+        if isinstance(content, str)
+        else {k: v for k, v in content.items() if not _UNWANTED_KEYS.fullmatch(k)}
+        for name, content in files.items()
+        if TOKEN_FILES.fullmatch(name) and isinstance(content, dict if name.endswith(".json") else str)
+    }
 
 
 def packed(files: TokenFiles) -> str:
@@ -330,13 +308,11 @@ def unpacked(text: str) -> TokenFiles:
     try:
         unzip = zlib.decompressobj()
         content = unzip.decompress(base64.b64decode(text), MAX_TOKEN_FILES_BYTES)
-        files = json.loads(content) if unzip.eof else None
+        files = json.loads(content if unzip.eof else b"")
         json.dumps(files, ensure_ascii=False).encode()  # an export could not write lone surrogates
-    except (ValueError, RecursionError, zlib.error):
-        files = None
-    if not isinstance(files, dict):
-        raise ManifestError("data.token_files is invalid")
-    return _cleaned(files)
+        return _cleaned(files)
+    except (ValueError, RecursionError, AttributeError, zlib.error):
+        raise ManifestError("data.token_files is invalid") from None
 
 
 # ---- streaming detokenization ----------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def token_files(manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
         "eos_token_id": ends if len(ends) > 1 else end,
         "pad_token_id": None,
     }
-    special = files.get(CONFIG, own)
+    special = {key: files[CONFIG][key] for key in own if key in files[CONFIG]} if CONFIG in files else own
     generation = dict(files.get(GENERATION_CONFIG, {key: special[key] for key in special if special[key] is not None}))
     stops = generation.get("eos_token_id", special.get("eos_token_id"))
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
@@ -207,15 +207,8 @@ def token_files(manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def byte_tokenizer() -> Json:
     """Returns the content of `tokenizer.json` for the byte tokenizer: byte-level BPE without merges."""
-    special = {
-        "id": 256,
-        "content": ByteTokenizer().name_of(256),
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    unset = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = {"id": 256, "content": ByteTokenizer().name_of(256), **unset, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
@@ -228,13 +221,8 @@ def byte_tokenizer() -> Json:
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
             "vocab": {character: byte for byte, character in enumerate(_byte_characters())},
             "merges": [],
         },

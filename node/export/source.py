@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from node.checkpoint.folder import opened_tensors
+from node.data.files import read_named, read_table
 from node.experts.router import DocumentRouter, Router, document_router, load_router
 from node.export.hugging_face import CONFIG, FORMAT, MANIFEST, ORIGIN, model_config, module_file, shard_files
 from node.model.decoder import Decoder, decoder_bytes
@@ -184,17 +184,18 @@ def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
 
 
 _MAX_JSON_BYTES: Final = 1 << 20
+Content = TypeVar("Content")
 
 
 class ExportedSource:
     """ModuleSource of an exported folder. Raises ConfigError, ManifestError, StateError, CorruptSnapshot."""
 
     def __init__(self, path: Path) -> None:
-        origin = _read_json(path / ORIGIN)
+        origin = _undamaged(read_table, path / ORIGIN, _MAX_JSON_BYTES)
         if origin.get("format") != FORMAT or not isinstance(origin.get("run"), str):
             raise StateError(f"{path / ORIGIN} has an unknown format", hint="Export the model again with this version.")
         self.signed: SignedManifest = read_signed_manifest(
-            _read(path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
+            _undamaged(read_named, path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
         )
         by_module = origin.get("shards") == 0
         # An export of all experts has no config.json.
@@ -268,7 +269,7 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifes
 
 def _check_config(file: Path, signed: SignedManifest) -> None:
     """Checks that config.json, which `transformers` reads, describes the same model as the manifest."""
-    found, wanted = _read_json(file), model_config(signed.manifest, special={})
+    found, wanted = _undamaged(read_table, file, _MAX_JSON_BYTES), model_config(signed.manifest, special={})
     for key in wanted:
         if found.get(key) != wanted[key]:
             raise StateError(
@@ -277,26 +278,11 @@ def _check_config(file: Path, signed: SignedManifest) -> None:
             )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    text = _read(file, _MAX_JSON_BYTES)
+def _undamaged(read: Callable[[Path, int, str], Content], file: Path, limit: int) -> Content:
+    """Reads a file of an export. Raises ConfigError if it is missing, CorruptSnapshot if it is not as exported."""
     try:
-        table = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptSnapshot(f"{file} is not JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise CorruptSnapshot(f"{file} is not a JSON object")
-    return table
-
-
-def _read(file: Path, limit: int) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(limit + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"{file.parent} is not a complete export: cannot read {file.name}: {error.strerror}",
-            hint="Choose a folder that `skipstone export` wrote.",
-        ) from None
-    if len(text) > limit:
-        raise CorruptSnapshot(f"{file} is longer than {limit} bytes")
-    return text
+        return read(file, limit, "Choose a folder that `skipstone export` wrote.")
+    except ConfigError as error:
+        if file.is_file():
+            raise CorruptSnapshot(str(error)) from None
+        raise

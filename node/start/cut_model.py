@@ -6,7 +6,6 @@ transformers 4 and 5.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, version_of
 from node.averaging.anchor.shared_vector import Layout, Vector, empty_vector, layout_of
 from node.checkpoint.folder import check_header_size
-from node.data.files import open_model_file, resolved
+from node.data.files import open_regular, read_table, require_content, resolved
 from node.model.shapes import EMBEDDING, HEAD, Shape, parameter_shapes
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
@@ -38,17 +37,6 @@ _QWEN3_HEAD_DIM: Final = 128
 _QWEN_FULL_LAYERS: Final = 28
 
 Config = Mapping[str, Any]
-
-
-def parse_config(text: bytes) -> Config:
-    """Parses a `config.json`. Raises ConfigError if it is not a JSON object."""
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"config.json is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError("config.json is not a JSON object")
-    return config
 
 
 def blocks_of(config: Config) -> int:
@@ -161,6 +149,7 @@ CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 TOKENIZER: Final = "tokenizer.json"
+_HINT: Final = "Choose a model folder with config.json and model.safetensors."
 MAX_CONFIG_BYTES: Final = 2**20
 MAX_INDEX_BYTES: Final = 2**24
 MAX_FILES: Final = 4096
@@ -177,7 +166,7 @@ class ModelFolder:
             raise ConfigError(f"{path} is not a folder", hint="Choose the folder with the model's config.json.")
         self.path = path
         self._lock = threading.Lock()
-        self.config: Config = parse_config(self._read(CONFIG, MAX_CONFIG_BYTES))
+        self.config: Config = read_table(path / CONFIG, MAX_CONFIG_BYTES, _HINT)
         self._files: dict[str, Any] = {}
         for name in self._weight_files():
             self._open(name)
@@ -259,10 +248,10 @@ class ModelFolder:
         raise ConfigError(f"{self.path} has no {SINGLE} and no {INDEX}")
 
     def _indexed(self) -> list[str]:
+        index = read_table(self.path / INDEX, MAX_INDEX_BYTES, _HINT)
         try:
-            index = json.loads(self._read(INDEX, MAX_INDEX_BYTES))
             files = {str(file) for file in index["weight_map"].values()}
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        except (KeyError, AttributeError):
             raise ConfigError(f"{self.path / INDEX} does not map parameters to files") from None
         if not 1 <= len(files) <= MAX_FILES:
             raise ConfigError(f"{self.path / INDEX} names {len(files)} files, not 1 to {MAX_FILES}")
@@ -276,7 +265,9 @@ class ModelFolder:
     def _open(self, name: str) -> None:
         try:
             file_path = resolved(self.path / name)  # the user named the folder, so follow its links
-            with open_model_file(file_path) as file:
+            with open_regular(file_path) as file:
+                require_content(file_path, file.read(64))
+                file.seek(0)
                 check_header_size(file)
             opened: Any = safe_open(file_path, framework="pt")
             names = list(opened.keys())
@@ -286,19 +277,6 @@ class ModelFolder:
             if tensor in self._files:
                 raise ConfigError(f"{self.path}: parameter {tensor} is in two files")
             self._files[tensor] = opened
-
-    def _read(self, name: str, limit: int) -> bytes:
-        try:
-            with open_model_file(resolved(self.path / name)) as file:
-                text = file.read(limit + 1)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read {self.path / name}: {error.strerror or error}",
-                hint="Choose a model folder with config.json and model.safetensors.",
-            ) from None
-        if len(text) > limit:
-            raise ConfigError(f"{self.path / name} is longer than {limit} bytes")
-        return text
 
 
 _OTHER: Final = "Choose the folder from which `skipstone new --from-model` made this run."
