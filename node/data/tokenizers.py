@@ -56,14 +56,14 @@ class ByteTokenizer:
         return ByteTextStream()
 
 
-BYTES: Final = DataSection()
+UNSET: Final = DataSection()
 
 
 class FileTokenizer:
     """Tokenizer from a file, checked against the manifest's SHA-256 so that all data nodes agree."""
 
     def __init__(
-        self, path: Path, sha256: str | None, data: DataSection = BYTES, files: TokenFiles = MappingProxyType({})
+        self, path: Path, sha256: str | None, data: DataSection = UNSET, files: TokenFiles = MappingProxyType({})
     ) -> None:
         """Without ends in `data`, takes those that a model folder's `files` state, else finds one by its name."""
         content = tokenizer_bytes(path, sha256)
@@ -73,9 +73,8 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._added: Mapping[int, Any] = self._tokenizer.get_added_tokens_decoder()
         self.beginning = data.beginning
-        found = [end for end in data.ends if end < self.size] or self._stated_ends(files) or self._ends_by_name()
+        found = [end for end in data.ends if end < self.size] or self._stated_ends(files)
         if not found:
             raise ConfigError(
                 f"data.tokenizer: {path} has no special token that ends a document",
@@ -88,8 +87,9 @@ class FileTokenizer:
         self.ends: tuple[int, ...] = tuple(dict.fromkeys([*found, self.learned_end]))
 
     def _stated_ends(self, files: TokenFiles) -> list[int]:
-        """Returns the ends of a text that a model folder's files state; the end of a document first."""
+        """Returns the ends of a text that a model folder's files state, the end of a document first, or one by name."""
         found = list[int]()
+        added = self._tokenizer.get_added_tokens_decoder()
         for file, key in _END_KEYS:
             stated = files.get(file, {}).get(key)
             for end in stated if isinstance(stated, list) else [stated]:
@@ -97,13 +97,10 @@ class FileTokenizer:
                 if isinstance(name, str) and (token := self._tokenizer.token_to_id(name)) is not None:
                     found.append(token)
                 # A config may still have the default id of its class, which is an ordinary token here.
-                elif type(end) is int and end in self._added:
+                elif type(end) is int and end in added:
                     found.append(end)
-        return found
-
-    def _ends_by_name(self) -> list[int]:
-        special = {token.content: id for id, token in self._added.items() if token.special}
-        return [special[name] for name in END_OF_DOCUMENT_NAMES if name in special][:1]
+        special = {token.content: id for id, token in added.items() if token.special}
+        return found or [special[name] for name in END_OF_DOCUMENT_NAMES if name in special][:1]
 
     def encode(self, text: bytes) -> Tokens:
         """Returns the document's tokens. Invalid UTF-8 becomes U+FFFD. Raises ConfigError if the tokenizer fails."""
@@ -186,7 +183,7 @@ def chosen_tokenizer(path: Path, folder: Path | None = None) -> tuple[FileTokeni
         "tokenizer_sha256": tokenizer.sha256,
         "ends": tokenizer.ends,
         "beginning": tokenizer.beginning,
-        "token_files": packed(files) if files else "",
+        "token_files": packed(files),
     }
 
 
@@ -293,11 +290,11 @@ def _cleaned(files: Mapping[Any, Any]) -> TokenFiles:
 
 def packed(files: TokenFiles) -> str:
     """Returns `data.token_files`. Raises ConfigError if it exceeds the manifest's limit."""
-    text = base64.b64encode(zlib.compress(json.dumps(files, sort_keys=True).encode(), 9)).decode()
-    if len(text) > MAX_TOKEN_FILES_LENGTH:
+    content = json.dumps(files, sort_keys=True).encode() if files else b""
+    text = base64.b64encode(zlib.compress(content, 9)).decode() if content else ""
+    if len(text) > MAX_TOKEN_FILES_LENGTH or len(content) >= MAX_TOKEN_FILES_BYTES:
         raise ConfigError(
-            f"the model's {', '.join(files)} take {len(text)} characters of the manifest, more than"
-            f" {MAX_TOKEN_FILES_LENGTH}",
+            f"{', '.join(files)} are too large for the manifest: {len(content)} bytes, {len(text)} when compressed",
             hint="Remove chat templates that you do not need from the folder.",
         )
     return text
@@ -308,7 +305,7 @@ def unpacked(text: str) -> TokenFiles:
     try:
         unzip = zlib.decompressobj()
         content = unzip.decompress(base64.b64decode(text), MAX_TOKEN_FILES_BYTES)
-        files = json.loads(content if unzip.eof else b"")
+        files = json.loads(content if unzip.eof else b"") if text else {}
         json.dumps(files, ensure_ascii=False).encode()  # an export could not write lone surrogates
         return _cleaned(files)
     except (ValueError, RecursionError, AttributeError, zlib.error):

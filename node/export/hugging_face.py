@@ -115,19 +115,12 @@ def _file_name(number: int, count: int) -> str:
 
 Json = dict[str, Any]
 
-_ARCHITECTURES: Final = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
 
 def model_config(manifest: Manifest, special: Json) -> Json:
     """Returns the content of `config.json` with the keys of `special` tokens. Parameters are always float32."""
     model = manifest.model
     return {
-        "architectures": [_ARCHITECTURES[model.family]],
+        "architectures": [f"{model.family.capitalize()}ForCausalLM"],
         "model_type": model.family,
         "vocab_size": model.vocabulary,
         "hidden_size": model.hidden,
@@ -172,14 +165,9 @@ def token_files(manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
 
     In any case, `generate` stops at the token with which this run teaches the model to end.
     """
-    files = dict(unpacked(manifest.data.token_files)) if manifest.data.token_files else {}
-    end, beginning = tokenizer.end_of_document, tokenizer.beginning
-    ends = list(tokenizer.ends)
-    own = {
-        "bos_token_id": end if beginning is None else beginning,
-        "eos_token_id": ends if len(ends) > 1 else end,
-        "pad_token_id": None,
-    }
+    files, end, ends = unpacked(manifest.data.token_files), tokenizer.end_of_document, list(tokenizer.ends)
+    beginning = end if tokenizer.beginning is None else tokenizer.beginning
+    own = {"bos_token_id": beginning, "eos_token_id": ends if len(ends) > 1 else end, "pad_token_id": None}
     special = {key: files[CONFIG][key] for key in own if key in files[CONFIG]} if CONFIG in files else own
     generation = dict(files.get(GENERATION_CONFIG, {key: special[key] for key in special if special[key] is not None}))
     stops = generation.get("eos_token_id", special.get("eos_token_id"))
@@ -188,21 +176,15 @@ def token_files(manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
         generation["eos_token_id"] = [*listed, tokenizer.learned_end]
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.name_of(end if beginning is None else beginning),
+        "bos_token": tokenizer.name_of(beginning),
         "eos_token": tokenizer.name_of(end),
         "model_max_length": manifest.model.sequence,
         "clean_up_tokenization_spaces": False,
         # The byte tokenizer reads no end-of-document token in text.
         "split_special_tokens": manifest.data.tokenizer == "bytes",
     }
-    return (
-        {TOKENIZER_CONFIG: tokenizer_config}
-        | files
-        | {
-            CONFIG: model_config(manifest, special),
-            GENERATION_CONFIG: generation,
-        }
-    )
+    own_files = {CONFIG: model_config(manifest, special), GENERATION_CONFIG: generation}
+    return {TOKENIZER_CONFIG: tokenizer_config, **files, **own_files}
 
 
 def byte_tokenizer() -> Json:
