@@ -53,6 +53,7 @@ def generate(
     """
     tell("skipstone generate: reading the model")
     from node.data.local_paths import LocalPathOptions
+    from node.data.tokenizers import END_OF_TURN
     from node.export.open_model import open_model
     from node.export.source import model_on_path
     from node.model.decoder import Continuation, Sampling
@@ -83,11 +84,13 @@ def generate(
             if len(start) > decoder.sequence:
                 tell(f"the prompt has {count(len(start))} tokens; the model sees the last {count(decoder.sequence)}")
             text, routes = Continuation(decoder, words, start, tokens, sampling), [route]
-            output = _Output(words, silent=json)
+            mark = END_OF_TURN if opened.source.signed.manifest.data.labels == "assistant" else ""
+            output = _Output(words, mark, silent=json)
             while not text.has_ended:
                 taken = text.take(window or tokens)
                 while (token := await asyncio.to_thread(next, taken, None)) is not None:
-                    output.push(token)
+                    if output.push(token):
+                        text.stop()
                 if window is not None and not text.has_ended:
                     again = model.route_of(text.tokens[-window:])
                     if again != routes[-1]:
@@ -102,24 +105,33 @@ def generate(
 class _Output:
     """Printer of the generated text: on standard output while it is generated, or as one JSON object at the end."""
 
-    def __init__(self, tokenizer: Tokenizer, *, silent: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, mark: str, *, silent: bool) -> None:
+        """`mark`: text that ends the generation, if it is not a token."""
         self._stream, self._ends, self._silent = tokenizer.text_stream(), tokenizer.ends, silent
+        self._mark, self._held, self._has_ended = mark, "", False
         self._chosen: list[int] = []
         self._pieces: list[str] = []
 
-    def push(self, token: int) -> None:
+    def push(self, token: int) -> bool:
+        """Prints the token's text. Returns whether the text has ended."""
         self._chosen.append(token)
-        piece = self._stream.push(token) if token not in self._ends else ""
+        text = self._held + (self._stream.push(token) if token not in self._ends else "")
+        piece, mark, _ = text.partition(self._mark) if self._mark else (text, "", "")
+        self._has_ended = bool(mark) or token in self._ends
+        # Hold back text that may be the start of the mark.
+        starts = (self._mark[:size] for size in range(len(self._mark) - 1, 0, -1))
+        self._held = "" if self._has_ended else next(filter(piece.endswith, starts), "")
+        piece = piece.removesuffix(self._held)
         self._pieces.append(piece)
         if piece and not self._silent:
             typer.echo(harmless_lines(piece), nl=False)
+        return self._has_ended
 
     def finish(self, prompt_tokens: int, seed: int, stages: Sequence[int], routes: Sequence[str]) -> None:
-        self._pieces.append(self._stream.finish())
-        ended = self._chosen[-1] in self._ends
+        self._pieces.append(self._held + self._stream.finish())
         if not self._silent:
             typer.echo(harmless_lines(self._pieces[-1]))
-            why = "end of the document" if ended else "the limit of --tokens"
+            why = "end of the document" if self._has_ended else "the limit of --tokens"
             tell(f"{count(len(self._chosen))} tokens, {why}; seed {seed}")
             if len(routes) > 1:
                 tell(f"paths: {', then '.join(routes)}")
@@ -129,7 +141,7 @@ class _Output:
                 "text": "".join(self._pieces),
                 "tokens": self._chosen,
                 "prompt_tokens": prompt_tokens,
-                "ended": "end_of_document" if ended else "tokens",
+                "ended": "end_of_document" if self._has_ended else "tokens",
                 "seed": seed,
                 "stages": list(stages),
                 **({"routes": list(routes)} if routes else {}),

@@ -139,6 +139,9 @@ class Continuation:
             self._left = 0 if token in self._tokenizer.ends else self._left - 1
             yield token
 
+    def stop(self) -> None:
+        self._left = 0
+
     def go_on_with(self, decoder: Decoder) -> None:
         self._reader, self._is_read = _Reader(decoder, room=len(self.tokens) + self._left), False
 

@@ -225,11 +225,8 @@ class ModelFolder:
         if not {EMBEDDING, HEAD} <= self._files.keys():
             return False
         one, other = (self._files[name].get_slice(name) for name in (EMBEDDING, HEAD))
-        if one.get_shape() != other.get_shape():
-            return True
-        return any(
-            not torch.equal(one[at : at + 1024], other[at : at + 1024]) for at in range(0, one.get_shape()[0], 1024)
-        )
+        parts = (slice(at, at + 1024) for at in range(0, one.get_shape()[0], 1024))
+        return one.get_shape() != other.get_shape() or not all(torch.equal(one[part], other[part]) for part in parts)
 
     def _weight_files(self) -> list[str]:
         # In the order of transformers, which may leave an old index beside a new file.

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.cli.generate import _Output
 from node.data.local_paths import LocalPathOptions
 from node.data.tokenizers import ByteTextStream, ByteTokenizer, WindowTextStream, open_tokenizer
 from node.model.blocks import Past
@@ -187,6 +188,14 @@ def test_spaces_between_words_and_tokens_without_text() -> None:
     stream = WindowTextStream(lambda tokens: " ".join(words[token] for token in tokens if words[token]))
     tokens = [0, 1, *itertools.repeat(2, 20), 3]
     assert "".join([*(stream.push(token) for token in tokens), stream.finish()]) == "the cat sat"
+
+
+def test_a_mark_that_is_no_token_ends_the_text_and_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    output = _Output(ByteTokenizer(), "<|im_end|>", silent=False)
+    ended = [output.push(token) for token in b"a <|im<|im_end|>"]
+    assert ended == [False] * 15 + [True]
+    output.finish(0, 0, (1,), ())
+    assert capsys.readouterr().out == "a <|im\n"
 
 
 TEXTS = ["", "hello world", "  spaces \n\t and\r\nlines ", "Grüße, 世界! 🦊", "<|endoftext|> is text", "\x00\x7f\u2028"]
