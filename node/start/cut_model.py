@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -230,7 +231,7 @@ class ModelFolder:
 
     def _weight_files(self) -> list[str]:
         # In the order of transformers, which may leave an old index beside a new file.
-        if (self.path / SINGLE).exists():
+        if os.path.lexists(self.path / SINGLE):  # a broken link is named when it is opened
             if (self.path / INDEX).exists():
                 log.warning("%s has both %s and %s: reading %s", self.path, SINGLE, INDEX, SINGLE)
             return [SINGLE]
