@@ -59,12 +59,12 @@ def read_named(path: Path, limit: int, hint: str) -> bytes:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint=hint) from None
     if len(content) > limit:
         raise ConfigError(f"{path} is larger than {limit} bytes")
-    require_content(path, content)
+    require_no_pointer(path, content)
     return content
 
 
-def require_content(path: Path, start: bytes) -> None:
-    """Raises ConfigError if a file starts as a pointer of Git LFS, which replaces files that were not fetched."""
+def require_no_pointer(path: Path, start: bytes) -> None:
+    """Raises ConfigError if a file starts as a Git LFS pointer, which replaces a file that was not fetched."""
     if start.startswith(b"version https://git-lfs"):
         raise ConfigError(
             f"{path} is a Git LFS pointer, not the file itself",

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from node.averaging.anchor.anchor import Anchor, hash_of, initial_anchor, version_of
 from node.averaging.anchor.shared_vector import Layout, Vector, empty_vector, layout_of
 from node.checkpoint.folder import check_header_size
-from node.data.files import open_regular, read_table, require_content, resolved
+from node.data.files import open_regular, read_table, require_no_pointer, resolved
 from node.model.shapes import EMBEDDING, HEAD, Shape, parameter_shapes
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
@@ -264,7 +264,7 @@ class ModelFolder:
         try:
             file_path = resolved(self.path / name)  # the user named the folder, so follow its links
             with open_regular(file_path) as file:
-                require_content(file_path, file.read(64))
+                require_no_pointer(file_path, file.read(64))
                 file.seek(0)
                 check_header_size(file)
             opened: Any = safe_open(file_path, framework="pt")
