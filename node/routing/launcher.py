@@ -114,14 +114,14 @@ class Evaluator:
             self._launches.abandon(microbatch, "evaluated")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
     """Answers of a data node to requests for the held-out loss. Evaluations run one at a time."""
 
-    def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator) -> None:
-        self._manifest = manifest
-        self._documents = documents
-        self._evaluator = evaluator
-        self._turn = asyncio.Lock()
+    _manifest: Manifest
+    _documents: Documents
+    _evaluator: Evaluator
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
         """Returns JSON: loss in nats per token, tokens, microbatches, stages, and with experts the loss by route.
