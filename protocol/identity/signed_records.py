@@ -69,7 +69,6 @@ _verified: OrderedDict[bytes, Announcement] = OrderedDict()
 
 
 def is_verified(record: bytes) -> bool:
-    """Tells whether a record with these bytes was verified before."""
     return record in _verified
 
 

@@ -253,7 +253,6 @@ class LossOutliers:
         return {hop for hops, _ in self._returned for hop in hops}
 
     def _replicas(self) -> int:
-        """Returns the largest number of replicas of one module."""
         return max(Counter(hop.module for hop in self._hops()).values(), default=1)
 
     def _exclude(self, excess: _Excess) -> Outlier:

@@ -327,30 +327,23 @@ MOST_WAITING: Final = machine.MOST_OWED
 BUFFER_BYTES: Final = 16 * 1024 * 1024  # Memory for one donor's chunks that are requested, arriving or being checked
 
 
+@dataclass(eq=False)
 class StateDownloads:
     """Downloader of one module's anchors, one at a time. `on_progress` gets the bytes present and the total."""
 
-    def __init__(
-        self,
-        session: NetworkSession,
-        module: ModuleId,
-        space: Space,
-        codecs: frozenset[Codec],
-        folder: Path | None = None,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-        on_liar: Callable[[PeerId, str], None] = lambda donor, detail: None,
-    ) -> None:
-        self.session = session
-        self.module = module
-        self.layout = space.layout
-        self.codecs = codecs
-        self.on_progress = on_progress
-        self.on_liar = on_liar
-        self.received_bytes: Mapping[PeerId, int] = {}
-        self._space = space
-        self._folder = folder
-        self._random = Random(session.own.peer)  # noqa: S311 - spreads the load over donors; no secret
-        self._is_busy = False
+    session: NetworkSession
+    module: ModuleId
+    space: Space
+    codecs: frozenset[Codec]
+    folder: Path | None = None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    on_liar: Callable[[PeerId, str], None] = lambda donor, detail: None
+    received_bytes: Mapping[PeerId, int] = field(default_factory=dict)
+    _is_busy: bool = False
+
+    def __post_init__(self) -> None:
+        self.layout = self.space.layout
+        self._random = Random(self.session.own.peer)  # noqa: S311 - spreads the load over donors; no secret
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
         """Downloads an anchor, except for chunks that `known` also has. Raises NoQuorum, Stalled, ResourceExhausted."""
@@ -380,7 +373,7 @@ class StateDownloads:
     async def _fetch_chunks(
         self, hash_list: HashList, donors: tuple[PeerId, ...], chunks: int, known: Anchor | None
     ) -> StateVectors:
-        state = PartialState(hash_list, self._space, self._folder)
+        state = PartialState(hash_list, self.space, self.folder)
         complete = False
         try:
             here = await state.take_over(known)
