@@ -18,8 +18,7 @@ from node.averaging.anchor.outer_step import LocalReplica, anchor_of, outer_rule
 from node.averaging.anchor.shared_vector import Layout
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.round_runner import InnerWork, ReplicaSync, RoundRunner
-from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import MOST_ASKED, STATE_CODECS, FreshSpace, StateDownloads
+from node.averaging.state_sync.download import MOST_ASKED, STATE_CODECS, Donor, FreshSpace, StateDownloads
 from node.checkpoint.folder import LEFT_KEPT_S, keep_left
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority

@@ -290,7 +290,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         means: ExchangeMeans,
         host: RoundHost,
     ) -> None:
-        super().__init__(machine, events.Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
+        super().__init__(machine.handle, events.Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
         self.replica_sync = replica_sync
         replica_sync.is_alone = lambda: machine.is_alone
         self.auditor = Auditor(own, means, self._send_or_lose, self.handle, self.begin)

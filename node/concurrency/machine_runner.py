@@ -6,8 +6,8 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final, Generic, TypeVar
 
 from node.concurrency.task_groups import TaskTracker, set_or_after
 from protocol.interfaces.clock import Clock
@@ -20,25 +20,20 @@ log = logging.getLogger(__name__)
 
 Event = TypeVar("Event")
 Action = TypeVar("Action")
-EventOf = TypeVar("EventOf", contravariant=True)
-ActionOf = TypeVar("ActionOf", covariant=True)
+Decide = Callable[[Event, float], Iterable[Action]]  # Actions of the state machine after an event at this time
 
 TICK_S: Final = 0.1
-
-
-class Machine(Protocol[EventOf, ActionOf]):
-    def handle(self, event: EventOf, now: float) -> Iterable[ActionOf]: ...
 
 
 class MachineRunner(ABC, Generic[Event, Action]):
     """Event loop of one state machine, until `run` is cancelled or `stop` is called. Drops events before and after."""
 
     def __init__(
-        self, machine: Machine[Event, Action], tick: Event, transport: Transport, clock: Clock, most_waiting: int
+        self, decide: Decide[Event, Action], tick: Event, transport: Transport, clock: Clock, most_waiting: int
     ) -> None:
         self.clock = clock
         self.transport = transport
-        self._machine = machine
+        self._decide = decide
         self._tick = tick
         self._tasks = TaskTracker()
         self._most_waiting = most_waiting
@@ -75,7 +70,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
         self._is_handling = True
         try:
             while self._events:
-                for action in self._machine.handle(self._events.popleft(), self.clock.monotonic()):
+                for action in self._decide(self._events.popleft(), self.clock.monotonic()):
                     self._carry_out(action)
         finally:
             self._is_handling = False

@@ -285,7 +285,6 @@ def _free_memory(wish: str, limit: Reasoned[int] | None) -> FreeMemory:
 
 
 def look_at_disk(folders: Iterable[tuple[str, Path]]) -> Sequence[Finding]:
-    """Checks that each folder is writable, and how much space is free on its disk."""
     return [_disk(name, folder) for name, folder in folders]
 
 

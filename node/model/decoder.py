@@ -120,8 +120,7 @@ class Continuation:
         self.tokens = list(prompt) or [tokenizer.end_of_document]  # Prompt, never empty, and generated tokens
         self._left, self._sampling, self._tokenizer = limit, sampling, tokenizer
         self._generator = torch.Generator().manual_seed(sampling.seed)
-        self._reader = _Reader(decoder, room=len(prompt) + limit)
-        self._is_read = False
+        self.go_on_with(decoder)
 
     @property
     def has_ended(self) -> bool:
@@ -132,8 +131,7 @@ class Continuation:
         for _ in range(count):
             if self.has_ended:
                 return
-            logits = self._reader.follow(self.tokens[-1]) if self._is_read else self._reader.start(self.tokens)
-            self._is_read = True
+            logits = self._next_logits()
             token = choose(logits[: self._tokenizer.size], self._sampling, self._generator)  # padding ids have no text
             self.tokens.append(token)
             self._left = 0 if token in self._tokenizer.ends else self._left - 1
@@ -143,7 +141,21 @@ class Continuation:
         self._left = 0
 
     def go_on_with(self, decoder: Decoder) -> None:
-        self._reader, self._is_read = _Reader(decoder, room=len(self.tokens) + self._left), False
+        self._decoder = decoder
+        # At least one token, and no more than the rotary tables have positions.
+        self._room = min(decoder.sequence, max(1, len(self.tokens) + self._left))
+        self._past: list[Past] = []
+        self._read = 0  # Latest tokens in the cache
+
+    def _next_logits(self) -> Tensor:
+        window = self._decoder.sequence
+        if 0 < self._read < window:
+            self._read += 1
+            return self._decoder.next_logits(self.tokens[-1:], self._past)
+        # When the window is full, drop its older half. On average a token then costs about one position.
+        start = self.tokens[-(window // 2 + 1) if self._read else -window :]
+        self._past, self._read = self._decoder.no_past(self._room), len(start)
+        return self._decoder.next_logits(start, self._past)
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -159,27 +171,3 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     before = chances.cumsum(0) - chances
     chances = torch.where(before < sampling.top_p, chances, 0.0)  # always keeps the likeliest token
     return int(tokens[torch.multinomial(chances, 1, generator=generator)].item())
-
-
-class _Reader:
-    """A decoder, the window of latest tokens that it has read, and the key-value cache of these tokens."""
-
-    def __init__(self, decoder: Decoder, room: int) -> None:
-        self._decoder = decoder
-        # At least one token, and no more than the rotary tables have positions.
-        self._room = min(decoder.sequence, max(1, room))
-        self._seen: list[int] = []
-        self._past = decoder.no_past(self._room)
-
-    def start(self, tokens: Sequence[int]) -> Tensor:
-        """Empties the cache, reads the last of `tokens` from position 0, and returns the next token's logits."""
-        self._seen = list(tokens[-self._decoder.sequence :])
-        self._past = self._decoder.no_past(self._room)
-        return self._decoder.next_logits(self._seen, self._past)
-
-    def follow(self, token: int) -> Tensor:
-        if len(self._seen) == self._decoder.sequence:
-            # When the window is full, drop its older half. On average a token then costs about one position.
-            return self.start([*self._seen[-(self._decoder.sequence // 2) :], token])
-        self._seen.append(token)
-        return self._decoder.next_logits([token], self._past)

@@ -190,7 +190,6 @@ class CutDocuments:
         return len(self.whole) + len(self.cut)
 
     def positions(self) -> Tensor:
-        """Returns the position of each token of this device within its document, int64 [tokens]."""
         own = [range(length) for length in self.whole] + [part for _, part in self._own()]
         return torch.cat([torch.arange(part.start, part.stop) for part in own])
 

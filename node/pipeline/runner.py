@@ -128,46 +128,39 @@ class Worker(Protocol):
         """Takes an inner step and returns its figures; None if no step is due."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class WorkerThread:
     """Asynchronous access to a `Worker` on its compute thread. Raises errors of both."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        compute: ComputeThread,
-        clock: Clock,
-        after_step: Callable[[StepFigures], None] = lambda figures: None,
-        allocate: Callable[[int], memoryview] | None = None,
-    ) -> None:
-        self.tensor = worker.tensor
-        self.expect = compute.expect
-        self.allocate = allocate
-        self._worker, self._thread, self._clock = worker, compute, clock
-        self._after_step = after_step
+    worker: Worker
+    thread: ComputeThread
+    clock: Clock
+    after_step: Callable[[StepFigures], None] = lambda figures: None
+    allocate: Callable[[int], memoryview] | None = None
 
     async def compute(self, job: Job) -> tuple[Output, float]:
         """Runs a job on the compute thread. Returns the output and the seconds that the job took there."""
 
         def timed() -> tuple[Output, float]:
-            begun = self._clock.monotonic()
-            return self._worker.compute(job), self._clock.monotonic() - begun
+            begun = self.clock.monotonic()
+            return self.worker.compute(job), self.clock.monotonic() - begun
 
-        return await self._thread.run(Priority.EVALUATE if job.purpose is Purpose.EVALUATE else Priority.TRAIN, timed)
+        return await self.thread.run(Priority.EVALUATE if job.purpose is Purpose.EVALUATE else Priority.TRAIN, timed)
 
     async def retract(self, job: Job) -> bool:
-        return await self._thread.run(Priority.TRAIN, lambda: self._worker.retract(job))
+        return await self.thread.run(Priority.TRAIN, lambda: self.worker.retract(job))
 
     async def forget(self, ticket: int) -> None:
-        await self._thread.run(Priority.UPKEEP, lambda: self._worker.forget(ticket))
+        await self.thread.run(Priority.UPKEEP, lambda: self.worker.forget(ticket))
 
     async def step(self) -> StepFigures | None:
         def step() -> StepFigures | None:
-            figures = self._worker.step()
+            figures = self.worker.step()
             if figures is not None:
-                self._after_step(figures)
+                self.after_step(figures)
             return figures
 
-        return await self._thread.run(Priority.UPKEEP, step)
+        return await self.thread.run(Priority.UPKEEP, step)
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------------
@@ -217,15 +210,15 @@ class LinkCodecs:
 
     def describe(self) -> CodecStatus:
         """Returns the codecs for the node's status: allowed, disabled, and chosen for each link with reasons."""
+        links = {}
+        for peer, chosen in itertools.islice(self._chosen.items(), DESCRIBED_LINKS):
+            codecs = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in chosen.items()}
+            links[short(peer)] = LinkStatus(round(self._goodput(peer)), **codecs)
         return CodecStatus(
             {traffic.value: tuple(codec.name.lower() for codec in levels) for traffic, levels in self._levels.items()},
             tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),
-            {short(peer): self._described(peer) for peer in list(self._chosen)[:DESCRIBED_LINKS]},
+            links,
         )
-
-    def _described(self, peer: PeerId) -> LinkStatus:
-        codecs = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in self._chosen[peer].items()}
-        return LinkStatus(round(self._goodput(peer)), **codecs)
 
 
 # ---- interfaces to the node ------------------------------------------------------------------------------------------
@@ -321,7 +314,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         host: RunnerHost,
         clock: Clock,
     ) -> None:
-        super().__init__(custody, Tick(), transport, clock, MAX_WAITING_MESSAGES)
+        super().__init__(custody.handle, Tick(), transport, clock, MAX_WAITING_MESSAGES)
         self.custody = custody
         self.codecs = codecs
         self.wire_s = 0.0  # Seconds spent sending tensors
@@ -332,7 +325,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._takes_new_work = True
         self._encoded = 0
         self._short_of_memory = 0  # Consecutive computations that ran out of memory
-        self._pool = BufferPool(worker.tensor.raw_bytes, RECEIVED_PER_SLOT * custody.slots, worker.allocate)
+        self._pool = BufferPool(worker.worker.tensor.raw_bytes, RECEIVED_PER_SLOT * custody.slots, worker.allocate)
         self._tensors: dict[Key, Tensors] = {}
         self._arrived: dict[Slot, Encoded] = {}  # Tensors that await a decision by custody
         self._tickets = itertools.count()
@@ -405,13 +398,13 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self.handle(BrokenOff(message))
             return Refusal(True, str(error), BUSY_RETRY_S)
         self._forecast.announced(sender, slot_of(message), tensor.byte_length, now)
-        self._worker.expect(self._forecast.expected)
+        self._worker.thread.expect(self._forecast.expected)
         return buffer
 
     def received(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec, buffer: memoryview) -> None:
         crash_point("arrived")
         self._forecast.arrived(sender, slot_of(message), self.clock.monotonic())
-        self._worker.expect(self._forecast.expected)
+        self._worker.thread.expect(self._forecast.expected)
         self._arrived[slot_of(message)] = Encoded(tensor, buffer)
         self.handle(TensorArrived(message))
         # Custody did not use the tensor if it is a second copy or its entry no longer exists.
@@ -422,7 +415,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     def broken_off(self, sender: PeerId, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._pool.give_back(buffer)
         self._forecast.broken_off(sender, slot_of(message))
-        self._worker.expect(self._forecast.expected)
+        self._worker.thread.expect(self._forecast.expected)
         self.handle(BrokenOff(message))
 
     # ---- arriving messages -------------------------------------------------------------------------------------------

@@ -497,7 +497,7 @@ class HopWorker(ReplicaWorker):
         self.optimizer = optimizer
         self.deferred = deferred or DeferredWeights(Reasoned(False, "not enabled"), None, accumulator)
         self._cost = VisitCost(quadratic_share)
-        self._accumulator = accumulator
+        self.unapplied = accumulator
         self._stash = WeightStash(self.passes.weights, stashed, graph_budget_bytes // 4)
         self._graphs = GraphBudget(graph_budget_bytes - self._stash.bytes)
         self._kept: dict[int, _Kept] = {}
@@ -513,10 +513,6 @@ class HopWorker(ReplicaWorker):
     def speed(self) -> Speed:
         """Speed of a forward and backward pass together, unknown before the first microbatch."""
         return self._cost.speed()
-
-    @property
-    def unapplied(self) -> Accumulator:
-        return self._accumulator
 
     def parameters_changed(self) -> None:
         """Records that something other than an inner step changed the parameters, such as an averaging round."""
@@ -599,7 +595,7 @@ class HopWorker(ReplicaWorker):
         return self.passes.forward(source, documents)
 
     def _add(self, job: Job, visit: PassState, gradient: Tensor, size: Size, begun: float) -> Output:
-        microbatch, total = job.key.microbatch, self._accumulator
+        microbatch, total = job.key.microbatch, self.unapplied
         if isinstance(self.passes, BlockByBlock):  # adds gradients as they are computed, to save memory
             is_new = not total.has(microbatch)
             found = self.passes.backward_into(total, visit, gradient, size.tokens if is_new else 0)
@@ -649,7 +645,7 @@ class HopWorker(ReplicaWorker):
             if not taken_back:
                 visit = self.passes.forward(source, job.documents)
                 gradients = self.passes.backward(visit, self.wire.gradient(job, before_use=True)).parameters
-                taken_back = self._accumulator.retract(job.key.microbatch, tokens, gradients, job.labels)
+                taken_back = self.unapplied.retract(job.key.microbatch, tokens, gradients, job.labels)
         self.accumulated -= taken_back
         self.accumulated_tokens -= taken_back * tokens
         return taken_back

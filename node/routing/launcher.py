@@ -114,14 +114,14 @@ class Evaluator:
             self._launches.abandon(microbatch, "evaluated")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
     """Answers of a data node to requests for the held-out loss. Evaluations run one at a time."""
 
-    def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator) -> None:
-        self._manifest = manifest
-        self._documents = documents
-        self._evaluator = evaluator
-        self._turn = asyncio.Lock()
+    _manifest: Manifest
+    _documents: Documents
+    _evaluator: Evaluator
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
         """Returns JSON: loss in nats per token, tokens, microbatches, stages, and with experts the loss by route.
@@ -150,26 +150,22 @@ class HeldOut:
         return json.dumps(report).encode()
 
 
+@dataclass(eq=False)
 class WindowFinder:
     """Limit of a data node's microbatches in flight: `asked` (--window), or adapted to round trips if None."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        in_flight: InFlightTable,
-        membership: Membership,
-        clock: Clock,
-        *,
-        asked: int | None,
-        memory: int,
-    ) -> None:
-        self._manifest, self._in_flight = manifest, in_flight
-        self._membership, self._clock = membership, clock
-        self._memory = memory  # Microbatches for which memory was reserved at the start (`node.model.memory_need`)
-        start = in_flight.rules.window
+    _manifest: Manifest
+    _in_flight: InFlightTable
+    _membership: Membership
+    _clock: Clock
+    asked: int | None
+    memory: int  # Microbatches for which memory was reserved at the start (`node.model.memory_need`)
+
+    def __post_init__(self) -> None:
+        start = self._in_flight.rules.window
         # Never below the start value, which keeps every stage busy when links cost nothing. Compute times vary, and a
         # window that covers only their mean left hops idle 2 % longer.
-        self._window = None if asked is not None else Window(start, start, self._least_bound())
+        self._window = None if self.asked is not None else Window(start, start, self._least_bound())
         self._follow()
 
     @property
@@ -203,7 +199,7 @@ class WindowFinder:
         room = room_at_hops(slots, stages.visited_per_path / max(1, stages.count - 1), 1 + others)
         bounds = (
             Reasoned(rules.most_by_staleness, f"limited by a staleness of {rules.staleness}"),
-            Reasoned(self._memory, "limited by the memory reserved for --slots"),
+            Reasoned(self.memory, "limited by the memory reserved for --slots"),
             *(() if room is None else (room,)),
         )
         return min(bounds, key=lambda bound: bound.value)

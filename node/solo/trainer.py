@@ -150,8 +150,7 @@ class WholeModel:
             return
         if start is None:
             raise ConfigError(
-                "this run starts from an existing model, but its folder is not set",
-                hint="Set it with --model DIR.",
+                "this run starts from an existing model, but its folder is not set", hint="Set it with --model DIR."
             )
         for module, parts in self.modules():
             anchor = start.anchor(module)
@@ -288,12 +287,7 @@ class SoloReplica:
     """A module's only replica and its anchor. Takes a due outer step just before the next inner step."""
 
     def __init__(
-        self,
-        module: ModuleId,
-        parts: tuple[nn.Module, ...],
-        local: LocalReplica,
-        rule: OuterRule,
-        every: int,
+        self, module: ModuleId, parts: tuple[nn.Module, ...], local: LocalReplica, rule: OuterRule, every: int
     ) -> None:
         self.module, self.parts, self.optimizer, self.visits = module, parts, local.optimizer, 0
         self.store = AnchorStore(anchor_of(local))

@@ -152,7 +152,7 @@ def _varint(frame: bytes, at: int) -> tuple[int, int]:
             if value >= 2**32:
                 break
             return value, at + place + 1
-    raise ProtocolViolation("a chunk has a number of more than 32 bits")
+    raise ProtocolViolation("a frame has a number of more than 32 bits")
 
 
 MAX_DIMENSIONS: Final = 4
@@ -294,21 +294,19 @@ class Arrival:
                 f"transfer {chunk.transfer}: chunk {chunk.index} arrived instead of {self._received}"
             )
         if chunk.index == 0:
-            self._fix_chunk_size(len(chunk.data))
+            count = chunk_count_of(self.frame.tensor.byte_length, len(chunk.data))
+            if count != self.frame.chunk_count:
+                raise ProtocolViolation(
+                    f"transfer {chunk.transfer}: {self.frame.chunk_count} chunks were announced,"
+                    f" but chunks of {len(chunk.data)} bytes give a different number"
+                )
+            self._chunk_bytes = len(chunk.data)
         due = min(self._chunk_bytes, self.frame.tensor.byte_length - chunk.index * self._chunk_bytes)
         if len(chunk.data) != due:
             raise ProtocolViolation(
                 f"transfer {chunk.transfer}: chunk {chunk.index} has {len(chunk.data)} bytes instead of {due}"
             )
         self._received += 1
-
-    def _fix_chunk_size(self, size: int) -> None:
-        if chunk_count_of(self.frame.tensor.byte_length, size) != self.frame.chunk_count:
-            raise ProtocolViolation(
-                f"transfer {self.frame.transfer}: {self.frame.chunk_count} chunks were announced,"
-                f" but chunks of {size} bytes give a different number"
-            )
-        self._chunk_bytes = size
 
 
 class Assembly(Arrival):
@@ -675,26 +673,19 @@ def _name_of(data: bytes) -> str:
     """Returns the name of a small frame's only field. Rejects several fields; protobuf would use the last one."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
-    tag, at = _tag_or_length(data, 0) if data else (_BYTES, 0)
-    if tag & 7 != _BYTES:
-        raise ProtocolViolation(f"{len(data)} bytes are not a frame")
-    name = _BY_TAG.get(tag)
-    if name is None:
-        raise ProtocolViolation("a frame of unknown kind, or a chunk whose fields are not in order")
-    length, at = _tag_or_length(data, at)
+    try:
+        tag, at = _varint(data, 0)
+        if tag & 7 != _BYTES:
+            raise IndexError
+        name = _BY_TAG.get(tag)
+        if name is None:
+            raise ProtocolViolation("a frame of unknown kind, or a chunk whose fields are not in order")
+        length, at = _varint(data, at)
+    except IndexError:
+        raise ProtocolViolation(f"{len(data)} bytes are not a frame") from None
     if at + length != len(data):
         raise ProtocolViolation(f"a frame of {len(data)} bytes is not exactly one field")
     return name
-
-
-def _tag_or_length(data: bytes, at: int) -> tuple[int, int]:
-    """Reads a varint of at most three bytes at position `at`. Returns its value and the position after it."""
-    value = 0
-    for place, octet in enumerate(data[at : at + 3]):
-        value |= (octet & 0x7F) << 7 * place
-        if octet < 0x80:
-            return value, at + place + 1
-    raise ProtocolViolation(f"{len(data)} bytes are not a frame")
 
 
 # ---- the first frame of a link --------------------------------------------------------------------------------------

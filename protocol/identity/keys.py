@@ -14,12 +14,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from swarm.vocabulary.errors import IdentityError, ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
@@ -39,12 +34,12 @@ _IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
 class Identity:
     """A node's private key. The repr shows only the peer id."""
 
-    __slots__ = ("_key", "_peer", "_public_key")
+    __slots__ = ("_key", "peer", "public_key")
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
-        self._public_key = key.public_key().public_bytes_raw()
-        self._peer = peer_id_of(self._public_key)
+        self.public_key = key.public_key().public_bytes_raw()
+        self.peer = peer_id_of(self.public_key)
 
     @classmethod
     def generate(cls) -> Self:
@@ -93,24 +88,16 @@ class Identity:
         hkdf = HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=_RUN_DOMAIN + bytes.fromhex(run))
         return Identity(Ed25519PrivateKey.from_private_bytes(hkdf.derive(self._key.private_bytes_raw())))
 
-    @property
-    def peer(self) -> PeerId:
-        return self._peer
-
-    @property
-    def public_key(self) -> bytes:
-        return self._public_key
-
     def sign(self, data: bytes) -> bytes:
         """Signs `data` with Ed25519 (RFC 8032). `data` must begin with its purpose, so that signatures have one use."""
         return self._key.sign(data)
 
     def libp2p_private_key(self) -> bytes:
         """Returns libp2p's PrivateKey protobuf (68 bytes, secret), the format of `p2pd`'s identity file."""
-        return _LIBP2P_PRIVATE_KEY_PREFIX + self._key.private_bytes_raw() + self._public_key
+        return _LIBP2P_PRIVATE_KEY_PREFIX + self._key.private_bytes_raw() + self.public_key
 
     def __repr__(self) -> str:
-        return f"Identity({self._peer})"
+        return f"Identity({self.peer})"
 
 
 def peer_id_of(public_key: bytes) -> PeerId:

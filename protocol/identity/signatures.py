@@ -79,7 +79,6 @@ def entry_statement(run: RunId, entry: Entry) -> bytes:
 
 
 def tally_statement(run: RunId, tally: WorkTally) -> bytes:
-    """Returns the bytes that a data node signs for a tally of work."""
     head = struct.pack("<IIQdd", tally.module.stage, tally.module.expert, tally.number, tally.at, tally.window_s)
     rows = (row.peer.encode() + struct.pack("<3Q", row.visits, row.tokens, row.recent) for row in tally.rows)
     return b"".join((_TALLY_DOMAIN, bytes.fromhex(run), head, *rows))

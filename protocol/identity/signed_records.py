@@ -57,9 +57,7 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
     _check_certificate(announcement)
     body = _body_of(announcement)
     record: bytes = records_pb2.SignedRecord(
-        public_key=identity.public_key,
-        signature=identity.sign(_signed_bytes(announcement, body)),
-        body=body,
+        public_key=identity.public_key, signature=identity.sign(_signed_bytes(announcement, body)), body=body
     ).SerializeToString(deterministic=True)
     if len(record) > MAX_RECORD_BYTES:
         raise ProtocolViolation(f"record: {len(record)} bytes are more than the {MAX_RECORD_BYTES} allowed")
@@ -71,7 +69,6 @@ _verified: OrderedDict[bytes, Announcement] = OrderedDict()
 
 
 def is_verified(record: bytes) -> bool:
-    """Tells whether a record with these bytes was verified before."""
     return record in _verified
 
 

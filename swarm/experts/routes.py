@@ -61,7 +61,6 @@ class RouteFigures:
 
 
 def missed_modules(route: Route, path: Path) -> tuple[ModuleId, ...]:
-    """Returns the modules of a route that a path replaces by other experts."""
     wanted = ((module_at(route, hop.module.stage), hop.module) for hop in path.hops if route)
     return tuple(own for own, taken in wanted if own != taken)
 

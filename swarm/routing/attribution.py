@@ -21,7 +21,6 @@ from typing import Final
 from swarm.routing.measured_times import ASSUMED_BACKWARD_FACTOR, MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
-from swarm.workload.microbatch_sizes import MicrobatchSizes
 
 MAX_TRACES: Final = 4096
 LOST_S: Final = 10.0  # Shortest visit time that a lost microbatch counts as: failing at once must not look fast
@@ -72,6 +71,7 @@ class PathTimes:
 
     def __init__(self, own: PeerId, times: MeasuredTimes, slots_of: Callable[[PeerId], int]) -> None:
         self._own, self._times, self._slots_of = own, times, slots_of
+        self.sizes = times.sizes  # Of launched microbatches
         self._traces: OrderedDict[MicrobatchId, _Trace] = OrderedDict()
 
     def launched(
@@ -81,11 +81,6 @@ class PathTimes:
         self._traces[microbatch] = _Trace(path, now, dict(queue), size)
         while len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)
-
-    @property
-    def sizes(self) -> MicrobatchSizes:
-        """Sizes of launched microbatches."""
-        return self._times.sizes
 
     def path_of(self, microbatch: MicrobatchId) -> Path | None:
         """Returns the path of a microbatch that is in flight or whose receipts are incomplete; None if unknown."""
@@ -258,7 +253,6 @@ class LossOutliers:
         return {hop for hops, _ in self._returned for hop in hops}
 
     def _replicas(self) -> int:
-        """Returns the largest number of replicas of one module."""
         return max(Counter(hop.module for hop in self._hops()).values(), default=1)
 
     def _exclude(self, excess: _Excess) -> Outlier:

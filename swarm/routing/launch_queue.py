@@ -70,7 +70,6 @@ class LaunchQueue(Generic[Text]):
         self._turns: Counter[Route] = Counter()
 
     def retry(self, text: Text) -> None:
-        """Queues the text of a lost microbatch in front of new texts."""
         self._retried.append(text)
 
     def next(self, number: int, in_flight: Mapping[PeerId, int], now: float) -> Launch[Text] | None:

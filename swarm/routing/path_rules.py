@@ -48,7 +48,6 @@ class PathRules:
 
     @property
     def skippable(self) -> int:
-        """Number of stages after stage 0."""
         return self.stages - 1
 
     @property

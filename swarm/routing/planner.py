@@ -277,7 +277,6 @@ class Planner:
         return Reasoned(Path(self._membership.own, tuple(Hop(module, peer) for module, peer in pairs if peer)), reason)
 
     def stage_prices(self) -> list[float]:
-        """Returns the price of a visit to each stage after stage 0, in seconds."""
         return self.prices.prices((), self._route_s)
 
     def leave_out(self, peer: PeerId, now: float) -> float:

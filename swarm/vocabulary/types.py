@@ -146,7 +146,6 @@ class Path:
         return replace(self, hops=(*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
 
     def without(self, position: int) -> Path:
-        """Returns the path without the hop at `position`; later hops move up by one."""
         return replace(self, hops=(*self.hops[:position], *self.hops[position + 1 :]))
 
 

@@ -310,7 +310,6 @@ def in_turns(costs: Sequence[float], ranks: Sequence[int], level: float = 0.0) -
 
 
 def _spread(main: Sequence[int], few: Sequence[int]) -> list[int]:
-    """Inserts the elements of `few` at equal distances into `main`."""
     bounds = [round(part * len(main) / (len(few) + 1)) for part in range(len(few) + 2)]
     parts = [main[low:high] for low, high in pairwise(bounds)]
     return [place for part, one in zip_longest(parts, few) for place in (*part, *([] if one is None else [one]))]

@@ -169,7 +169,7 @@ class AnchorStore:
     def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._now = now
-        self._current = current
+        self.current = current
         self._older: list[Anchor] = []  # the newest last
         self._leased_until: dict[bytes, float] = {}
         self._lent: list[weakref.ref[Vector]] = []
@@ -177,19 +177,15 @@ class AnchorStore:
         self._arrays = SpareArrays(max(part.stop - part.start for part in parts))
 
     @property
-    def current(self) -> Anchor:
-        return self._current
-
-    @property
     def layout(self) -> Layout:
-        return self._current.layout
+        return self.current.layout
 
     def get(self, digest: bytes) -> Anchor | None:
         with self._lock:
             return self._find(digest)
 
     def saved(self) -> AnchorState:
-        anchor, layout = self._current, self.layout
+        anchor, layout = self.current, self.layout
         return AnchorState(anchor.version, Named(layout, anchor.parameters), Named(layout, anchor.momentum))
 
     def lease(self, digest: bytes, seconds: float) -> bool:
@@ -223,17 +219,17 @@ class AnchorStore:
 
     def put(self, anchor: Anchor) -> None:
         with self._lock:
-            if anchor is self._current:
+            if anchor is self.current:
                 return
             self._forget_lent(anchor.parameters)
-            self._older.append(self._current)
-            self._current = anchor
+            self._older.append(self.current)
+            self.current = anchor
             # Keep leased anchors, and the previous one: other members may commit a little later and need it.
             self._older = [a for a in self._older[:-1] if self._is_leased(a)] + self._older[-1:]
             self._make_room(0)
 
     def _find(self, digest: bytes) -> Anchor | None:
-        return next((a for a in (self._current, *self._older) if a.version.digest == digest), None)
+        return next((a for a in (self.current, *self._older) if a.version.digest == digest), None)
 
     def _is_leased(self, anchor: Anchor) -> bool:
         return self._leased_until.get(anchor.version.digest, 0.0) > self._now()

@@ -87,6 +87,7 @@ class ExchangeRecord:
         return data if hash_of(data) == signed.hash else None
 
 
+@dataclass(eq=False)
 class AllReduce:
     """One member's all-reduce with the other members of a round. Call `run` once. Cancelling `run` has no side effects.
 
@@ -95,31 +96,24 @@ class AllReduce:
         staged: called once with the complete next anchor.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        source: UpdateSource,
-        vectors: StateVectors,
-        arrivals: Arrivals,
-        means: ExchangeMeans,
-        report: Callable[[Event], None],
-        staged: Callable[[Anchor], None],
-    ) -> None:
-        self.plan = plan
-        self.vectors = vectors
+    plan: Plan
+    _source: UpdateSource
+    vectors: StateVectors
+    _arrivals: Arrivals
+    _means: ExchangeMeans
+    _report: Callable[[Event], None]
+    _staged: Callable[[Anchor], None]
+
+    def __post_init__(self) -> None:
+        plan, source, means = self.plan, self._source, self._means
         self.sent_bytes = 0
         self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
         """Encoded contributions, kept if the codec drops much of the pseudo-gradient."""
-        self._source = source
-        self._arrivals = arrivals
-        self._means = means
-        self._report = report
-        self._staged = staged
         self._comparison = Comparison(plan, source, means.random)
         self._signed: dict[Piece, dict[PeerId, SignedHash]] = {piece: {} for piece in plan.shards[plan.own]}
         self._own_signed: dict[Piece, SignedHash] = {}
         self._reduction = Reduction(plan, source)
-        self._staging = Staging(source.anchor, means.rule, *vectors)
+        self._staging = Staging(source.anchor, means.rule, *self.vectors)
         self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.codecs.result) for peer in plan.shards}
         """One limit per reducer. With a shared limit, one reducer could use it up and have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)

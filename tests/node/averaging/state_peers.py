@@ -13,8 +13,7 @@ from typing import cast
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.shared_vector import Layout
-from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import STATE_CODECS, FreshSpace, Space, StateDownloads
+from node.averaging.state_sync.download import STATE_CODECS, Donor, FreshSpace, Space, StateDownloads
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
 from node.network.dispatcher import Dispatcher

@@ -146,7 +146,7 @@ async def test_a_reducer_whose_mean_is_another_is_caught_and_left_out(
         for replica in here.replicas.values():
             if replica.peer != LIAR and LIAR in certain(here, replica.peer):
                 assert all(caught.proof for caught in replica.accused if caught.certain)
-                assert LIAR in replica.runner._machine._view.penalties.excluded(0.0)  # type: ignore[attr-defined]
+                assert LIAR in replica.runner._decide.__self__._view.penalties.excluded(0.0)  # type: ignore[attr-defined]
 
 
 def contributions(**signs: float) -> dict[PeerId, np.ndarray]:

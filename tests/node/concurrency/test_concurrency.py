@@ -204,7 +204,7 @@ class Runner(MachineRunner[str, str]):
 
     def __init__(self) -> None:
         self.machine, self.wire = Machine(), Wire()
-        super().__init__(self.machine, TICK, cast(Transport, self.wire), SystemClock(), 2)
+        super().__init__(self.machine.handle, TICK, cast(Transport, self.wire), SystemClock(), 2)
         self.done: list[str] = []
         self.then: str | None = None
         self.lost: list[PeerId] = []

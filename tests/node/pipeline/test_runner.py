@@ -45,7 +45,7 @@ def hop(swarm: SmallSwarm, peer: PeerId) -> HopWorker:
 
 def mean_gradients(worker: HopWorker) -> list[torch.Tensor]:
     worker.deferred.finish()
-    worker._accumulator.hand_over_mean()
+    worker.unapplied.hand_over_mean()
     return [parameter.grad for parameter in worker.part.parameters() if parameter.grad is not None]
 
 
@@ -99,7 +99,7 @@ async def test_what_is_only_evaluated_leaves_nothing_behind() -> None:
         await swarm.all_clear()
         assert swarm.ends.done == []
         assert hop(swarm, A).accumulated == 0
-        assert not any(total.any() for total in hop(swarm, A)._accumulator.sums)
+        assert not any(total.any() for total in hop(swarm, A).unapplied.sums)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ async def test_one_that_comes_back_too_late_takes_its_gradient_back() -> None:
         await until(lambda: swarm.wait(ASK_S) or swarm[A].visits.taken_back == [microbatch])
         await swarm.all_clear()
         assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
-        assert not any(total.abs().max() > 1e-12 for total in hop(swarm, A)._accumulator.sums)
+        assert not any(total.abs().max() > 1e-12 for total in hop(swarm, A).unapplied.sums)
         assert [swarm[peer].visits.counted for peer in (A, A2, B)] == [[], [microbatch], [microbatch]]
 
 

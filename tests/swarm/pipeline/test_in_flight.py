@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.world.world import VirtualTime
-from swarm.pipeline.in_flight import (
-    Counts,
-    InFlight,
-    InFlightRules,
-    InFlightTable,
-    StepDone,
-    Window,
-    room_at_hops,
-)
+from swarm.pipeline.in_flight import Counts, InFlight, InFlightRules, InFlightTable, StepDone, Window, room_at_hops
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned
 
 OWN = PeerId("data")

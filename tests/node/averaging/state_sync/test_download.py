@@ -9,8 +9,17 @@ import pytest
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, hash_all, version_of
 from node.averaging.anchor.shared_vector import cut_vector
-from node.averaging.state_sync.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
-from node.averaging.state_sync.download import PLANES_BELOW_BYTES_PER_S, STATE_CODECS, FreshSpace, _Download, codec_for
+from node.averaging.state_sync.download import (
+    CHUNKS_OF_ONE,
+    LEASE_S,
+    LONGEST_LEASE_S,
+    PLANES_BELOW_BYTES_PER_S,
+    STATE_CODECS,
+    Donor,
+    FreshSpace,
+    _Download,
+    codec_for,
+)
 from node.concurrency.compute_thread import ComputeThread
 from protocol.frames.frames import HashList, encode_hash_list
 from protocol.interfaces.tensor_spec import DType, TensorSpec
