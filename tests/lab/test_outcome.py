@@ -241,15 +241,12 @@ def test_utilization_is_what_stage_peers_say_of_themselves() -> None:
     assert utilization_of(SwarmProgress(stages=3)) is None
 
 
-def test_losses_and_bytes_come_from_the_rows() -> None:
+def test_losses_and_bytes_come_from_the_rows_and_losses_are_compared_with_the_undisturbed_run() -> None:
     rows = (row(1, 50, 9.0), row(2, 89, 8.0), row(3, 90, 3.0), row(4, 95, None), row(5, 100, 2.0))
     assert outcome(rows=rows).loss_last == 2.5, "over the last tenth of the tokens"
     assert outcome(rows=()).loss_last is outcome(rows=(row(1, 0, None),)).loss_last is None
     other = replace(rows[0], up={"10": 1, "9": 2, "-": 3})
     assert list(outcome(rows=(*rows, other)).traffic("up").items()) == [("0", 25_000_000), ("9", 2), ("10", 1)]
-
-
-def test_losses_are_compared_with_the_undisturbed_run() -> None:
     calm = outcome(held_out_loss=2.0)
     assert outcome(undisturbed=calm).loss_ratio == pytest.approx(1.1)
     assert outcome(held_out_loss=None, rows=(row(1, 1, 3.0),), undisturbed=calm).loss_ratio == 1.5, "training loss"
@@ -266,14 +263,11 @@ def test_what_the_check_finds_and_what_was_not_carried_out_speaks_against_a_run(
     assert against(failures={3: 70}, scenario=WAN) == "peer 3 ended with exit code 70"
 
 
-def test_counts_have_limits() -> None:
+def test_counts_and_recoveries_have_limits_but_not_while_a_fault_lasts() -> None:
     assert against(report=replace(CLEAN, counts={"completed": 49})) == "completed: 49, but at least 50 expected"
     many = replace(CLEAN, counts={"completed": 50, "abandoned": 4})
     assert against(report=many) == "abandoned: 4, but at most 3 allowed"
     assert against(report=many, scenario=WAN) == ""
-
-
-def test_recoveries_have_a_limit_but_not_while_the_fault_lasts() -> None:
     late, never = replace(BACK, pace_s=30.5), replace(BACK, served_s=math.inf)
     assert against(recoveries=(BACK, late)) == "recovered after 30.5 s (peer 3 killed); 30 s allowed"
     assert against(recoveries=(never,)) == "not recovered (peer 3 killed); 30 s allowed"
@@ -447,12 +441,9 @@ def test_a_missing_visit_is_let_pass_only_with_a_killed_process(killed: str) -> 
     assert report.torn == (killed == "replica")
 
 
-def test_a_missing_log_is_no_excuse() -> None:
+def test_what_completes_twice_or_is_also_abandoned_is_found_and_a_missing_log_is_no_excuse() -> None:
     report = judged(*good()[:2])
     assert "that peer has no log" in report.violations[0].message
-
-
-def test_what_completes_twice_or_is_also_abandoned_is_found() -> None:
     twice = judged(*good(completed(A, B)))
     assert ("completed once", f"{D}:4") in rules(twice)
     both = judged(*good(Abandoned(M, "lost")))

@@ -799,14 +799,11 @@ async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
     assert best in await bench.attachments.hold()
 
 
-async def test_not_everybody_is_tried() -> None:
+async def test_not_everybody_is_tried_and_who_does_not_answer_holds_nothing_up_for_ever() -> None:
     bench = HoldingBench(12)
     bench.links.broken = {announcement.peer for announcement in bench.membership.peers()}
     assert await bench.attachments.hold() == ()
     assert len(bench.links.asked) == MAX_TRIED
-
-
-async def test_a_peer_that_does_not_answer_holds_nothing_up_for_ever() -> None:
     bench = HoldingBench(1, connect_s=0.01)
     bench.links.connect = lambda peer: asyncio.Event().wait()  # type: ignore[method-assign]
     async with asyncio.timeout(LONG_S):

@@ -351,15 +351,12 @@ def test_nobody_on_the_way_makes_others_mask_it_otherwise() -> None:
         assert read_by_another(forward(replace(path, route=lie))) == NOT_ITS
 
 
-def test_a_signed_route_holds_out_and_back_at_every_hop() -> None:
+def test_a_signed_route_holds_out_and_back_at_every_hop_and_through_repairs() -> None:
     path = signed()
     for position in range(3):
         assert read_by_another(Forward(NUMBER, path, position, Purpose.TRAIN, LIFETIME_S)) is None
         assert read_by_another(Backward(NUMBER, path, position)) is None
     assert read_by_another(forward(signed(Purpose.EVALUATE), purpose=Purpose.EVALUATE)) is None
-
-
-def test_repair_may_replace_peers_and_leave_modules_out() -> None:
     path = signed()
     for repaired in (path.with_peer(1, DATA_NODE.peer), path.without(0), path.without(1), path.without(2)):
         assert read_by_another(forward(repaired)) is None
