@@ -296,27 +296,24 @@ def test_a_liar_is_named_and_left_out_and_nobody_else_is() -> None:
     assert against(liars=liars, accused=wrong) == "other was accused by 1 honest replicas, but did not lie"
 
 
-def test_the_held_out_loss_has_a_limit_where_it_is_compared() -> None:
+def test_the_held_out_loss_has_a_limit_and_of_experts_the_pace_and_rerouting() -> None:
     lied = outcome(scenario=expecting("liar", at_least={}), held_out_loss=2.05)
     assert replace(lied, undisturbed=outcome(held_out_loss=2.04)).objections == ()
     (worse,) = replace(lied, undisturbed=outcome(held_out_loss=2.0)).objections
     assert worse == "the held-out loss is 1.025 times the undisturbed run's, but 1.02 is allowed"
     for unknown in (None, outcome(held_out_loss=None)):
         assert "could not be measured" in replace(lied, undisturbed=unknown).objections[0]
-
-
-@pytest.mark.parametrize("peaks", [Peaks(2**32, 40, 20), Peaks(2**28, 4000, 20), Peaks(2**28, 40, 2000)])
-def test_what_a_node_takes_of_its_machine_has_limits(peaks: Peaks) -> None:
-    assert "are allowed" in against(peaks=peaks)
-
-
-def test_of_experts_the_pace_is_back_soon_and_documents_are_back_in_time() -> None:
     scenario = expecting(pace_within_s=5.0, rerouted_for_s=15.0)
     assert against(scenario=scenario) == ""
     late = against(scenario=scenario, recoveries=(replace(BACK, pace_s=6.0),))
     assert late == "the pace was back after 6.0 s (peer 3 killed); 5 s allowed"
     assert "15 s allowed" in against(scenario=scenario, rerouted_for_s=16.0)
     assert against(scenario=scenario, rerouted_for_s=None) == "not all modules are served again"
+
+
+@pytest.mark.parametrize("peaks", [Peaks(2**32, 40, 20), Peaks(2**28, 4000, 20), Peaks(2**28, 40, 2000)])
+def test_what_a_node_takes_of_its_machine_has_limits(peaks: Peaks) -> None:
+    assert "are allowed" in against(peaks=peaks)
 
 
 def test_a_suite_has_a_row_for_each_scenario() -> None:
@@ -465,15 +462,12 @@ def test_an_account_that_does_not_add_up_is_found(figures: NodeSummary, message:
     assert message in report.violations[0].message
 
 
-def test_a_data_node_that_goes_on_from_a_checkpoint_answers_for_what_came_after() -> None:
+def test_what_was_started_adds_up_over_checkpoints_and_killed_data_nodes() -> None:
     before = Continued(D, MicrobatchCounts(started=7, completed=5, abandoned=2))
     report = judged(*good(before, summary(8, 6, 2)))
     assert report.violations == ()
     assert report.counts["started"] == 1
     assert [rule for rule, _ in rules(judged(*good(before, summary(9, 7, 2))))] == ["account"]
-
-
-def test_what_was_started_adds_up_when_data_nodes_were_killed() -> None:
     killed = Log(D, [visit(D), completed(A, B), Abandoned("dddddd#8", "lost")], end=None)
     after = Log(D, [Abandoned("dddddd#9", "lost"), summary(2, 0, 1)], began=6)
     counts = judged(killed, after, Log(A, [visit(A)]), Log(B, [visit(B)])).counts
@@ -537,15 +531,12 @@ def test_at_the_end_all_hold_the_same_or_what_came_just_before() -> None:
     assert left_early.violations == ()
 
 
-def test_a_peer_that_has_moved_answers_for_its_new_module_only() -> None:
+def test_a_peer_answers_for_its_new_module_only_and_only_if_it_has_served_there() -> None:
     ahead = Log(A, [commit(A, 1, OTHER), commit(A, 2), commit(A, 3, NEXT)])
     hosts, moved = (NodeStatus(A2, module, "serving", "", "") for module in ("1.0", "2.0"))
     assert judged(ahead, Log(A2, [hosts, commit(A2, 1), moved])).violations == ()
     back = judged(ahead, Log(A2, [moved, hosts, commit(A2, 1)]))
     assert [rule for rule, _ in rules(back)] == ["one digest a round", "the same end"]
-
-
-def test_a_peer_that_stops_before_it_serves_again_answers_for_nothing() -> None:
     ahead = Log(A, [commit(A, 1), commit(A, 2), commit(A, 3, NEXT)])
     before = Log(A2, [commit(A2, 1)], end=None)
     joining, serving = (NodeStatus(A2, "1.0", state, "", "") for state in ("joining", "serving"))

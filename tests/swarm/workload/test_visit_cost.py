@@ -58,16 +58,13 @@ def test_where_all_are_alike_the_manifest_tells_the_parts_apart() -> None:
     assert model.seconds(3000, 6_000_000, 3) == pytest.approx(0.5, rel=0.02)
 
 
-def test_rows_of_one_stream_have_a_speed_and_nothing_else() -> None:
+def test_rows_of_one_stream_have_a_speed_alone_and_a_peer_that_becomes_slower_says_so_soon() -> None:
     model = VisitCost(0.0)
     assert model.speed() == NO_SPEED
     for _ in range(3):
         model.add(512, 0, 0, 0.25)
     assert model.speed().tokens_per_s == pytest.approx(2048, rel=1e-3)
     assert model.speed().quadratic_share == 0.0
-
-
-def test_a_peer_that_becomes_slower_says_so_soon() -> None:
     model = VisitCost(0.0)
     for _ in range(100):
         model.add(512, 0, 0, 0.25)
