@@ -69,6 +69,7 @@ def test_the_leader_changes_from_round_to_round_and_is_not_known_before_the_last
         order = leader_order(MODULE, BASE, number, peers)
         assert leader_order(MODULE, BASE, number, peers[1:]) == tuple(peer for peer in order if peer != peers[0])
     peers = [PeerId(f"peer{number}") for number in range(8)]
+    # A key that leads the next rounds would have to be made after they have begun.
     anchors = [replace(BASE, digest=bytes([number])) for number in range(200)]
     firsts = [leader_order(MODULE, anchor, 5, peers)[0] for anchor in anchors]
     assert all(5 < firsts.count(peer) < 60 for peer in peers)
