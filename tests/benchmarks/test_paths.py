@@ -17,7 +17,7 @@ SMALL = Environment((0, 1, 1, 2), (0.01, 0.1, 0.2, 0.05), (1.0,) * 4, ("a", "a",
 ALL = Namespace(seeds=2, cells=["A1", "A2"], arms=["ours", "swarm", "greedy"])
 
 
-def test_a_seed_always_makes_the_same_environment() -> None:
+def test_a_seed_always_makes_the_same_environment_which_all_arms_share_in_a_repeatable_order() -> None:
     one, other = make_environment(3), make_environment(3)
     assert one == other != make_environment(4)
     assert Counter(one.stages) == {0: 3, 1: 3, 2: 2, 3: 2, 4: 2}
@@ -26,6 +26,12 @@ def test_a_seed_always_makes_the_same_environment() -> None:
     far = make_environment(3, links=3.0)
     assert far.one_way_s["a"]["b"] == pytest.approx(3 * one.one_way_s["a"]["b"], abs=1e-3)
     assert replace(far, one_way_s=one.one_way_s) == one
+    planned = trials(ALL, Path("here"))
+    assert len(planned) == 12
+    assert planned == trials(ALL, Path("here"))
+    assert all(trial.environment == make_environment(trial.seed, trial.cell.links) for trial in planned)
+    one_rule = trials(Namespace(seeds=1, cells=["D"], arms=["ours"]), Path("here"))
+    assert {trial.arm for trial in one_rule} == {"ours", "ours-1.25", "ours-1.5"}
 
 
 def test_arms_differ_in_their_paths_only(tmp_path: Path) -> None:
@@ -36,15 +42,6 @@ def test_arms_differ_in_their_paths_only(tmp_path: Path) -> None:
     assert runs["ours-full"]["stages"].pop("per_path") > runs["ours"]["stages"].pop("per_path")
     assert runs["ours-full"] == runs["ours"]
     assert CELLS["D"].manifest(text, "ours-1.5").model_dump()["stages"]["visit_ratio"] == 1.5
-
-
-def test_all_arms_of_a_seed_share_an_environment_in_a_repeatable_order() -> None:
-    planned = trials(ALL, Path("here"))
-    assert len(planned) == 12
-    assert planned == trials(ALL, Path("here"))
-    assert all(trial.environment == make_environment(trial.seed, trial.cell.links) for trial in planned)
-    one_rule = trials(Namespace(seeds=1, cells=["D"], arms=["ours"]), Path("here"))
-    assert {trial.arm for trial in one_rule} == {"ours", "ours-1.25", "ours-1.5"}
 
 
 def flights(*marks: tuple[float, str]) -> list[FlightMark]:

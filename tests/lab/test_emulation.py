@@ -103,7 +103,7 @@ async def test_who_waits_for_a_way_goes_on_when_it_is_open() -> None:
     await waiting
 
 
-def test_regions_add_their_delay_and_their_rate() -> None:
+def test_regions_add_their_delay_and_rate_and_their_tables_are_symmetric_and_whole() -> None:
     network = Emulation(seed=1)
     network.place(0, profile_of("gcp-london").site)
     network.place(1, profile_of("gcp-oregon").site)
@@ -113,9 +113,6 @@ def test_regions_add_their_delay_and_their_rate() -> None:
     size_bytes = 10 * 2**20
     assert network.leave((0, 1), size_bytes, 0.0) == pytest.approx(size_bytes / (21.75 * 2**20) - BURST_S)
     assert network.leave((0, 2), size_bytes, 0.0) == 0.0
-
-
-def test_the_tables_of_regions_are_symmetric_and_whole() -> None:
     for one in REGIONS:
         for other in REGIONS:
             assert region_delay_s(one, other) == region_delay_s(other, one) > 0

@@ -241,15 +241,12 @@ def test_utilization_is_what_stage_peers_say_of_themselves() -> None:
     assert utilization_of(SwarmProgress(stages=3)) is None
 
 
-def test_losses_and_bytes_come_from_the_rows() -> None:
+def test_losses_and_bytes_come_from_the_rows_and_losses_are_compared_with_the_undisturbed_run() -> None:
     rows = (row(1, 50, 9.0), row(2, 89, 8.0), row(3, 90, 3.0), row(4, 95, None), row(5, 100, 2.0))
     assert outcome(rows=rows).loss_last == 2.5, "over the last tenth of the tokens"
     assert outcome(rows=()).loss_last is outcome(rows=(row(1, 0, None),)).loss_last is None
     other = replace(rows[0], up={"10": 1, "9": 2, "-": 3})
     assert list(outcome(rows=(*rows, other)).traffic("up").items()) == [("0", 25_000_000), ("9", 2), ("10", 1)]
-
-
-def test_losses_are_compared_with_the_undisturbed_run() -> None:
     calm = outcome(held_out_loss=2.0)
     assert outcome(undisturbed=calm).loss_ratio == pytest.approx(1.1)
     assert outcome(held_out_loss=None, rows=(row(1, 1, 3.0),), undisturbed=calm).loss_ratio == 1.5, "training loss"
@@ -266,14 +263,11 @@ def test_what_the_check_finds_and_what_was_not_carried_out_speaks_against_a_run(
     assert against(failures={3: 70}, scenario=WAN) == "peer 3 ended with exit code 70"
 
 
-def test_counts_have_limits() -> None:
+def test_counts_and_recoveries_have_limits_but_not_while_a_fault_lasts() -> None:
     assert against(report=replace(CLEAN, counts={"completed": 49})) == "completed: 49, but at least 50 expected"
     many = replace(CLEAN, counts={"completed": 50, "abandoned": 4})
     assert against(report=many) == "abandoned: 4, but at most 3 allowed"
     assert against(report=many, scenario=WAN) == ""
-
-
-def test_recoveries_have_a_limit_but_not_while_the_fault_lasts() -> None:
     late, never = replace(BACK, pace_s=30.5), replace(BACK, served_s=math.inf)
     assert against(recoveries=(BACK, late)) == "recovered after 30.5 s (peer 3 killed); 30 s allowed"
     assert against(recoveries=(never,)) == "not recovered (peer 3 killed); 30 s allowed"
@@ -302,27 +296,24 @@ def test_a_liar_is_named_and_left_out_and_nobody_else_is() -> None:
     assert against(liars=liars, accused=wrong) == "other was accused by 1 honest replicas, but did not lie"
 
 
-def test_the_held_out_loss_has_a_limit_where_it_is_compared() -> None:
+def test_the_held_out_loss_has_a_limit_and_of_experts_the_pace_and_rerouting() -> None:
     lied = outcome(scenario=expecting("liar", at_least={}), held_out_loss=2.05)
     assert replace(lied, undisturbed=outcome(held_out_loss=2.04)).objections == ()
     (worse,) = replace(lied, undisturbed=outcome(held_out_loss=2.0)).objections
     assert worse == "the held-out loss is 1.025 times the undisturbed run's, but 1.02 is allowed"
     for unknown in (None, outcome(held_out_loss=None)):
         assert "could not be measured" in replace(lied, undisturbed=unknown).objections[0]
-
-
-@pytest.mark.parametrize("peaks", [Peaks(2**32, 40, 20), Peaks(2**28, 4000, 20), Peaks(2**28, 40, 2000)])
-def test_what_a_node_takes_of_its_machine_has_limits(peaks: Peaks) -> None:
-    assert "are allowed" in against(peaks=peaks)
-
-
-def test_of_experts_the_pace_is_back_soon_and_documents_are_back_in_time() -> None:
     scenario = expecting(pace_within_s=5.0, rerouted_for_s=15.0)
     assert against(scenario=scenario) == ""
     late = against(scenario=scenario, recoveries=(replace(BACK, pace_s=6.0),))
     assert late == "the pace was back after 6.0 s (peer 3 killed); 5 s allowed"
     assert "15 s allowed" in against(scenario=scenario, rerouted_for_s=16.0)
     assert against(scenario=scenario, rerouted_for_s=None) == "not all modules are served again"
+
+
+@pytest.mark.parametrize("peaks", [Peaks(2**32, 40, 20), Peaks(2**28, 4000, 20), Peaks(2**28, 40, 2000)])
+def test_what_a_node_takes_of_its_machine_has_limits(peaks: Peaks) -> None:
+    assert "are allowed" in against(peaks=peaks)
 
 
 def test_a_suite_has_a_row_for_each_scenario() -> None:
@@ -447,12 +438,9 @@ def test_a_missing_visit_is_let_pass_only_with_a_killed_process(killed: str) -> 
     assert report.torn == (killed == "replica")
 
 
-def test_a_missing_log_is_no_excuse() -> None:
+def test_what_completes_twice_or_is_also_abandoned_is_found_and_a_missing_log_is_no_excuse() -> None:
     report = judged(*good()[:2])
     assert "that peer has no log" in report.violations[0].message
-
-
-def test_what_completes_twice_or_is_also_abandoned_is_found() -> None:
     twice = judged(*good(completed(A, B)))
     assert ("completed once", f"{D}:4") in rules(twice)
     both = judged(*good(Abandoned(M, "lost")))
@@ -474,15 +462,12 @@ def test_an_account_that_does_not_add_up_is_found(figures: NodeSummary, message:
     assert message in report.violations[0].message
 
 
-def test_a_data_node_that_goes_on_from_a_checkpoint_answers_for_what_came_after() -> None:
+def test_what_was_started_adds_up_over_checkpoints_and_killed_data_nodes() -> None:
     before = Continued(D, MicrobatchCounts(started=7, completed=5, abandoned=2))
     report = judged(*good(before, summary(8, 6, 2)))
     assert report.violations == ()
     assert report.counts["started"] == 1
     assert [rule for rule, _ in rules(judged(*good(before, summary(9, 7, 2))))] == ["account"]
-
-
-def test_what_was_started_adds_up_when_data_nodes_were_killed() -> None:
     killed = Log(D, [visit(D), completed(A, B), Abandoned("dddddd#8", "lost")], end=None)
     after = Log(D, [Abandoned("dddddd#9", "lost"), summary(2, 0, 1)], began=6)
     counts = judged(killed, after, Log(A, [visit(A)]), Log(B, [visit(B)])).counts
@@ -546,15 +531,12 @@ def test_at_the_end_all_hold_the_same_or_what_came_just_before() -> None:
     assert left_early.violations == ()
 
 
-def test_a_peer_that_has_moved_answers_for_its_new_module_only() -> None:
+def test_a_peer_answers_for_its_new_module_only_and_only_if_it_has_served_there() -> None:
     ahead = Log(A, [commit(A, 1, OTHER), commit(A, 2), commit(A, 3, NEXT)])
     hosts, moved = (NodeStatus(A2, module, "serving", "", "") for module in ("1.0", "2.0"))
     assert judged(ahead, Log(A2, [hosts, commit(A2, 1), moved])).violations == ()
     back = judged(ahead, Log(A2, [moved, hosts, commit(A2, 1)]))
     assert [rule for rule, _ in rules(back)] == ["one digest a round", "the same end"]
-
-
-def test_a_peer_that_stops_before_it_serves_again_answers_for_nothing() -> None:
     ahead = Log(A, [commit(A, 1), commit(A, 2), commit(A, 3, NEXT)])
     before = Log(A2, [commit(A2, 1)], end=None)
     joining, serving = (NodeStatus(A2, "1.0", state, "", "") for state in ("joining", "serving"))

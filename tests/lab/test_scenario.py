@@ -236,11 +236,14 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             read_scenario(tmp_path / "wrong.toml")
 
 
-def test_the_examples_in_the_document_are_good() -> None:
+def test_the_examples_in_the_document_are_good_and_every_crash_point_is_in_a_scenario() -> None:
     document = (ROOT / "docs" / "lab.md").read_text()
     wide, broken = (scenario_of(part.split("```")[0]) for part in document.split("```toml\n")[1:])
     assert {event.NAME for event in wide.events} >= {"shape", "kill", "start", "freeze", "partition", "churn"}
     assert broken.chaos is not None
+    events = [each for path in known_scenarios().values() for each in read_scenario(path)[0].events]
+    tried = {each.point for each in events if isinstance(each, Crash)}
+    assert tried == POINTS.keys()
 
 
 WAN = sorted((ROOT / "docker" / "wan").glob("*.toml"))
@@ -251,12 +254,6 @@ def test_a_scenario_that_comes_along_can_be_read_and_is_named_like_its_file(path
     read, text = read_scenario(path)
     assert (read.name, text) == (path.stem, path.read_text())
     assert path in WAN or (read.events and read.chaos is not None)
-
-
-def test_every_crash_point_of_the_matrix_is_in_a_scenario() -> None:
-    events = [each for path in known_scenarios().values() for each in read_scenario(path)[0].events]
-    tried = {each.point for each in events if isinstance(each, Crash)}
-    assert tried == POINTS.keys()
 
 
 def test_faults_are_read() -> None:

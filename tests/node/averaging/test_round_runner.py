@@ -264,7 +264,7 @@ async def test_a_next_attempt_that_begins_while_an_exchange_waits_for_the_one_be
 OWN, A, B = PeerId("own"), PeerId("a"), PeerId("b")
 
 
-def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
+def test_a_download_is_told_once_a_second_and_the_last_round_is_remembered() -> None:
     clock, kept = ManualClock(), KeptEvents()
     news = RoundReports(OWN, MODULE, clock, kept)
     wanted, known = state(3), state(2)
@@ -281,9 +281,6 @@ def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
     assert news.catching_up() is None
     news.progressed(8, 8)
     assert kept.events[-1] is told
-
-
-def test_the_last_round_is_remembered() -> None:
     clock, kept = ManualClock(), KeptEvents()
     news = RoundReports(OWN, MODULE, clock, kept)
     assert news.last_round() is None

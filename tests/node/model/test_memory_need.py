@@ -147,16 +147,13 @@ def test_so_many_blocks_fit(blocks: int) -> None:
     assert "are free in this machine" in said
 
 
-def test_a_limit_is_what_is_left_whatever_the_machine_has() -> None:
+def test_a_limit_is_what_is_left_and_a_gpus_memory_counts_by_itself() -> None:
     need, limit = need_of(small_manifest(), [ModuleId(1)], 4), Reasoned(1000, "under a limit")
     assert room(10**9).within(limit).lacks(need) == "0.0 MiB are free under a limit"
     assert (room(need.memory, 10**9).within(limit).lacks(need) or "").endswith("under a limit")
     assert room(need.memory, need.device).within(Reasoned(10**12, "under a limit")).lacks(need) is None
     assert "in this machine" in (room(900).within(limit).lacks(need) or "")
     assert FreeMemory(Reasoned(None, "nobody knows"), None).within(limit).memory == limit
-
-
-def test_a_gpus_memory_counts_by_itself() -> None:
     manifest = small_manifest()
     need = need_of(manifest, [ModuleId(1)], 4)
     assert room(need.memory, need.device).lacks(need) is None

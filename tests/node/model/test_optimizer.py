@@ -228,13 +228,17 @@ def test_idle_time_changes_nothing_but_when_it_is_computed(lane: Lane) -> None:
     assert all(torch.equal(mine, other) for mine, other in zip(own, at_deadline, strict=True))
 
 
-def test_all_of_it_can_be_computed_in_idle_time() -> None:
+def test_all_of_it_can_be_computed_in_idle_time_and_is_given_up_when_starting_anew() -> None:
     full, none = Lane(chunks=1000), Lane()
     trained(section(), 20, full)
     trained(section(), 20, none)
     assert full.computed > 3 * 4 * 3
     assert (none.computed, len(none.waiting)) == (0, len(full.waiting))
     assert all(next(work, None) is None for work in full.waiting)
+    lane = Lane()
+    _, optimizer = trained(section(), 1, lane)
+    optimizer.clear()
+    assert (lane.cancelled, optimizer.states) == (len(SHAPES), {})
 
 
 def test_before_the_first_basis_it_is_adamw() -> None:
@@ -295,13 +299,6 @@ def test_a_restored_state_goes_on_as_if_nothing_had_been(at: int, lag: int) -> N
     for step in range(at, 20):
         move(resumed, other, step)
     assert all(torch.equal(mine, expected) for mine, expected in zip(other, whole, strict=True))
-
-
-def test_starting_anew_gives_up_what_is_under_way() -> None:
-    lane = Lane()
-    _, optimizer = trained(section(), 1, lane)
-    optimizer.clear()
-    assert (lane.cancelled, optimizer.states) == (len(SHAPES), {})
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-25, 1.0, 1e25])

@@ -141,15 +141,12 @@ def test_a_path_of_a_run_that_skips_stages_may_have_lost_one_more() -> None:
             rules.check(DATA, forward(path_of(*((stage, A if stage == 1 else B) for stage in stages))), TENSOR)
 
 
-def test_a_route_that_the_run_does_not_have_is_not_better_for_being_signed() -> None:
+def test_a_route_must_be_signed_but_is_not_better_for_that_where_the_run_does_not_have_it() -> None:
     for modules, why in (((1, 1), "different stages"), ((2, 1), "may not follow"), ((1,), "not 2 different stages")):
         route = SignedRoute(tuple(ModuleId(stage) for stage in modules), 60.0, bytes(64))
         for message in (forward(replace(AB, route=route)), backward(replace(AB, route=route))):
             with pytest.raises(ProtocolViolation, match=why):
                 admission().check(B if isinstance(message, Backward) else DATA, message, TENSOR)
-
-
-def test_what_its_data_node_has_not_signed() -> None:
     rules = Admission(MANIFEST, A, ModuleId(1), lambda message: "the route's signature is not its data node's", signed)
     for sender, message in ((DATA, forward()), (B, backward())):
         with pytest.raises(ProtocolViolation, match=r"data#1: the route's signature is not its data node's"):
@@ -236,14 +233,10 @@ def test_documents_that_a_fuzzer_makes_up(documents: tuple[int, ...], shape: tup
         rules.check(DATA, forward(of_documents(*documents)), hidden(*shape))
 
 
-def test_documents_in_a_run_of_rows() -> None:
+def test_documents_come_in_no_run_of_rows_and_with_no_more_bytes_than_their_tokens() -> None:
     for documents, tensor in (((LONGEST, LONGEST), TENSOR), ((5,), hidden(1, 5, 16))):
         with pytest.raises(ProtocolViolation, match="announces a tensor"):
             admission().check(DATA, forward(of_documents(*documents)), tensor)
-
-
-def test_a_short_microbatch_brings_no_more_bytes_than_its_tokens() -> None:
-    """Its buffer is as large as the largest one's, what comes into it is not."""
     rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed, signed)
     apart = TensorSpec((1, 4, 16), DType.FLOAT32, Codec.PLANES, compressed_bytes=4 * 16 * 4 + 1)
     with pytest.raises(ProtocolViolation, match="bytes as PLANES"):

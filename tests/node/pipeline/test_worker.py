@@ -291,16 +291,7 @@ def test_a_visit_that_is_computed_twice_holds_its_version_once() -> None:
     assert replica.worker._graphs._kept == pytest.approx(0, abs=1e-9)
 
 
-def test_copies_take_a_quarter_of_the_budget_at_most_before_graphs_do() -> None:
-    size = size_of(Replica())
-    assert Replica(budget=4 * size - 1).worker._stash.copies == 0
-    for staleness, copies in ((1, 1), (2, 2), (3, 2)):
-        worker = Replica(staleness, 8 * size).worker
-        assert (worker._stash.copies, worker._stash.bytes) == (copies, copies * size)
-        assert worker._graphs._budget == 8 * size - copies * size
-
-
-def test_a_step_without_visits_under_way_copies_nothing() -> None:
+def test_a_step_copies_nothing_without_visits_in_flight_and_at_most_a_quarter_of_the_budget() -> None:
     stash = WeightStash(OneDevice(build_block_stack(manifest_with(1), MODULE)).weights, 1, PLENTY)
     stash.before_step()
     assert stash._copies == {}
@@ -313,6 +304,12 @@ def test_a_step_without_visits_under_way_copies_nothing() -> None:
         stash.done(version)
         assert not version.is_there
     assert made[0] == made[1], "the copy is used again"
+    size = size_of(Replica())
+    assert Replica(budget=4 * size - 1).worker._stash.copies == 0
+    for staleness, copies in ((1, 1), (2, 2), (3, 2)):
+        worker = Replica(staleness, 8 * size).worker
+        assert (worker._stash.copies, worker._stash.bytes) == (copies, copies * size)
+        assert worker._graphs._budget == 8 * size - copies * size
 
 
 def test_a_graph_whose_weights_or_tensors_have_changed_is_not_used() -> None:
@@ -422,7 +419,7 @@ def test_loss_and_gradients_are_those_of_one_process() -> None:
     assert ends.worker._visits == {}
 
 
-def test_after_an_inner_step_the_embedding_is_computed_again() -> None:
+def test_after_an_inner_step_the_embedding_is_computed_again_but_a_microbatch_adds_once_at_each_end() -> None:
     ends = Ends()
     late, *others = (ends.started(number) for number in (1, 2, 3))
     _, back = ends.turn(late)
@@ -437,9 +434,6 @@ def test_after_an_inner_step_the_embedding_is_computed_again() -> None:
     [expected] = torch.autograd.grad(source, [weight], back)
     [gradient, *_] = mean_of(ends.worker.stage.embedding_sum)
     torch.testing.assert_close(gradient, expected)
-
-
-def test_the_same_microbatch_adds_once_at_each_end() -> None:
     ends = Ends()
     microbatch = ends.started(1)
     ends.there_and_back(microbatch)
@@ -675,15 +669,7 @@ def test_what_is_kept_has_the_place_of_the_graph() -> None:
     assert deferred.visits == 3
 
 
-def test_a_stand_ins_weights_are_put_off_too() -> None:
-    peer, other = Peer(), inline()
-    assert torch.equal(peer.compute(Work.REPLAY, 1), other.compute(Work.REPLAY, 1))
-    assert peer.worker.deferred.waiting == 1
-    peer.idle_time()
-    assert_same(peer.sums(), other.sums(), 1e-5)
-
-
-def test_weights_are_put_off_where_nothing_else_fills_idle_time() -> None:
+def test_weights_are_put_off_where_nothing_else_fills_idle_time_those_of_a_substitute_too() -> None:
     assert puts_weights_off(staleness=0, devices=1).value
     assert not puts_weights_off(staleness=1, devices=1).value
     assert not puts_weights_off(staleness=0, devices=2).value
@@ -691,6 +677,11 @@ def test_weights_are_put_off_where_nothing_else_fills_idle_time() -> None:
     running_ahead.visit(1)
     assert running_ahead.worker.deferred.waiting == 0
     assert "staleness of 1" in running_ahead.worker.deferred.chosen.reason
+    peer, other = Peer(), inline()
+    assert torch.equal(peer.compute(Work.REPLAY, 1), other.compute(Work.REPLAY, 1))
+    assert peer.worker.deferred.waiting == 1
+    peer.idle_time()
+    assert_same(peer.sums(), other.sums(), 1e-5)
 
 
 # ---- block by block --------------------------------------------------------------------------------------------------

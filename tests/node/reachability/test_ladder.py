@@ -99,14 +99,11 @@ def test_half_of_those_who_tried_decide(outcomes: Sequence[DialBackOutcome], ste
     assert bool(standing.fix) == (step is ReachStep.UNREACHABLE)
 
 
-def test_a_neighbour_at_home_proves_nothing_where_somebody_sees_us_from_outside() -> None:
+def test_neither_a_neighbour_at_home_nor_one_liar_moves_the_address() -> None:
     standing = judge([seen(REACHED, HOME), seen(REACHED, HOME), seen(SILENT)], PORT, None)
     assert (standing.step, standing.translated) == (ReachStep.UNREACHABLE, True)
     at_home = judge([seen(REACHED, HOME), seen(REACHED, HOME)], PORT, None)
     assert (at_home.step, at_home.address) == (ReachStep.DIRECT, f"{HOME}:{PORT}")
-
-
-def test_one_liar_does_not_move_the_address() -> None:
     for host, address in ((OUTSIDE, f"{OUTSIDE}:{PORT}"), ("2a00::9", f"[2a00::9]:{PORT}")):
         attempts = [seen(REACHED, "6.6.6.6"), seen(REACHED, host), seen(REACHED, host)]
         assert judge(attempts, PORT, None).address == address
@@ -164,11 +161,16 @@ def mapping(external: int = PORT, host: str = OUTSIDE, lease_s: float = 600.0) -
     return Mapping("made up", PORT, external, host, lease_s)
 
 
-async def test_who_is_reached_or_not_translated_asks_no_router() -> None:
+async def test_who_is_reached_or_not_translated_asks_no_router_and_others_try_every_way() -> None:
     way = MadeUp([mapping()])
     assert (await climb(PORT, None, Peers({PORT}), Router((way,)))).step is ReachStep.DIRECT
     assert (await climb(PORT, None, Peers(set(), local=OUTSIDE), Router((way,)))).step is ReachStep.UNREACHABLE
     assert way.asked == []
+    ways = [MadeUp([NotMapped("switched off")], how="one"), MadeUp([NotMapped("not there")], how="two")]
+    standing = await climb(PORT, None, Peers(set()), Router(ways))
+    assert standing.step is ReachStep.UNREACHABLE
+    assert "one: switched off" in standing.reason
+    assert "two: not there" in standing.reason
 
 
 async def test_a_mapping_is_kept_and_advertised_with_its_own_port_while_it_works() -> None:
@@ -197,14 +199,6 @@ async def test_a_mapping_in_vain_is_given_back_and_the_second_router_is_named() 
     assert way.unmapped == [PORT]
     same = await climb(PORT, None, Peers(set()), Router((MadeUp([mapping()]),)))
     assert "second router" not in same.reason
-
-
-async def test_every_way_is_tried_and_says_why_not() -> None:
-    ways = [MadeUp([NotMapped("switched off")], how="one"), MadeUp([NotMapped("not there")], how="two")]
-    standing = await climb(PORT, None, Peers(set()), Router(ways))
-    assert standing.step is ReachStep.UNREACHABLE
-    assert "one: switched off" in standing.reason
-    assert "two: not there" in standing.reason
 
 
 class Waits:
@@ -799,14 +793,11 @@ async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
     assert best in await bench.attachments.hold()
 
 
-async def test_not_everybody_is_tried() -> None:
+async def test_not_everybody_is_tried_and_who_does_not_answer_holds_nothing_up_for_ever() -> None:
     bench = HoldingBench(12)
     bench.links.broken = {announcement.peer for announcement in bench.membership.peers()}
     assert await bench.attachments.hold() == ()
     assert len(bench.links.asked) == MAX_TRIED
-
-
-async def test_a_peer_that_does_not_answer_holds_nothing_up_for_ever() -> None:
     bench = HoldingBench(1, connect_s=0.01)
     bench.links.connect = lambda peer: asyncio.Event().wait()  # type: ignore[method-assign]
     async with asyncio.timeout(LONG_S):

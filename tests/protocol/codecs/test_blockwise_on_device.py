@@ -132,17 +132,14 @@ def test_faults_of_what_was_received_can_be_looked_at_later(codec: Codec) -> Non
 CPU = torch.device("cpu")
 
 
-def test_on_the_cpu_nothing_is_copied() -> None:
-    octets = torch.arange(9, dtype=torch.uint8)
-    assert to_host(octets).data_ptr() == to_device(octets, CPU).data_ptr() == octets.data_ptr()
-
-
-def test_without_a_gpu_memory_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_memory_is_ordinary_and_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(size_bytes: int) -> None:
         raise AssertionError("nothing is to be pinned")
 
     monkeypatch.setattr(memory, "_pinned", pinned)
     assert isinstance(buffer_for(9, CPU).obj, bytearray)
+    octets = torch.arange(9, dtype=torch.uint8)
+    assert to_host(octets).data_ptr() == to_device(octets, CPU).data_ptr() == octets.data_ptr()
 
 
 def test_where_the_system_has_no_pinned_memory_left_it_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,16 +61,13 @@ def frame(content: bytes, **options: bool) -> bytes:
 
 
 class TestFormat:
-    def test_an_encoding_put_together_by_hand(self) -> None:
+    def test_encodings_put_together_by_hand_and_written_out_byte_by_byte(self) -> None:
         """Stored planes: 1.0 is 3f800000, -2.0 is c0000000, and the smallest subnormal is 00000001."""
         body = [b"\0\0\1", b"\0\0\0", b"\x80\0\0", b"\x3f\xc0\0"]
         assert decoded(put_together(body), 3).tolist() == [1.0, -2.0, 2.0**-149]
         halves = [b"\x80\0\1", b"\x3f\xc0\0"]
         assert decoded(put_together(halves), 3, torch.bfloat16).tolist() == [1.0, -2.0, 2.0**-133]
-
-    def test_a_frame_written_out_byte_by_byte(self) -> None:
-        """RFC 8878: magic number; a descriptor that says single segment, content size in one byte; 100; the last block,
-        of 100 times 3f."""
+        # RFC 8878: magic number; single segment, content size in one byte; 100; the last block, of 100 times 3f.
         run = bytes.fromhex("28b52ffd 20 64") + ((100 << 3) | (1 << 1) | 1).to_bytes(3, "little") + b"\x3f"
         mantissa = bytes(range(100))
         expected = [struct.unpack("<f", bytes([0, 0, low, 0x3F]))[0] for low in mantissa]

@@ -60,12 +60,10 @@ def distance(values: Tensor, other: Tensor) -> float:
 
 
 class TestFormat:
-    def test_bf16_worked_out_by_hand(self) -> None:
+    def test_bf16_and_int4_worked_out_by_hand(self) -> None:
         values = numbers(1.0, -2.0, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, math.inf, 0.0)
         expected = struct.pack("<7H", 0x3F80, 0xC000, 0x3F80, 0x3F82, 0x7F80, 0x7F80, 0)
         assert encode(values, Codec.BF16).data == expected
-
-    def test_int4_worked_out_by_hand(self) -> None:
         lower = [8.0, -7.0, 1.0, -1.0, 0.5, 1.5, -8.0, *[0.0] * 25]
         upper = [2.0, 3.0, *[0.0] * 30]
         codes = [0, 15, 7, 9, 8, 6, 15, *[8] * 25], [6, 5, *[8] * 30]

@@ -37,13 +37,17 @@ SPECIFICATION_CERTIFICATE = bytes.fromhex(
 SPECIFICATION_PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 
 
-def test_our_certificate_proves_our_peer_id_and_fits_a_record() -> None:
+def test_our_certificate_proves_our_peer_id_fits_a_record_and_has_its_own_key_and_serial() -> None:
     identity = Identity.generate()
     credentials = make_credentials(identity, RUN)
     assert peer_of_certificate(credentials.certificate_der, RUN) == identity.peer
     assert max(len(make_credentials(identity, RUN).certificate_der) for _ in range(20)) < 700
     assert pem_of(credentials.certificate_der) == credentials.certificate_pem
     assert fingerprint(credentials.certificate_der) == hashlib.sha256(credentials.certificate_der).digest()
+    identity = Identity.generate()
+    first, second = (x509.load_der_x509_certificate(make_credentials(identity, RUN).certificate_der) for _ in range(2))
+    assert first.serial_number != second.serial_number
+    assert first.public_key() != second.public_key()
 
 
 def test_the_extension_is_the_one_of_the_specification() -> None:
@@ -60,13 +64,6 @@ def test_the_extension_is_the_one_of_the_specification() -> None:
         alternative=(SPECIFICATION_PEER,),
     )
     assert peer_of_certificate(der, RUN) == SPECIFICATION_PEER
-
-
-def test_every_certificate_has_its_own_key_and_serial() -> None:
-    identity = Identity.generate()
-    first, second = (x509.load_der_x509_certificate(make_credentials(identity, RUN).certificate_der) for _ in range(2))
-    assert first.serial_number != second.serial_number
-    assert first.public_key() != second.public_key()
 
 
 def test_the_authority_of_a_run_has_the_documented_key_and_name_and_may_sign() -> None:

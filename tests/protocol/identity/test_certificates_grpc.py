@@ -99,16 +99,13 @@ async def test_a_certificate_for_another_run_or_signed_by_a_peer_is_refused(case
             await who_am_i(address, shown, HOST.peer, OURS)
 
 
-async def test_a_host_with_another_certificate_name_or_run_is_refused() -> None:
+async def test_a_host_with_another_certificate_name_or_run_is_refused_until_the_new_one_is_known() -> None:
     async with server(OURS) as address:
         other = make_credentials(Identity.generate(), RUN)
         await refused(address, THEIRS, HOST.peer, other)
         await refused(address, THEIRS, Identity.generate().peer, OURS)
     async with server(make_credentials(HOST, OTHER_RUN)) as address:
         await refused(address, THEIRS, HOST.peer, OURS)
-
-
-async def test_a_host_that_restarted_is_refused_until_its_new_certificate_is_known() -> None:
     anew = make_credentials(HOST, RUN)
     async with server(anew) as address:
         await refused(address, THEIRS, HOST.peer, OURS)

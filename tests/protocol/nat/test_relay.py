@@ -80,12 +80,16 @@ async def test_who_is_attached_pings_or_declines(next_: relay_pb2.RelayMessage) 
         assert "an attached peer sent" in (await stream.hear()).answer.refused
 
 
-async def test_another_run_is_refused() -> None:
+async def test_another_run_is_refused_and_only_who_is_attached_can_be_reached_by_others() -> None:
     async with relaying() as ends:
         await ends.attached(BERT)
         assert "another run" in await ends.refused(ANNA, attach("f" * 64))
         assert "another run" in await ends.refused(ANNA, wish(BERT, "f" * 64))
         assert ends.service.figures().refused == 2
+    async with relaying() as ends:
+        assert "not attached" in await ends.refused(ANNA, wish(BERT))
+        await ends.attached(ANNA)
+        assert "not attached" in await ends.refused(ANNA, wish(ANNA))
 
 
 async def test_silence_is_bounded() -> None:
@@ -146,13 +150,6 @@ async def test_a_peer_cannot_open_and_end_tunnels_for_ever() -> None:
         await until_idle(ends)
         assert "too often" in await ends.refused(ANNA, wish(BERT))
         await ends.tunnel(CARL, attachment)
-
-
-async def test_only_who_is_attached_can_be_reached_and_nobody_reaches_itself() -> None:
-    async with relaying() as ends:
-        assert "not attached" in await ends.refused(ANNA, wish(BERT))
-        await ends.attached(ANNA)
-        assert "not attached" in await ends.refused(ANNA, wish(ANNA))
 
 
 async def test_only_the_asked_peer_accepts_and_only_once() -> None:

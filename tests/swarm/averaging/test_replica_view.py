@@ -56,16 +56,13 @@ def view(own: AnchorVersion, tallies: tuple[WorkTally, ...] = (), proven: tuple[
     return made
 
 
-def test_names_without_proven_work_have_no_vote_and_are_never_most() -> None:
+def test_names_without_proven_work_have_no_vote_are_never_most_and_never_lead_first() -> None:
     trusting = view(version(9))
     assert trusting.standing().value == version(9)
     assert len(trusting.others.all) == 2, "no more names than replicas with proven work"
     assert view(version(0)).standing().value == version(9), "a newcomer"
     assert view(version(9), (TALLY,), proven=()).standing().value == version(9), "we alone have worked"
     assert view(version(9), proven=()).standing().value != version(9), "nothing can be proven"
-
-
-def test_who_has_proven_work_leads_first() -> None:
     own = view(AnchorVersion(200, 2000, 10**6, 0, b"invented"))
     assert own.order()[0] == own.own
 

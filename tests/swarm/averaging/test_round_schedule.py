@@ -61,18 +61,15 @@ def version(number: int, tokens: int = 0, digest: bytes = b"x") -> AnchorVersion
     return AnchorVersion(number, 0, tokens, 0, digest)
 
 
-def test_the_convener_changes_from_round_to_round_and_a_leaver_moves_nobody_else() -> None:
+def test_the_leader_changes_from_round_to_round_and_is_not_known_before_the_last_one_is_committed() -> None:
     peers = [PeerId(f"peer{number}") for number in range(8)]
     first = [leader_order(MODULE, BASE, number, peers)[0] for number in range(400)]
     assert all(20 < first.count(peer) < 90 for peer in peers)
     for number in range(20):
         order = leader_order(MODULE, BASE, number, peers)
         assert leader_order(MODULE, BASE, number, peers[1:]) == tuple(peer for peer in order if peer != peers[0])
-
-
-def test_who_convenes_is_not_known_before_the_round_before_is_committed() -> None:
-    """A key that convenes the next rounds would have to be made after they have begun."""
     peers = [PeerId(f"peer{number}") for number in range(8)]
+    # A key that leads the next rounds would have to be made after they have begun.
     anchors = [replace(BASE, digest=bytes([number])) for number in range(200)]
     firsts = [leader_order(MODULE, anchor, 5, peers)[0] for anchor in anchors]
     assert all(5 < firsts.count(peer) < 60 for peer in peers)
@@ -155,14 +152,11 @@ def test_the_version_that_is_followed(
         AnchorVersion(5, 50, MAX_COUNT, 0, b"x"),
     ],
 )
-def test_absurd_figures_are_nobodys_version_whoever_claims_them(absurd: AnchorVersion) -> None:
+def test_absurd_figures_are_nobodys_version_but_hours_of_failing_rounds_are_possible(absurd: AnchorVersion) -> None:
     assert not possible(RULES, absurd)
     for own in (version(0), BASE):
         assert standing(RULES, own, {A: absurd}).value == own
         assert standing(RULES, own, {A: absurd, B: absurd}).value == own
-
-
-def test_a_young_run_whose_rounds_fail_for_hours_is_possible() -> None:
     assert possible(RULES, AnchorVersion(3, 3 * 3600 * 100, 10**12, 0, b"x"))
 
 
@@ -183,16 +177,13 @@ def test_claims_count_up_to_the_median_and_no_member_outweighs_the_others() -> N
         assert found.pop("liar") <= 1.5 / (honest + 1) + 1e-9 <= sum(found.values()) + 1e-9
 
 
-def test_proven_work_counts_beyond_the_median() -> None:
+def test_proven_work_counts_beyond_the_median_and_names_without_it_together_like_one_replica() -> None:
     most, little = entry(2000, norm=10.0), entry(100)
     assert lengths(a=little, b=most)[B] == pytest.approx(0.5)
     assert lengths({A: 5.0, B: 100.0}, a=little, b=most) == pytest.approx({A: 1 / 21, B: 200 / 21})
     assert lengths({B: 100.0}, a=little, b=most)[B] > 5, "the other one has just come"
     assert lengths({A: 50.0, B: 50.0}, a=little, b=most)[B] == pytest.approx(0.5), "tokens that nobody gave it"
     assert lengths({A: 5.0, B: 100.0}, a=little, b=replace(most, tokens=100))[B] == pytest.approx(0.5)
-
-
-def test_names_without_work_count_together_like_one_replica() -> None:
     names = {f"n{n}": entry(100, norm=1e6) for n in range(50)}
     found = lengths({A: 5.0, B: 5.0, C: 5.0}, a=entry(100), b=entry(100), c=entry(100), **names)
     assert sum(found[name] for name in names) <= 1.5 / 3 * sum(found[peer] for peer in (A, B, C)) + 1e-9
@@ -309,13 +300,10 @@ def test_shards_cover_every_chunk_once_and_nobody_reduces_much_more_than_another
     assert max(sizes) <= 2 * (min(sizes) + 1)
 
 
-def test_who_is_faster_reduces_twice_as_much_and_unknown_is_the_median() -> None:
+def test_who_is_faster_by_what_others_measured_reduces_more_and_one_accomplice_lifts_nobody() -> None:
     sizes = {peer: end - first for peer, (first, end) in shards(range(20), {A: 10, B: 12, C: 24}, [A, B, C, D]).items()}
     assert sizes == {A: 3, B: 6, C: 6, D: 5}
     assert shards(range(4), {}, [A, B]) == {A: (0, 2), B: (2, 4)}
-
-
-def test_a_members_rate_is_what_others_measured_and_one_accomplice_lifts_nobody() -> None:
     said = {A: {B: 4.0**10, C: 4.0**10}, B: {A: 4.0**8, C: 4.0**10}, C: {A: 4.0**20, C: 4.0**20, B: 4.0**20}}
     entries = {by: replace(entry(100, peer=by), measured=measured_of(rates, BASE)) for by, rates in said.items()}
     assert rates(entries) == {A: 8, B: 10, C: 10}

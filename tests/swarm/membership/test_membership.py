@@ -209,11 +209,14 @@ def test_another_expert_is_no_replica_and_our_stage_may_be_the_last_though_no_ot
     assert by_worth(OWN, ModuleId(3), [dialable("a", 1), dialable("d", 0)], ()) == ["d", "a"]
 
 
-def test_who_is_held_on_to_stays_before_its_equals_and_gives_way_to_a_neighbour() -> None:
+def test_who_is_held_on_to_stays_before_its_equals_among_which_many_peers_spread() -> None:
     equals = [dialable(f"p{n}", 5) for n in range(9)]
     last = by_worth(OWN, ModuleId(1), equals, ())[-1]
     assert by_worth(OWN, ModuleId(1), equals, (last,))[0] == last
     assert by_worth(OWN, ModuleId(1), [*equals, dialable("near", 2)], (last,))[:2] == ["near", last]
+    equals = [dialable(f"p{n}", 1) for n in range(10)]
+    firsts = {by_worth(PeerId(f"own{n}"), ModuleId(1), equals, ())[0] for n in range(60)}
+    assert len(firsts) > 5
 
 
 def test_only_who_can_be_dialled_and_stays_is_of_use() -> None:
@@ -226,9 +229,3 @@ def test_only_who_can_be_dialled_and_stays_is_of_use() -> None:
     ]
     assert by_worth(OWN, ModuleId(1), useless, ()) == []
     assert by_worth(OWN, ModuleId(1), [dialable("joins", 1, PeerState.JOINING)], ()) == ["joins"]
-
-
-def test_many_peers_spread_over_those_they_are_called_through() -> None:
-    equals = [dialable(f"p{n}", 1) for n in range(10)]
-    firsts = {by_worth(PeerId(f"own{n}"), ModuleId(1), equals, ())[0] for n in range(60)}
-    assert len(firsts) > 5

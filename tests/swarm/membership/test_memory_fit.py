@@ -45,14 +45,11 @@ def test_two_peers_take_the_stages_that_fit_them(limits: tuple[int, int]) -> Non
     assert dict(zip(limits, placed(list(limits)), strict=True)) == {GB: SMALL, 8 * GB: LARGE}
 
 
-def test_the_large_stage_is_not_left_to_those_that_come_later() -> None:
+def test_the_large_stage_comes_first_who_fits_nowhere_takes_nothing_and_power_still_counts() -> None:
     """Whatever its hash is: else half of the large peers would sit down in the small stage."""
     for number in range(40):
         choice = choose_module(PeerId(f"n{number}"), MODULES[1:], [announcement("data", 0)], WORK, needs=NEEDS)
         assert choice == Reasoned(LARGE, "it has no peer, and needs the most memory of several")
-
-
-def test_who_fits_nowhere_takes_nothing_and_power_still_counts() -> None:
     assert placed([GB // 3]) == [None]
     counted = Counter(placed([8 * GB] * 7))
     assert counted == {LARGE: 6, SMALL: 1}, "of seven large peers six go where six parts of seven are to be done"

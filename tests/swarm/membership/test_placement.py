@@ -29,12 +29,16 @@ def joined(newcomers: int, cost: tuple[float, ...] = EVEN) -> Counter[int]:
     return Counter(a.module.stage for a in present if a.module is not None)
 
 
-def test_empty_modules_are_taken_first() -> None:
+def test_empty_modules_are_taken_first_and_newcomers_at_once_spread_out() -> None:
     for number in range(20):
         present = [announcement(f"p{stage}", stage) for stage in (0, 1, 3)]
         choice = choose_module(PeerId(f"n{number}"), MODULES, present, work(100.0, 100.0, 1.0, 100.0))
         assert choice.value == ModuleId(2)
         assert choice.reason == "it has no peer"
+    for present in ([], [announcement(f"p{stage}", stage) for stage in range(4)]):
+        chosen = Counter(choose_module(PeerId(f"n{n}"), MODULES, present, work(*EVEN)).value for n in range(200))
+        assert set(chosen) == set(MODULES)
+        assert max(chosen.values()) < 100
 
 
 def test_newcomers_one_after_another_fill_every_module_evenly_and_a_costly_one_more() -> None:
@@ -43,20 +47,17 @@ def test_newcomers_one_after_another_fill_every_module_evenly_and_a_costly_one_m
     assert joined(10, (1.0, 1.0, 1.0, 7.0)) == {0: 1, 1: 1, 2: 1, 3: 7}
 
 
-def test_newcomers_at_once_spread_out() -> None:
-    for present in ([], [announcement(f"p{stage}", stage) for stage in range(4)]):
-        chosen = Counter(choose_module(PeerId(f"n{n}"), MODULES, present, work(*EVEN)).value for n in range(200))
-        assert set(chosen) == set(MODULES)
-        assert max(chosen.values()) < 100
-
-
-def test_those_that_leave_or_visit_do_not_count() -> None:
+def test_those_that_leave_or_visit_do_not_count_and_a_stage_that_is_skipped_needs_less() -> None:
     present = [announcement(f"p{stage}", stage) for stage in range(3)]
     present += [
         announcement("leaving", 3, state=PeerState.DRAINING),
         announcement("guest", None, state=PeerState.VISITING),
     ]
     assert choose_module(PeerId("n"), MODULES, present, work(*EVEN)).value == ModuleId(3)
+    workload = Workload(MODULES, EVEN, per_path=1)
+    present = [announcement(f"p{stage}", stage) for stage in range(4)]
+    for number in range(20):
+        assert choose_module(PeerId(f"n{number}"), MODULES, present, workload).value == ModuleId(0)
 
 
 def test_power_counts_more_than_heads_and_an_unknown_one_is_average() -> None:
@@ -66,14 +67,6 @@ def test_power_counts_more_than_heads_and_an_unknown_one_is_average() -> None:
     present = [announcement("0", 0), announcement("new", 1, speed=0.0), announcement("b", 2), announcement("c", 3)]
     chosen = {choose_module(PeerId(f"n{n}"), MODULES, present, work(*EVEN)).value for n in range(50)}
     assert chosen == set(MODULES)
-
-
-def test_a_stage_that_is_skipped_more_often_needs_less() -> None:
-    """With one of three stages a path, stage 0 has three times as much to do as each of them."""
-    workload = Workload(MODULES, EVEN, per_path=1)
-    present = [announcement(f"p{stage}", stage) for stage in range(4)]
-    for number in range(20):
-        assert choose_module(PeerId(f"n{number}"), MODULES, present, workload).value == ModuleId(0)
 
 
 def calls_to_choose(stages: int, experts: int) -> int:

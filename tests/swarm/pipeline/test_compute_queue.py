@@ -255,34 +255,12 @@ def taught() -> ArrivalForecast:
     return forecast
 
 
-def test_of_a_senders_first_tensor_nothing_is_known() -> None:
+def test_of_a_senders_first_tensor_nothing_is_known_and_empty_or_unannounced_ones_teach_nothing() -> None:
     forecast = ArrivalForecast()
     forecast.announced(NEAR, 1, 1000, 5.0)
     assert all(at == -math.inf for at in forecast.expected)
     forecast.arrived(NEAR, 1, 5.1)
     assert forecast.expected == (5.1,), "its job is about to be queued"
-
-
-def test_tensors_are_expected_by_their_size_and_sender() -> None:
-    forecast = taught()
-    forecast.announced(NEAR, 1, 3000, 10.0)
-    forecast.announced(FAR, 1, 500, 10.0)
-    assert forecast.expected[:2] == pytest.approx((10.3, 11.0))
-    forecast.arrived(NEAR, 1, 10.25)
-    forecast.broken_off(FAR, 1)
-    assert forecast.expected == (10.25,)
-
-
-def test_a_line_that_becomes_slower_is_noticed() -> None:
-    forecast = taught()
-    for number in range(60):
-        forecast.announced(NEAR, number, 1000, 10.0 * number)
-        forecast.arrived(NEAR, number, 10.0 * number + 0.5)
-    forecast.announced(NEAR, "next", 1000, 1000.0)
-    assert forecast.expected[0] == pytest.approx(1000.5, abs=0.02)
-
-
-def test_what_was_never_announced_and_empty_tensors_teach_nothing() -> None:
     forecast = ArrivalForecast()
     forecast.arrived(NEAR, 1, 1.0)
     forecast.broken_off(NEAR, 2)
@@ -290,6 +268,22 @@ def test_what_was_never_announced_and_empty_tensors_teach_nothing() -> None:
     forecast.arrived(NEAR, 3, 2.0)
     forecast.announced(NEAR, 4, 100, 3.0)
     assert forecast.expected == (-math.inf, 2.0)
+
+
+def test_tensors_are_expected_by_their_size_and_sender_and_a_slower_line_is_noticed() -> None:
+    forecast = taught()
+    forecast.announced(NEAR, 1, 3000, 10.0)
+    forecast.announced(FAR, 1, 500, 10.0)
+    assert forecast.expected[:2] == pytest.approx((10.3, 11.0))
+    forecast.arrived(NEAR, 1, 10.25)
+    forecast.broken_off(FAR, 1)
+    assert forecast.expected == (10.25,)
+    forecast = taught()
+    for number in range(60):
+        forecast.announced(NEAR, number, 1000, 10.0 * number)
+        forecast.arrived(NEAR, number, 10.0 * number + 0.5)
+    forecast.announced(NEAR, "next", 1000, 1000.0)
+    assert forecast.expected[0] == pytest.approx(1000.5, abs=0.02)
 
 
 def test_only_so_many_senders_are_remembered_those_that_sent_last() -> None:

@@ -133,13 +133,10 @@ def test_a_data_nodes_own_need_no_slot() -> None:
     assert (desk.custody.used_slots, len(desk.custody)) == (0, 2)
 
 
-def test_one_data_node_cannot_take_all_slots() -> None:
+def test_one_data_node_cannot_take_all_slots_and_at_most_half_while_another_has_work_here() -> None:
     desk = Desk(A, slots=8)
     assert admitted(desk, (forward(replace(ABC, data_node=PeerId("greedy")), 0, number) for number in range(10))) == 6
     assert admitted(desk, (forward(ABC, 0, number) for number in range(10))) == 2
-
-
-def test_a_data_node_has_at_most_half_of_the_slots_while_another_has_work_here() -> None:
     desk = Desk(A, slots=8)
     assert admitted(desk, [forward(ABC, 0)]) == 1
     assert admitted(desk, (forward(replace(ABC, data_node=PeerId("greedy")), 0, number) for number in range(10))) == 4

@@ -79,15 +79,12 @@ def test_a_step_reports_the_mean_loss_of_its_own_microbatches() -> None:
     assert done == [None, None, StepDone(1, 3.0, 3), None, None, StepDone(2, 3.0, 3)]
 
 
-def test_a_second_completion_is_counted_as_the_defect_it_is() -> None:
+def test_a_second_completion_is_a_defect_and_one_without_a_loss_is_abandoned() -> None:
     account = in_flight()
     entry = start_all(account)[0]
     complete(account, entry)
     assert account.complete(entry.microbatch) is None
     assert account.counts == Counts(started=3, completed=1, duplicated=1)
-
-
-def test_what_comes_back_without_a_loss_is_abandoned_and_accounted_for() -> None:
     account = in_flight(per_step=1)
     (entry,) = start_all(account)
     assert account.complete(entry.microbatch) is None

@@ -99,12 +99,15 @@ def test_as_many_as_may_wait_go_where_somebody_is_at_once() -> None:
     assert [each.route for each in line.all(1.5)] == [RIGHT] * (LOOK_AHEAD - 1)
 
 
-def test_at_the_beginning_an_expert_is_waited_for_and_then_done_without() -> None:
+def test_at_the_beginning_an_expert_is_waited_for_and_without_experts_one_text_waits() -> None:
     line = Line(LEFT, RIGHT, lacking=("1.1",))
     assert line.next(0.0) is None
     assert not line.drawn
     assert line.next(GATHER_S - 1) is None
     assert [modules_of(each) for each in line.all(GATHER_S + 1)] == [["1.0", "2.0"], ["1.0", "2.1"]]
+    line = Line((), (), (), rules=PathRules(4, 2), lacking=("3.0",))
+    assert [line.line.next(number, NOBODY, 0.0) is not None for number in range(6)].count(True) == 0
+    assert len(line.drawn) == 1
 
 
 def test_a_stage_without_anybody_is_waited_for_or_skipped_as_the_rules_say() -> None:
@@ -124,9 +127,3 @@ def test_routes_that_alternate_each_skip_every_stage_equally_often() -> None:
     visits = Counter(module for each in line.all() for module in modules_of(each))
     assert set(visits.values()) == {6}
     assert len(visits) == 8
-
-
-def test_without_experts_one_text_waits() -> None:
-    line = Line((), (), (), rules=PathRules(4, 2), lacking=("3.0",))
-    assert [line.line.next(number, NOBODY, 0.0) is not None for number in range(6)].count(True) == 0
-    assert len(line.drawn) == 1

@@ -80,7 +80,7 @@ def test_announcements_count_until_there_are_measurements() -> None:
     assert costs.service_s(C) == pytest.approx(1.0)
 
 
-def test_a_way_that_was_never_measured_is_as_long_as_the_longer_one_from_here() -> None:
+def test_the_way_there_is_a_share_of_sending_and_as_long_as_the_longer_one_where_unmeasured() -> None:
     measured = MeasuredTimes(DATA, TOKENS)
     measured.sent(DATA, A, 0.2)
     measured.sent(B, DATA, 0.6)
@@ -91,9 +91,6 @@ def test_a_way_that_was_never_measured_is_as_long_as_the_longer_one_from_here() 
     assert way[A][C] == pytest.approx(0.4)
     assert way[DATA][C] == pytest.approx(0.3), "the median of what is known"
     assert way[A][A] == 0.0
-
-
-def test_how_much_of_sending_is_the_way_there_is_learnt_from_what_comes_home() -> None:
     measured = MeasuredTimes(DATA, TOKENS)
     measured.sent(DATA, A, 0.2)
     measured.completed(moving_s=0.9, sent_s=1.0)

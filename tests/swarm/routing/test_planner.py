@@ -255,13 +255,10 @@ class TwoStages:
         return [hop.peer for hop in plan.value.hops]
 
 
-def test_the_whole_way_counts() -> None:
+def test_the_whole_way_counts_and_our_own_in_flight_and_what_was_waited_by_half() -> None:
     assert TwoStages().path(2) == ["a1", "b1"]
     assert TwoStages(owna1=0.3).path(2) == ["a2", "b1"]
     assert TwoStages(a1b1=0.4, a2b1=0.3).path(2) == ["a1", "b2"]
-
-
-def test_our_own_in_flight_count_by_half_and_what_was_waited_by_half() -> None:
     on = TwoStages(owna2=0.3)  # there and back: 0.4 s
     assert on.path(2, b2=9) == ["a1", "b1"]
     assert on.path(2, a1=1, b2=9) == ["a2", "b1"], "half a second"

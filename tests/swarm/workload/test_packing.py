@@ -49,11 +49,14 @@ def test_every_token_is_in_one_microbatch_that_has_room_for_it_and_what_fits_is_
         assert cost == pytest.approx(sum(map(SHORT.cost, sizes)))
 
 
-def test_the_rest_of_a_document_may_be_cut_though_it_would_fit() -> None:
+def test_the_rest_of_a_document_may_be_cut_and_a_microbatch_has_no_more_than_a_message_can_name() -> None:
     (whole,) = pack([SHORT.sequence], (), SHORT).microbatches
     assert whole == (DocumentPiece(0, 0, SHORT.sequence),)
     (cut,) = pack([SHORT.sequence], (0,), SHORT).microbatches
     assert len(cut) == 2
+    found = pack([1] * (2 * MAX_DOCUMENTS + 1), (), Capacity(1, 10 * MAX_DOCUMENTS, SHARE)).microbatches
+    assert max(map(len, found)) <= MAX_DOCUMENTS
+    assert sum(map(len, found)) == 2 * MAX_DOCUMENTS + 1
 
 
 def drawn(kind: str, count: int = 1200) -> list[int]:
@@ -79,13 +82,10 @@ def test_costs_are_equal_where_microbatches_have_four_times_the_longest_document
     assert sum((one - mean) ** 2 for one in found) / len(found) / mean**2 <= 0.002
 
 
-def test_no_more_microbatches_than_needed_where_they_are_even() -> None:
+def test_no_more_microbatches_than_needed_but_room_is_left_empty_beside_long_documents() -> None:
     for kind in ("uniform", "log-normal"):
         lengths = drawn(kind)
         assert len(packed(lengths).microbatches) <= -(-sum(lengths) // MOST) + 1
-
-
-def test_room_is_left_empty_rather_than_filled_up_beside_long_documents() -> None:
     lengths, capacity = [8191] * 23 + [50] * 39_000, Capacity(8192, 32_768, SHARE)
     found, fewest = packed(lengths, capacity).costs, -(-sum(lengths) // capacity.tokens)
     assert fewest < len(found) <= 1.26 * fewest
@@ -108,12 +108,6 @@ def test_long_documents_alone_fill_microbatches_and_cost_alike() -> None:
     assert min(tokens) > 0.97 * MOST
     assert max(found.costs) * len(found.costs) / sum(found.costs) <= 1.02
     assert sum(map(len, found.microbatches)) <= 6.5 * len(tokens), "short pieces lack what came before"
-
-
-def test_a_microbatch_has_no_more_documents_than_a_message_can_name() -> None:
-    found = pack([1] * (2 * MAX_DOCUMENTS + 1), (), Capacity(1, 10 * MAX_DOCUMENTS, SHARE)).microbatches
-    assert max(map(len, found)) <= MAX_DOCUMENTS
-    assert sum(map(len, found)) == 2 * MAX_DOCUMENTS + 1
 
 
 def test_a_block_begins_with_what_the_block_before_cost_and_goes_on_by_and_by() -> None:

@@ -58,16 +58,13 @@ def test_where_all_are_alike_the_manifest_tells_the_parts_apart() -> None:
     assert model.seconds(3000, 6_000_000, 3) == pytest.approx(0.5, rel=0.02)
 
 
-def test_rows_of_one_stream_have_a_speed_and_nothing_else() -> None:
+def test_rows_of_one_stream_have_a_speed_alone_and_a_peer_that_becomes_slower_says_so_soon() -> None:
     model = VisitCost(0.0)
     assert model.speed() == NO_SPEED
     for _ in range(3):
         model.add(512, 0, 0, 0.25)
     assert model.speed().tokens_per_s == pytest.approx(2048, rel=1e-3)
     assert model.speed().quadratic_share == 0.0
-
-
-def test_a_peer_that_becomes_slower_says_so_soon() -> None:
     model = VisitCost(0.0)
     for _ in range(100):
         model.add(512, 0, 0, 0.25)
@@ -84,15 +81,12 @@ def test_a_cost_is_in_usual_microbatches_and_before_the_first_the_largest_is_usu
     assert (sizes.tokens, sizes.squares) == (90.0, (40**2 + 50**2 + 90**2) / 2)
 
 
-def test_what_is_long_ago_is_forgotten() -> None:
+def test_a_summary_has_means_spreads_and_what_is_left_empty_and_forgets_what_is_long_ago() -> None:
     sizes = MicrobatchSizes(100)
     sizes.add(Size(100, (100,), 1000.0))
     for _ in range(LATEST):
         sizes.add(Size(10, (10,), 10.0))
     assert sizes.summary().cost == 10.0
-
-
-def test_a_summary_has_means_spreads_and_what_is_left_empty() -> None:
     found = summary_of([Size(90, (40, 50), 100.0), Size(80, (80,), 300.0)], 100)
     assert found == SizeSummary(2, 85.0, pytest.approx(5 / 85), 200.0, pytest.approx(0.5), 1.5, pytest.approx(0.15))
 

@@ -155,7 +155,7 @@ def address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_used_again_and_no_more_is_kept_than_a_round_needs() -> None:
     arrays = SpareArrays(1000)
     first = arrays.empty(1000)
     place = address(first)
@@ -164,6 +164,10 @@ def test_memory_is_used_again() -> None:
     again = arrays.empty(900)
     assert address(again) == place
     assert len(again) == 900
+    arrays = SpareArrays(1000)
+    places = {address(array) for array in [arrays.empty(1000) for _ in range(5)]}
+    assert len(places) == 5
+    assert len(arrays._spare) == KEPT
 
 
 @pytest.mark.parametrize("read", [lambda a: a[10:20], lambda a: a[5:][3:].reshape(-1, 4), torch.from_numpy, memoryview])
@@ -178,13 +182,6 @@ def test_what_is_still_read_is_not_written(read: object) -> None:
     for other in others:
         other[:] = 1
     assert np.all(np.asarray(reader) == 7)
-
-
-def test_no_more_is_kept_than_a_round_needs() -> None:
-    arrays = SpareArrays(1000)
-    places = {address(array) for array in [arrays.empty(1000) for _ in range(5)]}
-    assert len(places) == 5
-    assert len(arrays._spare) == KEPT
 
 
 def test_what_is_large_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,14 +109,11 @@ async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun(
         assert same(await fetching, ANCHOR)
 
 
-async def test_a_state_that_is_gone_is_no_quorum():
+async def test_a_state_that_is_gone_is_no_quorum_and_donors_that_cannot_be_reached_are_named():
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(state(9)), await swarm.joiner()
         with pytest.raises(NoQuorum, match="does not have state"):
             await fetch(joiner, donor)
-
-
-async def test_donors_that_cannot_be_reached_are_named():
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
         await donor.vanish()
