@@ -675,14 +675,14 @@ def _name_of(data: bytes) -> str:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
     try:
         tag, at = _varint(data, 0)
-        if tag & 7 != _BYTES:
-            raise IndexError
-        name = _BY_TAG.get(tag)
-        if name is None:
-            raise ProtocolViolation("a frame of unknown kind, or a chunk whose fields are not in order")
         length, at = _varint(data, at)
     except IndexError:
-        raise ProtocolViolation(f"{len(data)} bytes are not a frame") from None
+        tag = length = -1
+    if tag < 0 or tag & 7 != _BYTES:
+        raise ProtocolViolation(f"{len(data)} bytes are not a frame")
+    name = _BY_TAG.get(tag)
+    if name is None:
+        raise ProtocolViolation("a frame of unknown kind, or a chunk whose fields are not in order")
     if at + length != len(data):
         raise ProtocolViolation(f"a frame of {len(data)} bytes is not exactly one field")
     return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import ssl
 
 import pytest
 from cryptography import x509
@@ -150,3 +151,9 @@ def test_a_change_of_any_byte_is_noticed_and_never_ends_in_another_error() -> No
 def test_repr_shows_no_key() -> None:
     credentials = make_credentials(Identity.generate(), RUN)
     assert repr(credentials) == f"TlsCredentials(fingerprint={fingerprint(credentials.certificate_der).hex()})"
+
+
+def test_openssl_takes_both() -> None:
+    credentials = make_credentials(Identity.generate(), RUN)
+    for pem in (credentials.certificate_pem, credentials.authority_pem):
+        ssl.create_default_context(cadata=pem.decode())
