@@ -34,7 +34,7 @@ class ManifestChanges:
         "data.source",
         typer.Option(
             "--data",
-            help="Text: path:FILE-OR-FOLDER, huggingface:NAME[:...] or tokens:FOLDER [default: python-stdlib]",
+            help="Text: path:FILE-OR-FOLDER[:COLUMN], huggingface:NAME[:...] or tokens:FOLDER [default: python-stdlib]",
         ),
     ] = None
     revision: Annotated[
@@ -115,13 +115,13 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
     if not data.is_of_files or data.files is not None:
         return manifest
     from node.data.local_paths import as_written
-    from node.data.sources import files_at
+    from node.data.sources import LocalSource, open_source
 
-    place = as_written(data).text
-    assert place is not None, "it is a path"
+    source = open_source(data, as_written(data).text, is_new=True)
+    assert isinstance(source, LocalSource), "it is a path"
     table = manifest.model_dump()
     # Pinned, so that other data nodes can compare their copy.
-    table["data"]["files"] = files_at(place).listing.section().model_dump()
+    table["data"]["files"] = source.listing.section().model_dump()
     return manifest_from_table(table)
 
 

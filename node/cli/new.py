@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,14 +16,15 @@ import typer
 from node.cli.manifests import ManifestChanges, changed_manifest, chosen_manifest, router_of, starting_from
 from node.cli.options import with_options
 from node.cli.views.output import write_whole
-from node.cli.views.text import count
+from node.cli.views.text import count, harmless
 from node.context.options import parse_size
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Reasoned
 
 if TYPE_CHECKING:
+    from node.data.feed import Sample
     from node.dial.dial import DialedRun, Peers
-    from protocol.manifest.manifest import Manifest
+    from protocol.manifest.manifest import Manifest, TrainingSection
 
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
@@ -31,6 +33,8 @@ _NAME_WIDTH: Final = len("feed-forward")
 _LINE_WIDTH: Final = 80
 # Above this many hours a duration is shown in days.
 _MOST_HOURS: Final = 48
+# Above this many epochs a text is called too small.
+_MOST_EPOCHS: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +184,6 @@ def new(
         raise ConfigError(
             "--stages cuts the model again, which needs its weights", hint="Add the model's folder with --from-model."
         )
-    elif dialed is None:  # otherwise the tokenizer was opened already
-        from node.data.local_paths import as_written
-        from node.data.tokenizers import open_tokenizer
-
-        open_tokenizer(manifest, as_written(manifest.data).tokenizer)
     router = None if base is None or manifest.routing is None else router_of(base, manifest)
     if route_from is not None:
         from node.data.feed import with_router
@@ -192,10 +191,12 @@ def new(
         manifest, router = with_router(manifest, route_from)
 
     from node.context.options import default_identity_path
+    from node.data.feed import sample_text
     from node.experts.router import router_file
     from protocol.identity.keys import Identity
     from protocol.manifest.signing import sign_manifest
 
+    sample = sample_text(manifest)
     signed = sign_manifest(manifest, Identity.load_or_create(identity or default_identity_path()))
     try:
         write_whole(file, signed.text)
@@ -208,6 +209,8 @@ def new(
     typer.echo(f"{file}: run {signed.run}")
     typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
     typer.echo(f"  text: {manifest.data.source}{text}")
+    for line in sample_lines(sample, manifest.training):
+        typer.echo(f"  {line}")
     if manifest.data.open:
         typer.echo("  open: anybody with the link can hand out work, and so decide what the model learns")
     if manifest.stages.has_experts:
@@ -217,6 +220,24 @@ def new(
     for line in lines:
         typer.echo(line)
     typer.echo(f"Start the first node with: skipstone join {file}{'' if model is None else f' --model {model}'}")
+
+
+def sample_lines(sample: Sample, training: TrainingSection) -> Iterator[str]:
+    """Yields lines for the terminal about the text that a new run has, and whether it is enough."""
+    if not sample.tokens:
+        return
+    epochs = training.schedule_tokens[1] / sample.all_tokens
+    sampled = f"{count(sample.documents)} documents with {count(sample.tokens)} tokens read"
+    yield f"{sampled}; in all about {count(sample.all_tokens)} tokens: {epochs:,.1f} epochs"
+    yield f"begins: {harmless(sample.text, _LINE_WIDTH)}"
+    if epochs > _MOST_EPOCHS:
+        yield f"The run repeats this small text {count(epochs)} times. Name more text with --data"
+    if rows := sample.left_out.total():
+        why = ", ".join(f"{number} because {reason}" for reason, number in sample.left_out.most_common(3))
+        yield f"left out: {rows / (rows + sample.documents):.1%} of the documents read ({harmless(why)})"
+    if files := sample.files_left_out:
+        some = ", ".join(f"{name} ({why})" for name, why in islice(files.items(), 3))
+        yield f"left out: {count(len(files))} files that are not such text: {harmless(some)}"
 
 
 def _largest_need(manifest: Manifest) -> str:

@@ -14,7 +14,7 @@ from node.cli.views.text import count
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from node.data.hub import HubStream
+    from node.data.documents import RowStream
     from node.data.sources import Source
     from node.data.tokenizers import Tokenizer, Tokens
 
@@ -43,7 +43,7 @@ def tokenize(
     cutter: Tokenizer
     cutter, keys = (ByteTokenizer(), dict[str, Any]()) if tokenizer is None else chosen_tokenizer(tokenizer)
     section = data_section(source_keys(data, revision) | keys)
-    source = open_source(section, as_written(section).text)
+    source = open_source(section, as_written(section).text, is_new=True)
     writer = ShardWriter(folder, cutter.size, shard_tokens)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def tokenize(
     typer.echo(f"Train on them with --data tokens:{folder} and the same tokenizer in the manifest")
 
 
-def _documents(source: Source | HubStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
+def _documents(source: Source | RowStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
     """Yields the tokens of each document with its end mark, as Megatron-LM's `--append-eod`."""
     from node.data.documents import whole_text
     from node.data.sources import Source

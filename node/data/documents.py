@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ import numpy.typing as npt
 
 from node.data.files import Selection, everything
 from node.data.hub import HubStream
-from node.data.sources import READ_AS, Source
-from node.data.tokenizers import Tokenizer, Tokens
+from node.data.sources import READ_AS, FileStream, Source
+from node.data.tokenizers import Part, Tokenizer, Tokens
 from node.experts.router import DocumentRouter
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
@@ -31,6 +32,8 @@ from swarm.vocabulary.types import PeerId
 UNSCORED: Final = -100
 """Label of a token without loss, as in `torch.nn.functional.cross_entropy`."""
 ASSISTANT: Final = "assistant"
+ROLES: Final = {"human": "user", "gpt": ASSISTANT, "function_call": ASSISTANT, "observation": "tool"}
+"""Roles by their names in ShareGPT's format."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +48,8 @@ class Marked:
     def is_of_use(self) -> bool:
         return bool(self.tokens.size) if self.wanted is None else bool((self.wanted >= 0).any())
 
+
+RowStream = HubStream | FileStream
 
 Marking = Callable[[bytes], Marked]
 """Converts a document's bytes to tokens and labels. Raises MalformedDocumentError."""
@@ -93,45 +98,64 @@ def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
 
 def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
     """Tokenizes a JSON conversation. Only the assistant's tokens are labels. Raises MalformedDocumentError."""
-    tokens, wanted = list[Tokens](), list[Tokens]()
-    for text, is_said in _parts(_messages(document)):
-        found = tokenizer.encode(text.encode(errors="replace"))
-        tokens.append(found)
-        wanted.append(found if is_said else np.full(found.size, UNSCORED))
-    tokens.append(np.array([tokenizer.end_of_document]))
-    wanted.append(np.array([UNSCORED]))
-    return Marked(np.concatenate(tokens), np.concatenate(wanted))
+    found, is_said = tokenizer.encode_parts([*_parts(_messages(document))])
+    tokens = np.append(found, tokenizer.end_of_document)
+    return Marked(tokens, np.where(np.append(is_said, [False]), tokens, UNSCORED))
 
 
-def _parts(messages: list[tuple[str, str]]) -> Iterator[tuple[str, bool]]:
+def _parts(messages: list[tuple[str, str]]) -> Iterator[Part]:
     # Always ChatML: a tokenizer's own template is a Jinja program, and untrusted programs must not run here.
-    before = ""
     for role, content in messages:
-        before += f"<|im_start|>{role}\n"
-        said = f"{content}<|im_end|>"
         # A role's header is never a label. The assistant's text and its end are.
-        if role == ASSISTANT:
-            yield before, False
-            yield said, True
-            before = "\n"
-        else:
-            before += f"{said}\n"
-    yield before, False
+        is_said = role == ASSISTANT
+        yield Part("<|im_start|>", False, is_mark=True)
+        yield Part(f"{role}\n", False)
+        yield Part(content, is_said)
+        yield Part("<|im_end|>", is_said, is_mark=True)
+        yield Part("\n", False)
 
 
 def _messages(document: bytes) -> list[tuple[str, str]]:
+    """Reads the roles and texts of a conversation, of any kind in CHAT_COLUMNS. Raises MalformedDocumentError."""
     try:
-        read: Any = json.loads(document)
-    except (ValueError, RecursionError) as error:
-        raise MalformedDocumentError(f"it is not JSON: {str(error)[:100]}") from None
-    messages = read.get("messages") if isinstance(read, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise MalformedDocumentError("it has no `messages` list")
-    tables: list[dict[str, Any]] = [each if isinstance(each, dict) else {} for each in messages]
-    found: list[Any] = [(each.get("role"), each.get("content")) for each in tables]
-    if not all(isinstance(part, str) for message in found for part in message):
-        raise MalformedDocumentError("a message lacks a text `role` or `content`")
-    return found
+        row: Any = json.loads(document)
+        row = row if isinstance(row, dict) else {}
+        messages = next((row[key] for key in ("messages", "conversations") if key in row), None)
+        messages = json.loads(messages) if isinstance(messages, str) else messages
+        if messages is None and "completion" in row:
+            messages = _turn(row.get("prompt"), "user") + _turn(row["completion"], ASSISTANT)
+        elif messages is None and "instruction" in row and "output" in row:
+            asked = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
+            messages = _turn(asked, "user") + _turn(row["output"], ASSISTANT)
+        if not isinstance(messages, list) or not messages:
+            raise MalformedDocumentError("it has no conversation in `messages` or another known form")
+        system = _turn(row["system"], "system") if row.get("system") else []
+        return [_message(each) for each in system + messages]
+    except (ValueError, RecursionError):
+        raise MalformedDocumentError("it is not JSON") from None
+
+
+def _turn(said: Any, role: str) -> list[Any]:
+    return said if isinstance(said, list) else [{"role": role, "content": said}]
+
+
+def _message(message: Any) -> tuple[str, str]:
+    """Returns a message's role and text. Tool calls are `<tool_call>` and their JSON, as in Hermes and Qwen models."""
+    table: dict[str, Any] = message if isinstance(message, dict) else {}
+    role, content = table.get("role", table.get("from")), table.get("content", table.get("value"))
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts if part is not None]
+    text = "".join(texts) if all(isinstance(part, str) for part in texts) else None
+    calls = table.get("tool_calls")
+    calls = calls if isinstance(calls, list) else []
+    if not isinstance(role, str) or text is None or not (calls or content is not None):
+        raise MalformedDocumentError("a message lacks a `role` or a text as `content`")
+    return ROLES.get(role, role), "\n".join(filter(None, (text, *map(_tool_call, calls))))
+
+
+def _tool_call(call: Any) -> str:
+    found = call.get("function", call) if isinstance(call, dict) else call
+    return f"<tool_call>\n{json.dumps(found, ensure_ascii=False)}\n</tool_call>"
 
 
 # ---- order and split -------------------------------------------------------------------------------------------------
@@ -139,8 +163,8 @@ def _messages(document: bytes) -> list[tuple[str, str]]:
 
 logger = logging.getLogger(__name__)
 
-MOST_LOGGED: Final = 100
-"""Maximum number of excluded documents that are logged."""
+MOST_REASONS: Final = 16
+"""Reasons for leaving out documents that are counted separately."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -196,7 +220,7 @@ class Documents:
 
     def __init__(
         self,
-        source: Source | HubStream,
+        source: Source | RowStream,
         tokenizer: Tokenizer,
         seed: int,
         router: DocumentRouter | None = None,
@@ -206,7 +230,8 @@ class Documents:
         self._source = source
         self._mark = mark or (lambda document: whole_text(document, tokenizer))
         self._seed = seed
-        self._skipped = 0
+        self.left_out = Counter[str]()
+        """Number of documents left out, by reason."""
 
     @property
     def files(self) -> int | None:
@@ -244,9 +269,14 @@ class Documents:
                 count = len(self._source.names) if isinstance(self._source, Source) else len(self._source.files)
                 kind = "documents" if isinstance(self._source, Source) else "files"
                 raise ConfigError(
-                    f"none of the {count} {kind} of data.source is for this data node to train on",
-                    hint="Use more text, fewer data nodes, or a smaller data.held_out.",
+                    f"none of the {count} {kind} of data.source "
+                    + (f"can be used: {self.reasons}" if self.left_out else "is for this data node to train on"),
+                    hint="Choose the text for this kind of run, or create a run for this kind of text."
+                    if self.left_out
+                    else "Use more text, fewer data nodes, or a smaller data.held_out.",
                 )
+            if start.epoch == 0 and self.left_out.total() > 1:
+                logger.warning("excluded %d documents so far: %s", self.left_out.total(), self.reasons)
             start = StreamPosition(start.epoch + 1)
 
     def _due(self, start: StreamPosition, wanted: Selection, files: Selection, ahead: bool) -> Iterator[Due]:
@@ -262,17 +292,23 @@ class Documents:
             if (start.offset and position == start.position) or wanted(name):
                 yield Due(position, name, partial(source.read, name))
 
+    @property
+    def reasons(self) -> str:
+        return ", ".join(f"{count} because {why}" for why, count in self.left_out.most_common())
+
     def _marked(self, due: Due) -> Marked:
         """Reads and tokenizes a document. Returns no tokens if it is empty, malformed or unreadable."""
         try:
-            return self._mark(due.read())
+            marked = self._mark(due.read())
+            if marked.is_of_use or not marked.tokens.size:
+                return marked
+            why = "it has no text of the assistant"
         except (OSError, MalformedDocumentError) as error:
-            self._skipped += 1
-            if self._skipped <= MOST_LOGGED:
-                why = error.strerror if isinstance(error, OSError) else error
-                more = "; further ones are not logged" if self._skipped == MOST_LOGGED else ""
-                logger.warning("excluding document %s: %s%s", due.name, why, more)
-            return Marked(np.empty(0, dtype=np.int64))
+            why = str(error.strerror if isinstance(error, OSError) else error)
+        if not self.left_out:
+            logger.warning("excluding document %s: %s; others are only counted", due.name, why)
+        self.left_out[why if why in self.left_out or len(self.left_out) < MOST_REASONS else "of other reasons"] += 1
+        return Marked(np.empty(0, dtype=np.int64))
 
 
 def _hash(text: str) -> int:
@@ -299,7 +335,7 @@ class Due:
 
 
 def due_rows(
-    stream: HubStream,
+    stream: RowStream,
     orders: Callable[[int], npt.NDArray[np.int64]],
     start: tuple[int, int, bool],
     wanted: tuple[Selection, Selection],

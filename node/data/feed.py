@@ -6,17 +6,29 @@ import asyncio
 import math
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Final, Self
 
-from node.data.documents import Documents, FileShare, Fragment, StreamPosition, is_held_out, marking, owner
-from node.data.hub import source_keys
+from node.data.documents import (
+    Documents,
+    FileShare,
+    Fragment,
+    MalformedDocumentError,
+    StreamPosition,
+    is_held_out,
+    marking,
+    owner,
+)
+from node.data.hub import HubStream, source_keys
 from node.data.local_paths import LocalPaths, as_written
 from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_position
-from node.data.sources import open_source
+from node.data.row_files import Row, encoding_problem
+from node.data.sources import FileStream, LocalSource, open_source
 from node.data.tokenizers import open_tokenizer
 from node.experts.router import DocumentRouter, Router, document_router, fit_router, router_digest
 from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, manifest_from_table
@@ -137,6 +149,95 @@ def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
         tokens -= fragment.tokens.size
         if tokens <= 0:
             return
+
+
+# ---- a look at the text of a new run ---------------------------------------------------------------------------------
+
+
+SAMPLED_BYTES: Final = 2**21
+SAMPLED_DOCUMENTS: Final = 256
+SAMPLED_FILES: Final = 32
+LEAST_ROWS: Final = 16
+SHOWN_TOKENS: Final = 100
+
+
+@dataclass(slots=True)
+class Sample:
+    """Documents from all over a text, or from the beginning of each of its files of rows."""
+
+    text: str = ""
+    """Beginning of the first document, as its tokens say."""
+    documents: int = 0
+    tokens: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of sampled documents that cannot be used, by reason."""
+    files_left_out: dict[str, str] = field(default_factory=dict)
+    """Reason for each file that is not text."""
+    all_tokens: float = 0.0
+    """Tokens of the whole text, estimated."""
+
+
+def sample_text(manifest: Manifest) -> Sample:
+    """Reads some documents of a new run's text. Raises ConfigError if they, or most of a file, cannot be used."""
+    data, found = manifest.data, Sample()
+    where = as_written(data)
+    tokenizer = open_tokenizer(manifest, where.tokenizer)
+    if data.files is not None and where.text is not None and not where.text.exists():  # of another machine's manifest
+        return found
+    source, mark = open_source(data, where.text, is_new=True), marking(data, tokenizer)
+    if isinstance(source, HubStream):  # it would download a whole file
+        return found
+    for file, size, documents in _sampled(source):
+        bad, used, example = Counter[str](), 0, b""
+        for name, read in documents:
+            document = b""
+            try:
+                document = read()
+                if data.labels == "all" and data.kind != "tokens" and (problem := encoding_problem(document, name)):
+                    raise problem
+                marked = mark(document)
+                if marked.tokens.size and not marked.is_of_use:
+                    raise MalformedDocumentError("it has no text of the assistant")
+            except (OSError, MalformedDocumentError) as error:
+                bad[str(error.strerror if isinstance(error, OSError) else error)] += 1
+                example = example or document[:80]
+            else:
+                used, found.tokens = used + 1, found.tokens + marked.tokens.size
+                if not found.text:
+                    found.text = "".join(map(tokenizer.text_stream().push, marked.tokens[:SHOWN_TOKENS].tolist()))
+            size -= len(document)
+            if size < 0 and used + bad.total() >= LEAST_ROWS:
+                break
+        found.documents, found.left_out = found.documents + used, found.left_out + bad
+        if bad.total() > used:
+            raise ConfigError(
+                f"data.source: {bad.total()} of {bad.total() + used} documents of {file} cannot be used, mostly because"
+                f" {bad.most_common(1)[0][0]}. One begins {example.decode(errors='replace')!r}",
+                hint="Choose text of this kind. A conversation is a row with `messages`, `conversations`, "
+                "`prompt` and `completion`, or `instruction` and `output`.",
+            )
+    if not found.tokens:
+        raise ConfigError(f"data.source: {source.listing.place} contains no text", hint="Choose a file with text.")
+    if isinstance(source, FileStream):
+        share = source.bytes_read / sum(source.listing.size_of(file) or 0 for file in source.files)
+    else:
+        share = (found.documents + found.left_out.total()) / len(source.names)
+    found.files_left_out, found.all_tokens = source.listing.left_out, found.tokens / share
+    return found
+
+
+def _sampled(source: LocalSource) -> Iterator[tuple[str, int, Iterator[tuple[str, Row]]]]:
+    """Yields names of files, how many bytes to read of each, and the names and readers of documents."""
+    if isinstance(source, FileStream):
+        files = source.files[:: -(-len(source.files) // SAMPLED_FILES)]
+        for file in files:
+            with closing(source.rows(file, 0)) as rows:
+                yield file, SAMPLED_BYTES // len(files), ((f"{file}@{row}", read) for row, read in enumerate(rows))
+        return
+    wanted = min(SAMPLED_DOCUMENTS, max(LEAST_ROWS, SAMPLED_BYTES * len(source.names) // sum(source.listing.sizes)))
+    names = source.names[:: -(-len(source.names) // wanted)]
+    for file, of_file in groupby(names, lambda name: name.rpartition("@")[0] or name):
+        yield file, SAMPLED_BYTES, ((name, partial(source.read, name)) for name in of_file)
 
 
 # ---- prefetching -----------------------------------------------------------------------------------------------------

@@ -96,8 +96,11 @@ def resolved(path: Path) -> Path:
 class Listing:
     """Regular files below a folder with their sizes, sorted by relative name (with `/`)."""
 
-    def __init__(self, root: Path, found: Iterator[tuple[str, int]]) -> None:
-        self.root = root
+    def __init__(self, root: Path, found: Iterator[tuple[str, int]], place: Path | None = None) -> None:
+        """Takes the only file's path as `place`, if there is just one."""
+        self.root, self.place, self.is_folder = root, place or root, place is None
+        self.left_out = dict[str, str]()
+        """Reason for each file that is not used, because it is not text."""
         entries = []
         for entry in found:
             entries.append(entry)
@@ -143,7 +146,7 @@ class Listing:
             )
         first = ", ".join(self.names[:3])
         raise ConfigError(
-            f"{self.root} is not the text of this run: it {differs}. Its first files: {first}",
+            f"{self.place} is not the text of this run: it {differs}. Its first files: {first}",
             hint="Give the run's unmodified text with --text; ask the run's author for it.",
         )
 
@@ -166,7 +169,7 @@ def single_file(path: Path) -> Listing:
     path = resolved(path)
     found = os.lstat(path)
     _check_regular(found, path)
-    return Listing(path.parent, iter([(path.name, found.st_size)] if found.st_size else []))
+    return Listing(path.parent, iter([(path.name, found.st_size)] if found.st_size else []), path)
 
 
 def _walk(root: str, folder: Selection, file: Selection) -> Iterator[tuple[str, int]]:

@@ -6,10 +6,6 @@ else from words in file names, as in the `datasets` library. Runs no code from t
 
 from __future__ import annotations
 
-import errno
-import gzip
-import io
-import json
 import logging
 import os
 import re
@@ -21,14 +17,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
-import zstandard
-
-from node.data.files import LINE_BYTES, open_regular
+from node.data.row_files import TEXT_COLUMN, Row, rows_of
 from protocol.manifest.manifest import HUB_PLACE
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, SkipstoneError
 
@@ -47,6 +40,11 @@ _OF_SPLITS: Final = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 
+SUFFIXES: Final = (
+    ".parquet",
+    *(f"{kind}{packed}" for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst")),
+)
+
 T = TypeVar("T")
 Pause = Callable[[float], object]
 
@@ -57,13 +55,13 @@ class HubPlace(NamedTuple):
     name: str
     config: str | None
     split: str
-    column: str
+    column: str | None
 
 
 def hub_place(place: str, *, is_chat: bool) -> HubPlace:
-    """Parses a data set's `NAME:CONFIG:SPLIT:COLUMN`. Defaults: no config, `train`, `text` (or `messages` if chat)."""
+    """Parses a data set's `NAME:CONFIG:SPLIT:COLUMN`. Defaults: no config, `train`, `text` (None if chat)."""
     name, config, split, column = (place.split(":") + [""] * 3)[:4]
-    return HubPlace(name, config or None, split or "train", column or ("messages" if is_chat else "text"))
+    return HubPlace(name, config or None, split or "train", column or (None if is_chat else TEXT_COLUMN))
 
 
 def newest_commit(place: str) -> str:
@@ -379,120 +377,3 @@ def _by_words(split: str, names: list[str]) -> list[str]:
     if split == "train" and not any(has_word(name, words) for name in names for words in _OF_SPLITS.values()):
         return names
     return [name for name in names if has_word(name, _OF_SPLITS.get(split, (split,)))]
-
-
-# ---- rows of a file --------------------------------------------------------------------------------------------------
-
-
-PARQUET: Final = ".parquet"
-SUFFIXES: Final = (PARQUET, *(f"{kind}{packed}" for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst")))
-MAX_GROUP_BYTES: Final = 2**31
-"""Largest uncompressed size of the column in a row group, in bytes. Pyarrow may keep all of it in memory."""
-BATCH_ROWS: Final = 256
-MAX_WINDOW_BYTES: Final = 2**27
-
-Row = Callable[[], bytes]
-"""Reads a row's document. Raises OSError if the row is malformed or too long."""
-
-
-def rows_of(path: Path, column: str, start: int, *, is_chat: bool) -> Iterator[Row]:
-    """Yields a reader for each row of a file, beginning with row `start`. Raises ConfigError or OSError."""
-    if path.name.endswith(PARQUET):
-        found = _column(path, column, start)
-        return (partial(_document, value, is_chat) for value in found)
-    return (partial(_of_line, line, column, is_chat) for line in _lines(path, start))
-
-
-def _document(value: object, is_chat: bool) -> bytes:
-    """Converts a row's value to the bytes of a document, empty if the value is null."""
-    if value is None:
-        return b""
-    return (json.dumps({"messages": value}, default=str) if is_chat else str(value)).encode(errors="replace")
-
-
-def _of_line(line: bytes | None, column: str, is_chat: bool) -> bytes:
-    if line is None:
-        raise OSError(errno.EFBIG, f"the line has more than {LINE_BYTES} bytes")
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise OSError(errno.EINVAL, "the line is not JSON") from None
-    if not isinstance(row, dict) or column not in row:
-        raise OSError(errno.EINVAL, f"the line is not an object with {column!r}")
-    return _document(row[column], is_chat)
-
-
-def _lines(path: Path, start: int) -> Iterator[bytes | None]:
-    """Yields a file's non-blank lines, beginning with line `start`. None for a line that is too long."""
-    with _unpacked(path) as file:
-        number, is_begin = 0, True
-        try:
-            while piece := file.readline(LINE_BYTES + 1):
-                # A JSON array would be read as a single line.
-                if is_begin and number == 0 and piece.lstrip()[:1] == b"[":
-                    raise ConfigError(f"data.source: {path.name} does not have one JSON object per line")
-                # Without a newline at the limit, the line is too long and continues.
-                is_end = piece.endswith(b"\n") or len(piece) <= LINE_BYTES
-                if is_begin and piece.strip():
-                    if number >= start:
-                        yield piece if is_end else None
-                    number += 1
-                is_begin = is_end
-        except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
-            raise ConfigError(f"data.source: cannot decompress {path.name}: {error}") from error
-
-
-@contextmanager
-def _unpacked(path: Path) -> Iterator[BinaryIO]:
-    with open_regular(path) as file:
-        if path.name.endswith(".gz"):
-            with gzip.open(file, "rb") as packed:
-                yield cast("BinaryIO", packed)
-        elif path.name.endswith(".zst"):
-            unpacking = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-            with io.BufferedReader(unpacking.stream_reader(file, read_across_frames=True)) as reader:
-                yield cast("BinaryIO", reader)
-        else:
-            yield file
-
-
-def _column(path: Path, column: str, start: int) -> Iterator[Any]:
-    """Yields the values of a Parquet column, beginning with row `start`. Does not read earlier row groups."""
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise ConfigError(
-            "data.source has Parquet files, but the `pyarrow` library is not installed",
-            hint="Install it with `pip install 'skipstone[datasets]'`.",
-        ) from None
-    try:
-        with open_regular(path) as file, ParquetFile(file) as parquet:
-            names = parquet.schema_arrow.names
-            if column not in names:
-                raise ConfigError(f"data.source: {path.name} has no column {column!r}; it has {', '.join(names)}")
-            at = 0
-            for group in range(parquet.num_row_groups):
-                count = parquet.metadata.row_group(group).num_rows
-                if at + count > start:
-                    _require_bounded(parquet.metadata.row_group(group), column, path)
-                    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column]):
-                        values = batch.column(0)
-                        for number in range(max(0, start - at), len(values)):
-                            yield values[number].as_py()
-                        at += len(values)
-                else:
-                    # Skip the row group without reading it.
-                    at += count
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"data.source: {path.name} cannot be read: {error}") from error
-
-
-def _require_bounded(group: Any, column: str, path: Path) -> None:
-    parts = (group.column(number) for number in range(group.num_columns))
-    size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] == column)
-    if size > MAX_GROUP_BYTES:
-        raise ConfigError(
-            f"data.source: a row group of {path.name} has {size} bytes in {column!r}, more than {MAX_GROUP_BYTES}",
-            hint="Use a data set with smaller row groups, or a local folder with path:FOLDER.",
-        )

@@ -61,6 +61,8 @@ def local_paths(data: DataSection, options: LocalPathOptions, *, own: bool) -> R
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
     if data.is_of_files:
         text = may_open(rest, "--text", options.text, own=own)
+        if text.value is not None and options.text is None:
+            text = Reasoned(_without_column(text.value, data), text.reason)
     elif kind == "huggingface":
         if not (own or options.hub):
             return Reasoned(
@@ -77,7 +79,7 @@ def local_paths(data: DataSection, options: LocalPathOptions, *, own: bool) -> R
 
 def as_written(data: DataSection) -> LocalPaths:
     """Returns the manifest's own paths, hidden ones included, for an author's own run (`solo`, `up`, benchmarks)."""
-    text = _from_home(data.source.partition(":")[2]) if data.is_of_files else None
+    text = _without_column(_from_home(data.source.partition(":")[2]), data) if data.is_of_files else None
     return LocalPaths(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))
 
 
@@ -86,3 +88,16 @@ def _from_home(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:  # unknown user
         raise ConfigError(f"{path}: {error}", hint="Write the absolute path.") from None
+
+
+def text_column(data: DataSection, place: Path) -> str | None:
+    """Returns COLUMN of `path:FILE-OR-FOLDER:COLUMN`, opened at `place`; None if the colon belongs to the name."""
+    path, _, column = data.source.partition(":")[2].rpartition(":")
+    # In `C:\\text`, the colon belongs to the drive.
+    is_column = data.kind == "path" and len(path) > 1 and column and not {"/", "\\"} & {*column}
+    return column if is_column and not place.name.endswith(f":{column}") else None
+
+
+def _without_column(path: Path, data: DataSection) -> Path:
+    column = text_column(data, Path())
+    return path if column is None or path.exists() else path.with_name(path.name.removesuffix(f":{column}"))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
+import os
 import struct
 import sysconfig
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -26,12 +29,22 @@ from node.data.files import (
     visible_below,
 )
 from node.data.hub import HubStream
+from node.data.local_paths import text_column
+from node.data.row_files import (
+    CUT_BYTES,
+    DOCUMENT_BYTES,
+    Format,
+    Kind,
+    NotTextError,
+    Row,
+    Wanted,
+    format_of,
+    rows_in,
+)
 from node.data.tokenizers import Tokens
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
-DOCUMENT_BYTES: Final = 2**20
-"""Largest document from a folder, in bytes. Longer files become several documents."""
 PIECE_BYTES: Final = 2**14
 """Document size if the source is a single file, in bytes. Small enough to split the file and hold some out."""
 
@@ -40,6 +53,8 @@ _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycach
 
 
 FromListing = TypeVar("FromListing")
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -53,8 +68,12 @@ class Source(Protocol):
     def read(self, name: str) -> bytes: ...
 
 
-def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
-    """Opens the run's text, with its files at `place`. Raises ConfigError if the files are missing or different."""
+def open_source(section: DataSection, place: Path | None, *, is_new: bool = False) -> LocalSource | HubStream:
+    """Opens the run's text, with its files at `place`. Raises ConfigError if the files are missing or different.
+
+    Args:
+        is_new: refuse files of doubtful content, which runs made earlier read as text.
+    """
     kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
         return python_standard_library()
@@ -66,50 +85,122 @@ def open_source(section: DataSection, place: Path | None) -> Source | HubStream:
             "the manifest names a path for its text, which is unknown on this machine",
             hint="Give the text with --text FILE-OR-FOLDER.",
         )
-    source: FileSource | LineSource | TokenShards
+    source: LocalSource
     if kind == "tokens":
         source = source_at(place, TokenShards)
     else:
-        source = source_at(place, LineSource) if section.labels == "assistant" else files_at(place)
+        wanted = Wanted(text_column(section, place), section.labels == "assistant")
+        source = source_at(place, lambda listing: _local_files(listing, wanted, is_new=is_new))
     if section.files is not None:
         source.listing.require(section.files)
     return source
 
 
+def _local_files(listing: Listing, wanted: Wanted, *, is_new: bool) -> FileSource | LineSource | FileStream:
+    """Opens each file by its content. In a folder, files that are not text are left out."""
+    formats, left_out = dict[str, Format](), listing.left_out
+    if not listing.names:
+        raise ConfigError(f"{listing.place} contains no text", hint="Choose a file or a folder with text.")
+    for name in listing.names:
+        try:
+            with listing.open(name) as file:
+                found = format_of(file, name, wanted)
+            if found.kind is Kind.TEXT and listing.is_folder and wanted.needs_rows:
+                raise NotTextError("plain text without rows")
+            formats[name] = found
+        except NotTextError as error:
+            left_out[name] = str(error)
+        except OSError as error:
+            if is_new:
+                why = error.strerror or error
+                raise ConfigError(f"data.source: {listing.root / name} cannot be read: {why}") from None
+            formats[name] = Format(Kind.TEXT, is_plain=True)  # excluded when it is read
+    if len(left_out) > len(formats) and (not formats or (is_new and not wanted.needs_rows)):
+        name, why = next(iter(left_out.items()))
+        others = f" ({len(left_out)} of {len(listing.names)} files are no such text)" if listing.is_folder else ""
+        raise ConfigError(
+            f"data.source: {listing.root / name} cannot be used: it is {why}{others}",
+            hint="Choose a file or folder of text.",
+        )
+    if is_new and (doubts := [found.doubt for found in formats.values() if found.doubt is not None]):
+        others = f". {len(doubts) - 1} more files are doubtful" if len(doubts) > 1 else ""
+        raise ConfigError(f"{doubts[0]}{others}", hint=doubts[0].hint)
+    if left_out and not is_new:
+        name, why = next(iter(left_out.items()))
+        logger.warning("%d files of the text are not used; %s is %s", len(left_out), name, why)
+    kinds = {(found.kind, found.is_plain) for found in formats.values()}
+    if kinds <= {(Kind.TEXT, True)} and not wanted.needs_rows:
+        return FileSource(listing, DOCUMENT_BYTES if listing.is_folder else PIECE_BYTES, [*formats])
+    if kinds <= {(Kind.LINES, True), (Kind.TEXT, True)} and wanted.column is None:
+        return LineSource(listing, [*formats])
+    return FileStream(listing, [*formats], wanted)
+
+
+class FileStream:
+    """Rows of local files, each file read from its beginning."""
+
+    def __init__(self, listing: Listing, files: Sequence[str], wanted: Wanted) -> None:
+        self.listing, self.files, self._wanted = listing, files, wanted
+        self.bytes_read = 0
+
+    def rows(self, file: str, start: int) -> Generator[Row]:
+        """Yields a reader for each row of a file from row `start`. Raises ConfigError."""
+        try:
+            with self.listing.open(file) as opened:
+                try:
+                    size = DOCUMENT_BYTES if self.listing.is_folder else PIECE_BYTES
+                    yield from rows_in(opened, file, self._wanted, start, size)
+                    opened.seek(0, os.SEEK_END)
+                finally:
+                    self.bytes_read += opened.tell()
+        except OSError as error:
+            raise ConfigError(f"data.source: {file} cannot be read: {error.strerror or error}") from error
+
+    def expect(self, name: str) -> None:
+        """Does nothing, because local files need no prefetching."""
+
+
 class FileSource:
     """Source whose documents are files; a file above `document_bytes` becomes several documents `NAME@OFFSET`."""
 
-    def __init__(self, listing: Listing, document_bytes: int) -> None:
+    def __init__(self, listing: Listing, document_bytes: int, files: Sequence[str] | None = None) -> None:
         self.listing = listing
         self._document_bytes = document_bytes
-        pieces = [range(0, size, document_bytes) for size in listing.sizes]
-        self.names = DocumentNames(listing.names, pieces, is_plain=True)
+        files = listing.names if files is None else files
+        pieces = [range(0, listing.size_of(name) or 0, document_bytes) for name in files]
+        self.names = DocumentNames(files, pieces, is_plain=True)
         if not self.names:
-            raise ConfigError(f"{listing.root} contains no text", hint="Choose a file or a folder with text.")
+            raise ConfigError(f"{listing.place} contains no text", hint="Choose a file or a folder with text.")
 
     def read(self, name: str) -> bytes:
         # A file name may end like a piece of another file. The file takes precedence.
         base, _, offset = (name, "", "0") if self.listing.size_of(name) is not None else name.rpartition("@")
         with self.listing.open(base) as file:
-            file.seek(int(offset))
-            return file.read(self._document_bytes)
+            begin, end = (self._border(file, int(offset) + more) for more in (0, self._document_bytes))
+            file.seek(begin)
+            return file.read(end - begin).removeprefix(b"" if begin else BOM_UTF8)
+
+    def _border(self, file: BinaryIO, offset: int) -> int:
+        """Returns where a cut at `offset` comes to lie: at the next line, else at the next character."""
+        file.seek(offset)
+        after = file.read(CUT_BYTES) if offset else b""
+        character = next((at for at, byte in enumerate(after[:4]) if byte & 0xC0 != 0x80), 0)
+        return offset + (after.find(b"\n") + 1 or character)
 
 
 class LineSource:
-    """Source whose documents are lines `NAME@OFFSET` of `.jsonl` files or of the only file. Opening reads all files."""
+    """Source whose documents are lines `NAME@OFFSET` of files, such as conversations. Opening reads all files."""
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: Listing, files: Sequence[str] | None = None) -> None:
         self.listing = listing
-        names = (
-            listing.names if len(listing.names) == 1 else [name for name in listing.names if name.endswith(".jsonl")]
-        )
+        files = listing.names if files is None else files
         try:
-            self.names = DocumentNames(names, [_line_starts(listing, name) for name in names])
+            self.names = DocumentNames(files, [_line_starts(listing, name) for name in files])
         except OSError as error:
-            raise ConfigError(f"{listing.root}: {error.strerror}: {error.filename}") from None
+            raise ConfigError(f"{listing.place}: {error.strerror}: {error.filename}") from None
         if not self.names:
             raise ConfigError(
-                f"{listing.root} has no lines with conversations",
+                f"{listing.place} has no lines with conversations",
                 hint="Choose a JSON Lines file or a folder with .jsonl files.",
             )
 
@@ -190,12 +281,12 @@ class TokenShards:
         try:
             shards = [_Shard(listing, name) for name in names]
         except OSError as error:
-            raise ConfigError(f"{listing.root}: {error.strerror}: {error.filename}") from None
+            raise ConfigError(f"{listing.place}: {error.strerror}: {error.filename}") from None
         self._shards = dict(zip(names, shards, strict=True))
         self.names = DocumentNames(names, [shard.starts for shard in shards])
         if not self.names:
             raise ConfigError(
-                f"{listing.root} has no token shard with documents",
+                f"{listing.place} has no token shard with documents",
                 hint="Choose a folder with NAME.bin and NAME.idx, as `skipstone tokenize` writes them.",
             )
 
@@ -252,6 +343,9 @@ def _document_ends(file: BinaryIO, size: int, name: str) -> tuple[np.dtype[Any],
     if first.size != bounds or first[0] != 0 or first[-1] != sequences or (np.diff(first) < 0).any():
         raise ConfigError(f"{name}.idx: its documents are not contiguous")
     return _TYPES[code], ends[first[1:]]
+
+
+LocalSource = FileSource | LineSource | FileStream | TokenShards
 
 
 class ShardWriter:

@@ -12,9 +12,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +56,11 @@ class ByteTokenizer:
 
     def text_stream(self) -> TextStream:
         return ByteTextStream()
+
+    def encode_parts(self, parts: Sequence[Part]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
+        """Returns the tokens of the joined parts, and for each token whether its part is wanted."""
+        texts = [part.text.encode(errors="replace") for part in parts]
+        return self.encode(b"".join(texts)), np.repeat([part.is_wanted for part in parts], [*map(len, texts)])
 
 
 UNSET: Final = DataSection()
@@ -128,6 +135,56 @@ class FileTokenizer:
         with _panics_raised():
             text: str = self._tokenizer.decode(tokens)
         return text
+
+    def encode_parts(self, parts: Sequence[Part]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
+        """Returns the tokens of the joined parts, and for each token whether it is in a wanted one.
+
+        The text is encoded at once, because some tokenizers put a blank in front of each text.
+        """
+        if not any(name in part.text for part in parts if not part.is_mark for name in self._special):
+            return _encoded(self._tokenizer, parts)
+        # The text of a special token in a message stays text.
+        found = list[tuple[Any, Any]]()
+        for is_special, group in groupby(parts, lambda part: part.is_mark and part.text in self._special):
+            if is_special:
+                found += [([self._special[part.text]], [part.is_wanted]) for part in group]
+            else:
+                found.append(_encoded(self._literal, [*group]))
+        tokens, wanted = zip(*found, strict=True)
+        return np.concatenate(tokens), np.concatenate(wanted)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    @cached_property
+    def _literal(self) -> Any:
+        """A copy that reads special tokens as text."""
+        literal = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        literal.encode_special_tokens = True
+        return literal
+
+
+class Part(NamedTuple):
+    """A part of a conversation."""
+
+    text: str
+    is_wanted: bool
+    is_mark: bool = False
+    """Whether the text may become a special token."""
+
+
+def _encoded(tokenizer: Any, parts: Sequence[Part]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
+    text = "".join(part.text for part in parts)
+    with _panics_raised():
+        [encoding] = tokenizer.encode_batch([text.encode(errors="replace").decode()], add_special_tokens=False)
+    begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    bounds, is_wanted = np.cumsum([len(part.text) for part in parts]), np.array([part.is_wanted for part in parts])
+    # A token in two parts counts if one of them is wanted: the last may hold the end of the answer.
+    first = np.searchsorted(bounds[:-1], begins, "right")
+    last = np.where(begins < ends, np.searchsorted(bounds, ends), first)
+    return np.asarray(encoding.ids, dtype=np.int64), is_wanted[first] | is_wanted[last]
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

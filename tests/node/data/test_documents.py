@@ -269,7 +269,7 @@ def test_a_row_that_is_none_is_left_out(hub: LoopbackHub, caplog: pytest.LogCapt
         hub.files[name] = b"no JSON\n" + hub.files[name]
     manifest = manifest_of()
     assert an_epoch(manifest, A, (A,)) | held_out(manifest) == set(range(FILES * ROWS))
-    assert "data/000.jsonl@0: the line is not JSON" in caplog.text
+    assert "jsonl@0: the row is not JSON" in caplog.text
 
 
 @FEW

@@ -166,17 +166,6 @@ class TestRows:
                 read[number]()
         assert [row() for row in rows(file, "text", 4, is_chat=False)] == [b"", b"b"]
 
-    def test_one_list_in_place_of_lines_is_said(self, tmp_path: Path) -> None:
-        (tmp_path / "a.json").write_bytes(b'[\n{"text": "a"}]')
-        with pytest.raises(ConfigError, match="not have one JSON object per line"):
-            list(rows(tmp_path / "a.json", "text", 0, is_chat=False))
-
-    @pytest.mark.parametrize("suffix", ["gz", "zst"])
-    def test_a_damaged_file_is_said(self, tmp_path: Path, suffix: str) -> None:
-        (tmp_path / f"a.jsonl.{suffix}").write_bytes(b"no such thing")
-        with pytest.raises(ConfigError, match="cannot decompress"):
-            list(rows(tmp_path / f"a.jsonl.{suffix}", "text", 0, is_chat=False))
-
     def test_parquet_by_groups(self, tmp_path: Path) -> None:
         pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow, of the extras `datasets` and `dev`")
         from pyarrow import parquet

@@ -245,7 +245,8 @@ def test_lines_of_all_files_are_documents_in_the_order_of_names(tmp_path: Path) 
     (tmp_path / "b.jsonl").write_bytes(b"three\n")
     (tmp_path / "a.jsonl").write_bytes(b"one\r\n\n  \ntwo")
     (tmp_path / "c.txt").write_bytes(b"not asked for\n")
-    source = source_at(tmp_path, LineSource)
+    source = open_source(DataSection(source="path:x", labels="assistant"), tmp_path)
+    assert isinstance(source, LineSource)
     assert list(source.names) == ["a.jsonl@0", "a.jsonl@9", "b.jsonl@0"]
     assert source.names[1:] == ["a.jsonl@9", "b.jsonl@0"]
     assert [source.read(name).strip() for name in source.names] == [b"one", b"two", b"three"]
