@@ -59,6 +59,12 @@ def up(
             envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs, which `skipstone check` reads [default: no logs]"
         ),
     ] = None,
+    listen: Annotated[
+        str, typer.Option(help="Local address to bind to: 0.0.0.0 or :: let others join [default: this machine only]")
+    ] = "127.0.0.1",
+    port_base: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="First of the nodes' ports, two per node [default: free ports]")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
     memory_limit: Annotated[
@@ -87,6 +93,7 @@ def up(
         checkpoint_dir=checkpoint_dir,
         checkpoint_every_s=checkpoint_every,
         log_dir=log_dir,
+        port_base=port_base,
         memory_limits=() if memory_limit is None else tuple(parse_size(each) for each in memory_limit.split(",")),
         moments=moments,
         model=model,
@@ -94,15 +101,19 @@ def up(
         # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
         author_path=None if checkpoint_dir is None else default_identity_path(),
     )
-    raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
+    raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json)))
 
 
-async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) -> int:
+async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool) -> int:
     """Runs the swarm to its end. Returns 128 + the stopping signal, else the first failing node's exit code."""
     from node.local_swarm.local_swarm import LocalSwarm
+    from node.local_swarm.setup import Deployment
     from node.local_swarm.swarm_progress import summarize
+    from node.network.session import Whereabouts
 
-    async with LocalSwarm(manifest, options) as swarm:
+    where = Whereabouts(listen.strip("[]"))
+    deployment = Deployment(host=where.listen, advertise=where.advertised_hosts()[0])
+    async with LocalSwarm(manifest, options, deployments=lambda _: deployment) as swarm:
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import ipaddress
 import os
 import re
 import typing
@@ -19,7 +20,9 @@ from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
+from protocol.identity.signed_records import MAX_ADDRESS_LENGTH, is_host
 from protocol.manifest.join_link import JoinLink
+from protocol.transport.settings import joined
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
@@ -51,7 +54,28 @@ NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative, but is {}"
 MODULE = Check(
     lambda text: re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) is not None, "must be a stage or STAGE.EXPERT, not {}"
 )
+LISTEN = Check(
+    lambda host: _is_address(host),
+    "must be an IP address of this machine, such as :: or 0.0.0.0, without a port, not {}",
+)
+ADVERTISE = Check(
+    lambda host: not host or _can_be_dialled(host),
+    "must be a host name or an IP address that peers can dial, without a port (--port sets it), not {}",
+)
 SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return "%" not in host  # a zone has a meaning on one machine only
+
+
+def _can_be_dialled(host: str) -> bool:
+    address = joined(host, 65_535)
+    return is_host(address.rpartition(":")[0]) and "%" not in host and len(address) <= MAX_ADDRESS_LENGTH
 
 
 def variable(name: str) -> str:
@@ -118,9 +142,9 @@ class NodeOptions:
         Path, setting("identity", "Key file of the node; created if missing [default: this machine's key]")
     ] = field(default_factory=default_identity_path)
     # Other machines must reach a node; mutual TLS authenticates them.
-    listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
+    listen: Annotated[str, setting("listen", "Local address to bind to; :: is IPv6 and IPv4."), LISTEN] = "0.0.0.0"  # noqa: S104
     advertise: Annotated[
-        str | None, setting("advertise", "Host name or address that peers dial [default: detected]")
+        str | None, setting("advertise", "Host name or address that peers dial [default: detected]"), ADVERTISE
     ] = None
     port: Annotated[int, setting("port", "Port of the node (0: any free port)."), PORT] = 0
     dht_port: Annotated[int, setting("dht-port", "Port of the DHT (0: any free port)."), PORT] = 0
@@ -241,6 +265,8 @@ class NodeOptions:
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:
             raise ConfigError("neither a join link nor a manifest is given")
+        object.__setattr__(self, "listen", self.listen.strip("[]"))
+        object.__setattr__(self, "advertise", self.advertise and self.advertise.strip("[]"))
         # Options may also come from the environment or from code, so check them here.
         for name, (_, *checks) in SETTINGS.items():
             value = getattr(self, name)

@@ -59,7 +59,7 @@ def doctor(
     named = (("key", (identity or default_identity_path()).parent), ("checkpoints", checkpoint_dir), ("logs", log_dir))
     folders = tuple((name, folder) for name, folder in named if folder is not None)
     where = None if link is None else read_link(link)
-    endpoint, limit = Endpoint(listen, port, advertise, reach), memory_limit_of(memory_limit)
+    endpoint, limit = Endpoint(listen.strip("[]"), port, advertise, reach), memory_limit_of(memory_limit)
     patient = Patient(device, endpoint, dht_port, folders, where, limit, moments)
     findings: list[Finding] = []
 

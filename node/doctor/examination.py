@@ -330,7 +330,7 @@ def look_at_port(host: str, port: int) -> Sequence[Finding]:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             # gRPC binds like this too: recently closed connections do not block the port.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host.strip("[]"), port))
+            listener.bind((host, port))
             listener.listen(1)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)

@@ -20,7 +20,7 @@ from node.model.moments import MomentType
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
-from protocol.manifest.join_link import JoinLink
+from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
 from swarm.pipeline.custody import DEFAULT_SLOTS
@@ -76,6 +76,8 @@ class LocalSwarmOptions:
     log_level: str = "warning"
     model: Path | None = None
     router: bytes = b""
+    port_base: int | None = None
+    """First of the nodes' consecutive ports. None: free ones."""
     author_path: Path | None = None
     """Key that signs the manifest. None: the first peer's."""
 
@@ -103,7 +105,7 @@ class PlannedPeer:
 
     @property
     def address(self) -> str:
-        return f"/ip4/{self.deployment.advertised_host}/tcp/{self.dht_port}/p2p/{self.peer}"
+        return f"{multiaddr_of(self.deployment.advertised_host, self.dht_port)}/p2p/{self.peer}"
 
 
 def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | None = None) -> list[ModuleId]:
@@ -160,7 +162,8 @@ class LocalSetup:
         # A snapshot belongs to a peer id, so the keys must last as long as the snapshots.
         self._keys = self._folder if options.checkpoint_dir is None else options.checkpoint_dir / IDENTITIES
         try:
-            ports = iter(_free_ports(2 * len(modules)))
+            base, count = options.port_base, 2 * len(modules)
+            ports = iter(_free_ports(count) if base is None else range(base, base + count))
             limits = match_limits(manifest, modules, options.memory_limits)
             for module, limit in zip(modules, limits, strict=True):
                 self._plan(module, next(ports), next(ports), limit)

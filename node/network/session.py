@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import random
 import socket
@@ -30,7 +29,7 @@ from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
-from protocol.transport.settings import TransportSettings
+from protocol.transport.settings import TransportSettings, joined
 from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Stalled, Unreachable
@@ -292,7 +291,7 @@ PAUSE_S = 0.3
 LOOK_AROUND_S = 1.5  # Enough for one look-up of every module
 ASKED_AT_ONCE = 16  # For the manifest
 MAX_LINK_PEERS = 4
-ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - by the name of "all interfaces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,13 +336,16 @@ class Whereabouts:
 
     def local(self, port: int) -> str:
         """Returns the `host:port` at which programs on this machine reach one of this node's ports."""
-        return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
+        return joined(LOOPBACK.get(self.listen, self.listen), port)
 
-    def advertised_host(self, initial_peers: tuple[str, ...]) -> str:
-        """Returns the host to advertise: the option's, the bound one, or our address towards an initial peer."""
-        if self.advertise:
-            return self.advertise
-        return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
+    def advertised_hosts(self, initial_peers: tuple[str, ...] = ()) -> list[str]:
+        """Returns the hosts to advertise: the option's, the bound one, or our addresses towards peers or outside."""
+        if self.advertise or self.listen not in LOOPBACK:
+            return [self.advertise or self.listen]
+        if (towards_peer := address_to_reach(initial_peers)) is not None:
+            return [towards_peer]
+        outside = ("192.0.2.1", "2001:db8::1") if self.listen == "::" else ("192.0.2.1",)
+        return [own for host in outside if (own := address_towards(host)) is not None] or [LOOPBACK[self.listen]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,8 +450,8 @@ async def present(
         sync = MembershipSync(own, record, membership, book, events, directory, transport)
         stack.enter_context(sync.receiving(dispatcher))
         await stack.enter_async_context(transport)
-        host = await asyncio.to_thread(where.advertised_host, settings.initial_peers)  # may need DNS
-        own.addresses = (f"{host}:{transport.port}",)
+        hosts = await asyncio.to_thread(where.advertised_hosts, settings.initial_peers)  # may need DNS
+        own.addresses = tuple(joined(host, transport.port) for host in hosts)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(sync.run())
@@ -464,28 +466,28 @@ async def present(
             running.cancel()
 
 
-def address_towards(host: str) -> str | None:
-    """Returns this machine's address on the route to a host; None without a route. Sends no packet, except to DNS."""
+def address_towards(host: str, *, by_ip6: bool = False) -> str | None:
+    """Returns this machine's address on the route to a host; None without a route. Sends no packet, except to DNS.
+
+    `by_ip6`: resolve a host name to an IPv6 address.
+    """
+    family = socket.AF_INET6 if by_ip6 or ":" in host else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-    except ValueError:
-        family = socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             # Connecting a UDP socket only chooses a route.
             probe.connect((host, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
-def address_to_reach(multiaddrs: tuple[str, ...]) -> str:
-    """Returns this machine's IPv4 address on the route to the first resolvable multiaddr. Sends no packet."""
+def address_to_reach(multiaddrs: tuple[str, ...]) -> str | None:
+    """Returns this machine's address on the route to the first resolvable multiaddr. Sends no packet, except to DNS."""
     for multiaddr in multiaddrs:
-        parts = multiaddr.split("/")
-        if len(parts) > 2 and parts[1] in ("ip4", "dns4") and (own := address_towards(parts[2])) is not None:
+        _, kind, host, *_ = multiaddr.split("/")
+        if (own := address_towards(host, by_ip6=kind.endswith("6"))) is not None:
             return own
-    return "127.0.0.1"
+    return None
 
 
 class _Silent:
@@ -500,7 +502,7 @@ async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> Asy
     """Connects to a run as a client within the block: new key, no module, and a DHT client that does not listen."""
     # Listen only on the interface towards the first peer; peers behind NAT must be able to call back.
     if listen is None:
-        listen = await asyncio.to_thread(address_to_reach, link.peers)  # may need DNS
+        listen = await asyncio.to_thread(address_to_reach, link.peers) or "127.0.0.1"  # may need DNS
     settings = DirectorySettings("", 0, (), link.peers, client=True)
     where = Whereabouts(listen=listen, port=port)
     async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as session:

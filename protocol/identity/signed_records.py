@@ -216,11 +216,12 @@ def _check_address(address: str) -> None:
     """Raises ProtocolViolation unless `address` is `host:port`, with a name, IPv4 or bracketed IPv6 address."""
     host, colon, port = address.rpartition(":")
     fits = len(address) <= MAX_ADDRESS_LENGTH and bool(colon) and bool(_PORT.fullmatch(port)) and int(port) <= 65_535
-    if not (fits and _is_host(host)):
+    if not (fits and is_host(host)):
         raise ProtocolViolation(f"record: {address[:MAX_ADDRESS_LENGTH]!r} is not an address like host:port")
 
 
-def _is_host(host: str) -> bool:
+def is_host(host: str) -> bool:
+    """Whether `host` is a name or an address that can be dialled; an IPv6 address needs brackets."""
     bracketed = host.startswith("[") and host.endswith("]")
     try:
         ip = ipaddress.IPv6Address(host[1:-1]) if bracketed else ipaddress.IPv4Address(host)

@@ -48,8 +48,10 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     try:
         if start.host:
             address = ipaddress.ip_address(start.host)
-            _check_port(address, start.port)
+            free = _free_port(address, start.port)
             listening = {"host_maddrs": [f"/ip{address.version}/{address}/tcp/{start.port}"]}
+            if start.host == "::":  # Go separates IPv6 and IPv4, and p2pd would choose a port for each
+                listening = {"host_maddrs": [f"/ip6/::/tcp/{free}", f"/ip4/0.0.0.0/tcp/{free}"]}
         daemon = await _Daemon.create(
             **listening,
             announce_maddrs=list(start.announce) or None,
@@ -91,12 +93,15 @@ async def _answers(address: Multiaddr) -> bool:
     return True
 
 
-def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> None:
-    """Raises OSError if the port is in use. p2pd would share it (SO_REUSEPORT) and get only some connections."""
+def _free_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> int:
+    """Returns the port, a free one for 0. Raises OSError if it is in use: p2pd would share it (SO_REUSEPORT)."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
+        if address.version == 6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # `::` is both
         probe.bind((str(address), port))
+        return int(probe.getsockname()[1])
 
 
 PROTOCOL: Final = "/skipstone/relay/1"

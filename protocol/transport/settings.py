@@ -7,6 +7,17 @@ from typing import Final
 
 from swarm.vocabulary.errors import ConfigError
 
+
+def joined(host: str, port: int) -> str:
+    """Returns `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """Returns the host of a `host:port`, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 MAX_OPEN_TRANSFERS: Final = 64  # Per sender, including refused ones
 MAX_OPEN_QUESTIONS: Final = 8  # Per peer, as in link.proto
 
@@ -15,7 +26,7 @@ MAX_OPEN_QUESTIONS: Final = 8  # Per peer, as in link.proto
 class TransportSettings:
     """Settings of a transport. Raises ConfigError if the port is out of range."""
 
-    listen_host: str = "127.0.0.1"  # `0.0.0.0` or `[::]` for all interfaces
+    listen_host: str = "127.0.0.1"  # `0.0.0.0` or `::` for all interfaces
     listen_port: int = 0  # 0: any free port
     chunk_bytes: int = 512 * 1024  # Chunks of microbatches, 4 KiB to 1 MiB; smaller on slow links
     bulk_chunk_bytes: int = 1024 * 1024  # Chunks of rounds and state

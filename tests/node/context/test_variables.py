@@ -227,9 +227,10 @@ class TestLinkFile:
 
 
 class Probe:
-    """A UDP socket of a machine that has one address, 192.0.2.5, and finds all hosts but one."""
+    """A UDP socket of a machine with the addresses 192.0.2.5 and 2001:db8::5 that finds all hosts but one."""
 
-    def __init__(self, *kind: object) -> None: ...
+    def __init__(self, family: int, kind: int) -> None:
+        self.own = "2001:db8::5" if family == socket.AF_INET6 else "192.0.2.5"
 
     def __enter__(self) -> Probe:
         return self
@@ -241,26 +242,43 @@ class Probe:
             raise socket.gaierror("no such host")
 
     def getsockname(self) -> tuple[str, int]:
-        return "192.0.2.5", 9
+        return self.own, 9
 
 
 class TestAddresses:
     @pytest.mark.parametrize(
-        ("hosts", "own"),
+        ("listen", "hosts", "own"),
         [
-            (["ip4/203.0.113.7"], "192.0.2.5"),
-            (["dns4/unknown.example", "dns4/node.example"], "192.0.2.5"),
-            (["dns4/unknown.example", "ip6/::1"], "127.0.0.1"),
+            ("0.0.0.0", ["ip4/203.0.113.7"], ["192.0.2.5"]),
+            ("0.0.0.0", ["dns4/unknown.example", "dns6/node.example"], ["2001:db8::5"]),
+            ("::", ["ip6/2001:db8::1"], ["2001:db8::5"]),
+            ("0.0.0.0", ["dns4/unknown.example"], ["192.0.2.5"]),
+            ("::", [], ["192.0.2.5", "2001:db8::5"]),
+            ("25.0.0.9", ["ip6/2001:db8::1"], ["25.0.0.9"]),
         ],
     )
-    def test_our_address_is_that_of_the_route_to_a_peer(
-        self, monkeypatch: pytest.MonkeyPatch, hosts: list[str], own: str
+    def test_our_address_is_that_of_the_route_to_a_peer_or_outside(
+        self, monkeypatch: pytest.MonkeyPatch, listen: str, hosts: list[str], own: list[str]
     ) -> None:
         monkeypatch.setattr(socket, "socket", Probe)
         peers = tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)
-        assert Whereabouts("0.0.0.0").advertised_host(peers) == own
-        assert Whereabouts("0.0.0.0").local(4002) == "127.0.0.1:4002"
-        assert Whereabouts("25.0.0.9").local(4002) == "25.0.0.9:4002"
+        assert Whereabouts(listen).advertised_hosts(peers) == own
+
+    def test_without_a_route_it_is_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("node.network.session.address_towards", lambda host: None)
+        assert [Whereabouts(all_of).advertised_hosts() for all_of in ("0.0.0.0", "::")] == [["127.0.0.1"], ["::1"]]
+
+    @pytest.mark.parametrize(
+        ("listen", "local"),
+        [("0.0.0.0", "127.0.0.1:4002"), ("::", "[::1]:4002"), ("2001:db8::1", "[2001:db8::1]:4002")],
+    )
+    def test_brackets_are_where_host_and_port_are_joined(self, listen: str, local: str) -> None:
+        assert Whereabouts(listen).local(4002) == local
+
+    @pytest.mark.parametrize("written", ["::1", "[::1]", "::", "[::]", "2001:db8::1"])
+    def test_ip6_may_be_written_with_brackets(self, written: str) -> None:
+        options = NodeOptions(**(BASE | {"listen": written, "advertise": "[2001:db8::1]"}))
+        assert (options.listen, options.advertise) == (written.strip("[]"), "2001:db8::1")
 
 
 BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("key")}
@@ -278,6 +296,14 @@ BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("
         ({"steps": 0}, "steps must be"),
         ({"stage": "-1"}, "stage must be a stage or STAGE.EXPERT"),
         ({"memory": "-1"}, "is not a size"),
+        ({"listen": "node.example"}, "listen must be an IP address"),
+        ({"listen": "127.0.0.1:4001"}, "listen must be an IP address"),
+        ({"listen": "fe80::1%eth0"}, "listen must be an IP address"),
+        ({"advertise": "127.0.0.1:4002"}, "advertise must be .* without a port"),
+        ({"advertise": "[2001:db8::1]:4002"}, "advertise must be .* without a port"),
+        ({"advertise": "::"}, "advertise must be"),
+        ({"advertise": "no host"}, "advertise must be"),
+        ({"advertise": f"{'a' * 60}.example"}, "advertise must be"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, object], complaint: str) -> None:
