@@ -100,8 +100,14 @@ def default_identity_path() -> Path:
     home = os.environ.get("SKIPSTONE_HOME")
     if home:
         return Path(home) / "identity.key"
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "skipstone" / "identity.key"
+    try:
+        data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    except RuntimeError:  # a user without HOME and without an entry in the password file
+        raise ConfigError(
+            "there is no folder for this node's key: HOME is not set, and the user has no home folder",
+            hint="Name the key file with --identity, or set SKIPSTONE_HOME or HOME.",
+        ) from None
+    return data / "skipstone" / "identity.key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +322,16 @@ def own_peer() -> PeerId | None:
     """Returns the peer id of this machine's default key file; None if the file is missing or not usable."""
     try:
         return Identity.load(default_identity_path()).peer
-    except IdentityError:
+    except (ConfigError, IdentityError):
         return None
+
+
+def is_default_identity(path: Path) -> bool:
+    """Whether `path` is this machine's default key file."""
+    try:
+        return path == default_identity_path()
+    except ConfigError:
+        return False
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:

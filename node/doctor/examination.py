@@ -29,6 +29,7 @@ from node.observability.status import parse_status
 from node.reachability.monitor import climb
 from node.reachability.port_mapping import Router
 from node.reachability.reach_test import Attachments, witnesses_of
+from protocol.dht.child import socket_parent
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
@@ -493,6 +494,7 @@ async def examine(patient: Patient, tell: Tell) -> None:
         ("memory", look_at_memory, QUICK_S),
         ("stage", lambda: look_at_stage_memory(patient.device, patient.memory_limit, patient.moments), DEVICE_S),
         ("disk", lambda: look_at_disk((*patient.folders, ("temporary files", Path(tempfile.gettempdir())))), QUICK_S),
+        ("sockets", lambda: look_at_disk((("sockets", Path(socket_parent())),)), QUICK_S),
         ("files", look_at_files, QUICK_S),
     )
     for check, look, limit_s in local:

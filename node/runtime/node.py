@@ -17,7 +17,7 @@ from node.checkpoint.state import ResumedState
 from node.concurrency.compute_thread import ComputeThread, DeviceThreads, Priority
 from node.concurrency.task_groups import unless
 from node.context.module_context import ModuleContext
-from node.context.options import NodeOptions, default_identity_path
+from node.context.options import NodeOptions, is_default_identity
 from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
 from node.model.device import choose_devices
@@ -67,7 +67,7 @@ async def run_node(
     named = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
     run = signed.run if signed is not None else cast(JoinLink, options.link).run  # a link or a manifest is given
-    identity = named.for_run(run) if options.identity_path == default_identity_path() else named
+    identity = named.for_run(run) if is_default_identity(options.identity_path) else named
     devices = choose_devices(options.device)
     device = devices.value[0]
     if options.threads is not None:

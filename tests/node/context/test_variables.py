@@ -22,6 +22,7 @@ from node.context.options import (
     LogLevel,
     NodeOptions,
     default_identity_path,
+    is_default_identity,
     parse_size,
     variable,
     without_settings,
@@ -330,3 +331,18 @@ def test_where_the_key_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SKIPSTONE_HOME")
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert default_identity_path() == Path("/data/skipstone/identity.key")
+
+
+def test_without_a_home_it_says_where_a_key_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_entry(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("SKIPSTONE_HOME", "XDG_DATA_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    manifest, key = tmp_path / "run.toml", tmp_path / "key"
+    refused = CliRunner().invoke(app, ["new", str(manifest)])
+    assert refused.exit_code == 78
+    assert all(word in refused.output for word in ("HOME is not set", "--identity", "SKIPSTONE_HOME"))
+    assert CliRunner().invoke(app, ["new", str(manifest), "--identity", str(key)]).exit_code == 0
+    assert not is_default_identity(key)
