@@ -17,6 +17,7 @@ from node.context.options import LogLevel, NodeOptions, without_settings
 from node.data.local_paths import as_written
 from node.experts.router import router_file
 from node.model.moments import MomentType
+from node.network.last_ports import last_ports
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
@@ -162,12 +163,13 @@ class LocalSetup:
         # A snapshot belongs to a peer id, so the keys must last as long as the snapshots.
         self._keys = self._folder if options.checkpoint_dir is None else options.checkpoint_dir / IDENTITIES
         try:
+            self.run: RunId = run_id_of(manifest)
             base, count = options.port_base, 2 * len(modules)
-            ports = iter(_free_ports(count) if base is None else range(base, base + count))
+            last, _ = last_ports(self._key(0), self.run, HOST)
+            ports = iter(_free_ports(count, last) if base is None else range(base, base + count))
             limits = match_limits(manifest, modules, options.memory_limits)
             for module, limit in zip(modules, limits, strict=True):
                 self._plan(module, next(ports), next(ports), limit)
-            self.run: RunId = run_id_of(manifest)
             author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
             self._invitation = Grant.issue(author, self.run, uses=0, expires=2**64 - 1)
             self._manifest_path = self._folder / "manifest.toml"
@@ -237,9 +239,12 @@ class LocalSetup:
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _key(self, index: int) -> Path:
+        return self._keys / f"peer-{index}.key"
+
     def _plan(self, module: ModuleId, port: int, dht_port: int, memory_limit: int | None = None) -> PlannedPeer:
         index = len(self.peers)
-        path = self._keys / f"peer-{index}.key"
+        path = self._key(index)
         own = Identity.load_or_create(path).peer
         self.peers.append(PlannedPeer(index, module, own, path, port, dht_port, self._deployments(index), memory_limit))
         return self.peers[-1]
@@ -250,10 +255,10 @@ def node_command() -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "node")
 
 
-def _free_ports(count: int) -> list[int]:
-    """Returns free ports, consecutive if possible, so that all ports are known before the nodes start."""
+def _free_ports(count: int, first: int = 0) -> list[int]:
+    """Returns free ports from `first` on, consecutive if possible, so that all are known before the nodes start."""
     # Another program can still take one; then a node reports that it cannot bind.
-    first = PORTS[secrets.randbelow(len(PORTS))]
+    first = first if first in PORTS else PORTS[secrets.randbelow(len(PORTS))]
     found: list[int] = []
     for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):
         if len(found) == count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -21,6 +21,7 @@ from node.context.options import NodeOptions, is_default_identity
 from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
 from node.model.device import choose_devices
+from node.network.last_ports import last_ports, remember_ports
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession, Whereabouts, present
@@ -44,7 +45,7 @@ from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateError
-from swarm.vocabulary.types import PeerId, Reasoned
+from swarm.vocabulary.types import PeerId, Reasoned, RunId
 
 WITHDRAW_S = 2.0
 OWN_INVITATION_S = 10 * 365 * 86_400.0
@@ -72,14 +73,13 @@ async def run_node(
     device = devices.value[0]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    settings = _directory(options, identity, signed)
     with _logged(options, identity.peer, events) as logged:
         async with (
             sole_use(options.identity_path),
             leave_requests(options.identity_path, stop.set),
-            present(identity, run, where, settings, clock, logged) as session,
+            _present(options, identity, run, signed, logged) as session,
         ):
+            remember_ports(options.identity_path, run, (session.transport.port, session.directory.port))
             used = ", ".join(map(str, devices.value))
             logged.emit(Note("info", f"peer {identity.peer}, device {used} ({devices.reason})"))
             if signed is None:
@@ -246,14 +246,21 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
     return read_signed_manifest(text, None if options.link is None else options.link.run)
 
 
-def _directory(options: NodeOptions, identity: Identity, signed: SignedManifest | None) -> DirectorySettings:
-    host, port, initial = options.advertise, options.dht_port, () if options.link is None else options.link.peers
+def _present(
+    options: NodeOptions, identity: Identity, run: RunId, signed: SignedManifest | None, events: EventSink
+) -> AbstractAsyncContextManager[NetworkSession]:
+    """Connects to the run, on its last ports if they are free and the options name none."""
+    host, last = options.advertise, last_ports(options.identity_path, run, options.listen)
+    where = Whereabouts(options.listen, host, options.port or last[0], options.dht_port or last[1])
+    initial = () if options.link is None else options.link.peers
     settings = DirectorySettings(
         options.listen,
-        port,
-        (multiaddr_of(host, port),) if host and port else (),
+        where.dht_port,
+        (multiaddr_of(host, options.dht_port),) if host and options.dht_port else (),
         # A restarted first node finds its own address in the link.
         tuple(address for address in initial if not address.endswith(f"/{identity.peer}")),
         relay_bytes_per_hour=options.relay_bytes_per_hour,
     )
-    return settings if signed is None else replace(settings, experts=signed.manifest.stages.experts_of_each)
+    if signed is not None:
+        settings = replace(settings, experts=signed.manifest.stages.experts_of_each)
+    return present(identity, run, where, settings, SystemClock(), events)

@@ -167,8 +167,8 @@ def socket_parent() -> str:
         if parent and len(os.fsencode(parent)) <= limit and os.access(parent, os.W_OK | os.X_OK):
             return parent
     raise ConfigError(
-        f"no folder for the DHT's unix sockets: the names of TMPDIR and XDG_RUNTIME_DIR have more than {limit} bytes, and "
-        "/tmp is not writable",
+        f"no folder for the DHT's unix sockets: the names of TMPDIR, XDG_RUNTIME_DIR and the system's folder have more"
+        f" than {limit} bytes, or they cannot be written",
         hint="Set TMPDIR to a folder with a shorter name.",
     )
 
