@@ -24,7 +24,7 @@ from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
     from node.data.local_paths import LocalPaths
-    from protocol.manifest.join_link import JoinLink
+    from protocol.manifest.join_link import Link
     from protocol.manifest.manifest import Manifest, StagesSection
     from protocol.manifest.signing import SignedManifest
     from swarm.vocabulary.types import Reasoned
@@ -191,7 +191,7 @@ async def _join(options: NodeOptions) -> int:
         return 0
 
 
-def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
+def _parse_target(target: str) -> tuple[Link | None, Path | None]:
     from protocol.manifest.join_link import link_in
 
     if (link := link_in(target)) is not None:

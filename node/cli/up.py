@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 import sys
 import time
@@ -125,7 +126,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
             modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
             stages = f"{manifest.stages.count} stages{modules}"
             typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages}. Join it with\n")
-            typer.echo(f"  skipstone join {swarm.link}\n")
+            typer.echo(f"  skipstone join {shlex.quote(str(swarm.short_link))}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:

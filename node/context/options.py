@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import ipaddress
 import os
 import re
 import typing
@@ -20,8 +19,8 @@ from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
-from protocol.identity.signed_records import MAX_ADDRESS_LENGTH, is_host
-from protocol.manifest.join_link import JoinLink
+from protocol.identity.signed_records import is_address
+from protocol.manifest.join_link import Link
 from protocol.transport.settings import joined
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
@@ -54,28 +53,11 @@ NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative, but is {}"
 MODULE = Check(
     lambda text: re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) is not None, "must be a stage or STAGE.EXPERT, not {}"
 )
-LISTEN = Check(
-    lambda host: _is_address(host),
-    "must be an IP address of this machine, such as :: or 0.0.0.0, without a port, not {}",
-)
 ADVERTISE = Check(
-    lambda host: not host or _can_be_dialled(host),
+    lambda host: not host or is_address(joined(host, 65_535)),
     "must be a host name or an IP address that peers can dial, without a port (--port sets it), not {}",
 )
 SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return "%" not in host  # a zone has a meaning on one machine only
-
-
-def _can_be_dialled(host: str) -> bool:
-    address = joined(host, 65_535)
-    return is_host(address.rpartition(":")[0]) and "%" not in host and len(address) <= MAX_ADDRESS_LENGTH
 
 
 def variable(name: str) -> str:
@@ -114,7 +96,7 @@ def default_identity_path() -> Path:
 class NodeOptions:
     """One node's options. Without a link it is the run's first node; without a manifest it asks peers for one."""
 
-    link: JoinLink | None
+    link: Link | None
     manifest_path: Path | None
     stage: Annotated[
         str | None,
@@ -148,7 +130,7 @@ class NodeOptions:
         Path, setting("identity", "Key file of the node; created if missing [default: this machine's key]")
     ] = field(default_factory=default_identity_path)
     # Other machines must reach a node; mutual TLS authenticates them.
-    listen: Annotated[str, setting("listen", "Local address to bind to; :: is IPv6 and IPv4."), LISTEN] = "0.0.0.0"  # noqa: S104
+    listen: Annotated[str, setting("listen", "Local address to bind to; :: is IPv6 and IPv4.")] = "0.0.0.0"  # noqa: S104
     advertise: Annotated[
         str | None, setting("advertise", "Host name or address that peers dial [default: detected]"), ADVERTISE
     ] = None

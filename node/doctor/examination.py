@@ -32,7 +32,7 @@ from node.reachability.reach_test import Attachments, witnesses_of
 from protocol.dht.child import socket_parent
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
-from protocol.manifest.join_link import JoinLink
+from protocol.manifest.join_link import Link
 from protocol.manifest.manifest import Manifest
 from swarm.membership.memory_fit import FreeMemory, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
@@ -364,7 +364,7 @@ Tell = Callable[[Sequence[Finding]], None]
 
 
 async def look_in_the_run(
-    link: JoinLink, endpoint: Endpoint, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
+    link: Link, endpoint: Endpoint, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
 ) -> None:
     """Connects to the run and reports findings about the run, fitting stages, clock and reachability."""
 
@@ -480,7 +480,7 @@ class Patient:
     endpoint: Endpoint
     dht_port: int
     folders: tuple[tuple[str, Path], ...]
-    link: JoinLink | None
+    link: Link | None
     memory_limit: Reasoned[int] | None = None
     moments: MomentType = MomentType.FLOAT32
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,9 +19,10 @@ from node.network.last_ports import last_ports
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
-from protocol.manifest.join_link import JoinLink, multiaddr_of
+from protocol.manifest.join_link import JoinLink, ShortLink, multiaddr_of, short_link
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
+from protocol.transport.settings import free_port, joined
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, PeerId, RunId
@@ -186,6 +185,14 @@ class LocalSetup:
         living = [peer for peer in self.peers if peer.index not in self.ended] or self.peers
         return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
 
+    @property
+    def short_link(self) -> ShortLink:
+        """Returns the link for people; it works once the first nodes run."""
+        living = [peer for peer in self.peers if peer.index not in self.ended] or self.peers
+        return short_link(
+            self.run, tuple(joined(peer.deployment.advertised_host, peer.port) for peer in living[:LINK_PEERS])
+        )
+
     def add(self, module: ModuleId) -> PlannedPeer:
         return self._plan(module, *_free_ports(2))
 
@@ -263,7 +270,6 @@ def _free_ports(count: int, first: int = 0) -> list[int]:
     for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):
         if len(found) == count:
             return found
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
+        if free_port(HOST, port):
             found.append(port)
     raise ResourceExhausted(f"{HOST} has only {len(found)} free ports above {PORTS.start}, but {count} are needed")

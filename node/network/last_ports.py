@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 from pathlib import Path
 from typing import Final
 
+from protocol.transport.settings import free_port
 from swarm.vocabulary.types import RunId
 
 MAX_RUNS: Final = 64  # Runs remembered for one key; the oldest is forgotten
@@ -21,7 +21,7 @@ Ports = tuple[int, int]  # Of the node and of its DHT
 def last_ports(identity_path: Path, run: RunId, host: str) -> Ports:
     """Returns the ports that the run's node had last; 0 for each that is unknown or in use now."""
     port, dht_port = _read(_path(identity_path)).get(run, (0, 0))
-    return _unless_in_use(host, port), _unless_in_use(host, dht_port)
+    return port and free_port(host, port), dht_port and free_port(host, dht_port)
 
 
 def remember_ports(identity_path: Path, run: RunId, ports: Ports) -> None:
@@ -45,22 +45,6 @@ def _read(path: Path) -> dict[str, Ports]:
     try:
         with path.open("rb") as file:
             table = json.loads(file.read(MAX_BYTES))
-        return {str(run): (_port(one), _port(other)) for run, (one, other) in table.items()}
+        return {run: (int(port), int(dht_port)) for run, (port, dht_port) in table.items()}
     except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged
         return {}
-
-
-def _port(number: object) -> int:
-    if not isinstance(number, int) or not 0 <= number <= 65_535:
-        raise ValueError(number)
-    return number
-
-
-def _unless_in_use(host: str, port: int) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return 0
-    return port

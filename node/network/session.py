@@ -6,10 +6,11 @@ import asyncio
 import logging
 import random
 import socket
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from node.concurrency.task_groups import TaskTracker, set_or_after, task_scope
@@ -18,21 +19,22 @@ from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import Event, EventSink, PeerChange
 from node.observability.status import Status, parse_status
 from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
-from protocol.identity.certificates import make_credentials
+from protocol.identity.certificates import make_credentials, peer_of_certificate, run_and_dht_port
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.clock import Clock, SystemClock
 from protocol.interfaces.transport import Contact, Directory, Question, QuestionAbout, Transport
-from protocol.manifest.join_link import JoinLink
+from protocol.manifest.join_link import JoinLink, Link, ShortLink, multiaddr_of, short_link
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
+from protocol.nat.dial_back import DIAL_BACK_S, certificate_at
 from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
-from protocol.transport.settings import TransportSettings, joined
+from protocol.transport.settings import TransportSettings, free_port, host_of, joined
 from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Stalled, Unreachable
+from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
 
 log = logging.getLogger(__name__)
@@ -288,6 +290,7 @@ Answer = TypeVar("Answer")
 
 ASK_TIMEOUT_S = 10.0
 PAUSE_S = 0.3
+VISIT_PATIENCE_S = 30.0
 LOOK_AROUND_S = 1.5  # Enough for one look-up of every module
 ASKED_AT_ONCE = 16  # For the manifest
 MAX_LINK_PEERS = 4
@@ -369,7 +372,11 @@ class NetworkSession:
         return self.membership_sync.membership
 
     @property
-    def link(self) -> JoinLink:
+    def link(self) -> Link:
+        """Returns a join link with our addresses, or those of two other peers if we cannot be dialled."""
+        others = [known.addresses[0] for known in self.others() if known.addresses]
+        if addresses := self.own.addresses or tuple(others[:2]):
+            return short_link(self.run, addresses)
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
     def others(self) -> list[Announcement]:
@@ -437,7 +444,10 @@ async def present(
     identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
 ) -> AsyncIterator[NetworkSession]:
     """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken."""
-    credentials = make_credentials(identity, run)
+    # The certificate has the port of the DHT, which starts later.
+    if settings.host and not settings.port:
+        settings = replace(settings, port=free_port(settings.host, 0))
+    credentials = make_credentials(identity, run, settings.port)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
     record, dispatcher = OwnRecord(own, identity), Dispatcher(own, membership)
@@ -497,13 +507,50 @@ class _Silent:
         return
 
 
+async def full_link(link: Link, patience_s: float) -> JoinLink:
+    """Completes a short link by the certificates of the nodes at its addresses. Raises Unreachable, Rejected."""
+    if isinstance(link, JoinLink):
+        return link
+    deadline = asyncio.get_running_loop().time() + patience_s
+    while True:
+        answers = await asyncio.gather(*(_node_at(address, link) for address in link.addresses))
+        found = [answer for answer in answers if not isinstance(answer, PeerError)]
+        if found:
+            return JoinLink(found[0][0], tuple(peer for run, peer in found if run == found[0][0]), link.invitation)
+        errors = [answer for answer in answers if isinstance(answer, PeerError)]
+        if asyncio.get_running_loop().time() >= deadline or all(isinstance(error, Rejected) for error in errors):
+            raise errors[0]
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _node_at(address: str, link: ShortLink) -> tuple[RunId, str] | PeerError:
+    """Returns the RunId and the multiaddr of the node at an address, both proven by its certificate, or the error."""
+    host, port = host_of(address), int(address.rpartition(":")[2])
+    hint = "Ask for the link again: the node at this address may have been replaced."
+    try:
+        async with asyncio.timeout(DIAL_BACK_S):
+            certificate = await certificate_at(host, port)
+        run, dht_port = run_and_dht_port(certificate, link.second_half)
+    except (ConnectionRefusedError, TimeoutError):
+        return Unreachable(f"nobody answers at {address}")
+    except (ssl.SSLError, ConnectionError, EOFError, ProtocolViolation):
+        return Rejected(f"{address} answers, and is not a Skipstone node", hint=hint)
+    except OSError as error:
+        return Unreachable(f"nobody answers at {address}: {error.strerror or error}")
+    try:
+        return run, f"{multiaddr_of(host, dht_port)}/p2p/{peer_of_certificate(certificate, run)}"
+    except ProtocolViolation:
+        return Rejected(f"the node at {address} answers, and serves another run", hint=hint)
+
+
 @asynccontextmanager
-async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
+async def visit(link: Link, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
     """Connects to a run as a client within the block: new key, no module, and a DHT client that does not listen."""
     # Listen only on the interface towards the first peer; peers behind NAT must be able to call back.
+    full = await full_link(link, VISIT_PATIENCE_S)
     if listen is None:
-        listen = await asyncio.to_thread(address_to_reach, link.peers) or "127.0.0.1"  # may need DNS
-    settings = DirectorySettings("", 0, (), link.peers, client=True)
+        listen = await asyncio.to_thread(address_to_reach, full.peers) or "127.0.0.1"  # may need DNS
+    settings = DirectorySettings("", 0, (), full.peers, client=True)
     where = Whereabouts(listen=listen, port=port)
-    async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as session:
+    async with present(Identity.generate(), full.run, where, settings, SystemClock(), _Silent()) as session:
         yield session

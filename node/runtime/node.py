@@ -24,7 +24,7 @@ from node.model.device import choose_devices
 from node.network.last_ports import last_ports, remember_ports
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
-from node.network.session import NetworkSession, Whereabouts, present
+from node.network.session import NetworkSession, Whereabouts, full_link, present
 from node.observability.event_json import EventLog, Tee
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
@@ -67,7 +67,10 @@ async def run_node(
     clock = SystemClock()
     named = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
-    run = signed.run if signed is not None else cast(JoinLink, options.link).run  # a link or a manifest is given
+    link = None if options.link is None else await unless(stop, full_link(options.link, options.patience_s))
+    if signed is None and link is None:
+        return
+    run = signed.run if signed is not None else cast(JoinLink, link).run
     identity = named.for_run(run) if is_default_identity(options.identity_path) else named
     devices = choose_devices(options.device)
     device = devices.value[0]
@@ -77,7 +80,7 @@ async def run_node(
         async with (
             sole_use(options.identity_path),
             leave_requests(options.identity_path, stop.set),
-            _present(options, identity, run, signed, logged) as session,
+            _present(options, identity, run, link, signed, logged) as session,
         ):
             remember_ports(options.identity_path, run, (session.transport.port, session.directory.port))
             used = ", ".join(map(str, devices.value))
@@ -243,16 +246,21 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
         text = options.manifest_path.read_bytes()
     except OSError as error:
         raise ConfigError(f"manifest {options.manifest_path}: {error.strerror}") from None
-    return read_signed_manifest(text, None if options.link is None else options.link.run)
+    return read_signed_manifest(text, None)
 
 
 def _present(
-    options: NodeOptions, identity: Identity, run: RunId, signed: SignedManifest | None, events: EventSink
+    options: NodeOptions,
+    identity: Identity,
+    run: RunId,
+    link: JoinLink | None,
+    signed: SignedManifest | None,
+    events: EventSink,
 ) -> AbstractAsyncContextManager[NetworkSession]:
     """Connects to the run, on its last ports if they are free and the options name none."""
     host, last = options.advertise, last_ports(options.identity_path, run, options.listen)
     where = Whereabouts(options.listen, host, options.port or last[0], options.dht_port or last[1])
-    initial = () if options.link is None else options.link.peers
+    initial = () if link is None else link.peers
     settings = DirectorySettings(
         options.listen,
         where.dht_port,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,19 @@ def joined(host: str, port: int) -> str:
 def host_of(address: str) -> str:
     """Returns the host of a `host:port`, without brackets."""
     return address.rpartition(":")[0].strip("[]")
+
+
+def free_port(host: str, port: int) -> int:
+    """Returns the port, or a free one for 0; 0 if it is in use or the address is not this machine's."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
+            if host == "::":
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    except (OSError, OverflowError):
+        return 0
 
 
 MAX_OPEN_TRANSFERS: Final = 64  # Per sender, including refused ones
