@@ -22,6 +22,7 @@ from node.cli.options import (
     StepsChoice,
     VisitedPerPath,
     VisitRatio,
+    qr_printer,
 )
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, run_loop
@@ -50,6 +51,7 @@ def up(
     visit_ratio: Annotated[float | None, VisitRatio] = None,
     seed: Annotated[int | None, SeedChoice] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    qr: Annotated[bool, typer.Option("--qr", help="Print the join link as a QR code too.")] = False,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
     ] = None,
@@ -102,10 +104,10 @@ def up(
         # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
         author_path=None if checkpoint_dir is None else default_identity_path(),
     )
-    raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json)))
+    raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json, qr=qr)))
 
 
-async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool) -> int:
+async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool, qr: bool) -> int:
     """Runs the swarm to its end. Returns 128 + the stopping signal, else the first failing node's exit code."""
     from node.local_swarm.local_swarm import LocalSwarm
     from node.local_swarm.setup import Deployment
@@ -113,6 +115,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
     from node.network.session import Whereabouts
 
     where = Whereabouts(listen.strip("[]"))
+    draw = qr_printer() if qr else None
     deployment = Deployment(host=where.listen, advertise=where.advertised_hosts()[0])
     async with LocalSwarm(manifest, options, deployments=lambda _: deployment) as swarm:
         loop = asyncio.get_running_loop()
@@ -129,6 +132,8 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
             typer.echo(f"  skipstone join {shlex.quote(str(swarm.short_link))}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
+        if draw is not None:
+            draw(str(swarm.short_link))
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)

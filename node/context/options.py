@@ -196,6 +196,7 @@ class NodeOptions:
     link_file: Annotated[
         Path | None, setting("link-file", "File that always holds this node's join link [default: none]")
     ] = None
+    qr: Annotated[bool, setting("qr", "Print the join link as a QR code too.")] = False
     patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
         60.0
     )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import Step
 from protocol.identity.keys import Identity
 from protocol.manifest.signing import sign_manifest
-from tests.e2e.home_network import skip_because, split_network, why_no_namespaces
+from tests.e2e.home_network import joined, skip_because, split_network, why_no_namespaces
 from tests.e2e.small_run import Watch, skipstone, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -39,3 +41,17 @@ async def test_a_node_joins_from_another_namespace(tmp_path: Path) -> None:
             watch = Watch(swarm)
             await watch.to_the_end(swarm)
     assert swarm.progress.step == 2
+
+
+@pytest.mark.timeout(300)
+async def test_a_short_link_is_joined_over_ip6_and_outlives_a_restart(tmp_path: Path) -> None:
+    run, here = tmp_path / "run.toml", ("--listen", "::1", "--advertise", "[::1]")
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1))
+    run.write_bytes(sign_manifest(manifest, Identity.load_or_create(tmp_path / "data.key")).text)
+    async with joined(tmp_path, "data", str(run), "--stage", "0", *here) as data:
+        link = (await data.serving()).link
+        assert re.fullmatch(r"skipstone:[a-z2-7]{26}@\[::1\]:[0-9]+", link)
+        async with joined(tmp_path, "friend", link, "--no-data", *here):
+            await data.until(Step, lambda step: step.step >= 2)
+    async with joined(tmp_path, "data", str(run), "--stage", "0", *here) as data:
+        assert (await data.serving()).link == link

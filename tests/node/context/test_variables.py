@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from node.__main__ import app
-from node.cli.options import LinkFile
+from node.cli.options import NewLinks, keep_link, qr_printer
 from node.context.options import (
     SETTINGS,
     VARIABLES,
@@ -70,6 +71,7 @@ OTHER_VALUES: dict[str, Any] = {
     "checkpoint_every_s": 5.0,
     "log_dir": Path("/events"),
     "link_file": Path("link"),
+    "qr": True,
     "patience_s": 1.5,
     "as_json": True,
     "stop_on_eof": True,
@@ -82,6 +84,8 @@ def no_settings_of_whoever_runs_this(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
+    draw = lambda link: types.SimpleNamespace(terminal=lambda out, compact: out.write(f"code of {link}"))  # noqa: E731
+    monkeypatch.setitem(sys.modules, "segno", types.SimpleNamespace(make_qr=draw))
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -> NodeOptions:
@@ -189,7 +193,7 @@ def serving(link: str) -> NodeStatus:
 class TestLinkFile:
     def test_it_has_the_newest_link(self, tmp_path: Path) -> None:
         heard = KeptEvents()
-        sink = LinkFile(tmp_path / "link", heard)
+        sink = NewLinks(partial(keep_link, tmp_path / "link"), heard)
         for link in (LINK, OTHER_LINK):
             sink.emit(serving(link))
             assert str(link_in(str(tmp_path / "link"))) == link
@@ -203,7 +207,7 @@ class TestLinkFile:
     def test_a_link_that_another_user_laid_there_is_not_followed(self, tmp_path: Path, trap: str) -> None:
         (tmp_path / "precious").write_text("mine")
         (tmp_path / trap).symlink_to(tmp_path / "precious")
-        LinkFile(tmp_path / "link", KeptEvents()).emit(serving(LINK))
+        NewLinks(partial(keep_link, tmp_path / "link"), KeptEvents()).emit(serving(LINK))
         assert (tmp_path / "precious").read_text() == "mine"
         assert str(link_in(str(tmp_path / "link"))) == LINK
 
@@ -213,18 +217,28 @@ class TestLinkFile:
         moved: list[str] = []
         monkeypatch.setattr("os.replace", lambda source, target: moved.append(Path(source).name))
         for _ in range(2):
-            LinkFile(tmp_path / "link", KeptEvents()).emit(serving(LINK))
+            NewLinks(partial(keep_link, tmp_path / "link"), KeptEvents()).emit(serving(LINK))
         assert len({*moved}) == 2
 
     def test_a_node_goes_on_without_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         heard = KeptEvents()
-        LinkFile(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
+        NewLinks(partial(keep_link, tmp_path / "nowhere" / "link"), heard).emit(serving(LINK))
         assert len(heard.events) == 1
         assert "cannot write the join link" in caplog.text
 
     def test_the_node_writes_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         joined(monkeypatch, LINK, SKIPSTONE_LINK_FILE=str(tmp_path / "link"))
         assert str(link_in(str(tmp_path / "link"))) == LINK
+
+
+def test_the_link_is_drawn_on_the_channel_of_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    qr_printer()(LINK)
+    assert capsys.readouterr() == ("", f"code of {LINK}")
+    monkeypatch.setitem(sys.modules, "segno", None)
+    with pytest.raises(ConfigError, match="needs the package segno"):
+        qr_printer()
 
 
 class Probe:
