@@ -134,8 +134,8 @@ class NodeOptions:
     advertise: Annotated[
         str | None, setting("advertise", "Host name or address that peers dial [default: detected]"), ADVERTISE
     ] = None
-    port: Annotated[int, setting("port", "Port of the node (0: the last one, or any free port)."), PORT] = 0
-    dht_port: Annotated[int, setting("dht-port", "Port of the DHT (0: the last one, or any free port)."), PORT] = 0
+    port: Annotated[int, setting("port", "Port of the node (0: a free one, the same at each start)."), PORT] = 0
+    dht_port: Annotated[int, setting("dht-port", "Port of the DHT (0: a free one, the same at each start)."), PORT] = 0
     reach: Annotated[
         ReachMode, setting("reach", "auto asks the router to open a port if peers cannot reach this node.")
     ] = ReachMode.AUTO

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -15,21 +14,18 @@ from node.context.options import LogLevel, NodeOptions, without_settings
 from node.data.local_paths import as_written
 from node.experts.router import router_file
 from node.model.moments import MomentType
-from node.network.last_ports import last_ports
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
 from protocol.manifest.join_link import JoinLink, ShortLink, multiaddr_of, short_link
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
-from protocol.transport.settings import free_port, joined
+from protocol.transport.settings import PORTS, free_ports, joined
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, PeerId, RunId
 
 HOST = "127.0.0.1"
-PORTS = range(10_000, 32_000)
-"""Below the range that Linux, macOS and Windows use for outgoing connections."""
 LINK_PEERS = 2
 """Peers named in the link, so that one may fail."""
 
@@ -164,8 +160,7 @@ class LocalSetup:
         try:
             self.run: RunId = run_id_of(manifest)
             base, count = options.port_base, 2 * len(modules)
-            last, _ = last_ports(self._key(0), self.run, HOST)
-            ports = iter(_free_ports(count, last) if base is None else range(base, base + count))
+            ports = iter(self._free_ports(count) if base is None else range(base, base + count))
             limits = match_limits(manifest, modules, options.memory_limits)
             for module, limit in zip(modules, limits, strict=True):
                 self._plan(module, next(ports), next(ports), limit)
@@ -194,7 +189,7 @@ class LocalSetup:
         )
 
     def add(self, module: ModuleId) -> PlannedPeer:
-        return self._plan(module, *_free_ports(2))
+        return self._plan(module, *self._free_ports(2))
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
         """Returns a peer's arguments after `skipstone`. The first peer brings the manifest, the others fetch it."""
@@ -249,6 +244,15 @@ class LocalSetup:
     def _key(self, index: int) -> Path:
         return self._keys / f"peer-{index}.key"
 
+    def _free_ports(self, count: int) -> list[int]:
+        # All ports are known before the nodes start. If another program takes one, a node reports that it cannot bind.
+        found = free_ports(HOST, f"{Identity.load_or_create(self._key(len(self.peers))).peer}{self.run}", count)
+        if len(found) < count:
+            raise ResourceExhausted(
+                f"{HOST} has only {len(found)} free ports from {PORTS.start}, but {count} are needed"
+            )
+        return found
+
     def _plan(self, module: ModuleId, port: int, dht_port: int, memory_limit: int | None = None) -> PlannedPeer:
         index = len(self.peers)
         path = self._key(index)
@@ -260,16 +264,3 @@ class LocalSetup:
 def node_command() -> tuple[str, ...]:
     """Returns the command that starts `skipstone`. `-P` ignores a folder called `node` nearby."""
     return (sys.executable, "-P", "-m", "node")
-
-
-def _free_ports(count: int, first: int = 0) -> list[int]:
-    """Returns free ports from `first` on, consecutive if possible, so that all are known before the nodes start."""
-    # Another program can still take one; then a node reports that it cannot bind.
-    first = first if first in PORTS else PORTS[secrets.randbelow(len(PORTS))]
-    found: list[int] = []
-    for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):
-        if len(found) == count:
-            return found
-        if free_port(HOST, port):
-            found.append(port)
-    raise ResourceExhausted(f"{HOST} has only {len(found)} free ports above {PORTS.start}, but {count} are needed")

@@ -31,7 +31,7 @@ from protocol.nat.dial_back import DIAL_BACK_S, certificate_at
 from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
-from protocol.transport.settings import TransportSettings, free_port, host_of, joined
+from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
 from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
@@ -445,8 +445,10 @@ async def present(
 ) -> AsyncIterator[NetworkSession]:
     """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken."""
     # The certificate has the port of the DHT, which starts later.
-    if settings.host and not settings.port:
-        settings = replace(settings, port=free_port(settings.host, 0))
+    if settings.host and not (where.port and settings.port):
+        port, dht_port, *_ = (*free_ports(settings.host, f"{identity.peer}{run}", 2), 0, 0)
+        where = replace(where, port=where.port or port)
+        settings = replace(settings, port=settings.port or dht_port)
     credentials = make_credentials(identity, run, settings.port)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()

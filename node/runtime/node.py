@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -21,7 +21,6 @@ from node.context.options import NodeOptions, is_default_identity
 from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
 from node.model.device import choose_devices
-from node.network.last_ports import last_ports, remember_ports
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession, Whereabouts, full_link, present
@@ -45,7 +44,7 @@ from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateError
-from swarm.vocabulary.types import PeerId, Reasoned, RunId
+from swarm.vocabulary.types import PeerId, Reasoned
 
 WITHDRAW_S = 2.0
 OWN_INVITATION_S = 10 * 365 * 86_400.0
@@ -76,13 +75,14 @@ async def run_node(
     device = devices.value[0]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
+    settings = _directory(options, identity, link, signed)
     with _logged(options, identity.peer, events) as logged:
         async with (
             sole_use(options.identity_path),
             leave_requests(options.identity_path, stop.set),
-            _present(options, identity, run, link, signed, logged) as session,
+            present(identity, run, where, settings, clock, logged) as session,
         ):
-            remember_ports(options.identity_path, run, (session.transport.port, session.directory.port))
             used = ", ".join(map(str, devices.value))
             logged.emit(Note("info", f"peer {identity.peer}, device {used} ({devices.reason})"))
             if signed is None:
@@ -249,26 +249,16 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
     return read_signed_manifest(text, None)
 
 
-def _present(
-    options: NodeOptions,
-    identity: Identity,
-    run: RunId,
-    link: JoinLink | None,
-    signed: SignedManifest | None,
-    events: EventSink,
-) -> AbstractAsyncContextManager[NetworkSession]:
-    """Connects to the run, on its last ports if they are free and the options name none."""
-    host, last = options.advertise, last_ports(options.identity_path, run, options.listen)
-    where = Whereabouts(options.listen, host, options.port or last[0], options.dht_port or last[1])
-    initial = () if link is None else link.peers
+def _directory(
+    options: NodeOptions, identity: Identity, link: JoinLink | None, signed: SignedManifest | None
+) -> DirectorySettings:
+    host, port, initial = options.advertise, options.dht_port, () if link is None else link.peers
     settings = DirectorySettings(
         options.listen,
-        where.dht_port,
-        (multiaddr_of(host, options.dht_port),) if host and options.dht_port else (),
+        port,
+        (multiaddr_of(host, port),) if host and port else (),
         # A restarted first node finds its own address in the link.
         tuple(address for address in initial if not address.endswith(f"/{identity.peer}")),
         relay_bytes_per_hour=options.relay_bytes_per_hour,
     )
-    if signed is not None:
-        settings = replace(settings, experts=signed.manifest.stages.experts_of_each)
-    return present(identity, run, where, settings, SystemClock(), events)
+    return settings if signed is None else replace(settings, experts=signed.manifest.stages.experts_of_each)

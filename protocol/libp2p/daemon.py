@@ -19,7 +19,7 @@ from protocol.generated import dht_process_pb2
 from protocol.libp2p import child_process
 from protocol.manifest.join_link import multiaddr_of
 from protocol.nat.relay import RelayStream
-from protocol.transport.settings import free_port
+from protocol.transport.settings import is_free
 from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId
 
@@ -48,7 +48,7 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     try:
         if start.host:
             # p2pd would share a port (SO_REUSEPORT) and get only some connections.
-            if not free_port(start.host, start.port):
+            if not is_free(start.host, start.port):
                 raise OSError("another program uses the port, or the address is not this machine's")
             hosts = ("::", "0.0.0.0") if start.host == "::" else (start.host,)  # noqa: S104 - Go separates them
             listening = {"host_maddrs": [multiaddr_of(host, start.port) for host in hosts]}

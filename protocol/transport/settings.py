@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from swarm.vocabulary.errors import ConfigError
@@ -19,17 +21,25 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
-def free_port(host: str, port: int) -> int:
-    """Returns the port, or a free one for 0; 0 if it is in use or the address is not this machine's."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
-            if host == "::":
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+PORTS: Final = range(10_000, 32_000)  # Below the range that Linux, macOS and Windows use for outgoing connections
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether this machine can listen on the address and port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
+        try:
             probe.bind((host, port))
-            return int(probe.getsockname()[1])
-    except (OSError, OverflowError):
-        return 0
+        except OSError:
+            return False
+        return True
+
+
+def free_ports(host: str, owner: str, count: int) -> list[int]:
+    """Returns up to `count` free ports, consecutive if possible, and the same at each start of `owner`."""
+    first = PORTS[int.from_bytes(hashlib.sha256(f"skipstone-ports:{owner}".encode()).digest()[:8], "big") % len(PORTS)]
+    candidates = (*range(first, PORTS.stop), *range(PORTS.start, first))
+    return list(islice((port for port in candidates if is_free(host, port)), count))
 
 
 MAX_OPEN_TRANSFERS: Final = 64  # Per sender, including refused ones

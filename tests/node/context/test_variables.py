@@ -35,6 +35,7 @@ from node.network.session import Whereabouts
 from node.observability.events import EventSink, NodeStatus
 from node.observability.status import SwarmStatus
 from protocol.manifest.join_link import link_in, parse_link
+from protocol.transport.settings import free_ports
 from swarm.vocabulary.errors import ConfigError
 from tests.kit.events import KeptEvents
 from tests.node.small_manifest import small_manifest
@@ -294,6 +295,13 @@ class TestAddresses:
     def test_ip6_may_be_written_with_brackets(self, written: str) -> None:
         options = NodeOptions(**(BASE | {"listen": written, "advertise": "[2001:db8::1]"}))
         assert (options.listen, options.advertise) == (written.strip("[]"), "2001:db8::1")
+
+
+def test_ports_are_the_same_at_each_start_unless_they_are_in_use() -> None:
+    first, second = free_ports("127.0.0.1", "node", 2)
+    assert free_ports("127.0.0.1", "node", 2) == [first, second]
+    with socket.create_server(("127.0.0.1", first)):
+        assert free_ports("127.0.0.1", "node", 1) == [second]
 
 
 BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("key")}

@@ -33,7 +33,6 @@ from node.local_swarm.swarm_progress import (
     peer_started,
     summarize,
 )
-from node.network.last_ports import remember_ports
 from node.observability.events import BusySeconds as Busy
 from node.observability.events import (
     Event,
@@ -179,7 +178,6 @@ def test_its_ports_are_those_of_the_last_time_or_as_asked(tmp_path: Path) -> Non
     def ports(**changes: int) -> list[int]:
         setup = LocalSetup(manifest((0, 1)), dataclasses.replace(options, **changes))
         setup.remove()
-        remember_ports(setup.peers[0].identity_path, setup.run, (setup.peers[0].port, setup.peers[0].dht_port))
         return [port for peer in setup.peers for port in (peer.port, peer.dht_port)]
 
     assert ports() == ports()

@@ -36,7 +36,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import directory_key, encode_record
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Contact
-from protocol.transport.settings import free_port
+from protocol.transport.settings import free_ports
 from swarm.vocabulary.errors import ConfigError, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerState
 from tests.protocol.dht.running import (
@@ -117,7 +117,7 @@ async def test_a_long_temporary_folder_is_not_used_for_sockets(monkeypatch: pyte
 
 @pytest.mark.parametrize(("host", "kinds"), [("::1", {"ip6"}), ("::", {"ip4", "ip6"})])
 async def test_it_listens_on_ip6_and_for_all_interfaces_on_both(host: str, kinds: set[str]) -> None:
-    async with directory(FIRST, host=host, port=free_port(host, 0)) as one:
+    async with directory(FIRST, host=host, port=free_ports(host, host, 1)[0]) as one:
         assert {multiaddr.split("/")[1] for multiaddr in one.multiaddrs()} == kinds
         assert {multiaddr.split("/")[4] for multiaddr in one.multiaddrs()} == {str(one.port)}
 
