@@ -41,7 +41,7 @@ def invite(
     until = int(time.time()) + int(duration[1]) * {"m": 60, "h": 3600, "d": 86_400}[duration[2]]
     where = None if link is None else read_link(link)
     signed = read_signed_manifest(manifest.read_bytes(), None)
-    if where is not None and not where.names(signed.run):
+    if where is not None and not signed.run.endswith(where.second_half):
         raise ManifestError(
             f"the manifest defines run {signed.run}, not the link's", hint="Name the manifest file of the link's run."
         )

@@ -110,9 +110,11 @@ def up(
 async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool, qr: bool) -> int:
     """Runs the swarm to its end. Returns 128 + the stopping signal, else the first failing node's exit code."""
     from node.local_swarm.local_swarm import LocalSwarm
-    from node.local_swarm.setup import Deployment
+    from node.local_swarm.setup import LINK_PEERS, Deployment
     from node.local_swarm.swarm_progress import summarize
     from node.network.session import Whereabouts
+    from protocol.manifest.join_link import short_link
+    from protocol.transport.settings import joined
 
     where = Whereabouts(listen.strip("[]"))
     draw = qr_printer() if qr else None
@@ -125,15 +127,17 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
             swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs
             loop.call_soon_threadsafe(swarm.kill_all)
 
+        first = (joined(peer.deployment.advertised_host, peer.port) for peer in swarm.peers[:LINK_PEERS])
+        link = str(short_link(swarm.link.run, tuple(first)))
         if not as_json:
             modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
             stages = f"{manifest.stages.count} stages{modules}"
             typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages}. Join it with\n")
-            typer.echo(f"  skipstone join {shlex.quote(str(swarm.short_link))}\n")
+            typer.echo(f"  skipstone join {shlex.quote(link)}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
         if draw is not None:
-            draw(str(swarm.short_link))
+            draw(link)
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)

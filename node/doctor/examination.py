@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -34,6 +33,7 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import Link
 from protocol.manifest.manifest import Manifest
+from protocol.transport.settings import is_free
 from swarm.membership.memory_fit import FreeMemory, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import PeerError, SkipstoneError, Unreachable
@@ -325,19 +325,11 @@ def files_finding(limit: int) -> Finding:
 
 def look_at_port(host: str, port: int) -> Sequence[Finding]:
     """Checks that a port (0: any free one) can be bound at a local address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     where = f"port {port}" if port else "any free port"
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            # gRPC binds like this too: recently closed connections do not block the port.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(1)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        fix = "Stop the program that uses it (a running node?), or choose another --port or --listen."
-        return [Finding("port", Level.FAIL, f"cannot listen on {where} of {host}: {why}", fix)]
-    return [Finding("port", Level.OK, f"{where} of {host} is available")]
+    if is_free(host, port):
+        return [Finding("port", Level.OK, f"{where} of {host} is available")]
+    fix = "Stop the program that uses it (a running node?), or choose another --port or --listen."
+    return [Finding("port", Level.FAIL, f"cannot listen on {where} of {host}", fix)]
 
 
 PATIENCE_S: Final = 20.0

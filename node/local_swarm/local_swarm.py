@@ -16,7 +16,7 @@ from node.local_swarm.setup import Deployments, LocalSetup, LocalSwarmOptions, P
 from node.local_swarm.swarm_progress import Progressed, SwarmProgress, apply, noted, peer_exited, peer_started
 from node.observability.event_json import event_from_json
 from node.observability.events import Event, Note
-from protocol.manifest.join_link import JoinLink, ShortLink
+from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError
 from swarm.vocabulary.types import ModuleId, short
@@ -88,10 +88,6 @@ class LocalSwarm:
     @property
     def link(self) -> JoinLink:
         return self._setup.link
-
-    @property
-    def short_link(self) -> ShortLink:
-        return self._setup.short_link
 
     @property
     def peers(self) -> tuple[PlannedPeer, ...]:

@@ -17,10 +17,10 @@ from node.model.moments import MomentType
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
-from protocol.manifest.join_link import JoinLink, ShortLink, multiaddr_of, short_link
+from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
-from protocol.transport.settings import PORTS, free_ports, joined
+from protocol.transport.settings import PORTS, free_ports
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, PeerId, RunId
@@ -179,14 +179,6 @@ class LocalSetup:
         # An ended peer cannot be dialled.
         living = [peer for peer in self.peers if peer.index not in self.ended] or self.peers
         return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
-
-    @property
-    def short_link(self) -> ShortLink:
-        """Returns the link for people; it works once the first nodes run."""
-        living = [peer for peer in self.peers if peer.index not in self.ended] or self.peers
-        return short_link(
-            self.run, tuple(joined(peer.deployment.advertised_host, peer.port) for peer in living[:LINK_PEERS])
-        )
 
     def add(self, module: ModuleId) -> PlannedPeer:
         return self._plan(module, *self._free_ports(2))

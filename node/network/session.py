@@ -315,16 +315,14 @@ async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[
 
     why = "no peer was asked"
     async with task_scope() as tasks:
-        waiting = {tasks.create_task(attempt(peer)) for peer in peers}
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                result = task.result()
-                if isinstance(result, Answered):
-                    for other in waiting:
-                        other.cancel()
-                    return result
-                why = result
+        attempts = [tasks.create_task(attempt(peer)) for peer in peers]
+        for attempted in asyncio.as_completed(attempts):
+            result = await attempted
+            if isinstance(result, Answered):
+                for each in attempts:
+                    each.cancel()
+                return result
+            why = result
     return why
 
 

@@ -26,7 +26,7 @@ from swarm.vocabulary.types import PeerId, RunId
 MAX_LINK_PEERS: Final = 16
 MAX_LINK_CHARACTERS: Final = 8192
 
-EXAMPLE: Final = "skipstone:uo7u6gzlbobczukznqk3b4akba@203.0.113.7:4001"
+EXAMPLE: Final = "skipstone:uo7u6gzlbobczuk5nqk3b4akba@203.0.113.7:4001"
 
 _SCHEME: Final = "skipstone:"
 _INVITATION: Final = "?invitation="
@@ -57,8 +57,9 @@ class JoinLink:
         invitation = "" if self.invitation is None else f"{_INVITATION}{self.invitation}"
         return f"{_SCHEME}{self.run}@{','.join(self.peers)}{invitation}"
 
-    def names(self, run: RunId) -> bool:
-        return run == self.run
+    @property
+    def second_half(self) -> str:
+        return self.run[32:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,6 @@ class ShortLink:
         run = base64.b32encode(bytes.fromhex(self.second_half)).decode().lower().rstrip("=")
         invitation = "" if self.invitation is None else f"{_INVITATION}{self.invitation}"
         return f"{_SCHEME}{run}@{','.join(self.addresses)}{invitation}"
-
-    def names(self, run: RunId) -> bool:
-        return run.endswith(self.second_half)
 
 
 def short_link(run: RunId, addresses: tuple[str, ...]) -> ShortLink:

@@ -26,13 +26,13 @@ PORTS: Final = range(10_000, 32_000)  # Below the range that Linux, macOS and Wi
 
 def is_free(host: str, port: int) -> bool:
     """Whether this machine can listen on the address and port."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
             probe.bind((host, port))
-        except OSError:
-            return False
-        return True
+    except OSError:
+        return False
+    return True
 
 
 def free_ports(host: str, owner: str, count: int) -> list[int]:
