@@ -333,7 +333,6 @@ class Whereabouts:
     listen: str
     advertise: str | None = None
     port: int = 0
-    dht_port: int = 0
 
     def local(self, port: int) -> str:
         """Returns the `host:port` at which programs on this machine reach one of this node's ports."""
@@ -444,7 +443,7 @@ async def present(
     """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken."""
     # The certificate has the port of the DHT, which starts later.
     if settings.host and not (where.port and settings.port):
-        port, dht_port, *_ = (*free_ports(settings.host, f"{identity.peer}{run}", 2), 0, 0)
+        port, dht_port = free_ports(settings.host, f"{identity.peer}{run}", 2)
         where = replace(where, port=where.port or port)
         settings = replace(settings, port=settings.port or dht_port)
     credentials = make_credentials(identity, run, settings.port)
@@ -477,10 +476,7 @@ async def present(
 
 
 def address_towards(host: str, *, by_ip6: bool = False) -> str | None:
-    """Returns this machine's address on the route to a host; None without a route. Sends no packet, except to DNS.
-
-    `by_ip6`: resolve a host name to an IPv6 address.
-    """
+    """Returns this machine's address on the route to a host; None without a route. Sends no packet, except to DNS."""
     family = socket.AF_INET6 if by_ip6 or ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -75,7 +75,7 @@ async def run_node(
     device = devices.value[0]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
+    where = Whereabouts(options.listen, options.advertise, options.port)
     settings = _directory(options, identity, link, signed)
     with _logged(options, identity.peer, events) as logged:
         async with (

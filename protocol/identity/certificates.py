@@ -76,10 +76,7 @@ class TlsCredentials:
 
 
 def make_credentials(identity: Identity, run: RunId, dht_port: int = 0) -> TlsCredentials:
-    """Makes a P-256 key with a certificate that proves `identity.peer` to the peers of `run`.
-
-    `dht_port`: port of this peer's DHT, for holders of a short join link; 0 for none.
-    """
+    """Makes a P-256 key with a certificate that proves `identity.peer` to the peers of `run`."""
     key = ec.generate_private_key(ec.SECP256R1())
     authority_key, authority = _authority(run)
     certificate = (
@@ -129,10 +126,7 @@ def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
 
 
 def run_and_dht_port(der: bytes, second_half: str) -> tuple[RunId, int]:
-    """Returns the RunId with this second half that a certificate claims, and the port of the peer's DHT.
-
-    Call `peer_of_certificate` to verify the RunId. Raises ProtocolViolation.
-    """
+    """Returns the RunId that a certificate claims, not verified, and the DHT's port. Raises ProtocolViolation."""
     try:
         certificate = _loaded(der)
         (name,) = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)

@@ -36,10 +36,15 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(host: str, owner: str, count: int) -> list[int]:
-    """Returns up to `count` free ports, consecutive if possible, and the same at each start of `owner`."""
+    """Returns free ports, consecutive if possible and the same at each start of `owner`. Raises ConfigError."""
     first = PORTS[int.from_bytes(hashlib.sha256(f"skipstone-ports:{owner}".encode()).digest()[:8], "big") % len(PORTS)]
     candidates = (*range(first, PORTS.stop), *range(PORTS.start, first))
-    return list(islice((port for port in candidates if is_free(host, port)), count))
+    found = list(islice((port for port in candidates if is_free(host, port)), count))
+    if len(found) < count:
+        raise ConfigError(
+            f"cannot listen on {host}", hint="Name an address of this machine, or free some of its ports."
+        )
+    return found
 
 
 MAX_OPEN_TRANSFERS: Final = 64  # Per sender, including refused ones
