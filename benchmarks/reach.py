@@ -37,7 +37,7 @@ from benchmarks.transport import TensorCounter, confirm_batches, send_batches
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from node.network.reach_status import ReachMode
-from node.network.session import NetworkSession, Whereabouts, present
+from node.network.session import NetworkSession, Whereabouts, full_link, present
 from node.observability.events import Event, Reach, Step
 from node.reachability.monitor import reachable
 from protocol.dht.directory import DirectorySettings
@@ -138,7 +138,7 @@ async def be_a_peer(
         loop.call_soon_threadsafe(over.set)
 
     threading.Thread(target=wait, daemon=True).start()
-    joined = parse_link(link) if link else None
+    joined = await full_link(parse_link(link), 30.0) if link else None
     peers = joined.peers if joined else ()
     settings = DirectorySettings(listen, 0, (), peers, relay_bytes_per_hour=relay_bytes)
     counter, events, where = TensorCounter(), Listener(), Whereabouts(listen=listen)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from node.context.options import default_identity_path
-from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.errors import ConfigError, ManifestError
 
 
 def invite(
@@ -40,7 +40,11 @@ def invite(
         raise ConfigError(f"--expires {expires!r} is not a duration", hint="Write it as 30m, 12h or 7d.")
     until = int(time.time()) + int(duration[1]) * {"m": 60, "h": 3600, "d": 86_400}[duration[2]]
     where = None if link is None else read_link(link)
-    signed = read_signed_manifest(manifest.read_bytes(), None if where is None else where.run)
+    signed = read_signed_manifest(manifest.read_bytes(), None)
+    if where is not None and not signed.run.endswith(where.second_half):
+        raise ManifestError(
+            f"the manifest defines run {signed.run}, not the link's", hint="Name the manifest file of the link's run."
+        )
     issuer = Identity.load(identity or default_identity_path())
     if issuer.peer not in signed.guests().hosts:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import LinkFile, with_options
+from node.cli.options import NewLinks, keep_link, qr_printer, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, harmless
@@ -24,7 +24,7 @@ from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
     from node.data.local_paths import LocalPaths
-    from protocol.manifest.join_link import JoinLink
+    from protocol.manifest.join_link import Link
     from protocol.manifest.manifest import Manifest, StagesSection
     from protocol.manifest.signing import SignedManifest
     from swarm.vocabulary.types import Reasoned
@@ -186,12 +186,14 @@ async def _join(options: NodeOptions) -> int:
 
         events = event_sink(as_json=options.as_json, on_closed=stop.set)
         if options.link_file is not None:
-            events = LinkFile(options.link_file, events)
+            events = NewLinks(partial(keep_link, options.link_file), events)
+        if options.qr:
+            events = NewLinks(qr_printer(), events)
         await run_node(options, events, stop, consent=partial(ask_consent, options))
         return 0
 
 
-def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
+def _parse_target(target: str) -> tuple[Link | None, Path | None]:
     from protocol.manifest.join_link import link_in
 
     if (link := link_in(target)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -219,7 +220,8 @@ def new(
     lines = [f"  memory: {_largest_need(manifest)}"] if dialed is None else choice_lines(dial, dialed, manifest)
     for line in lines:
         typer.echo(line)
-    typer.echo(f"Start the first node with: skipstone join {file}{'' if model is None else f' --model {model}'}")
+    command = ["skipstone", "join", str(file), *(() if model is None else ("--model", str(model)))]
+    typer.echo(f"Start the first node with: {shlex.join(command)}")
 
 
 def sample_lines(sample: Sample, training: TrainingSection) -> Iterator[str]:

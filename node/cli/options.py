@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 
 from node.cli.views.output import write_whole
 from node.observability.events import Event, EventSink, NodeStatus
+from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_VISIT_RATIO
 
 VisitedPerPath: Final[Any] = typer.Option(
@@ -65,19 +67,33 @@ def with_options(*tables: type) -> Callable[[Any], Any]:
     return added
 
 
-class LinkFile:
-    """Event sink that keeps the newest join link in a file and forwards every event."""
+class NewLinks:
+    """Event sink that passes each new join link of the node to `tell`, and forwards every event."""
 
-    def __init__(self, path: Path, behind: EventSink) -> None:
-        self._path = path
+    def __init__(self, tell: Callable[[str], None], behind: EventSink) -> None:
+        self._tell = tell
         self._behind = behind
-        self._written: str | None = None
+        self._told: str | None = None
 
     def emit(self, event: Event) -> None:
         self._behind.emit(event)
-        if isinstance(event, NodeStatus) and event.link != self._written:
-            self._written = event.link
-            try:
-                write_whole(self._path, f"{event.link}\n".encode())
-            except OSError as error:
-                log.warning("cannot write the join link to %s: %s", self._path, error.strerror or error)
+        if isinstance(event, NodeStatus) and event.link != self._told:
+            self._told = event.link
+            self._tell(event.link)
+
+
+def keep_link(path: Path, link: str) -> None:
+    """Writes the link to a file atomically, or logs why not."""
+    try:
+        write_whole(path, f"{link}\n".encode())
+    except OSError as error:
+        log.warning("cannot write the join link to %s: %s", path, error.strerror or error)
+
+
+def qr_printer() -> Callable[[str], None]:
+    """Returns a function that draws a link on standard error as a QR code. Raises ConfigError without the package."""
+    try:
+        import segno
+    except ImportError:
+        raise ConfigError("--qr needs the package segno", hint="Install it: pip install 'skipstone[qr]'") from None
+    return lambda link: segno.make_qr(link).terminal(sys.stderr, compact=True)

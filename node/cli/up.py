@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from node.cli.options import (
     StepsChoice,
     VisitedPerPath,
     VisitRatio,
+    qr_printer,
 )
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, run_loop
@@ -49,6 +51,7 @@ def up(
     visit_ratio: Annotated[float | None, VisitRatio] = None,
     seed: Annotated[int | None, SeedChoice] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    qr: Annotated[bool, typer.Option("--qr", help="Print the join link as a QR code too.")] = False,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
     ] = None,
@@ -58,6 +61,12 @@ def up(
         typer.Option(
             envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs, which `skipstone check` reads [default: no logs]"
         ),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(help="Local address to bind to: 0.0.0.0 or :: let others join [default: this machine only]")
+    ] = "127.0.0.1",
+    port_base: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="First of the nodes' ports, two per node [default: free ports]")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
@@ -87,6 +96,7 @@ def up(
         checkpoint_dir=checkpoint_dir,
         checkpoint_every_s=checkpoint_every,
         log_dir=log_dir,
+        port_base=port_base,
         memory_limits=() if memory_limit is None else tuple(parse_size(each) for each in memory_limit.split(",")),
         moments=moments,
         model=model,
@@ -94,15 +104,22 @@ def up(
         # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
         author_path=None if checkpoint_dir is None else default_identity_path(),
     )
-    raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
+    raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json, qr=qr)))
 
 
-async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) -> int:
+async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool, qr: bool) -> int:
     """Runs the swarm to its end. Returns 128 + the stopping signal, else the first failing node's exit code."""
     from node.local_swarm.local_swarm import LocalSwarm
+    from node.local_swarm.setup import LINK_PEERS, Deployment
     from node.local_swarm.swarm_progress import summarize
+    from node.network.session import Whereabouts
+    from protocol.manifest.join_link import short_link
+    from protocol.transport.settings import joined
 
-    async with LocalSwarm(manifest, options) as swarm:
+    where = Whereabouts(listen.strip("[]"))
+    draw = qr_printer() if qr else None
+    deployment = Deployment(host=where.listen, advertise=where.advertised_hosts()[0])
+    async with LocalSwarm(manifest, options, deployments=lambda _: deployment) as swarm:
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
 
@@ -110,13 +127,17 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
             swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs
             loop.call_soon_threadsafe(swarm.kill_all)
 
+        first = (joined(peer.deployment.advertised_host, peer.port) for peer in swarm.peers[:LINK_PEERS])
+        link = str(short_link(swarm.link.run, tuple(first)))
         if not as_json:
             modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
             stages = f"{manifest.stages.count} stages{modules}"
             typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages}. Join it with\n")
-            typer.echo(f"  skipstone join {swarm.link}\n")
+            typer.echo(f"  skipstone join {shlex.quote(link)}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
+        if draw is not None:
+            draw(link)
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)

@@ -19,7 +19,9 @@ from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
-from protocol.manifest.join_link import JoinLink
+from protocol.identity.signed_records import is_address
+from protocol.manifest.join_link import Link
+from protocol.transport.settings import joined
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
@@ -51,6 +53,10 @@ NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative, but is {}"
 MODULE = Check(
     lambda text: re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) is not None, "must be a stage or STAGE.EXPERT, not {}"
 )
+ADVERTISE = Check(
+    lambda host: not host or is_address(joined(host, 65_535)),
+    "must be a host name or an IP address that peers can dial, without a port (--port sets it), not {}",
+)
 SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
 
 
@@ -76,15 +82,21 @@ def default_identity_path() -> Path:
     home = os.environ.get("SKIPSTONE_HOME")
     if home:
         return Path(home) / "identity.key"
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "skipstone" / "identity.key"
+    try:
+        data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    except RuntimeError:  # a user without HOME and without an entry in the password file
+        raise ConfigError(
+            "there is no folder for this node's key: HOME is not set, and the user has no home folder",
+            hint="Name the key file with --identity, or set SKIPSTONE_HOME or HOME.",
+        ) from None
+    return data / "skipstone" / "identity.key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
     """One node's options. Without a link it is the run's first node; without a manifest it asks peers for one."""
 
-    link: JoinLink | None
+    link: Link | None
     manifest_path: Path | None
     stage: Annotated[
         str | None,
@@ -118,12 +130,12 @@ class NodeOptions:
         Path, setting("identity", "Key file of the node; created if missing [default: this machine's key]")
     ] = field(default_factory=default_identity_path)
     # Other machines must reach a node; mutual TLS authenticates them.
-    listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
+    listen: Annotated[str, setting("listen", "Local address to bind to; :: is IPv6 and IPv4.")] = "0.0.0.0"  # noqa: S104
     advertise: Annotated[
-        str | None, setting("advertise", "Host name or address that peers dial [default: detected]")
+        str | None, setting("advertise", "Host name or address that peers dial [default: detected]"), ADVERTISE
     ] = None
-    port: Annotated[int, setting("port", "Port of the node (0: any free port)."), PORT] = 0
-    dht_port: Annotated[int, setting("dht-port", "Port of the DHT (0: any free port)."), PORT] = 0
+    port: Annotated[int, setting("port", "Port of the node (0: a free one, the same at each start)."), PORT] = 0
+    dht_port: Annotated[int, setting("dht-port", "Port of the DHT (0: a free one, the same at each start)."), PORT] = 0
     reach: Annotated[
         ReachMode, setting("reach", "auto asks the router to open a port if peers cannot reach this node.")
     ] = ReachMode.AUTO
@@ -184,6 +196,7 @@ class NodeOptions:
     link_file: Annotated[
         Path | None, setting("link-file", "File that always holds this node's join link [default: none]")
     ] = None
+    qr: Annotated[bool, setting("qr", "Print the join link as a QR code too.")] = False
     patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
         60.0
     )
@@ -241,6 +254,8 @@ class NodeOptions:
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:
             raise ConfigError("neither a join link nor a manifest is given")
+        object.__setattr__(self, "listen", self.listen.strip("[]"))
+        object.__setattr__(self, "advertise", self.advertise and self.advertise.strip("[]"))
         # Options may also come from the environment or from code, so check them here.
         for name, (_, *checks) in SETTINGS.items():
             value = getattr(self, name)
@@ -290,8 +305,16 @@ def own_peer() -> PeerId | None:
     """Returns the peer id of this machine's default key file; None if the file is missing or not usable."""
     try:
         return Identity.load(default_identity_path()).peer
-    except IdentityError:
+    except (ConfigError, IdentityError):
         return None
+
+
+def is_default_identity(path: Path) -> bool:
+    """Whether `path` is this machine's default key file."""
+    try:
+        return path == default_identity_path()
+    except ConfigError:
+        return False
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:

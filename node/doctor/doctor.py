@@ -52,14 +52,17 @@ def doctor(
     Checks versions, device, memory, disk, clock, ports and reachability. Exits with 1 if a check fails.
     """
     announce("skipstone doctor: examining this machine", as_json=json)
-    from node.context.options import default_identity_path, memory_limit_of
+    from node.context.options import NodeOptions, default_identity_path, memory_limit_of
     from node.doctor.examination import Endpoint, Patient, examine
     from protocol.manifest.join_link import read_link
 
-    named = (("key", (identity or default_identity_path()).parent), ("checkpoints", checkpoint_dir), ("logs", log_dir))
+    key = identity or default_identity_path()
+    # Checks the host names as a node does.
+    node = NodeOptions(link=None, manifest_path=key, identity_path=key, listen=listen, advertise=advertise)
+    named = (("key", key.parent), ("checkpoints", checkpoint_dir), ("logs", log_dir))
     folders = tuple((name, folder) for name, folder in named if folder is not None)
     where = None if link is None else read_link(link)
-    endpoint, limit = Endpoint(listen, port, advertise, reach), memory_limit_of(memory_limit)
+    endpoint, limit = Endpoint(node.listen, port, node.advertise, reach), memory_limit_of(memory_limit)
     patient = Patient(device, endpoint, dht_port, folders, where, limit, moments)
     findings: list[Finding] = []
 

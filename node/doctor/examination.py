@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -29,10 +28,12 @@ from node.observability.status import parse_status
 from node.reachability.monitor import climb
 from node.reachability.port_mapping import Router
 from node.reachability.reach_test import Attachments, witnesses_of
+from protocol.dht.child import socket_parent
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
-from protocol.manifest.join_link import JoinLink
+from protocol.manifest.join_link import Link
 from protocol.manifest.manifest import Manifest
+from protocol.transport.settings import is_free
 from swarm.membership.memory_fit import FreeMemory, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import PeerError, SkipstoneError, Unreachable
@@ -324,19 +325,11 @@ def files_finding(limit: int) -> Finding:
 
 def look_at_port(host: str, port: int) -> Sequence[Finding]:
     """Checks that a port (0: any free one) can be bound at a local address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     where = f"port {port}" if port else "any free port"
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            # gRPC binds like this too: recently closed connections do not block the port.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host.strip("[]"), port))
-            listener.listen(1)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        fix = "Stop the program that uses it (a running node?), or choose another --port or --listen."
-        return [Finding("port", Level.FAIL, f"cannot listen on {where} of {host}: {why}", fix)]
-    return [Finding("port", Level.OK, f"{where} of {host} is available")]
+    if is_free(host, port):
+        return [Finding("port", Level.OK, f"{where} of {host} is available")]
+    fix = "Stop the program that uses it (a running node?), or choose another --port or --listen."
+    return [Finding("port", Level.FAIL, f"cannot listen on {where} of {host}", fix)]
 
 
 PATIENCE_S: Final = 20.0
@@ -363,7 +356,7 @@ Tell = Callable[[Sequence[Finding]], None]
 
 
 async def look_in_the_run(
-    link: JoinLink, endpoint: Endpoint, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
+    link: Link, endpoint: Endpoint, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
 ) -> None:
     """Connects to the run and reports findings about the run, fitting stages, clock and reachability."""
 
@@ -479,7 +472,7 @@ class Patient:
     endpoint: Endpoint
     dht_port: int
     folders: tuple[tuple[str, Path], ...]
-    link: JoinLink | None
+    link: Link | None
     memory_limit: Reasoned[int] | None = None
     moments: MomentType = MomentType.FLOAT32
 
@@ -493,6 +486,7 @@ async def examine(patient: Patient, tell: Tell) -> None:
         ("memory", look_at_memory, QUICK_S),
         ("stage", lambda: look_at_stage_memory(patient.device, patient.memory_limit, patient.moments), DEVICE_S),
         ("disk", lambda: look_at_disk((*patient.folders, ("temporary files", Path(tempfile.gettempdir())))), QUICK_S),
+        ("sockets", lambda: look_at_disk((("sockets", Path(socket_parent())),)), QUICK_S),
         ("files", look_at_files, QUICK_S),
     )
     for check, look, limit_s in local:

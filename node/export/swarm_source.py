@@ -18,7 +18,7 @@ from node.network.proofs import Proofs
 from node.network.session import NetworkSession, visit
 from node.start.cut_model import module_layout
 from protocol.identity.signatures import EntrySigner
-from protocol.manifest.join_link import JoinLink
+from protocol.manifest.join_link import Link
 from protocol.manifest.signing import SignedManifest
 from swarm.averaging.schedule import choose_version, voters
 from swarm.vocabulary.errors import NoQuorum, Stalled, Unreachable
@@ -107,9 +107,7 @@ class SwarmSource:
 
 
 @asynccontextmanager
-async def open_swarm(
-    link: JoinLink, on_progress: Progress, patience_s: float = PATIENCE_S
-) -> AsyncIterator[SwarmSource]:
+async def open_swarm(link: Link, on_progress: Progress, patience_s: float = PATIENCE_S) -> AsyncIterator[SwarmSource]:
     """Joins the swarm without serving a module, and checks that modules are available. Raises Unreachable, NoQuorum."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,16 +17,15 @@ from node.model.moments import MomentType
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
-from protocol.manifest.join_link import JoinLink
+from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
+from protocol.transport.settings import free_ports
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, PeerId, RunId
 
 HOST = "127.0.0.1"
-PORTS = range(10_000, 32_000)
-"""Below the range that Linux, macOS and Windows use for outgoing connections."""
 LINK_PEERS = 2
 """Peers named in the link, so that one may fail."""
 
@@ -76,6 +72,8 @@ class LocalSwarmOptions:
     log_level: str = "warning"
     model: Path | None = None
     router: bytes = b""
+    port_base: int | None = None
+    """First of the nodes' consecutive ports. None: free ones."""
     author_path: Path | None = None
     """Key that signs the manifest. None: the first peer's."""
 
@@ -103,7 +101,7 @@ class PlannedPeer:
 
     @property
     def address(self) -> str:
-        return f"/ip4/{self.deployment.advertised_host}/tcp/{self.dht_port}/p2p/{self.peer}"
+        return f"{multiaddr_of(self.deployment.advertised_host, self.dht_port)}/p2p/{self.peer}"
 
 
 def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | None = None) -> list[ModuleId]:
@@ -160,11 +158,12 @@ class LocalSetup:
         # A snapshot belongs to a peer id, so the keys must last as long as the snapshots.
         self._keys = self._folder if options.checkpoint_dir is None else options.checkpoint_dir / IDENTITIES
         try:
-            ports = iter(_free_ports(2 * len(modules)))
+            self.run: RunId = run_id_of(manifest)
+            base, count = options.port_base, 2 * len(modules)
+            ports = iter(self._free_ports(count) if base is None else range(base, base + count))
             limits = match_limits(manifest, modules, options.memory_limits)
             for module, limit in zip(modules, limits, strict=True):
                 self._plan(module, next(ports), next(ports), limit)
-            self.run: RunId = run_id_of(manifest)
             author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
             self._invitation = Grant.issue(author, self.run, uses=0, expires=2**64 - 1)
             self._manifest_path = self._folder / "manifest.toml"
@@ -182,7 +181,7 @@ class LocalSetup:
         return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
 
     def add(self, module: ModuleId) -> PlannedPeer:
-        return self._plan(module, *_free_ports(2))
+        return self._plan(module, *self._free_ports(2))
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
         """Returns a peer's arguments after `skipstone`. The first peer brings the manifest, the others fetch it."""
@@ -234,9 +233,16 @@ class LocalSetup:
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _key(self, index: int) -> Path:
+        return self._keys / f"peer-{index}.key"
+
+    def _free_ports(self, count: int) -> list[int]:
+        # All ports are known before the nodes start. If another program takes one, a node reports that it cannot bind.
+        return free_ports(HOST, f"{Identity.load_or_create(self._key(len(self.peers))).peer}{self.run}", count)
+
     def _plan(self, module: ModuleId, port: int, dht_port: int, memory_limit: int | None = None) -> PlannedPeer:
         index = len(self.peers)
-        path = self._keys / f"peer-{index}.key"
+        path = self._key(index)
         own = Identity.load_or_create(path).peer
         self.peers.append(PlannedPeer(index, module, own, path, port, dht_port, self._deployments(index), memory_limit))
         return self.peers[-1]
@@ -245,17 +251,3 @@ class LocalSetup:
 def node_command() -> tuple[str, ...]:
     """Returns the command that starts `skipstone`. `-P` ignores a folder called `node` nearby."""
     return (sys.executable, "-P", "-m", "node")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Returns free ports, consecutive if possible, so that all ports are known before the nodes start."""
-    # Another program can still take one; then a node reports that it cannot bind.
-    first = PORTS[secrets.randbelow(len(PORTS))]
-    found: list[int] = []
-    for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):
-        if len(found) == count:
-            return found
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            found.append(port)
-    raise ResourceExhausted(f"{HOST} has only {len(found)} free ports above {PORTS.start}, but {count} are needed")

@@ -10,7 +10,7 @@ from node.network.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_repo
 from node.network.session import NetworkSession, visit
 from node.observability.status import PeerStatus, SwarmStatus, parse_answer, parse_status
 from protocol.interfaces.transport import Question, QuestionAbout
-from protocol.manifest.join_link import JoinLink
+from protocol.manifest.join_link import Link
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import ModuleId, PeerId
@@ -20,7 +20,7 @@ STATUS_TIMEOUT_S = 5.0
 EVALUATION_TIMEOUT_S = 600.0
 
 
-async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
+async def query_status(link: Link, patience_s: float = 30.0) -> SwarmStatus:
     """Asks a run's peers for their status. Raises Unreachable if no peer answers within `patience_s` seconds."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
@@ -28,11 +28,11 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
         peers = await asyncio.gather(*(_peer_status(session, each) for each in sorted(seen, key=lambda a: a.peer)))
     stages = signed.manifest.stages
     modules = tuple(map(str, signed.manifest.modules())) if stages.has_experts else None
-    return SwarmStatus.of(link.run, signed.manifest.name, stages.count, tuple(peers), modules)
+    return SwarmStatus.of(session.run, signed.manifest.name, stages.count, tuple(peers), modules)
 
 
 async def query_evaluation(
-    link: JoinLink, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
+    link: Link, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
 ) -> dict[str, Any]:
     """Asks a data node to measure the held-out loss (see `loss_report`). Raises ConfigError, Unreachable."""
     async with visit(link) as session:

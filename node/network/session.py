@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import random
 import socket
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from node.concurrency.task_groups import TaskTracker, set_or_after, task_scope
@@ -19,21 +19,22 @@ from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import Event, EventSink, PeerChange
 from node.observability.status import Status, parse_status
 from protocol.dht.directory import DhtDirectory, DirectorySettings, RelayTunnels
-from protocol.identity.certificates import make_credentials
+from protocol.identity.certificates import make_credentials, peer_of_certificate, run_and_dht_port
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.clock import Clock, SystemClock
 from protocol.interfaces.transport import Contact, Directory, Question, QuestionAbout, Transport
-from protocol.manifest.join_link import JoinLink
+from protocol.manifest.join_link import JoinLink, Link, ShortLink, multiaddr_of, short_link
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
+from protocol.nat.dial_back import DIAL_BACK_S, certificate_at
 from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
-from protocol.transport.settings import TransportSettings
+from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
 from swarm.membership.membership import Change, Membership
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Stalled, Unreachable
+from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
 
 log = logging.getLogger(__name__)
@@ -289,10 +290,11 @@ Answer = TypeVar("Answer")
 
 ASK_TIMEOUT_S = 10.0
 PAUSE_S = 0.3
+VISIT_PATIENCE_S = 30.0
 LOOK_AROUND_S = 1.5  # Enough for one look-up of every module
 ASKED_AT_ONCE = 16  # For the manifest
 MAX_LINK_PEERS = 4
-ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - by the name of "all interfaces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,16 +315,14 @@ async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[
 
     why = "no peer was asked"
     async with task_scope() as tasks:
-        waiting = {tasks.create_task(attempt(peer)) for peer in peers}
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                result = task.result()
-                if isinstance(result, Answered):
-                    for other in waiting:
-                        other.cancel()
-                    return result
-                why = result
+        attempts = [tasks.create_task(attempt(peer)) for peer in peers]
+        for attempted in asyncio.as_completed(attempts):
+            result = await attempted
+            if isinstance(result, Answered):
+                for each in attempts:
+                    each.cancel()
+                return result
+            why = result
     return why
 
 
@@ -333,17 +333,19 @@ class Whereabouts:
     listen: str
     advertise: str | None = None
     port: int = 0
-    dht_port: int = 0
 
     def local(self, port: int) -> str:
         """Returns the `host:port` at which programs on this machine reach one of this node's ports."""
-        return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
+        return joined(LOOPBACK.get(self.listen, self.listen), port)
 
-    def advertised_host(self, initial_peers: tuple[str, ...]) -> str:
-        """Returns the host to advertise: the option's, the bound one, or our address towards an initial peer."""
-        if self.advertise:
-            return self.advertise
-        return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
+    def advertised_hosts(self, initial_peers: tuple[str, ...] = ()) -> list[str]:
+        """Returns the hosts to advertise: the option's, the bound one, or our addresses towards peers or outside."""
+        if self.advertise or self.listen not in LOOPBACK:
+            return [self.advertise or self.listen]
+        if (towards_peer := address_to_reach(initial_peers)) is not None:
+            return [towards_peer]
+        outside = ("192.0.2.1", "2001:db8::1") if self.listen == "::" else ("192.0.2.1",)
+        return [own for host in outside if (own := address_towards(host)) is not None] or [LOOPBACK[self.listen]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +369,11 @@ class NetworkSession:
         return self.membership_sync.membership
 
     @property
-    def link(self) -> JoinLink:
+    def link(self) -> Link:
+        """Returns a join link with our addresses, or those of two other peers if we cannot be dialled."""
+        others = [known.addresses[0] for known in self.others() if known.addresses]
+        if addresses := self.own.addresses or tuple(others[:2]):
+            return short_link(self.run, addresses)
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
     def others(self) -> list[Announcement]:
@@ -435,7 +441,12 @@ async def present(
     identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
 ) -> AsyncIterator[NetworkSession]:
     """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken."""
-    credentials = make_credentials(identity, run)
+    # The certificate has the port of the DHT, which starts later.
+    if settings.host and not (where.port and settings.port):
+        port, dht_port = free_ports(settings.host, f"{identity.peer}{run}", 2)
+        where = replace(where, port=where.port or port)
+        settings = replace(settings, port=settings.port or dht_port)
+    credentials = make_credentials(identity, run, settings.port)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
     record, dispatcher = OwnRecord(own, identity), Dispatcher(own, membership)
@@ -448,8 +459,8 @@ async def present(
         sync = MembershipSync(own, record, membership, book, events, directory, transport)
         stack.enter_context(sync.receiving(dispatcher))
         await stack.enter_async_context(transport)
-        host = await asyncio.to_thread(where.advertised_host, settings.initial_peers)  # may need DNS
-        own.addresses = (f"{host}:{transport.port}",)
+        hosts = await asyncio.to_thread(where.advertised_hosts, settings.initial_peers)  # may need DNS
+        own.addresses = tuple(joined(host, transport.port) for host in hosts)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(sync.run())
@@ -464,28 +475,25 @@ async def present(
             running.cancel()
 
 
-def address_towards(host: str) -> str | None:
+def address_towards(host: str, *, by_ip6: bool = False) -> str | None:
     """Returns this machine's address on the route to a host; None without a route. Sends no packet, except to DNS."""
+    family = socket.AF_INET6 if by_ip6 or ":" in host else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-    except ValueError:
-        family = socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             # Connecting a UDP socket only chooses a route.
             probe.connect((host, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
-def address_to_reach(multiaddrs: tuple[str, ...]) -> str:
-    """Returns this machine's IPv4 address on the route to the first resolvable multiaddr. Sends no packet."""
+def address_to_reach(multiaddrs: tuple[str, ...]) -> str | None:
+    """Returns this machine's address on the route to the first resolvable multiaddr. Sends no packet, except to DNS."""
     for multiaddr in multiaddrs:
-        parts = multiaddr.split("/")
-        if len(parts) > 2 and parts[1] in ("ip4", "dns4") and (own := address_towards(parts[2])) is not None:
+        _, kind, host, *_ = multiaddr.split("/")
+        if (own := address_towards(host, by_ip6=kind.endswith("6"))) is not None:
             return own
-    return "127.0.0.1"
+    return None
 
 
 class _Silent:
@@ -495,13 +503,50 @@ class _Silent:
         return
 
 
+async def full_link(link: Link, patience_s: float) -> JoinLink:
+    """Completes a short link by the certificates of the nodes at its addresses. Raises Unreachable, Rejected."""
+    if isinstance(link, JoinLink):
+        return link
+    deadline = asyncio.get_running_loop().time() + patience_s
+    while True:
+        answers = await asyncio.gather(*(_node_at(address, link) for address in link.addresses))
+        found = [answer for answer in answers if not isinstance(answer, PeerError)]
+        if found:
+            return JoinLink(found[0][0], tuple(peer for run, peer in found if run == found[0][0]), link.invitation)
+        errors = [answer for answer in answers if isinstance(answer, PeerError)]
+        if asyncio.get_running_loop().time() >= deadline or all(isinstance(error, Rejected) for error in errors):
+            raise errors[0]
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _node_at(address: str, link: ShortLink) -> tuple[RunId, str] | PeerError:
+    """Returns the RunId and the multiaddr of the node at an address, both proven by its certificate, or the error."""
+    host, port = host_of(address), int(address.rpartition(":")[2])
+    hint = "Ask for the link again: the node at this address may have been replaced."
+    try:
+        async with asyncio.timeout(DIAL_BACK_S):
+            certificate = await certificate_at(host, port)
+        run, dht_port = run_and_dht_port(certificate, link.second_half)
+    except (ConnectionRefusedError, TimeoutError):
+        return Unreachable(f"nobody answers at {address}")
+    except (ssl.SSLError, ConnectionError, EOFError, ProtocolViolation):
+        return Rejected(f"{address} answers, and is not a Skipstone node", hint=hint)
+    except OSError as error:
+        return Unreachable(f"nobody answers at {address}: {error.strerror or error}")
+    try:
+        return run, f"{multiaddr_of(host, dht_port)}/p2p/{peer_of_certificate(certificate, run)}"
+    except ProtocolViolation:
+        return Rejected(f"the node at {address} answers, and serves another run", hint=hint)
+
+
 @asynccontextmanager
-async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
+async def visit(link: Link, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
     """Connects to a run as a client within the block: new key, no module, and a DHT client that does not listen."""
     # Listen only on the interface towards the first peer; peers behind NAT must be able to call back.
+    full = await full_link(link, VISIT_PATIENCE_S)
     if listen is None:
-        listen = await asyncio.to_thread(address_to_reach, link.peers)  # may need DNS
-    settings = DirectorySettings("", 0, (), link.peers, client=True)
+        listen = await asyncio.to_thread(address_to_reach, full.peers) or "127.0.0.1"  # may need DNS
+    settings = DirectorySettings("", 0, (), full.peers, client=True)
     where = Whereabouts(listen=listen, port=port)
-    async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as session:
+    async with present(Identity.generate(), full.run, where, settings, SystemClock(), _Silent()) as session:
         yield session

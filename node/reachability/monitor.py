@@ -24,6 +24,7 @@ from protocol.identity.signed_records import MAX_RELAY_LENGTH
 from protocol.interfaces.transport import FarEnd, QuestionAbout
 from protocol.manifest.join_link import multiaddr_of
 from protocol.nat.dial_back import DialBackOutcome
+from protocol.transport.settings import host_of, joined
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.types import PeerId
 
@@ -70,10 +71,6 @@ async def climb(port: int, advertised_host: str | None, ask: Ask, router: Router
         return again
     await router.close()
     return replace(standing, reason=f"{standing.reason}; {_why_in_vain(mapping, again)}")
-
-
-def joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _tested(mapping: Mapping, advertised_host: str | None, ask: Ask) -> Standing:
@@ -163,8 +160,7 @@ class RelayPart:
         own = self.own
         if not (self.dht.serves_tunnels and own.addresses and own.reach.step in _OFFERS):
             return ""
-        host = own.addresses[0].rpartition(":")[0].strip("[]")
-        relay = f"{multiaddr_of(host, self.dht.port)}/p2p/{own.peer}"
+        relay = f"{multiaddr_of(host_of(own.addresses[0]), self.dht.port)}/p2p/{own.peer}"
         return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # too long for a record
 
 

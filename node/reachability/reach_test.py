@@ -30,6 +30,7 @@ from protocol.nat.dial_back import (
 )
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.rate_limits import TokenBuckets
+from protocol.transport.settings import host_of
 from swarm.membership.membership import Membership, by_worth, relays_first
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import Busy, PeerError, Rejected, Unreachable
@@ -126,7 +127,7 @@ def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
 
 def network_of(address: str) -> str:
     """Returns the network of a `host:port`: the /24 of an IPv4 address, the /48 of an IPv6 one, a name itself."""
-    host = address.rpartition(":")[0].strip("[]")
+    host = host_of(address)
     try:
         found = ipaddress.ip_address(host)
     except ValueError:

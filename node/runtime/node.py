@@ -17,13 +17,13 @@ from node.checkpoint.state import ResumedState
 from node.concurrency.compute_thread import ComputeThread, DeviceThreads, Priority
 from node.concurrency.task_groups import unless
 from node.context.module_context import ModuleContext
-from node.context.options import NodeOptions, default_identity_path
+from node.context.options import NodeOptions, is_default_identity
 from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
 from node.model.device import choose_devices
 from node.network.peer_files import fetch_router, router_given, tokenizer_given
 from node.network.proofs import Proofs
-from node.network.session import NetworkSession, Whereabouts, present
+from node.network.session import NetworkSession, Whereabouts, full_link, present
 from node.observability.event_json import EventLog, Tee
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
@@ -66,14 +66,17 @@ async def run_node(
     clock = SystemClock()
     named = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
-    run = signed.run if signed is not None else cast(JoinLink, options.link).run  # a link or a manifest is given
-    identity = named.for_run(run) if options.identity_path == default_identity_path() else named
+    link = None if options.link is None else await unless(stop, full_link(options.link, options.patience_s))
+    if signed is None and link is None:
+        return
+    run = signed.run if signed is not None else cast(JoinLink, link).run
+    identity = named.for_run(run) if is_default_identity(options.identity_path) else named
     devices = choose_devices(options.device)
     device = devices.value[0]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    settings = _directory(options, identity, signed)
+    where = Whereabouts(options.listen, options.advertise, options.port)
+    settings = _directory(options, identity, link, signed)
     with _logged(options, identity.peer, events) as logged:
         async with (
             sole_use(options.identity_path),
@@ -243,11 +246,13 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
         text = options.manifest_path.read_bytes()
     except OSError as error:
         raise ConfigError(f"manifest {options.manifest_path}: {error.strerror}") from None
-    return read_signed_manifest(text, None if options.link is None else options.link.run)
+    return read_signed_manifest(text, None)
 
 
-def _directory(options: NodeOptions, identity: Identity, signed: SignedManifest | None) -> DirectorySettings:
-    host, port, initial = options.advertise, options.dht_port, () if options.link is None else options.link.peers
+def _directory(
+    options: NodeOptions, identity: Identity, link: JoinLink | None, signed: SignedManifest | None
+) -> DirectorySettings:
+    host, port, initial = options.advertise, options.dht_port, () if link is None else link.peers
     settings = DirectorySettings(
         options.listen,
         port,

@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 STOP_PATIENCE_S = 2.0
 MAX_WAITING_REQUESTS = 64
+MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
 _REMEMBERED_LINES = 5
 _MAX_LINE = 500
 _IDENTITY_FILE = "identity"
@@ -159,13 +160,26 @@ class DhtChild:
                 await self._process.communicate()
 
 
+def socket_parent() -> str:
+    """Returns the folder below which p2pd's unix sockets have names of an allowed length. Raises ConfigError."""
+    limit = MAX_SOCKET_BYTES - len("/skipstone-12345678/p2pclient-12345678901.sock")
+    for parent in (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR"), "/tmp"):  # noqa: S108 - mkdtemp is safe
+        if parent and len(os.fsencode(parent)) <= limit and os.access(parent, os.W_OK | os.X_OK):
+            return parent
+    raise ConfigError(
+        f"no folder for the DHT's unix sockets: the names of TMPDIR, XDG_RUNTIME_DIR and the system's folder have more"
+        f" than {limit} bytes, or they cannot be written",
+        hint="Set TMPDIR to a folder with a shorter name.",
+    )
+
+
 @contextlib.asynccontextmanager
 async def running_child(
     start: dht_process_pb2.DhtStart, identity: Identity
 ) -> AsyncIterator[tuple[DhtChild, dht_process_pb2.DhtSituation]]:
     """Starts a DHT process, yields it with the state of its DHT node, and stops it. Raises ConfigError, Unreachable."""
     # The key is passed in a private file, which is removed as soon as p2pd has read it.
-    folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
+    folder = Path(tempfile.mkdtemp(prefix="skipstone-", dir=socket_parent()))
     try:
         key_file = folder / _IDENTITY_FILE
         _write_private(key_file, identity.libp2p_private_key())

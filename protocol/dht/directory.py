@@ -63,7 +63,7 @@ class DirectorySettings:
             if self.host or not self.client:
                 ipaddress.ip_address(self.host)
         except ValueError:
-            raise ConfigError(f"directory: {self.host!r} is not an IP address to listen on") from None
+            raise ConfigError(f"--listen {self.host!r} is not an IP address, such as 0.0.0.0 or ::") from None
         for multiaddr in self.initial_peers:
             if not re.fullmatch(r"(/[^/,\s]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+", multiaddr):
                 raise ConfigError(f"directory: initial peer {multiaddr!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,6 +31,9 @@ from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 MAX_CERTIFICATE_BYTES: Final = 1024  # DER. Ours have about 605 bytes. Must fit in a DHT record (2 KiB).
 
 _LIBP2P_EXTENSION: Final = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
+# A UUID as an OID (ITU-T X.667). The value is the port of the peer's DHT, 2 bytes, big-endian; 0 for none.
+_DHT_PORT: Final = x509.ObjectIdentifier("2.25.287467389432718532412936017351294301953")
+_AUTHORITY_NAME: Final = re.compile("skipstone run ([0-9a-f]{32})")
 _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
 
 # The extension's DER: SEQUENCE { OCTET STRING public key, OCTET STRING signature }. For an Ed25519 identity all lengths
@@ -71,7 +75,7 @@ class TlsCredentials:
         return f"TlsCredentials(fingerprint={fingerprint(self.certificate_der).hex()})"
 
 
-def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
+def make_credentials(identity: Identity, run: RunId, dht_port: int = 0) -> TlsCredentials:
     """Makes a P-256 key with a certificate that proves `identity.peer` to the peers of `run`."""
     key = ec.generate_private_key(ec.SECP256R1())
     authority_key, authority = _authority(run)
@@ -81,6 +85,7 @@ def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
         .add_extension(_SIGNS_HANDSHAKES_ONLY, critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity.peer)]), critical=False)
         .add_extension(_libp2p_extension(identity, key.public_key()), critical=False)
+        .add_extension(x509.UnrecognizedExtension(_DHT_PORT, dht_port.to_bytes(2, "big")), critical=False)
         .sign(authority_key, SHA256())
     )
     return TlsCredentials(
@@ -95,10 +100,8 @@ def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
 
 def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
     """Verifies a certificate for `run`, except for the dates, and returns its peer id. Raises ProtocolViolation."""
-    if len(der) > MAX_CERTIFICATE_BYTES:
-        raise ProtocolViolation(f"certificate: {len(der)} bytes are more than the {MAX_CERTIFICATE_BYTES} allowed")
     try:
-        certificate = x509.load_der_x509_certificate(der)
+        certificate = _loaded(der)
         key = certificate.public_key()
         digest = certificate.signature_hash_algorithm
         extensions = certificate.extensions
@@ -120,6 +123,26 @@ def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
         raise ProtocolViolation(f"certificate: the common name is not {peer}, which the libp2p extension proves")
     _check_speaks_only_for(peer, extensions)
     return peer
+
+
+def run_and_dht_port(der: bytes, second_half: str) -> tuple[RunId, int]:
+    """Returns the RunId that a certificate claims, not verified, and the DHT's port. Raises ProtocolViolation."""
+    try:
+        certificate = _loaded(der)
+        (name,) = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
+        port = certificate.extensions.get_extension_for_oid(_DHT_PORT).value.public_bytes()
+    except (*_MALFORMED, x509.ExtensionNotFound) as error:
+        raise ProtocolViolation(f"certificate: not a node's: {error}") from None
+    issuer, dht_port = _AUTHORITY_NAME.fullmatch(str(name.value)), int.from_bytes(port[:2], "big")
+    if issuer is None or not dht_port:
+        raise ProtocolViolation("certificate: not from the authority of a run, or of a peer without a DHT port")
+    return RunId(issuer[1] + second_half), dht_port
+
+
+def _loaded(der: bytes) -> x509.Certificate:
+    if len(der) > MAX_CERTIFICATE_BYTES:
+        raise ProtocolViolation(f"certificate: {len(der)} bytes are more than the {MAX_CERTIFICATE_BYTES} allowed")
+    return x509.load_der_x509_certificate(der)
 
 
 def pem_of(der: bytes) -> bytes:

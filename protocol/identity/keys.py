@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import stat
 from functools import lru_cache
 from pathlib import Path
@@ -161,9 +162,10 @@ def _check_private(status: os.stat_result, path: Path) -> None:
         raise IdentityError(f"{path} is not a regular file", hint="Name the key file itself with --identity.")
     mode = stat.S_IMODE(status.st_mode)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        command = f"`chmod 600 {shlex.quote(str(path))}`"
         raise IdentityError(
-            f"the identity key {path} is open to others (mode {mode:04o}): run `chmod 600 {path}`",
-            hint=f"Run `chmod 600 {path}`; if others may have read it, create a new key instead.",
+            f"the identity key {path} is open to others (mode {mode:04o}): run {command}",
+            hint=f"Run {command}; if others may have read it, create a new key instead.",
         )
 
 

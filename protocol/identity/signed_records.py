@@ -157,7 +157,8 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
 def _check_fields(announcement: Announcement) -> None:
     """Checks the bounds of all fields of an announcement, ours or a peer's. Raises ProtocolViolation."""
     for address in announcement.addresses[:MAX_ADDRESSES]:
-        _check_address(address)
+        if not is_address(address):
+            raise ProtocolViolation(f"record: {address[:MAX_ADDRESS_LENGTH]!r} is not an address like host:port")
     for fine, fault in _bounds(announcement):
         if not fine:
             raise ProtocolViolation(f"record: {fault}")
@@ -212,12 +213,11 @@ def _check_run_and_time(announcement: Announcement, run: RunId, now: float | Non
         )
 
 
-def _check_address(address: str) -> None:
-    """Raises ProtocolViolation unless `address` is `host:port`, with a name, IPv4 or bracketed IPv6 address."""
+def is_address(address: str) -> bool:
+    """Whether `address` is `host:port` that can be dialled, with a name, IPv4 or bracketed IPv6 address."""
     host, colon, port = address.rpartition(":")
     fits = len(address) <= MAX_ADDRESS_LENGTH and bool(colon) and bool(_PORT.fullmatch(port)) and int(port) <= 65_535
-    if not (fits and _is_host(host)):
-        raise ProtocolViolation(f"record: {address[:MAX_ADDRESS_LENGTH]!r} is not an address like host:port")
+    return fits and _is_host(host)
 
 
 def _is_host(host: str) -> bool:
@@ -227,4 +227,5 @@ def _is_host(host: str) -> bool:
     except ValueError:
         # A name of only digits and dots is a misspelt address.
         return not bracketed and bool(_HOST_NAME.fullmatch(host)) and not re.fullmatch(r"[0-9.]+", host)
-    return not (ip.is_unspecified or ip.is_multicast)
+    # A zone (`%eth0`) has a meaning on one machine only.
+    return not (ip.is_unspecified or ip.is_multicast or "%" in host)

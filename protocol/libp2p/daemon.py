@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import re
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,7 +17,9 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from protocol.generated import dht_process_pb2
 from protocol.libp2p import child_process
+from protocol.manifest.join_link import multiaddr_of
 from protocol.nat.relay import RelayStream
+from protocol.transport.settings import is_free
 from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId
 
@@ -47,9 +47,11 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     listening: dict[str, Any] = {"host_maddrs": None, "no_listen": True}
     try:
         if start.host:
-            address = ipaddress.ip_address(start.host)
-            _check_port(address, start.port)
-            listening = {"host_maddrs": [f"/ip{address.version}/{address}/tcp/{start.port}"]}
+            # p2pd would share a port (SO_REUSEPORT) and get only some connections.
+            if not is_free(start.host, start.port):
+                raise OSError("another program uses the port, or the address is not this machine's")
+            hosts = ("::", "0.0.0.0") if start.host == "::" else (start.host,)  # noqa: S104 - Go separates them
+            listening = {"host_maddrs": [multiaddr_of(host, start.port) for host in hosts]}
         daemon = await _Daemon.create(
             **listening,
             announce_maddrs=list(start.announce) or None,
@@ -89,14 +91,6 @@ async def _answers(address: Multiaddr) -> bool:
         return False
     writer.close()
     return True
-
-
-def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> None:
-    """Raises OSError if the port is in use. p2pd would share it (SO_REUSEPORT) and get only some connections."""
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
-        probe.bind((str(address), port))
 
 
 PROTOCOL: Final = "/skipstone/relay/1"

@@ -1,11 +1,16 @@
-"""Join link: `skipstone:<run>@<multiaddr>[,<multiaddr>...][?invitation=GRANT]`, with a run and some of its peers.
+"""Join links, which name a run and some of its peers; both forms may end with `?invitation=GRANT`.
 
-A multiaddr is /ip4, /ip6, /dns4 or /dns6 and a host, then /tcp/PORT or /udp/PORT/quic-v1, then /p2p/PEER. Shells need
-no quotes, except zsh for an invitation.
+Short, as printed: `skipstone:<run>@<host:port>[,<host:port>...]`. The run is the base32 (RFC 4648, lower case, no
+padding) of the last 16 bytes of the RunId: 26 characters. A node answers at `host:port` with its certificate, which
+has the first 16 bytes, its peer id and the port of its DHT. IPv6 addresses have brackets.
+
+Full: `skipstone:<RunId>@<multiaddr>[,<multiaddr>...]`. A multiaddr is /ip4, /ip6, /dns4 or /dns6 and a host, then
+/tcp/PORT or /udp/PORT/quic-v1, then /p2p/PEER. Shells need no quotes, except zsh for an invitation and brackets.
 """
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -14,20 +19,19 @@ from typing import Final
 
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import public_key_of
+from protocol.identity.signed_records import is_address
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.vocabulary.types import PeerId, RunId
 
 MAX_LINK_PEERS: Final = 16
 MAX_LINK_CHARACTERS: Final = 8192
 
-EXAMPLE: Final = (
-    "skipstone:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
-    "@/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
-)
+EXAMPLE: Final = "skipstone:uo7u6gzlbobczuk5nqk3b4akba@203.0.113.7:4001"
 
 _SCHEME: Final = "skipstone:"
 _INVITATION: Final = "?invitation="
 _RUN: Final = re.compile(r"[0-9a-f]{64}")
+_SHORT_RUN: Final = re.compile(r"[a-z2-7]{25}[aeimquy4]")
 _LABEL: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 
@@ -42,7 +46,9 @@ class JoinLink:
 
     def __post_init__(self) -> None:
         if not _RUN.fullmatch(self.run):
-            raise _wrong(f"the run is {_shown(self.run)}, not 64 lower-case hexadecimal digits")
+            raise _wrong(
+                f"the run is {_shown(self.run)}, not 26 characters of base32, nor 64 lower-case hexadecimal digits"
+            )
         if not 1 <= len(self.peers) <= MAX_LINK_PEERS:
             raise _wrong(f"it names {len(self.peers)} peers, allowed are 1 to {MAX_LINK_PEERS}")
         object.__setattr__(self, "peers", tuple(_checked_address(peer) for peer in self.peers))
@@ -51,13 +57,47 @@ class JoinLink:
         invitation = "" if self.invitation is None else f"{_INVITATION}{self.invitation}"
         return f"{_SCHEME}{self.run}@{','.join(self.peers)}{invitation}"
 
+    @property
+    def second_half(self) -> str:
+        return self.run[32:]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortLink:
+    """The second half of a RunId, 32 hexadecimal digits, and 1 to 16 addresses `host:port`. Raises ConfigError."""
+
+    # 128 bits suffice: a stranger's manifest would need a second preimage, as the answerer cannot choose this half. A
+    # collision helps only the run's author, whose two manifests would still be two runs with different RunIds.
+    second_half: str
+    addresses: tuple[str, ...]
+    invitation: Grant | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.addresses) <= MAX_LINK_PEERS:
+            raise _wrong(f"it names {len(self.addresses)} peers, allowed are 1 to {MAX_LINK_PEERS}")
+        for address in self.addresses:
+            if not is_address(address):
+                raise _wrong(f"{_shown(address)} is not HOST:PORT (an IPv6 address needs brackets)")
+
+    def __str__(self) -> str:
+        run = base64.b32encode(bytes.fromhex(self.second_half)).decode().lower().rstrip("=")
+        invitation = "" if self.invitation is None else f"{_INVITATION}{self.invitation}"
+        return f"{_SCHEME}{run}@{','.join(self.addresses)}{invitation}"
+
+
+def short_link(run: RunId, addresses: tuple[str, ...]) -> ShortLink:
+    return ShortLink(run[32:], addresses)
+
+
+Link = JoinLink | ShortLink
+
 
 def is_link(text: str) -> bool:
     """Whether the text looks like a join link; it may still be malformed."""
     return text.strip().startswith(_SCHEME)
 
 
-def link_in(text: str) -> JoinLink | None:
+def link_in(text: str) -> Link | None:
     """Parses the join link in `text`, or in the file named `text`; None if there is no link. Raises ConfigError."""
     if is_link(text):
         return parse_link(text)
@@ -69,12 +109,12 @@ def link_in(text: str) -> JoinLink | None:
     return parse_link(inside) if is_link(inside) else None
 
 
-def read_link(text: str) -> JoinLink:
+def read_link(text: str) -> Link:
     """Parses the join link in `text` or in the file that it names. Raises ConfigError."""
     return link_in(text) or parse_link(text)
 
 
-def parse_link(text: str) -> JoinLink:
+def parse_link(text: str) -> Link:
     """Parses a join link, ignoring surrounding white space. Raises ConfigError with an example of a link."""
     link = text.strip()
     if len(link) > MAX_LINK_CHARACTERS:
@@ -87,7 +127,10 @@ def parse_link(text: str) -> JoinLink:
     if not at:
         raise _wrong("there is no '@' with the address of a peer after the run")
     peers, invited, invitation = peers.partition(_INVITATION)
-    return JoinLink(RunId(run), tuple(peers.split(",")), Grant.parse(invitation) if invited else None)
+    addresses, grant = tuple(peers.split(",")), Grant.parse(invitation) if invited else None
+    if _SHORT_RUN.fullmatch(run):
+        return ShortLink(base64.b32decode(f"{run.upper()}======").hex(), addresses, grant)
+    return JoinLink(RunId(run), addresses, grant)
 
 
 def multiaddr_of(host: str, port: int) -> str:

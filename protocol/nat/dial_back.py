@@ -54,7 +54,7 @@ async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float =
         )
     try:
         async with asyncio.timeout(timeout_s):
-            shown = await _certificate_at(host, port)
+            shown = await certificate_at(host, port)
     except TimeoutError:
         return DialBackResult(host, DialBackOutcome.SILENT, f"port {port} did not answer within {timeout_s:g} s")
     except ConnectionRefusedError:
@@ -90,7 +90,7 @@ def decode_dial_back(data: bytes) -> DialBackResult:
         raise ProtocolViolation("dial-back: the host is not an IP address") from None
 
 
-async def _certificate_at(host: str, port: int) -> bytes:
+async def certificate_at(host: str, port: int) -> bytes:
     """Connects to a server by TLS 1.3 and returns the certificate (DER) that it proves. Raises OSError."""
     _, writer = await asyncio.open_connection(host, port, ssl=_context())
     try:

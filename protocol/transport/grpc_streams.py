@@ -17,6 +17,7 @@ from protocol.frames.codec import printable
 from protocol.frames.frames import MAX_CHUNK_FRAME_BYTES
 from protocol.identity.certificates import TlsCredentials, pem_of
 from protocol.interfaces.transport import Contact, FarEnd
+from protocol.transport.settings import host_of
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unreachable
 
 SERVICE: Final = "skipstone.Skipstone"
@@ -162,7 +163,7 @@ class AcceptedStream:
 
 
 def far_end_at(address: str, certificate: bytes) -> FarEnd:
-    return FarEnd(address.rpartition(":")[0].strip("[]"), certificate)
+    return FarEnd(host_of(address), certificate)
 
 
 def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
@@ -173,7 +174,7 @@ def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
 def _host_of_caller(name: str) -> str:
     """Extracts the IP address from gRPC's caller name, such as `ipv6:%5B2001:db8::1%5D:4002`; else returns ""."""
     kind, _, address = unquote(name).partition(":")
-    host = address.rpartition(":")[0].strip("[]").partition("%")[0]
+    host = host_of(address).partition("%")[0]
     try:
         found = ipaddress.ip_address(host) if kind in ("ipv4", "ipv6") else None
     except ValueError:

@@ -27,7 +27,7 @@ from protocol.transport.grpc_streams import AcceptedStream, DialledStream, Servi
 from protocol.transport.handshake import SameKey, expect_hello, objection_to, proven_peer
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
-from protocol.transport.settings import TransportSettings
+from protocol.transport.settings import TransportSettings, joined
 from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
@@ -90,7 +90,7 @@ class GrpcTransport:
 
     async def __aenter__(self) -> Self:
         """Starts the gRPC server. Raises ConfigError if the address cannot be bound."""
-        address = f"{self._settings.listen_host}:{self._settings.listen_port}"
+        address = joined(self._settings.listen_host, self._settings.listen_port)
         most = self._settings.max_links + _SPARE_STREAMS
         try:
             self._server, self._port = make_server(self._serve, self._credentials, address, most)

@@ -115,34 +115,6 @@ class _Sending:
     done: asyncio.Future[bool]
 
 
-class _Turns:
-    """One FIFO queue of tensors per traffic class. `take` serves the classes in rotation."""
-
-    def __init__(self) -> None:
-        self._queues = OrderedDict((traffic_class, deque[_Sending]()) for traffic_class in TrafficClass)
-
-    def add(self, sending: _Sending) -> None:
-        self._queues[sending.traffic_class].append(sending)
-
-    def first(self) -> _Sending | None:
-        return next((queue[0] for queue in self._queues.values() if queue), None)
-
-    def take(self, first: _Sending) -> None:
-        self._queues[first.traffic_class].popleft()
-        self._queues.move_to_end(first.traffic_class)
-
-    def remove(self, sending: _Sending) -> bool:
-        queue = self._queues[sending.traffic_class]
-        if sending not in queue:
-            return False
-        queue.remove(sending)
-        return True
-
-    def clear(self) -> None:
-        for queue in self._queues.values():
-            queue.clear()
-
-
 class Outbox:
     """Queue of frames and tensors of one link, sent by the task that runs `pump`. `budgets`: one per traffic class."""
 
@@ -150,7 +122,8 @@ class Outbox:
         self._budgets = dict(budgets)
         self._small: deque[bytes] = deque()
         self._small_bytes = 0
-        self._turns = _Turns()
+        # Served in rotation
+        self._queues = OrderedDict((traffic_class, deque[_Sending]()) for traffic_class in TrafficClass)
         self._open: dict[int, _Sending] = {}
         self._something_to_send = asyncio.Event()
         self._queue_for_room = asyncio.Lock()
@@ -190,7 +163,7 @@ class Outbox:
                 raise self._closed
             sending = _Sending(make(), traffic_class, asyncio.get_running_loop().create_future())
             self._open[sending.transfer.number] = sending
-            self._turns.add(sending)
+            self._queues[traffic_class].append(sending)
             self._something_to_send.set()
             try:
                 return await sending.done
@@ -215,7 +188,8 @@ class Outbox:
         if last_frame is not None:
             self._queue(last_frame)
         self._closed = error
-        self._turns.clear()
+        for queue in self._queues.values():
+            queue.clear()
         for sending in self._open.values():
             if not sending.done.done():
                 sending.done.set_exception(error)
@@ -231,34 +205,40 @@ class Outbox:
                 await write(self._take_small())
             elif self._closed is not None:
                 return
-            elif (sending := self._turns.first()) is not None:
+            elif (sending := self._first()) is not None:
                 await self._write_turn(sending, write)
             else:
                 self._something_to_send.clear()
                 await self._something_to_send.wait()
 
     async def _write_turn(self, sending: _Sending, write: Callable[[bytes], Awaitable[None]]) -> None:
-        self._turns.take(sending)
+        queue = self._queues[sending.traffic_class]
+        queue.popleft()
+        self._queues.move_to_end(sending.traffic_class)
         frame = sending.transfer.next_frame()
         if not sending.transfer.finished:
-            self._turns.add(sending)
+            queue.append(sending)
         # Runs while `write` waits for the stream, which takes about as long as copying and hashing a chunk.
         asyncio.get_running_loop().call_soon(self._prepare_turn)
         await write(frame)
         if sending.transfer.finished and not sending.done.done():
             sending.done.set_result(True)
 
+    def _first(self) -> _Sending | None:
+        return next((queue[0] for queue in self._queues.values() if queue), None)
+
     def _prepare_turn(self) -> None:
-        following = self._turns.first()
-        if following is not None:
+        if (following := self._first()) is not None:
             following.transfer.prepare()
 
     def _withdraw(self, sending: _Sending) -> None:
         """Removes a tensor from the queue. Sends Cancel if the receiver knows the transfer and expects more chunks."""
-        waits = self._turns.remove(sending)
-        if waits and sending.transfer.begun and self._closed is None:
-            # Not by `post`, because this frame must be sent. The number of transfers bounds these frames.
-            self._queue(encode(Cancel(sending.transfer.number)))
+        queue = self._queues[sending.traffic_class]
+        if sending in queue:
+            queue.remove(sending)
+            if sending.transfer.begun and self._closed is None:
+                # Not by `post`, because this frame must be sent. The number of transfers bounds these frames.
+                self._queue(encode(Cancel(sending.transfer.number)))
 
     def _queue(self, frame: bytes) -> None:
         self._small.append(frame)

@@ -2,10 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from swarm.vocabulary.errors import ConfigError
+
+
+def joined(host: str, port: int) -> str:
+    """Returns `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """Returns the host of a `host:port`, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+PORTS: Final = range(10_000, 32_000)  # Below the range that Linux, macOS and Windows use for outgoing connections
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether this machine can listen on the address and port."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
+            probe.bind((host, port))
+    except OSError:
+        return False
+    return True
+
+
+def free_ports(host: str, owner: str, count: int) -> list[int]:
+    """Returns free ports, consecutive if possible and the same at each start of `owner`. Raises ConfigError."""
+    first = PORTS[int.from_bytes(hashlib.sha256(f"skipstone-ports:{owner}".encode()).digest()[:8], "big") % len(PORTS)]
+    candidates = (*range(first, PORTS.stop), *range(PORTS.start, first))
+    found = list(islice((port for port in candidates if is_free(host, port)), count))
+    if len(found) < count:
+        raise ConfigError(
+            f"cannot listen on {host}", hint="Name an address of this machine, or free some of its ports."
+        )
+    return found
+
 
 MAX_OPEN_TRANSFERS: Final = 64  # Per sender, including refused ones
 MAX_OPEN_QUESTIONS: Final = 8  # Per peer, as in link.proto
@@ -15,7 +55,7 @@ MAX_OPEN_QUESTIONS: Final = 8  # Per peer, as in link.proto
 class TransportSettings:
     """Settings of a transport. Raises ConfigError if the port is out of range."""
 
-    listen_host: str = "127.0.0.1"  # `0.0.0.0` or `[::]` for all interfaces
+    listen_host: str = "127.0.0.1"  # `0.0.0.0` or `::` for all interfaces
     listen_port: int = 0  # 0: any free port
     chunk_bytes: int = 512 * 1024  # Chunks of microbatches, 4 KiB to 1 MiB; smaller on slow links
     bulk_chunk_bytes: int = 1024 * 1024  # Chunks of rounds and state

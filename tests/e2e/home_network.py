@@ -23,7 +23,6 @@ from node.observability.event_json import event_from_json
 from node.observability.events import Event, NodeStatus, Reach
 
 Side = Literal["a", "b"]
-_NETWORK = "10.91.0"
 
 
 def why_no_namespaces() -> str | None:
@@ -56,11 +55,11 @@ class SplitNetwork:
 
     hub: str
     sides: str
+    addresses: str = "10.91.0.{}"
 
     def deployment(self, index: int) -> Deployment:
-        return Deployment(
-            host=f"{_NETWORK}.{index + 1}", command=("ip", "netns", "exec", self._name(index), *node_command())
-        )
+        host = self.addresses.format(index + 1)
+        return Deployment(host=host, command=("ip", "netns", "exec", self._name(index), *node_command()))
 
     def side(self, side: Side) -> list[int]:
         return [index for index, where in enumerate(self.sides) if where == side]
@@ -83,7 +82,7 @@ class SplitNetwork:
             self._in_hub("link", "set", "dev", f"cable-{side}", "up")
         for index, side in enumerate(self.sides):
             ip("netns", "add", self._name(index))
-            _plug_in(self._name(index), "eth0", f"{_NETWORK}.{index + 1}", self.hub, f"bridge-{side}")
+            _plug_in(self._name(index), "eth0", self.addresses.format(index + 1), self.hub, f"bridge-{side}")
 
     def _name(self, index: int) -> str:
         return f"{self.hub}-{index}"
@@ -92,9 +91,9 @@ class SplitNetwork:
         ip("-n", self.hub, *words)
 
 
-def split_network(sides: str) -> AbstractContextManager[SplitNetwork]:
+def split_network(sides: str, **more: str) -> AbstractContextManager[SplitNetwork]:
     """Made, and removed at the end. `sides` is `a` or `b` for each node in order, such as "aabb"."""
-    return _made(SplitNetwork(f"skipstone-{os.getpid()}-{next(_counter)}", sides))
+    return _made(SplitNetwork(f"skipstone-{os.getpid()}-{next(_counter)}", sides, **more))
 
 
 @contextmanager
@@ -114,7 +113,8 @@ def _plug_in(namespace: str, device: str, address: str, hub: str, bridge: str) -
     ip("-n", hub, "link", "add", "name", port, "type", "veth", "peer", "name", device, "netns", namespace)
     ip("-n", hub, "link", "set", "dev", port, "master", bridge)
     ip("-n", hub, "link", "set", "dev", port, "up")
-    ip("-n", namespace, "address", "add", f"{address}/24", "dev", device)
+    prefix = ("/64", "nodad") if ":" in address else ("/24",)
+    ip("-n", namespace, "address", "add", f"{address}{prefix[0]}", "dev", device, *prefix[1:])
     for name in ("lo", device):
         ip("-n", namespace, "link", "set", "dev", name, "up")
 

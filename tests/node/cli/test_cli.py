@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from node.observability.status import PeerStatus, Status, SwarmStatus
 from node.observability.typed_json import to_json
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
-from protocol.manifest.join_link import parse_link
+from protocol.manifest.join_link import parse_link, short_link
 from protocol.manifest.signing import read_signed_manifest
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
@@ -135,13 +136,15 @@ class TestNew:
         ("file", "name"), [("my run.toml", "my-run"), ("first.run.toml", "first.run"), ("__.toml", "stdlib-demo")]
     )
     def test_a_run_is_named_after_its_file(self, tmp_path: Path, file: str, name: str) -> None:
-        ran("new", str(tmp_path / file))
+        assert f"skipstone join {shlex.quote(str(tmp_path / file))}\n" in ran("new", str(tmp_path / file)).stdout
         assert f'name = "{name}"' in (tmp_path / file).read_text()
 
     def test_its_author_invites_data_nodes(self, tmp_path: Path) -> None:
         file, other = str(tmp_path / "run.toml"), tmp_path / "other.key"
         assert "decide what the model learns" in ran("new", file, "--open-data").stdout
         link = LINK.replace(parse_link(LINK).run, read_signed_manifest(Path(file).read_bytes(), None).run)
+        short = str(short_link(parse_link(link).run, ("[::1]:4001",)))
+        assert ran("invite", file, "--link", short).stdout.startswith(f"{short}?invitation=")
         grant = parse_link(ran("invite", file, "--link", link, "--uses", "3").stdout).invitation
         assert grant is not None
         assert (grant.uses, abs(grant.expires - time.time() - 7 * 86_400) < 60) == (3, True)

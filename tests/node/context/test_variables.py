@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import typer
 from typer.testing import CliRunner
 
 from node.__main__ import app
-from node.cli.options import LinkFile
+from node.cli.options import NewLinks, keep_link, qr_printer
 from node.context.options import (
     SETTINGS,
     VARIABLES,
     LogLevel,
     NodeOptions,
     default_identity_path,
+    is_default_identity,
     parse_size,
     variable,
     without_settings,
@@ -33,6 +35,7 @@ from node.network.session import Whereabouts
 from node.observability.events import EventSink, NodeStatus
 from node.observability.status import SwarmStatus
 from protocol.manifest.join_link import link_in, parse_link
+from protocol.transport.settings import free_ports
 from swarm.vocabulary.errors import ConfigError
 from tests.kit.events import KeptEvents
 from tests.node.small_manifest import small_manifest
@@ -69,6 +72,7 @@ OTHER_VALUES: dict[str, Any] = {
     "checkpoint_every_s": 5.0,
     "log_dir": Path("/events"),
     "link_file": Path("link"),
+    "qr": True,
     "patience_s": 1.5,
     "as_json": True,
     "stop_on_eof": True,
@@ -81,6 +85,8 @@ def no_settings_of_whoever_runs_this(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
+    draw = lambda link: types.SimpleNamespace(terminal=lambda out, compact: out.write(f"code of {link}"))  # noqa: E731
+    monkeypatch.setitem(sys.modules, "segno", types.SimpleNamespace(make_qr=draw))
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -> NodeOptions:
@@ -188,7 +194,7 @@ def serving(link: str) -> NodeStatus:
 class TestLinkFile:
     def test_it_has_the_newest_link(self, tmp_path: Path) -> None:
         heard = KeptEvents()
-        sink = LinkFile(tmp_path / "link", heard)
+        sink = NewLinks(partial(keep_link, tmp_path / "link"), heard)
         for link in (LINK, OTHER_LINK):
             sink.emit(serving(link))
             assert str(link_in(str(tmp_path / "link"))) == link
@@ -202,7 +208,7 @@ class TestLinkFile:
     def test_a_link_that_another_user_laid_there_is_not_followed(self, tmp_path: Path, trap: str) -> None:
         (tmp_path / "precious").write_text("mine")
         (tmp_path / trap).symlink_to(tmp_path / "precious")
-        LinkFile(tmp_path / "link", KeptEvents()).emit(serving(LINK))
+        NewLinks(partial(keep_link, tmp_path / "link"), KeptEvents()).emit(serving(LINK))
         assert (tmp_path / "precious").read_text() == "mine"
         assert str(link_in(str(tmp_path / "link"))) == LINK
 
@@ -212,12 +218,12 @@ class TestLinkFile:
         moved: list[str] = []
         monkeypatch.setattr("os.replace", lambda source, target: moved.append(Path(source).name))
         for _ in range(2):
-            LinkFile(tmp_path / "link", KeptEvents()).emit(serving(LINK))
+            NewLinks(partial(keep_link, tmp_path / "link"), KeptEvents()).emit(serving(LINK))
         assert len({*moved}) == 2
 
     def test_a_node_goes_on_without_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         heard = KeptEvents()
-        LinkFile(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
+        NewLinks(partial(keep_link, tmp_path / "nowhere" / "link"), heard).emit(serving(LINK))
         assert len(heard.events) == 1
         assert "cannot write the join link" in caplog.text
 
@@ -226,10 +232,21 @@ class TestLinkFile:
         assert str(link_in(str(tmp_path / "link"))) == LINK
 
 
-class Probe:
-    """A UDP socket of a machine that has one address, 192.0.2.5, and finds all hosts but one."""
+def test_the_link_is_drawn_on_the_channel_of_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    qr_printer()(LINK)
+    assert capsys.readouterr() == ("", f"code of {LINK}")
+    monkeypatch.setitem(sys.modules, "segno", None)
+    with pytest.raises(ConfigError, match="needs the package segno"):
+        qr_printer()
 
-    def __init__(self, *kind: object) -> None: ...
+
+class Probe:
+    """A UDP socket of a machine with the addresses 192.0.2.5 and 2001:db8::5 that finds all hosts but one."""
+
+    def __init__(self, family: int, kind: int) -> None:
+        self.own = "2001:db8::5" if family == socket.AF_INET6 else "192.0.2.5"
 
     def __enter__(self) -> Probe:
         return self
@@ -241,26 +258,50 @@ class Probe:
             raise socket.gaierror("no such host")
 
     def getsockname(self) -> tuple[str, int]:
-        return "192.0.2.5", 9
+        return self.own, 9
 
 
 class TestAddresses:
     @pytest.mark.parametrize(
-        ("hosts", "own"),
+        ("listen", "hosts", "own"),
         [
-            (["ip4/203.0.113.7"], "192.0.2.5"),
-            (["dns4/unknown.example", "dns4/node.example"], "192.0.2.5"),
-            (["dns4/unknown.example", "ip6/::1"], "127.0.0.1"),
+            ("0.0.0.0", ["ip4/203.0.113.7"], ["192.0.2.5"]),
+            ("0.0.0.0", ["dns4/unknown.example", "dns6/node.example"], ["2001:db8::5"]),
+            ("::", ["ip6/2001:db8::1"], ["2001:db8::5"]),
+            ("0.0.0.0", ["dns4/unknown.example"], ["192.0.2.5"]),
+            ("::", [], ["192.0.2.5", "2001:db8::5"]),
+            ("25.0.0.9", ["ip6/2001:db8::1"], ["25.0.0.9"]),
         ],
     )
-    def test_our_address_is_that_of_the_route_to_a_peer(
-        self, monkeypatch: pytest.MonkeyPatch, hosts: list[str], own: str
+    def test_our_address_is_that_of_the_route_to_a_peer_or_outside(
+        self, monkeypatch: pytest.MonkeyPatch, listen: str, hosts: list[str], own: list[str]
     ) -> None:
         monkeypatch.setattr(socket, "socket", Probe)
         peers = tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)
-        assert Whereabouts("0.0.0.0").advertised_host(peers) == own
-        assert Whereabouts("0.0.0.0").local(4002) == "127.0.0.1:4002"
-        assert Whereabouts("25.0.0.9").local(4002) == "25.0.0.9:4002"
+        assert Whereabouts(listen).advertised_hosts(peers) == own
+
+    def test_without_a_route_it_is_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("node.network.session.address_towards", lambda host: None)
+        assert [Whereabouts(all_of).advertised_hosts() for all_of in ("0.0.0.0", "::")] == [["127.0.0.1"], ["::1"]]
+
+    @pytest.mark.parametrize(
+        ("listen", "local"),
+        [("0.0.0.0", "127.0.0.1:4002"), ("::", "[::1]:4002"), ("2001:db8::1", "[2001:db8::1]:4002")],
+    )
+    def test_brackets_are_where_host_and_port_are_joined(self, listen: str, local: str) -> None:
+        assert Whereabouts(listen).local(4002) == local
+
+    @pytest.mark.parametrize("written", ["::1", "[::1]", "::", "[::]", "2001:db8::1"])
+    def test_ip6_may_be_written_with_brackets(self, written: str) -> None:
+        options = NodeOptions(**(BASE | {"listen": written, "advertise": "[2001:db8::1]"}))
+        assert (options.listen, options.advertise) == (written.strip("[]"), "2001:db8::1")
+
+
+def test_ports_are_the_same_at_each_start_unless_they_are_in_use() -> None:
+    first, second = free_ports("127.0.0.1", "node", 2)
+    assert free_ports("127.0.0.1", "node", 2) == [first, second]
+    with socket.create_server(("127.0.0.1", first)):
+        assert free_ports("127.0.0.1", "node", 1) == [second]
 
 
 BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("key")}
@@ -278,6 +319,11 @@ BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("
         ({"steps": 0}, "steps must be"),
         ({"stage": "-1"}, "stage must be a stage or STAGE.EXPERT"),
         ({"memory": "-1"}, "is not a size"),
+        ({"advertise": "127.0.0.1:4002"}, "advertise must be .* without a port"),
+        ({"advertise": "[2001:db8::1]:4002"}, "advertise must be .* without a port"),
+        ({"advertise": "::"}, "advertise must be"),
+        ({"advertise": "no host"}, "advertise must be"),
+        ({"advertise": f"{'a' * 60}.example"}, "advertise must be"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, object], complaint: str) -> None:
@@ -304,3 +350,18 @@ def test_where_the_key_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SKIPSTONE_HOME")
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert default_identity_path() == Path("/data/skipstone/identity.key")
+
+
+def test_without_a_home_it_says_where_a_key_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_entry(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("SKIPSTONE_HOME", "XDG_DATA_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    manifest, key = tmp_path / "run.toml", tmp_path / "key"
+    refused = CliRunner().invoke(app, ["new", str(manifest)])
+    assert refused.exit_code == 78
+    assert all(word in refused.output for word in ("HOME is not set", "--identity", "SKIPSTONE_HOME"))
+    assert CliRunner().invoke(app, ["new", str(manifest), "--identity", str(key)]).exit_code == 0
+    assert not is_default_identity(key)

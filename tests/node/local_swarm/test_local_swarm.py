@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -169,6 +170,18 @@ def test_with_a_checkpoint_folder_the_peers_are_the_same_every_time(tmp_path: Pa
     assert first == second
     keys = [stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out" / "identities").iterdir()]
     assert keys == [0o600] * 4
+
+
+def test_its_ports_are_those_of_the_last_time_or_as_asked(tmp_path: Path) -> None:
+    options = LocalSwarmOptions(peers=3, checkpoint_dir=tmp_path / "out")
+
+    def ports(**changes: int) -> list[int]:
+        setup = LocalSetup(manifest((0, 1)), dataclasses.replace(options, **changes))
+        setup.remove()
+        return [port for peer in setup.peers for port in (peer.port, peer.dht_port)]
+
+    assert ports() == ports()
+    assert ports(port_base=4001) == [*range(4001, 4007)]
 
 
 async def test_it_runs_to_its_steps_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from protocol.dht.child import running_child
+from protocol.dht.child import running_child, socket_parent
 from protocol.dht.directory import DhtDirectory, DirectorySettings, LatestSequences, RelayTunnels
 from protocol.dht.guards import node_id_of
 from protocol.generated import dht_process_pb2
@@ -36,6 +36,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import directory_key, encode_record
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Contact
+from protocol.transport.settings import free_ports
 from swarm.vocabulary.errors import ConfigError, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerState
 from tests.protocol.dht.running import (
@@ -97,6 +98,28 @@ async def test_two_directories_see_each_other() -> None:
         assert await one.look_up([]) == [visitor]
         assert await one.look_up([ModuleId(3, 1)]) == [visitor], "a peer that moved is known by its newest record only"
         assert one.multiaddrs()[0].endswith(f"/p2p/{FIRST.peer}")
+
+
+async def test_a_long_temporary_folder_is_not_used_for_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("a" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    assert socket_parent() == "/tmp"
+    async with directory(FIRST) as one:
+        assert one.multiaddrs()
+        assert not list(deep.iterdir())
+    monkeypatch.setattr("protocol.dht.child.MAX_SOCKET_BYTES", 49)
+    with pytest.raises(ConfigError, match="unix sockets") as raised:
+        socket_parent()
+    assert "TMPDIR" in raised.value.hint
+
+
+@pytest.mark.parametrize(("host", "kinds"), [("::1", {"ip6"}), ("::", {"ip4", "ip6"})])
+async def test_it_listens_on_ip6_and_for_all_interfaces_on_both(host: str, kinds: set[str]) -> None:
+    async with directory(FIRST, host=host, port=free_ports(host, host, 1)[0]) as one:
+        assert {multiaddr.split("/")[1] for multiaddr in one.multiaddrs()} == kinds
+        assert {multiaddr.split("/")[4] for multiaddr in one.multiaddrs()} == {str(one.port)}
 
 
 async def test_a_client_need_not_listen_anywhere() -> None:

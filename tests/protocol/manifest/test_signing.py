@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity, peer_id_of, verify
-from protocol.manifest.join_link import EXAMPLE, MAX_LINK_PEERS, JoinLink, multiaddr_of, parse_link
+from protocol.manifest.join_link import (
+    EXAMPLE,
+    MAX_LINK_PEERS,
+    JoinLink,
+    ShortLink,
+    multiaddr_of,
+    parse_link,
+    short_link,
+)
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_table, parse_toml
 from protocol.manifest.signing import (
     canonical,
@@ -540,6 +548,31 @@ links = st.builds(
 def test_a_link_round_trips(link: JoinLink) -> None:
     assert parse_link(str(link)) == link
     assert parse_link(f"  {link}\n") == link
+
+
+@given(st.binary(min_size=16, max_size=16), st.sampled_from([None, INVITATION]))
+def test_a_short_link_round_trips_in_one_line(half: bytes, invitation: Grant | None) -> None:
+    link = ShortLink(half.hex(), ("203.0.113.7:4001", "[2001:db8::1]:4002", "node.example:1"), invitation)
+    assert parse_link(f" {link}\n") == link
+    assert len(str(short_link(RUN, link.addresses[:1]))) == 10 + 26 + 1 + len("203.0.113.7:4001")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{'a' * 26}@::1:4001", "not HOST:PORT"),
+        (f"{'a' * 26}@203.0.113.7", "not HOST:PORT"),
+        (f"{'a' * 26}@203.0.113.7:65536", "not HOST:PORT"),
+        (f"{'a' * 26}@[fe80::1%eth0]:1", "not HOST:PORT"),
+        (f"{'a' * 26}@" + ",".join(["a:1"] * 17), "17 peers"),
+        (f"{'a' * 26}@", "not HOST:PORT"),
+        (f"{'a' * 25}b@203.0.113.7:1", "26 characters of base32"),
+        (f"{'A' * 26}@203.0.113.7:1", "26 characters of base32"),
+    ],
+)
+def test_a_malformed_short_link_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_link(f"skipstone:{text}")
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
