@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import LinkFile, with_options
+from node.cli.options import LinkFile, last_link_path, require_writable, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
-from node.cli.views.output import announce, event_sink, print_json, run_loop
-from node.cli.views.text import count, harmless
+from node.cli.views.output import NodeLines, Notes, announce, event_sink, print_json, run_loop, set_up_log
+from node.cli.views.text import count, counted, harmless
 from node.concurrency.task_groups import aside
 from node.context.options import NodeOptions, setting, variable
 from swarm.vocabulary.errors import ConfigError
@@ -72,7 +72,7 @@ def description(
     lines = (
         f"run       {manifest.name}, {signed.run}",
         f"author    {signed.author}{' (this machine)' if own else ''}",
-        f"model     {count(_parameters(manifest))} parameters in {_number(manifest.stages.count, 'stage')}"
+        f"model     {count(_parameters(manifest))} parameters in {counted(manifest.stages.count, 'stage')}"
         f"{_experts(manifest.stages)}",
         f"reads     {_reading(manifest, options, text)}",
         "sends     hidden states of the run's text, gradients and parameters to peers of this run; "
@@ -109,7 +109,7 @@ def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[LocalPaths
     said = [f"{place.absolute()}, {text.reason}" if place is not None else text.reason]
     if manifest.data.files is not None:
         files = manifest.data.files
-        said.append(f"if it matches the run's text ({_number(files.count, 'file')}, {count(files.bytes)} bytes)")
+        said.append(f"if it matches the run's text ({counted(files.count, 'file')}, {count(files.bytes)} bytes)")
     if tokenizer is not None:
         said.append(f"and {tokenizer.absolute()}")
     elif manifest.data.tokenizer_sha256 is not None:
@@ -120,7 +120,7 @@ def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[LocalPaths
 def _use(options: NodeOptions) -> str:
     from node.network.reach_status import ReachMode
 
-    threads = "all CPU threads" if options.threads is None else _number(options.threads, "CPU thread")
+    threads = "all CPU threads" if options.threads is None else counted(options.threads, "CPU thread")
     saved = "no disk" if options.checkpoint_dir is None else f"disk below {options.checkpoint_dir}"
     ports = " and ".join("any" if port == 0 else str(port) for port in (options.port, options.dht_port))
     router = ", and may ask the router to open one" if options.reach is ReachMode.AUTO else ""
@@ -130,10 +130,6 @@ def _use(options: NodeOptions) -> str:
         options.relay_bytes_per_hour
     )
     return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{carried}"
-
-
-def _number(number: int, thing: str) -> str:
-    return f"{count(number)} {thing}" if number == 1 else f"{count(number)} {thing}s"
 
 
 def _line_typed() -> str:
@@ -162,9 +158,7 @@ def join(
     # Print first: the imports below take a second.
     if not settings["as_json"]:
         announce("skipstone join: starting a node", as_json=False)
-    logging.basicConfig(
-        level=settings["log_level"].value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up_log(settings["log_level"].value.upper())
     link, manifest_path = _parse_target(target)
     given = {name: value for name, value in settings.items() if value is not None}
     raise typer.Exit(run_loop(_join(NodeOptions(link=link, manifest_path=manifest_path, **given))))
@@ -184,9 +178,14 @@ async def _join(options: NodeOptions) -> int:
     with Interrupts(ask, leave_at_once):
         from node.runtime.node import run_node
 
-        events = event_sink(as_json=options.as_json, on_closed=stop.set)
+        lines = NodeLines(tells_link=options.link is None)
+        events = event_sink(as_json=options.as_json, on_closed=stop.set, line_of=lines)
+        logging.getLogger().addHandler(Notes(events, loop))
         if options.link_file is not None:
             events = LinkFile(options.link_file, events)
+        if not options.stop_on_eof:  # with it, the node is a part of a local swarm
+            events = LinkFile(last_link_path(), events, options.link)
+        require_writable(options.checkpoint_dir)
         await run_node(options, events, stop, consent=partial(ask_consent, options))
         return 0
 

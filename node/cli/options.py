@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import tempfile
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from node.cli.views.output import write_whole
+from node.context.options import default_identity_path
 from node.observability.events import Event, EventSink, NodeStatus
+from protocol.manifest.join_link import MAX_LINK_PEERS, JoinLink, parse_link
+from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_VISIT_RATIO
 
 VisitedPerPath: Final[Any] = typer.Option(
@@ -66,11 +70,12 @@ def with_options(*tables: type) -> Callable[[Any], Any]:
 
 
 class LinkFile:
-    """Event sink that keeps the newest join link in a file and forwards every event."""
+    """Event sink that keeps the newest join link in a file and forwards every event. Adds the peers of `given`."""
 
-    def __init__(self, path: Path, behind: EventSink) -> None:
+    def __init__(self, path: Path, behind: EventSink, given: JoinLink | None = None) -> None:
         self._path = path
         self._behind = behind
+        self._given = () if given is None else given.peers
         self._written: str | None = None
 
     def emit(self, event: Event) -> None:
@@ -78,6 +83,28 @@ class LinkFile:
         if isinstance(event, NodeStatus) and event.link != self._written:
             self._written = event.link
             try:
-                write_whole(self._path, f"{event.link}\n".encode())
+                own = parse_link(event.link)
+                peers = tuple(dict.fromkeys((*own.peers, *self._given)))
+                write_whole(self._path, f"{dataclasses.replace(own, peers=peers[:MAX_LINK_PEERS])}\n".encode())
             except OSError as error:
                 log.warning("cannot write the join link to %s: %s", self._path, error.strerror or error)
+
+
+def last_link_path() -> Path:
+    """Returns the file with the link of the run that this machine's user joined last."""
+    return default_identity_path().with_name("last-run.link")
+
+
+def require_writable(folder: Path | None) -> None:
+    """Writes a file into the checkpoint folder and removes it. Raises ConfigError if that fails."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write checkpoints to {folder}: {error.strerror or error}",
+            hint="Choose a folder that can be written with --checkpoint-dir, or leave the option out.",
+        ) from None

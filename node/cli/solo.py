@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import DataChoice, ManifestChoice, MomentsChoice, SeedChoice, StepsChoice
+from node.cli.options import DataChoice, ManifestChoice, MomentsChoice, SeedChoice, StepsChoice, require_writable
 from node.cli.views.interrupts import Interrupts, leave_at_once
 from node.cli.views.output import announce, event_sink
 from node.model.moments import MomentType
@@ -32,6 +32,7 @@ def solo(
 ) -> None:
     """Train a run in one process, without a network."""
     announce("skipstone solo: training in one process", as_json=json)
+    require_writable(checkpoint_dir)
     chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data))
     stop = threading.Event()
     sink = event_sink(as_json=json, on_closed=stop.set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 import time
@@ -21,17 +22,21 @@ from node.cli.options import (
     StepsChoice,
     VisitedPerPath,
     VisitRatio,
+    last_link_path,
+    require_writable,
 )
 from node.cli.views.interrupts import Interrupts
-from node.cli.views.output import announce, event_sink, run_loop
+from node.cli.views.output import announce, event_sink, join_lines, run_loop, write_whole
+from node.cli.views.text import counted
 from node.model.moments import MomentType
-from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
+from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange, Resumed, Waiting
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from node.local_swarm.local_swarm import LocalSwarm
     from node.local_swarm.setup import LocalSwarmOptions
+    from node.local_swarm.swarm_progress import SwarmProgress
     from protocol.manifest.manifest import Manifest
 
 STATE_LOST = "the swarm has ended and its state is lost; use --checkpoint-dir FOLDER to keep it next time"
@@ -68,6 +73,7 @@ def up(
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops it cleanly, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
+    require_writable(checkpoint_dir)
     changes = ManifestChanges(seed=seed, source=data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
     chosen = chosen_manifest(manifest, changes)
     if chosen.data.is_of_files:
@@ -103,6 +109,8 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
     from node.local_swarm.swarm_progress import summarize
 
     async with LocalSwarm(manifest, options) as swarm:
+        with contextlib.suppress(OSError):
+            write_whole(last_link_path(), f"{swarm.link}\n".encode())
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
 
@@ -112,18 +120,17 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
 
         if not as_json:
             modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
-            stages = f"{manifest.stages.count} stages{modules}"
-            typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages}. Join it with\n")
-            typer.echo(f"  skipstone join {swarm.link}\n")
+            stages = f"{counted(manifest.stages.count, 'stage')}{modules}"
+            typer.echo(
+                f"run {manifest.name}: {counted(options.peers, 'node')}, {stages}. {join_lines(str(swarm.link))}\n"
+            )
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)
             elif not sys.stdout.isatty():
-                # Without a terminal, one line per peer event would bury the steps.
-                of_one = InnerStep | LastPeer | NodeSummary | PeerChange
-                await _follow(swarm, lambda event: None if isinstance(event, of_one) else sink.emit(event))
+                await _follow(swarm, lambda event: sink.emit(event) if _is_of_all(event, swarm.progress) else None)
             else:
                 await _show(swarm, manifest.name)
     if swarm.progress.lost:
@@ -131,6 +138,13 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
     sink.emit(summarize(swarm.progress))
     failures = (end.exit_code for end in swarm.ends.values() if end.exit_code)
     return interrupts.exit_code or next(failures, 0)
+
+
+def _is_of_all(event: Event, progress: SwarmProgress) -> bool:
+    """Whether an event is worth a line in a log; one per event of a peer would bury the steps."""
+    if isinstance(event, Waiting | Resumed) and progress.starting:
+        return False
+    return not isinstance(event, InnerStep | LastPeer | NodeSummary | PeerChange)
 
 
 async def _follow(swarm: LocalSwarm, emit: Callable[[Event], None]) -> None:

@@ -86,6 +86,8 @@ class SwarmProgress:
     stages: int
     target: int | None = None
     peers: Mapping[int, PeerProgress] = field(default_factory=dict)
+    guests: tuple[PeerProgress, ...] = ()
+    """Peers of other processes, as a data node knows them."""
     step: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -96,10 +98,21 @@ class SwarmProgress:
     recent: tuple[Moment, ...] = ()
     pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[events.Note, ...] = ()
+    notes: tuple[tuple[float, events.Note], ...] = ()
+    """Each with its time in monotonic seconds."""
     lost: frozenset[str] = frozenset()
     """Modules whose state is lost."""
     modules: tuple[str, ...] = ()
+
+    @property
+    def starting(self) -> str | None:
+        """How many stages or modules are served; None after the first step."""
+        if self.step or not self.peers:
+            return None
+        everyone = [peer for peer in (*self.peers.values(), *self.guests) if peer.state == "serving"]
+        if self.modules:
+            return f"starting: {len({peer.module for peer in everyone})} of {len(self.modules)} modules are served"
+        return f"starting: {len({peer.stage for peer in everyone})} of {self.stages} stages are served"
 
     @property
     def is_over(self) -> bool:
@@ -160,10 +173,28 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
             waiting = {module: why for module, why in state.waiting.items() if module != event.module}
             return Progressed(replace(state, waiting=waiting), (event,) if event.module in state.waiting else ())
         case events.Note():
-            return noted(state, event)
+            return noted(state, event, now)
+        case events.Members():
+            own = {each.peer for each in state.peers.values()}
+            guests = tuple(_guest(each) for each in event.members if each.peer not in own)
+            return Progressed(replace(state, guests=guests), ())
         case events.Reach():
             return Progressed(state, ())  # all nodes are on this machine
     return Progressed(_with_peer(state, index, peer), (event,))
+
+
+def _guest(member: events.Member) -> PeerProgress:
+    return PeerProgress(
+        stage=_stage_of(member.module, otherwise=0),
+        peer=member.peer,
+        module=member.module,
+        state=member.state,
+        inner_steps=member.steps,
+        tokens_per_s=_finite(member.tokens_per_s),
+        slots=member.slots,
+        busy_slots=member.busy_slots,
+        round=member.round,
+    )
 
 
 def _stage_of(module: str | None, otherwise: int) -> int:
@@ -171,9 +202,9 @@ def _stage_of(module: str | None, otherwise: int) -> int:
     return int(stage) if stage.isdecimal() else otherwise
 
 
-def noted(state: SwarmProgress, note: events.Note) -> Progressed:
+def noted(state: SwarmProgress, note: events.Note, now: float) -> Progressed:
     """Adds a message for the person who watches."""
-    return Progressed(replace(state, notes=(*state.notes, note)[-MAX_NOTES:]), (note,))
+    return Progressed(replace(state, notes=(*state.notes, (now, note))[-MAX_NOTES:]), (note,))
 
 
 def summarize(state: SwarmProgress) -> events.Summary:

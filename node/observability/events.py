@@ -264,6 +264,27 @@ class Ended(_Kind, name="ended"):
     unix_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A peer that hosts a module, as it announces itself."""
+
+    peer: str
+    module: str
+    state: str
+    steps: int
+    round: int
+    tokens_per_s: float
+    slots: int
+    busy_slots: int
+
+
+class Members(_Kind, name="members"):
+    """The other peers that a data node knows, sent periodically when something has changed."""
+
+    peer: str
+    members: tuple[Member, ...]
+
+
 class LastPeer(_OfModule, name="last_peer"):
     """The node stops and no other peer serves its module."""
 
@@ -319,7 +340,7 @@ class Summary(_Kind, name="summary"):
 LogEvent = Visit | Retracted | Completed | RoundProgress | Started | Continued | Ended
 """Events for the log file only: too many for a terminal, or about the log itself."""
 RoundEvent = RoundCommitted | ReplicaAccused | CatchingUp | CaughtUp | Restored
-NodeEvent = NodeStatus | Reach | Move | Load | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
+NodeEvent = NodeStatus | Reach | Move | Load | Members | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
 Event = LogEvent | RoundEvent | NodeEvent | Step | InnerStep | Abandoned | Note | Summary
 
 

@@ -5,6 +5,11 @@ Errors of grpc, hivemind and the operating system are converted to these at the 
 
 from __future__ import annotations
 
+from typing import Final
+
+LEAVING: Final = "this node is leaving"
+"""Why this node ends its links when it stops."""
+
 
 class SkipstoneError(Exception):
     """Base of all exceptions. Raised itself only if an internal invariant is broken."""

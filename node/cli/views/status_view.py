@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -39,12 +40,14 @@ MOST_ROWS: Final = 48
 FLOAT32: Final = "float32"
 VISITED, SKIPPED = "█", "·"
 _ROUND_WIDTH = len("3 peers")
+ADDRESSES_FROM: Final = 100
+"""Columns of a terminal from which addresses are shown."""
 
 
 def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
     """Yields the parts of `skipstone status`, in order."""
     yield status_headline(status)
-    yield status_table(status)
+    yield StatusTable(status)
     yield from accused_lines(status)
     yield from left_lines(status)
     yield from data_node_lines(status)
@@ -72,12 +75,24 @@ def status_headline(status: SwarmStatus) -> Text:
     return line
 
 
-def status_table(status: SwarmStatus) -> Table:
-    """Builds a table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
+@dataclass(frozen=True, slots=True)
+class StatusTable:
+    """Table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
+
+    status: SwarmStatus
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        table = _peer_table(self.status)
+        if options.max_width < ADDRESSES_FROM:  # they would fold each row
+            table.columns.pop()
+        yield table
+
+
+def _peer_table(status: SwarmStatus) -> Table:
     table = plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round", min_width=_ROUND_WIDTH)
     for column in table.columns:
-        column.no_wrap = True  # a narrow terminal folds the addresses
+        column.no_wrap = True
     table.add_column("address", overflow="fold")
     for stage in range(status.stages):
         peers = [peer for peer in status.peers if peer.hosts(stage)]

@@ -414,6 +414,7 @@ class TestQuestions:
             return STATUS
 
         pretend(monkeypatch, query_status=query_status)
+        monkeypatch.setenv("COLUMNS", "120")
         result = ran("status", LINK)
         for expected in ("demo", "step 12", "loss 3.2500", "abcdef", "3/4", "127.0.0.1:5000", "no peer serves 1.0"):
             assert expected in result.stdout

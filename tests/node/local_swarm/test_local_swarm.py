@@ -518,8 +518,8 @@ def test_other_events_pass_through_and_notes_are_bounded() -> None:
     swarm.take(0, change)
     assert swarm.told == [change]
     for number in range(MAX_NOTES + 3):
-        swarm.state = noted(swarm.state, Note("info", str(number))).state
-    assert [note.message for note in swarm.state.notes] == [str(n) for n in range(3, MAX_NOTES + 3)]
+        swarm.state = noted(swarm.state, Note("info", str(number)), 0.0).state
+    assert [note.message for _, note in swarm.state.notes] == [str(n) for n in range(3, MAX_NOTES + 3)]
 
 
 def test_the_curve_stays_bounded_and_spans_the_run() -> None:
