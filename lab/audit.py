@@ -130,6 +130,7 @@ class VisitCheck(LogCheck):
         self._tallies: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._before: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
         self._accounts: dict[int, tuple[Spot, MicrobatchCounts]] = {}
+        self._without_log: set[str] = set()
 
     def begin(self, life: Life) -> None:
         self._lives[life.peer].append(life)
@@ -160,6 +161,8 @@ class VisitCheck(LogCheck):
         for microbatch, done in self._completed.items():
             self._judge_completed(microbatch, done)
         self._judge_visits_of_others()
+        if self._without_log:
+            self.count("peers without a log", len(self._without_log))
 
     def _take_back(self, life: Life, peer: str, microbatch: str) -> None:
         self.count("retracted")
@@ -240,8 +243,11 @@ class VisitCheck(LogCheck):
         if lives and not all(life.ended_well for life in (*lives, done.life)):
             self.count("lost with a killed peer")
             return
-        why = "" if lives else "; that peer has no log"
-        message = f"{microbatch} does not count at stage {stage} by {peer}, which its path names{why}"
+        if not lives:
+            self._without_log.add(peer)
+            self.count("unknown visits of peers without a log")
+            return
+        message = f"{microbatch} does not count at stage {stage} by {peer}, which its path names"
         self.violate("exactly once", done.spot, message)
 
     def _judge_visits_of_others(self) -> None:

@@ -11,6 +11,7 @@ import tomllib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
@@ -144,16 +145,21 @@ def read_table(kind: type[Kind], values: Any, where: str = "", scenario: object 
     try:
         return kind.model_validate(values, context=scenario, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise ConfigError(_explained(dict(error.errors()[0]), where)) from None
+        first, *others = error.errors()
+        if first["type"] == "missing":  # perhaps because it is misspelt
+            first = next((each for each in others if each["type"] == "extra_forbidden"), first)
+        raise ConfigError(_explained(dict(first), where, kind)) from None
 
 
-def _explained(error: Mapping[str, Any], where: str) -> str:
+def _explained(error: Mapping[str, Any], where: str, kind: type[ScenarioTable]) -> str:
     path = where
     for part in error["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     match error["type"]:
         case "extra_forbidden":
-            return f"{path} is not a key here"
+            known = [field.alias or name for name, field in kind.model_fields.items()]
+            nearest = get_close_matches(path.rpartition(".")[2], known, 1)
+            return f"{path} is not a key here{f'; did you mean {nearest[0]}?' if nearest else ''}"
         case "missing":
             return f"{path} is missing"
         case "tuple_type":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import LinkFile, last_link_path, require_writable, with_options
+from node.cli.options import LinkFile, last_link_path, manifest_file, require_writable, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import NodeLines, Notes, announce, event_sink, print_json, run_loop, set_up_log
 from node.cli.views.text import count, counted, harmless
@@ -143,7 +143,7 @@ def join(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="LINK|FILE",
+            metavar="LINK|RUN",
             envvar=variable("link"),
             show_envvar=False,
             help="Join link, a file that holds one, or the manifest of a new run.",
@@ -195,10 +195,10 @@ def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
 
     if (link := link_in(target)) is not None:
         return link, None
-    path = Path(target)
-    if not path.is_file():
+    path = manifest_file(Path(target))
+    if path is None or not path.is_file():
         raise ConfigError(
-            f"{target!r} is neither a join link nor a manifest file",
+            f"{target!r} is neither a join link nor a manifest file{'' if Path(target).exists() else ': no such file'}",
             hint="A link begins with `skipstone:`. `skipstone new FILE` writes a manifest.",
         )
     return None, path

@@ -9,26 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import (
-    DataChoice,
-    ManifestChoice,
-    MomentsChoice,
-    SeedChoice,
-    StepsChoice,
-    VisitedPerPath,
-    VisitRatio,
-    last_link_path,
-    require_writable,
-)
+from node.cli.options import RunOptions, VisitedPerPath, VisitRatio, last_link_path, require_writable, with_options
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, join_lines, run_loop, write_whole
 from node.cli.views.text import counted
-from node.model.moments import MomentType
 from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange, Resumed, Waiting
 
 if TYPE_CHECKING:
@@ -39,25 +28,18 @@ if TYPE_CHECKING:
     from node.local_swarm.swarm_progress import SwarmProgress
     from protocol.manifest.manifest import Manifest
 
+SHARED_RUN = "To share a run, begin it with `skipstone new`."
 STATE_LOST = "the swarm has ended and its state is lost; use --checkpoint-dir FOLDER to keep it next time"
 
 
+@with_options(RunOptions)
 def up(
     peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one per module]")] = None,
-    steps: Annotated[int | None, StepsChoice] = None,
-    data: Annotated[str | None, DataChoice] = None,
-    manifest: Annotated[Path | None, ManifestChoice] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of the model that the run starts from; the first node reads it.")
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
     ] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
-    seed: Annotated[int | None, SeedChoice] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
-    ] = None,
-    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0,
     log_dir: Annotated[
         Path | None,
         typer.Option(
@@ -65,17 +47,19 @@ def up(
         ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,
-    moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
     memory_limit: Annotated[
         str | None,
         typer.Option(metavar="SIZE[,SIZE...]", help="Memory limit of all nodes, or one per node, such as 1GB,8GB,8GB."),
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    **settings: Any,
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops it cleanly, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
-    require_writable(checkpoint_dir)
-    changes = ManifestChanges(seed=seed, source=data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
-    chosen = chosen_manifest(manifest, changes)
+    run = RunOptions(**settings)
+    require_writable(run.checkpoint_dir)
+    changes = ManifestChanges(seed=run.seed, source=run.data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
+    chosen = chosen_manifest(run.file, changes)
     if chosen.data.is_of_files:
         from node.data.local_paths import as_written
         from node.data.sources import open_source
@@ -85,20 +69,20 @@ def up(
     from node.context.options import default_identity_path, parse_size
     from node.local_swarm.setup import LocalSwarmOptions
 
-    router = router_of(manifest, chosen)
+    router = router_of(run.file, chosen)
     options = LocalSwarmOptions(
         peers=len(chosen.modules()) if peers is None else peers,
         steps=steps or chosen.training.scheduled_steps,
         threads=threads,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every_s=checkpoint_every,
+        checkpoint_dir=run.checkpoint_dir,
+        checkpoint_every_s=run.checkpoint_every,
         log_dir=log_dir,
         memory_limits=() if memory_limit is None else tuple(parse_size(each) for each in memory_limit.split(",")),
-        moments=moments,
-        model=model,
+        moments=run.moments,
+        model=run.model,
         router=b"" if router is None else router.to_bytes(),
         # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
-        author_path=None if checkpoint_dir is None else default_identity_path(),
+        author_path=None if run.checkpoint_dir is None else default_identity_path(),
     )
     raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
 
@@ -121,9 +105,8 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
         if not as_json:
             modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
             stages = f"{counted(manifest.stages.count, 'stage')}{modules}"
-            typer.echo(
-                f"run {manifest.name}: {counted(options.peers, 'node')}, {stages}. {join_lines(str(swarm.link))}\n"
-            )
+            typer.echo(f"run {manifest.name}: {counted(options.peers, 'node')}, {stages}. ", nl=False)
+            typer.echo(f"{join_lines(str(swarm.link), SHARED_RUN)}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:

@@ -243,7 +243,9 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
         text = options.manifest_path.read_bytes()
     except OSError as error:
         raise ConfigError(f"manifest {options.manifest_path}: {error.strerror}") from None
-    return read_signed_manifest(text, None if options.link is None else options.link.run)
+    signed = read_signed_manifest(text, None if options.link is None else options.link.run)
+    asked_modules(options, signed.manifest)  # refuses an unknown --stage before the network starts
+    return signed
 
 
 def _directory(options: NodeOptions, identity: Identity, signed: SignedManifest | None) -> DirectorySettings:

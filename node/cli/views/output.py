@@ -180,7 +180,7 @@ def summary_lines(event: events.Summary) -> str:
     """Formats a finished run's summary: figures first, then one line per peer."""
     counts = event.microbatches
     lines = [
-        f"{event.steps} steps  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
+        f"{counted(event.steps, 'step')}  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
         f"  {count(event.tokens)} tokens  {count(event.tokens_per_s)} tokens/s",
         f"microbatches: {counts.started} started, {counts.completed} completed, {counts.abandoned} abandoned,"
         f" {counts.duplicated} counted twice",

@@ -175,7 +175,7 @@ class TestNew:
         assert f"skipstone join {file} --model {model}" in result.stdout
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         assert (manifest.model.family, manifest.model.sequence, manifest.stages.blocks) == ("qwen2", 96, (0, 3, 1))
-        ran("solo", "--manifest", str(file), "--steps", "1", "--json", "--model", str(model))
+        ran("solo", str(file), "--steps", "1", "--json", "--model", str(model))
         assert "--model DIR" in refused("solo", "--manifest", str(file), "--steps", "1")
         assert "--from-model" in refused("new", str(tmp_path / "again.toml"), "--from", str(file), "--stages", "0,2,2")
         again = ("new", str(tmp_path / "again.toml"), *f"--from {file} --stages 0,2,2 --from-model {model}".split())
@@ -555,12 +555,16 @@ def options_of_benchmarks() -> Iterator[str]:
             yield from (f"--{name.replace('_', '-')}" for name in names if isinstance(name, str))
 
 
-def test_options_in_documents_exist() -> None:
+def test_options_in_documents_and_messages_exist() -> None:
     known = {"--help", *options_of(typer.main.get_command(app)), *options_of(typer.main.get_command(laboratory))}
     known |= {*options_of_benchmarks(), *(f"--{name}" for name in OF_DOCKER.split())}
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     option = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
     named = {path.name: set(option.findall(path.read_text())) for path in documents if path.name != HISTORY}
+    known |= {"--append-eod", "--off"}  # Megatron-LM's; and a placeholder
+    for path in (path for folder in ("node", "swarm", "protocol") for path in (ROOT / folder).rglob("*.py")):
+        texts = [each.value for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Constant)]
+        named[path.name] = {found for text in texts if isinstance(text, str) for found in option.findall(text)}
     assert {name: options - known for name, options in named.items() if options - known} == {}
 
 

@@ -51,7 +51,7 @@ from protocol.libp2p.child_process import with_packages
 from protocol.manifest.join_link import parse_link
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from protocol.manifest.signing import read_signed_manifest
-from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId
 
 STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
@@ -123,8 +123,12 @@ def test_the_largest_memory_is_where_most_is_needed() -> None:
     run = manifest((0, 1, 9, 3))
     modules = [ModuleId(0), ModuleId(1), ModuleId(2), ModuleId(3), ModuleId(2)]
     assert match_limits(run, modules, []) == [None] * 5
-    assert match_limits(run, modules, [7]) == [7] * 5
-    assert match_limits(run, modules, [90, 10, 30, 20, 80]) == [30, 10, 80, 20, 90]
+    assert match_limits(run, modules, [10**8]) == [10**8] * 5
+    large = 10**8
+    limits = match_limits(run, modules, [large + each for each in (90, 10, 30, 20, 80)])
+    assert limits == [large + each for each in (30, 10, 80, 20, 90)]
+    with pytest.raises(OutOfMemory, match=r"module 1\.0 takes .* under --memory-limit"):
+        match_limits(run, modules, [7])
     with pytest.raises(ConfigError, match="2 memory limits do not match 5 peers"):
         match_limits(run, modules, [1, 2])
 
