@@ -32,7 +32,7 @@ from lab.emulation.emulation import MBIT, Fault, Site, Way, profile_of
 from lab.laboratory import Laboratory, send_signal
 from node.local_swarm.setup import node_command
 from node.observability.events import RoundProgress
-from node.observability.failpoints import POINTS, VARIABLE, crash_at
+from node.observability.failpoints import POINTS, VARIABLE
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.errors import ConfigError
 
@@ -138,6 +138,13 @@ _MEANT: Final = {
 }
 
 Kind = TypeVar("Kind", bound=ScenarioTable)
+
+
+def crash_at(point: str, nth: int) -> str:
+    """Returns the value of SKIPSTONE_CRASH_AT for a failpoint. Raises ConfigError for an unknown point."""
+    if point not in POINTS:
+        raise ConfigError(f"{point!r} is not a crash point", hint=f"Choose one of {', '.join(POINTS)}.")
+    return f"{point}:{nth}"
 
 
 def read_table(kind: type[Kind], values: Any, where: str = "", scenario: object = None) -> Kind:

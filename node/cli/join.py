@@ -16,7 +16,7 @@ import typer
 
 from node.cli.options import LinkFile, last_link_path, manifest_file, require_writable, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
-from node.cli.views.output import NodeLines, Notes, announce, event_sink, print_json, run_loop, set_up_log
+from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, counted, harmless
 from node.concurrency.task_groups import aside
 from node.context.options import NodeOptions, setting, variable
@@ -158,7 +158,6 @@ def join(
     # Print first: the imports below take a second.
     if not settings["as_json"]:
         announce("skipstone join: starting a node", as_json=False)
-    set_up_log(settings["log_level"].value.upper())
     link, manifest_path = _parse_target(target)
     given = {name: value for name, value in settings.items() if value is not None}
     raise typer.Exit(run_loop(_join(NodeOptions(link=link, manifest_path=manifest_path, **given))))
@@ -180,7 +179,8 @@ async def _join(options: NodeOptions) -> int:
 
         lines = NodeLines(tells_link=options.link is None)
         events = event_sink(as_json=options.as_json, on_closed=stop.set, line_of=lines)
-        logging.getLogger().addHandler(Notes(events, loop))
+        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(level=options.log_level.name, format=form, handlers=[NodeLog(events, loop)])
         if options.link_file is not None:
             events = LinkFile(options.link_file, events)
         if not options.stop_on_eof:  # with it, the node is a part of a local swarm

@@ -99,18 +99,24 @@ class LinkFile:
         self._path = path
         self._behind = behind
         self._given = () if given is None else given.peers
-        self._written: str | None = None
+        self._written = ""
 
     def emit(self, event: Event) -> None:
         self._behind.emit(event)
-        if isinstance(event, NodeStatus) and event.link != self._written:
-            self._written = event.link
-            try:
-                own = parse_link(event.link)
-                peers = tuple(dict.fromkeys((*own.peers, *self._given)))
-                write_whole(self._path, f"{dataclasses.replace(own, peers=peers[:MAX_LINK_PEERS])}\n".encode())
-            except OSError as error:
-                log.warning("cannot write the join link to %s: %s", self._path, error.strerror or error)
+        if isinstance(event, NodeStatus):
+            self.keep(event.link)
+
+    def keep(self, link: str) -> None:
+        """Writes the link unless the file has it already. A failure is only a warning."""
+        if link == self._written:
+            return
+        self._written, own = link, parse_link(link)
+        peers = tuple(dict.fromkeys((*own.peers, *self._given)))[:MAX_LINK_PEERS]
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self._path, f"{dataclasses.replace(own, peers=peers)}\n".encode())
+        except OSError as error:
+            log.warning("cannot write the join link to %s: %s", self._path, error.strerror or error)
 
 
 def manifest_file(path: Path | None) -> Path | None:

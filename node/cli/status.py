@@ -47,10 +47,7 @@ def status(
     console = Console()
 
     def show(status: SwarmStatus, picture: Callable[[Group], None] = console.print) -> None:
-        if json:
-            print_json(to_json(status))
-        else:
-            picture(Group(*status_views(status)))
+        print_json(to_json(status)) if json else picture(Group(*status_views(status, console.width)))
 
     async def shown_again() -> None:
         from node.network.client import statuses

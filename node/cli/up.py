@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
 import time
@@ -14,9 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import RunOptions, VisitedPerPath, VisitRatio, last_link_path, require_writable, with_options
+from node.cli.options import (
+    LinkFile,
+    RunOptions,
+    VisitedPerPath,
+    VisitRatio,
+    last_link_path,
+    require_writable,
+    with_options,
+)
 from node.cli.views.interrupts import Interrupts
-from node.cli.views.output import announce, event_sink, join_lines, run_loop, write_whole
+from node.cli.views.output import announce, event_sink, join_lines, run_loop
 from node.cli.views.text import counted
 from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange, Resumed, Waiting
 
@@ -93,10 +100,9 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
     from node.local_swarm.swarm_progress import summarize
 
     async with LocalSwarm(manifest, options) as swarm:
-        with contextlib.suppress(OSError):
-            write_whole(last_link_path(), f"{swarm.link}\n".encode())
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
+        LinkFile(last_link_path(), sink).keep(str(swarm.link))
 
         def kill(_: int) -> None:
             swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs

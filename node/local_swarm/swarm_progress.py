@@ -183,18 +183,10 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
     return Progressed(_with_peer(state, index, peer), (event,))
 
 
-def _guest(member: events.Member) -> PeerProgress:
-    return PeerProgress(
-        stage=_stage_of(member.module, otherwise=0),
-        peer=member.peer,
-        module=member.module,
-        state=member.state,
-        inner_steps=member.steps,
-        tokens_per_s=_finite(member.tokens_per_s),
-        slots=member.slots,
-        busy_slots=member.busy_slots,
-        round=member.round,
-    )
+def _guest(said: events.Member) -> PeerProgress:
+    stage, rate = _stage_of(said.module, otherwise=0), _finite(said.tokens_per_s)
+    figures = (said.steps, rate, said.slots, said.busy_slots)
+    return PeerProgress(stage, said.peer, said.module, said.state, *figures, round=said.round)
 
 
 def _stage_of(module: str | None, otherwise: int) -> int:

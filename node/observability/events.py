@@ -272,14 +272,14 @@ class Member:
     module: str
     state: str
     steps: int
-    round: int
     tokens_per_s: float
     slots: int
     busy_slots: int
+    round: int
 
 
 class Members(_Kind, name="members"):
-    """The other peers that a data node knows, sent periodically when something has changed."""
+    """The other peers that a data node knows, sent periodically."""
 
     peer: str
     members: tuple[Member, ...]

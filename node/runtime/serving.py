@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
-from itertools import islice
 
 from node.averaging.module_rounds import first_state
 from node.checkpoint.folder import CheckpointFolder, save_state
@@ -49,6 +48,7 @@ DRAIN_S = 12.0
 HAND_OVER_S = 3.0
 REPORT_S = 2.0
 MAX_ASKED = 16
+MAX_TOLD = 64
 
 Moving = Callable[[ModuleContext], NextModule]
 
@@ -182,33 +182,18 @@ async def _at_work(role: NodeRole, context: ModuleContext, saver: Saver | None) 
 
 
 async def _report(role: NodeRole, context: ModuleContext) -> None:
-    before: Members | None = None
+    session = context.session
     while True:
         await asyncio.sleep(REPORT_S)
         context.events.emit(role.load())
-        # Data nodes are few, and each knows the whole run.
-        if context.module.stage == 0 and (now := _members(context.session)) != before:
-            context.events.emit(now)
-            before = now
+        if context.module.stage == 0:  # data nodes are few, and each knows the whole run
+            context.events.emit(Members(session.own.peer, tuple(map(_member, session.others()[:MAX_TOLD]))))
 
 
-def _members(session: NetworkSession) -> Members:
-    return Members(
-        session.own.peer,
-        tuple(
-            Member(
-                peer=each.peer,
-                module=str(each.module),
-                state=each.state.name.lower(),
-                steps=each.steps,
-                round=0 if each.anchor is None else each.anchor.round,
-                tokens_per_s=each.tokens_per_second,
-                slots=each.slots,
-                busy_slots=each.slots - each.free_slots,
-            )
-            for each in islice(session.others(), MAX_ASKED)
-        ),
-    )
+def _member(said: Announcement) -> Member:
+    number, busy = said.anchor.round if said.anchor else 0, said.slots - said.free_slots
+    state, module = said.state.name.lower(), str(said.module)
+    return Member(said.peer, module, state, said.steps, said.tokens_per_second, said.slots, busy, number)
 
 
 def _saver(

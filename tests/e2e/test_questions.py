@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.cli.views.status_view import StatusTable, status_headline
+from node.cli.views.status_view import status_headline, status_table
 from node.experts.router import router_file
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
@@ -58,7 +58,7 @@ async def test_a_running_swarm_tells_of_itself_and_any_part_of_it_can_be_measure
         assert 0 < status.loss < 7
         assert status.microbatches.duplicated == 0
         shown = Console(record=True, width=200, file=io.StringIO())
-        shown.print(status_headline(status), StatusTable(status))
+        shown.print(status_headline(status), status_table(status))
         assert all(peer.peer[-6:] in shown.export_text(clear=False) for peer in status.peers)
         whole = await query_evaluation(swarm.link, 2, WHOLE_MODEL)
         assert whole["microbatches"] == 2

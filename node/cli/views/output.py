@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import typer
 
@@ -91,25 +91,20 @@ def plain_line(event: events.Event) -> str | None:
             return summary_lines(event)
 
 
-class Notes(logging.Handler):
-    """Log handler that passes warnings to the node's events, so that a person reads one channel."""
+class NodeLog(logging.StreamHandler[TextIO]):
+    """Log handler that turns warnings into notes, so that a person reads one channel; the rest is for developers."""
 
-    def __init__(self, events: events.EventSink, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(logging.WARNING)
-        self._events, self._loop = events, loop
+    def __init__(self, sink: events.EventSink, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._sink, self._loop = sink, loop
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info is None:
-            note = events.Note("error" if record.levelno >= logging.ERROR else "warning", record.getMessage())
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._events.emit, note)
-
-
-def set_up_log(level: str) -> None:
-    """Writes the log to standard error, but warnings only with a traceback: they are notes."""
-    stream = logging.StreamHandler()
-    stream.addFilter(lambda record: record.levelno < logging.WARNING or record.exc_info is not None)
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[stream])
+        if record.levelno < logging.WARNING or record.exc_info is not None:
+            super().emit(record)
+            return
+        note = events.Note("error" if record.levelno >= logging.ERROR else "warning", record.getMessage())
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._sink.emit, note)
 
 
 class NodeLines:
@@ -166,10 +161,8 @@ def _who_reaches(host: str) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return "on this machine" if host == "localhost" else ""
-    if address.is_loopback:
-        return "on this machine"
-    return "" if address.is_global else "in its own network"
+        return ""
+    return "on this machine" if address.is_loopback else "" if address.is_global else "in its own network"
 
 
 def _at(address: str) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -44,10 +43,10 @@ ADDRESSES_FROM: Final = 100
 """Columns of a terminal from which addresses are shown."""
 
 
-def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields the parts of `skipstone status`, in order."""
+def status_views(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Iterator[RenderableType]:
+    """Yields all views for a terminal of `width` columns."""
     yield status_headline(status)
-    yield StatusTable(status)
+    yield status_table(status, width)
     yield from accused_lines(status)
     yield from left_lines(status)
     yield from data_node_lines(status)
@@ -75,29 +74,18 @@ def status_headline(status: SwarmStatus) -> Text:
     return line
 
 
-@dataclass(frozen=True, slots=True)
-class StatusTable:
-    """Table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
-
-    status: SwarmStatus
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        table = _peer_table(self.status)
-        if options.max_width < ADDRESSES_FROM:  # they would fold each row
-            table.columns.pop()
-        yield table
-
-
-def _peer_table(status: SwarmStatus) -> Table:
+def status_table(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Table:
+    """Builds a table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
     table = plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round", min_width=_ROUND_WIDTH)
     for column in table.columns:
         column.no_wrap = True
-    table.add_column("address", overflow="fold")
+    if width >= ADDRESSES_FROM:  # otherwise addresses would fold each row
+        table.add_column("address", overflow="fold")
     for stage in range(status.stages):
         peers = [peer for peer in status.peers if peer.hosts(stage)]
         for peer in peers:
-            table.add_row(*_status_row(peer))
+            table.add_row(*_status_row(peer)[: len(table.columns)])
         if not peers:
             table.add_row(Text(f"stage {stage}", style="red"), Text("none", style="red"))
         hosted = {peer.module for peer in peers}

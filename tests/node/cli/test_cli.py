@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from node.data.tokenizers import ByteTokenizer
 from node.experts.router import load_router
 from node.local_swarm import local_swarm
 from node.network.loss_report import AskedPaths
-from node.observability.events import EventSink, MicrobatchCounts, Note
+from node.observability.events import EventSink, MicrobatchCounts, NodeStatus, Note
 from node.observability.status import PeerStatus, Status, SwarmStatus
 from node.observability.typed_json import to_json
 from protocol.identity.invitations import Grant
@@ -209,6 +210,9 @@ class TestNew:
             (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both set"),
             (("--experts", "two"), 78, "not a list of numbers"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
+            (("--inner", "sgd"), 65, "training.inner.name: Input should be 'adamw'"),
+            (("--inner", "sgd"), 65, "Correct --inner, which sets it."),
+            (("--data", "a.txt"), 65, "Correct --data, which sets it."),
             (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
             (("--size", "10m", "--total-tokens", "0"), 78, "at least 1"),
             (("--card", "12GB"), 78, "--card goes with --size"),
@@ -333,6 +337,15 @@ class TestSignals:
         assert process.returncode == 0
 
 
+@pytest.mark.parametrize("words", [("join", LINK), ("up",), ("solo",)])
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused_at_the_start(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    (tmp_path / "file").write_text("")
+    assert "cannot write checkpoints" in refused(*words, "--checkpoint-dir", str(tmp_path / "file" / "ck"))
+
+
 class TestUp:
     def test_json(self, stand_ins: None) -> None:
         result = ran("up", "--peers", "6", "--steps", "3", "--json")
@@ -378,7 +391,7 @@ class TestUp:
         assert summary["event"] == "summary"
         codes = [peer["exit_code"] for peer in summary["peers"]]
         assert codes == [0] * 5 if presses == 1 else 137 in codes
-        assert list(tmp_path.iterdir()) == []
+        assert [path.name for path in tmp_path.iterdir()] == ["home"], "which has the link"
 
 
 STATUS = SwarmStatus(
@@ -422,6 +435,25 @@ class TestQuestions:
         assert "\x1b" not in result.stdout
         result = run("status", LINK, "--json")
         assert json.loads(result.stdout) == to_json(STATUS)
+
+    def test_status_without_a_link_is_of_the_run_joined_last(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        own = LINK.replace("127.0.0.1", "127.0.0.7")
+
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
+            events.emit(NodeStatus("p", None, "joining", "", own))
+
+        async def statuses(link: object) -> AsyncIterator[SwarmStatus]:
+            assert str(link) == f"{own},{LINK.partition('@')[2]}"
+            yield STATUS
+            yield replace(STATUS, step=13)
+
+        pretend(monkeypatch, run_node=run_node, statuses=statuses)
+        assert "no run was joined" in refused("status")
+        ran("join", LINK)
+        said = ran("status", "--watch").stdout
+        assert said.index("step 12") < said.index("step 13")
 
     def test_evaluation_of_a_swarm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def query_evaluation(link: object, microbatches: int, paths: AskedPaths) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from node.cli.views.live import remaining_s, render
 from node.cli.views.output import NodeLines, join_lines, plain_line
 from node.cli.views.status_view import (
     MOST_ROWS,
-    StatusTable,
     accused_lines,
     codec_tables,
     compute_tables,
@@ -34,6 +33,7 @@ from node.cli.views.status_view import (
     left_lines,
     moment_lines,
     path_tables,
+    status_table,
     status_views,
 )
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
@@ -138,7 +138,7 @@ def swarm_of(stages: int, *peers: PeerStatus) -> SwarmStatus:
 
 def status_of(answered: object) -> str:
     peer = replace(peer_of("12D3KooWpeer1abc", "1.0", answered), slots=4, free_slots=1, steps=5, round=3)
-    return printed(StatusTable(swarm_of(2, peer)))
+    return printed(status_table(swarm_of(2, peer)))
 
 
 def views_of(views: Callable[[SwarmStatus], Iterable[Any]], answered: object, module: str = "1.0") -> str:
@@ -167,7 +167,7 @@ def test_the_view_names_the_stage_without_a_peer() -> None:
 
 
 def test_a_friends_node_has_a_row_and_notes_go_after_a_while() -> None:
-    friend = events.Member("12D3KooWfriend", "2.0", "serving", 7, 3, 900.0, 16, 2)
+    friend = events.Member("12D3KooWfriend", "2.0", "serving", 7, 900.0, 16, 2, 3)
     ours = replace(friend, peer="12D3KooWpeer1abc")
     state = apply(swarm(), 0, events.Members("12D3KooWpeer0abc", (friend, ours)), 6.0).state
     row = next(line.split() for line in drawn(state).splitlines() if "friend" in line)
