@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import LinkFile, last_link_path, manifest_file, require_writable, with_options
+from node.cli.options import NewLinks, keep_link, last_link_path, manifest_file, require_writable, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, counted, harmless
@@ -159,6 +160,7 @@ def join(
     if not settings["as_json"]:
         announce("skipstone join: starting a node", as_json=False)
     link, manifest_path = _parse_target(target)
+    require_writable(settings["checkpoint_dir"])
     given = {name: value for name, value in settings.items() if value is not None}
     raise typer.Exit(run_loop(_join(NodeOptions(link=link, manifest_path=manifest_path, **given))))
 
@@ -182,11 +184,14 @@ async def _join(options: NodeOptions) -> int:
         form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=options.log_level.name, format=form, handlers=[NodeLog(events, loop)])
         if options.link_file is not None:
-            events = LinkFile(options.link_file, events)
+            events = NewLinks(partial(keep_link, options.link_file), events)
         if not options.stop_on_eof:  # with it, the node is a part of a local swarm
-            events = LinkFile(last_link_path(), events, options.link)
-        require_writable(options.checkpoint_dir)
-        await run_node(options, events, stop, consent=partial(ask_consent, options))
+            events = NewLinks(partial(keep_link, last_link_path()), events)
+        try:
+            await run_node(options, events, stop, consent=partial(ask_consent, options))
+        finally:
+            if options.link is not None and not options.stop_on_eof:  # this node's own link is dead now
+                keep_link(last_link_path(), str(dataclasses.replace(options.link, invitation=None)))
         return 0
 
 

@@ -18,7 +18,6 @@ from node.cli.views.output import write_whole
 from node.context.options import default_identity_path
 from node.model.moments import MomentType
 from node.observability.events import Event, EventSink, NodeStatus
-from protocol.manifest.join_link import MAX_LINK_PEERS, JoinLink, parse_link
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_VISIT_RATIO
 
@@ -92,31 +91,28 @@ def with_options(*tables: type) -> Callable[[Any], Any]:
     return added
 
 
-class LinkFile:
-    """Event sink that keeps the newest join link in a file and forwards every event. Adds the peers of `given`."""
+class NewLinks:
+    """Event sink that passes each new join link of the node to `tell`, and forwards every event."""
 
-    def __init__(self, path: Path, behind: EventSink, given: JoinLink | None = None) -> None:
-        self._path = path
+    def __init__(self, tell: Callable[[str], None], behind: EventSink) -> None:
+        self._tell = tell
         self._behind = behind
-        self._given = () if given is None else given.peers
-        self._written = ""
+        self._told: str | None = None
 
     def emit(self, event: Event) -> None:
         self._behind.emit(event)
-        if isinstance(event, NodeStatus):
-            self.keep(event.link)
+        if isinstance(event, NodeStatus) and event.link != self._told:
+            self._told = event.link
+            self._tell(event.link)
 
-    def keep(self, link: str) -> None:
-        """Writes the link unless the file has it already. A failure is only a warning."""
-        if link == self._written:
-            return
-        self._written, own = link, parse_link(link)
-        peers = tuple(dict.fromkeys((*own.peers, *self._given)))[:MAX_LINK_PEERS]
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(self._path, f"{dataclasses.replace(own, peers=peers)}\n".encode())
-        except OSError as error:
-            log.warning("cannot write the join link to %s: %s", self._path, error.strerror or error)
+
+def keep_link(path: Path, link: str) -> None:
+    """Writes the link to a file atomically, or logs why not."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, f"{link}\n".encode())
+    except OSError as error:
+        log.warning("cannot write the join link to %s: %s", path, error.strerror or error)
 
 
 def manifest_file(path: Path | None) -> Path | None:
@@ -130,13 +126,11 @@ def last_link_path() -> Path:
 
 
 def require_writable(folder: Path | None) -> None:
-    """Writes a file into the checkpoint folder and removes it. Raises ConfigError if that fails."""
-    if folder is None:
-        return
+    """Creates a file in the checkpoint folder and removes it. Raises ConfigError if that fails."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
             f"cannot write checkpoints to {folder}: {error.strerror or error}",

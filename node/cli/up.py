@@ -14,10 +14,10 @@ import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
 from node.cli.options import (
-    LinkFile,
     RunOptions,
     VisitedPerPath,
     VisitRatio,
+    keep_link,
     last_link_path,
     require_writable,
     with_options,
@@ -102,7 +102,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
     async with LocalSwarm(manifest, options) as swarm:
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
-        LinkFile(last_link_path(), sink).keep(str(swarm.link))
+        keep_link(last_link_path(), str(swarm.link))
 
         def kill(_: int) -> None:
             swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs
