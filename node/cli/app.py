@@ -24,7 +24,7 @@ from node.cli.up import up
 from node.cli.views.text import harmless
 from node.concurrency.task_groups import leaves
 from node.observability.version import installed_version
-from swarm.vocabulary.errors import SkipstoneError
+from swarm.vocabulary.errors import Declined, SkipstoneError
 from swarm.vocabulary.types import PROTOCOL_VERSIONS
 
 # Exit code of a shell after SIGINT.
@@ -134,5 +134,6 @@ def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:
     if debug:
         traceback.print_exception(error)
     # The message may quote text from a peer.
-    typer.echo(f"error: {harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)
+    level = "" if isinstance(error, Declined) else "error: "
+    typer.echo(f"{level}{harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)
     return typer.Exit(error.exit_code)

@@ -21,8 +21,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError
 from swarm.vocabulary.types import ModuleId, short
 
-STOP_LIMIT_S = 20.0
-"""Limit of a clean stop, in seconds."""
+STOP_LIMIT_S = 20.0  # Limit of a clean stop, in seconds
 MAX_UNREAD_EVENTS = 10_000
 MAX_SHOWN_STDERR_LINES = 5
 

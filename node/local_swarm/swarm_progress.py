@@ -13,8 +13,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 # A step is done once no data node within this many steps of the foremost still has to report it.
 MAX_LAG = 8
-MAX_CURVE = 512
-"""Beyond this, every second point is dropped."""
+MAX_CURVE = 512  # Beyond this, every second point is dropped
 MAX_NOTES = 8
 RATE_WINDOW = 16
 SEVERAL = "swarm"
@@ -27,16 +26,13 @@ class PeerProgress:
     stage: int
     peer: str
     module: str | None = None
-    state: str = "starting"
-    """The node's own report; after its end `finished` or `failed`."""
+    state: str = "starting"  # The node's own report; after its end `finished` or `failed`
     inner_steps: int = 0
     tokens_per_s: float | None = None
     slots: int | None = None
     busy_slots: int | None = None
-    reported_steps: int = 0
-    """Last step of the swarm that this data node reported."""
-    came_after: int = 0
-    """Steps of the swarm before this data node's first one: the offset of its count."""
+    reported_steps: int = 0  # Last step of the swarm that this data node reported
+    came_after: int = 0  # Steps of the swarm before this data node's first one: the offset of its count
     reported_tokens: int = 0
     sizes: SizeSummary | None = None
     round: int = 0
@@ -86,8 +82,7 @@ class SwarmProgress:
     stages: int
     target: int | None = None
     peers: Mapping[int, PeerProgress] = field(default_factory=dict)
-    guests: tuple[PeerProgress, ...] = ()
-    """Peers of other processes, as a data node knows them."""
+    guests: tuple[PeerProgress, ...] = ()  # Peers of other processes, as a data node knows them
     step: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -98,10 +93,8 @@ class SwarmProgress:
     recent: tuple[Moment, ...] = ()
     pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[tuple[float, events.Note], ...] = ()
-    """Each with its time in monotonic seconds."""
-    lost: frozenset[str] = frozenset()
-    """Modules whose state is lost."""
+    notes: tuple[tuple[float, events.Note], ...] = ()  # Each with its time in monotonic seconds
+    lost: frozenset[str] = frozenset()  # Modules whose state is lost
     modules: tuple[str, ...] = ()
 
     @property

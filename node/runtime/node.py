@@ -43,7 +43,7 @@ from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
-from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateError
+from swarm.vocabulary.errors import ConfigError, Declined, OutOfMemory, StateError
 from swarm.vocabulary.types import PeerId, Reasoned
 
 WITHDRAW_S = 2.0
@@ -161,7 +161,7 @@ async def _joined(
     if uninvited is not None:
         text = Reasoned(None, f"{uninvited}. {HOW_TO_BE_INVITED}")
     if consent is not None and not await unless(stop, consent(signed, text, fitting.fitting_stages(), own)):
-        raise Rejected("the run was not joined", hint="Answer yes when asked, or use --yes.")
+        raise Declined("the run was not joined")
     return text
 
 

@@ -43,8 +43,7 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 12.0
-"""Limit of a drain, in seconds. Below the 20 s after which a stop is forced."""
+DRAIN_S = 12.0  # Limit of a drain, in seconds. Below the 20 s after which a stop is forced.
 HAND_OVER_S = 3.0
 REPORT_S = 2.0
 MAX_ASKED = 16
@@ -82,7 +81,7 @@ async def serve_module(
                     await hand_over(role.rounds.finish_round, HAND_OVER_S)
                 # A node that moves leaves the module to its other replicas, so only a stop saves.
                 if goal is None:
-                    await _save_at_the_end(context, saver)
+                    await save_at_the_end(context, saver)
                 events.emit(node_summary(own, role, context.compute))
                 return goal
 
@@ -134,7 +133,7 @@ async def _serve(
         events.emit(Note("info", f"stays in module {context.module}: no other peer serves it now"))
 
 
-async def _save_at_the_end(context: ModuleContext, saver: Saver | None) -> None:
+async def save_at_the_end(context: ModuleContext, saver: Saver | None) -> None:
     """Writes the last snapshot, and reports where the state is if no other peer has it. Raises as the saver."""
     is_last = not _replicas(context)
     try:

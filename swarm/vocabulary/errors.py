@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-LEAVING: Final = "this node is leaving"
-"""Why this node ends its links when it stops."""
+LEAVING: Final = "this node is leaving"  # Why this node ends its links when it stops
 
 
 class SkipstoneError(Exception):
@@ -82,6 +81,12 @@ class Rejected(PeerError):
     """The peer refused on purpose: wrong run, invalid certificate, unknown module."""
 
     exit_code = 77
+
+
+class Declined(Rejected):
+    """The person at this machine answered no. This is no fault."""
+
+    hint = "Answer yes when asked, or use --yes."
 
 
 class StateError(SkipstoneError):

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from node.cli.views.output import tell
 
-STOP_LIMIT_S = 20.0
-"""Limit of a clean stop, in seconds."""
+STOP_LIMIT_S = 20.0  # Limit of a clean stop, in seconds
 STOPPING = "stopping cleanly; once more to stop at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

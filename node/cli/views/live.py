@@ -29,8 +29,7 @@ from node.cli.views.text import (
 from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
 
 REFRESH_S = 0.25
-NOTE_S = 30.0
-"""Time for which a note is shown, in seconds; an error is shown until others replace it."""
+NOTE_S = 30.0  # Time for which a note is shown, in seconds; an error is shown until others replace it
 _CURVE_WIDTH = 32
 _DOWNLOAD_WIDTH = 12
 _STATE_STYLES = {"serving": "green", "failed": "red", "finished": "dim", "draining": "yellow"}

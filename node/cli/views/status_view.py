@@ -39,8 +39,7 @@ MOST_ROWS: Final = 48
 FLOAT32: Final = "float32"
 VISITED, SKIPPED = "█", "·"
 _ROUND_WIDTH = len("3 peers")
-ADDRESSES_FROM: Final = 100
-"""Columns of a terminal from which addresses are shown."""
+ADDRESSES_FROM: Final = 100  # Columns of a terminal from which addresses are shown
 
 
 def status_views(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Iterator[RenderableType]:

@@ -15,8 +15,7 @@ from swarm.vocabulary.types import PeerId, short
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_FOREIGN_CHARACTERS = 160
-MAX_OWN_CHARACTERS = 1000
-"""Limit for our own sentences that may quote others."""
+MAX_OWN_CHARACTERS = 1000  # Limit for our own sentences that may quote others
 _BARS = "▁▂▃▄▅▆▇█"
 
 

@@ -294,7 +294,10 @@ sys.modules["node.runtime.node"] = module
 from node.__main__ import main
 main()
 """
-PATIENT = WAITING_NODE.format(body='await stop.wait(); events.emit(Note("info", "stopped in good order"))')
+PATIENT = WAITING_NODE.format(
+    body='import logging; logging.getLogger("x").warning("careful"); await stop.wait(); '
+    'events.emit(Note("info", "stopped in good order"))'
+)
 DEAF = WAITING_NODE.format(body="await asyncio.Event().wait()")
 STUCK = WAITING_NODE.format(body="while True: pass")
 
@@ -317,6 +320,8 @@ class TestSignals:
                 process.send_signal(number)
             out, err = process.communicate()
         assert "stopped in good order" in out
+        assert "warning: careful" in out
+        assert "careful" not in err
         assert ("once more to stop at once" in err) is (number is not None)
         assert process.returncode == 0
 
