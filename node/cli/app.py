@@ -81,18 +81,27 @@ app = typer.Typer(
 )
 
 
+def version() -> None:
+    """Print the versions of Skipstone and of its protocol."""
+    typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
+
+
+def _version_only(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
 def _settings(
     debug: Annotated[
         bool, typer.Option("--debug", envvar="SKIPSTONE_DEBUG", help="Print the traceback of an error.")
     ] = False,
+    only_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version_only, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Options of all commands."""
-
-
-def version() -> None:
-    """Print the versions of Skipstone and of its protocol."""
-    typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
 
 
 for command in (up, join, leave, new, invite, tokenize, solo):

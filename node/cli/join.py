@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import NewLinks, keep_link, last_link_path, manifest_file, require_writable, with_options
+from node.cli.options import NewLinks, keep_link, manifest_file, remember_run, require_writable, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, counted, harmless
@@ -186,12 +186,12 @@ async def _join(options: NodeOptions) -> int:
         if options.link_file is not None:
             events = NewLinks(partial(keep_link, options.link_file), events)
         if not options.stop_on_eof:  # with it, the node is a part of a local swarm
-            events = NewLinks(partial(keep_link, last_link_path()), events)
+            events = NewLinks(remember_run, events)
         try:
             await run_node(options, events, stop, consent=partial(ask_consent, options))
         finally:
             if options.link is not None and not options.stop_on_eof:  # this node's own link is dead now
-                keep_link(last_link_path(), str(dataclasses.replace(options.link, invitation=None)))
+                remember_run(str(dataclasses.replace(options.link, invitation=None)))
         return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -109,7 +110,6 @@ class NewLinks:
 def keep_link(path: Path, link: str) -> None:
     """Writes the link to a file atomically, or logs why not."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, f"{link}\n".encode())
     except OSError as error:
         log.warning("cannot write the join link to %s: %s", path, error.strerror or error)
@@ -123,6 +123,14 @@ def manifest_file(path: Path | None) -> Path | None:
 def last_link_path() -> Path:
     """Returns the file with the link of the run that this machine's user joined last."""
     return default_identity_path().with_name("last-run.link")
+
+
+def remember_run(link: str) -> None:
+    """Keeps the link for `skipstone status`."""
+    path = last_link_path()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    keep_link(path, link)
 
 
 def require_writable(folder: Path | None) -> None:

@@ -17,8 +17,7 @@ from node.cli.options import (
     RunOptions,
     VisitedPerPath,
     VisitRatio,
-    keep_link,
-    last_link_path,
+    remember_run,
     require_writable,
     with_options,
 )
@@ -102,7 +101,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
     async with LocalSwarm(manifest, options) as swarm:
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
-        keep_link(last_link_path(), str(swarm.link))
+        remember_run(str(swarm.link))
 
         def kill(_: int) -> None:
             swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs

@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from node.__main__ import app
-from node.cli.options import LinkFile
+from node.cli.options import NewLinks, keep_link
 from node.context.options import (
     SETTINGS,
     VARIABLES,
@@ -185,10 +186,14 @@ def serving(link: str) -> NodeStatus:
     return NodeStatus(PEER, "0.0", "serving", "127.0.0.1:4002", link)
 
 
+def link_file(path: Path, behind: EventSink) -> NewLinks:
+    return NewLinks(partial(keep_link, path), behind)
+
+
 class TestLinkFile:
     def test_it_has_the_newest_link(self, tmp_path: Path) -> None:
         heard = KeptEvents()
-        sink = LinkFile(tmp_path / "link", heard)
+        sink = link_file(tmp_path / "link", heard)
         for link in (LINK, OTHER_LINK):
             sink.emit(serving(link))
             assert str(link_in(str(tmp_path / "link"))) == link
@@ -202,7 +207,7 @@ class TestLinkFile:
     def test_a_link_that_another_user_laid_there_is_not_followed(self, tmp_path: Path, trap: str) -> None:
         (tmp_path / "precious").write_text("mine")
         (tmp_path / trap).symlink_to(tmp_path / "precious")
-        LinkFile(tmp_path / "link", KeptEvents()).emit(serving(LINK))
+        link_file(tmp_path / "link", KeptEvents()).emit(serving(LINK))
         assert (tmp_path / "precious").read_text() == "mine"
         assert str(link_in(str(tmp_path / "link"))) == LINK
 
@@ -212,12 +217,12 @@ class TestLinkFile:
         moved: list[str] = []
         monkeypatch.setattr("os.replace", lambda source, target: moved.append(Path(source).name))
         for _ in range(2):
-            LinkFile(tmp_path / "link", KeptEvents()).emit(serving(LINK))
+            link_file(tmp_path / "link", KeptEvents()).emit(serving(LINK))
         assert len({*moved}) == 2
 
     def test_a_node_goes_on_without_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         heard = KeptEvents()
-        LinkFile(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
+        link_file(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
         assert len(heard.events) == 1
         assert "cannot write the join link" in caplog.text
 
