@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -28,57 +27,48 @@ AWAITED = {
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-@contextmanager
-def typed(block: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Runs the block in bash on the loopback interface; Ctrl-C ends it."""
+def typed(block: list[str], folder: Path) -> subprocess.Popen[str]:
+    """Runs the block in bash on the loopback interface, in a process group that Ctrl-C ends."""
     command = folder.parent / "bin" / "skipstone"
     command.parent.mkdir(parents=True)
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m node "$@"\n')
     command.chmod(0o755)
-    environment = {
-        "PATH": f"{command.parent}:{os.environ['PATH']}",
-        "HOME": str(folder.parent),
-        "PYTHONPATH": str(ROOT),
-        "SKIPSTONE_LISTEN": "127.0.0.1",
-        "SKIPSTONE_ADVERTISE": "127.0.0.1",
-        "SKIPSTONE_REACH": "direct",
-        "SKIPSTONE_THREADS": "1",
-    }
-    with subprocess.Popen(
+    loopback = {"SKIPSTONE_LISTEN": "127.0.0.1", "SKIPSTONE_ADVERTISE": "127.0.0.1", "SKIPSTONE_REACH": "direct"}
+    own = {"HOME": str(folder.parent), "PYTHONPATH": str(ROOT), "PATH": f"{command.parent}:{os.environ['PATH']}"}
+    return subprocess.Popen(
         ["bash", "-ec", "\n".join(block)],
         cwd=folder,
-        env=environment,
+        env={**own, **loopback, "SKIPSTONE_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         process_group=0,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        try:
-            yield process
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    )
+
+
+def ended(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    process.wait()
 
 
 def test_the_blocks_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
     running, link = [], ""
     with ExitStack() as stack:
-        for number, block in enumerate(BLOCKS):
-            if block[0] in LEFT_OUT:
-                continue
+        for number, block in enumerate(block for block in BLOCKS if block[0] not in LEFT_OUT):
             folder = tmp_path / str(number) / "folder"
             folder.mkdir(parents=True)
             (folder / "LINK").write_text(link)  # in the README, LINK stands for the friend's link
             process = stack.enter_context(typed(block, folder))
+            stack.callback(ended, process, signal.SIGKILL)
             if block[-1] not in AWAITED:
                 said, _ = process.communicate()
                 assert process.returncode == 0, said
                 continue
-            assert process.stdout is not None
             seen = []
-            for line in process.stdout:
+            for line in process.stdout or ():
                 seen.append(line)
                 if found := re.search(AWAITED[block[-1]], line):
                     link = link or found[1]
