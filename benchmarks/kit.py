@@ -284,7 +284,7 @@ def emulated(spec: Spec) -> Deployment:
 
 
 def notes_of(swarm: LocalSwarm) -> str:
-    return "the nodes say: " + ("; ".join(note.message for note in swarm.progress.notes) or "nothing")
+    return "the nodes say: " + ("; ".join(note.message for _, note in swarm.progress.notes) or "nothing")
 
 
 def verdict(logs: Path) -> dict[str, object]:

@@ -6,10 +6,10 @@ Each plot names the digest of its results; tests/test_results.py finds a stale o
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import io
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,7 +181,9 @@ async def up() -> str:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or [*PICTURES, "up"]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("picture", nargs="*", help=f"which to draw [default: all]: {', '.join([*PICTURES, 'up'])}")
+    for each in parser.parse_args().picture or [*PICTURES, "up"]:
         if each == "up":
             FOLDER.joinpath("up.svg").write_text(asyncio.run(up()))
         else:

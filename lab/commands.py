@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from lab.simulate import simulate
-from node.cli.views.interrupts import until_stopped
+from node.cli.views.interrupts import STOPPING, Interrupts
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.text import count, duration, harmless, loss_text, megabytes
 from swarm.vocabulary.errors import ConfigError
@@ -27,6 +28,8 @@ SHOWN = 20
 SHOWN_EVERY_S = 10.0
 MAX_LINE = 1000
 NO_NETEM = "the emulation is a proxy and does not use netem"
+
+Ended = TypeVar("Ended")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(simulate)
@@ -148,6 +151,14 @@ def check(
     else:
         _show_check(report)
     raise typer.Exit(1 if report.violations else 0)
+
+
+async def until_stopped(work: Awaitable[Ended], stop: asyncio.Event, kill: Callable[[], None]) -> tuple[Ended, int]:
+    """Awaits `work`, which must end soon after `stop` is set. Returns its result and 128 + the signal, or 0."""
+    # `kill` runs inside a signal handler, so it must not touch the loop.
+    loop = asyncio.get_running_loop()
+    with Interrupts(lambda: loop.call_soon_threadsafe(stop.set), lambda _: kill(), f"\n{STOPPING}") as interrupts:
+        return await work, interrupts.exit_code
 
 
 class Teller:

@@ -314,6 +314,7 @@ class Outcome:
         return (
             *(["the run was cut short"] if self.cut_short else []),
             *(f"check: {found.rule}: {found.message}" for found in self.report.violations),
+            *(["check: a peer has no log"] if self.report.counts.get("peers without a log") else []),
             *(f"not carried out: {what}" for what in self.missed),
             *_of_peers(self),
             *([] if self.scenario.chaos is None else _of_expectations(self, self.scenario.chaos)),

@@ -11,6 +11,7 @@ import tomllib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
@@ -31,7 +32,7 @@ from lab.emulation.emulation import MBIT, Fault, Site, Way, profile_of
 from lab.laboratory import Laboratory, send_signal
 from node.local_swarm.setup import node_command
 from node.observability.events import RoundProgress
-from node.observability.failpoints import POINTS, VARIABLE, crash_at
+from node.observability.failpoints import POINTS, VARIABLE
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.errors import ConfigError
 
@@ -139,21 +140,33 @@ _MEANT: Final = {
 Kind = TypeVar("Kind", bound=ScenarioTable)
 
 
+def crash_at(point: str, nth: int) -> str:
+    """Returns the value of SKIPSTONE_CRASH_AT for a failpoint. Raises ConfigError for an unknown point."""
+    if point not in POINTS:
+        raise ConfigError(f"{point!r} is not a crash point", hint=f"Choose one of {', '.join(POINTS)}.")
+    return f"{point}:{nth}"
+
+
 def read_table(kind: type[Kind], values: Any, where: str = "", scenario: object = None) -> Kind:
     """Validates a TOML table, at the path `where` in its file, as `kind`. Raises ConfigError for a wrong key."""
     try:
         return kind.model_validate(values, context=scenario, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise ConfigError(_explained(dict(error.errors()[0]), where)) from None
+        first, *others = error.errors()
+        if first["type"] == "missing":  # perhaps because it is misspelt
+            first = next((each for each in others if each["type"] == "extra_forbidden"), first)
+        raise ConfigError(_explained(dict(first), where, kind)) from None
 
 
-def _explained(error: Mapping[str, Any], where: str) -> str:
+def _explained(error: Mapping[str, Any], where: str, kind: type[ScenarioTable]) -> str:
     path = where
     for part in error["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     match error["type"]:
         case "extra_forbidden":
-            return f"{path} is not a key here"
+            known = [field.alias or name for name, field in kind.model_fields.items()]
+            nearest = get_close_matches(path.rpartition(".")[2], known, 1)
+            return f"{path} is not a key here{f'; did you mean {nearest[0]}?' if nearest else ''}"
         case "missing":
             return f"{path} is missing"
         case "tuple_type":

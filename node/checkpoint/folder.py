@@ -299,6 +299,7 @@ def write_durably(storage: Storage, target: Path, beside: Path, pieces: Iterable
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME: Final = "manifest.toml"
+NOT_A_CHECKPOINT: Final = "Name a folder that --checkpoint-dir has written, or one from `skipstone export`."
 ROUTER_NAME: Final = "manifest.router"
 KEPT: Final = 2
 LEFT_KEPT_S: Final = 3600.0
@@ -435,7 +436,9 @@ def read_manifest(path: Path) -> SignedManifest:
         with (path / MANIFEST_NAME).open("rb") as file:
             text = file.read(MAX_MANIFEST_BYTES + 1)  # if it is too long, the parser rejects it
     except OSError as error:
-        raise ConfigError(f"{path} is not a checkpoint: {MANIFEST_NAME} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{path} is not a checkpoint: {MANIFEST_NAME} cannot be read: {error.strerror}", hint=NOT_A_CHECKPOINT
+        ) from None
     return read_signed_manifest(text, None)
 
 

@@ -25,6 +25,8 @@ from swarm.vocabulary.errors import ResourceExhausted, StateError
 
 log = logging.getLogger(__name__)
 
+WARNED_AGAIN_S = 300.0
+
 
 def capture_module(
     parts: tuple[nn.Module, ...],
@@ -92,7 +94,12 @@ class Saver:
     events: EventSink
     every_s: float
     _saved_steps: int | None = None
+    _warned: tuple[str, float] = ("", 0.0)
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
+
+    @property
+    def has_saved(self) -> bool:
+        return self._saved_steps is not None
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +116,10 @@ class Saver:
             try:
                 await self._save(reason)
             except (StateError, ResourceExhausted) as error:
-                self.events.emit(Note("warning", f"{error}. {error.hint}"))
+                said, now = f"{error}. {error.hint}", time.monotonic()
+                if said != self._warned[0] or now - self._warned[1] >= WARNED_AGAIN_S:
+                    self._warned = said, now
+                    self.events.emit(Note("warning", said))
 
     async def save_at_the_end(self) -> None:
         """Writes the last snapshot of a node that stops. Raises StateError, ResourceExhausted."""

@@ -24,7 +24,7 @@ from node.cli.up import up
 from node.cli.views.text import harmless
 from node.concurrency.task_groups import leaves
 from node.observability.version import installed_version
-from swarm.vocabulary.errors import SkipstoneError
+from swarm.vocabulary.errors import Declined, SkipstoneError
 from swarm.vocabulary.types import PROTOCOL_VERSIONS
 
 # Exit code of a shell after SIGINT.
@@ -81,18 +81,27 @@ app = typer.Typer(
 )
 
 
+def version() -> None:
+    """Print the versions of Skipstone and of its protocol."""
+    typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
+
+
+def _version_only(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
 def _settings(
     debug: Annotated[
         bool, typer.Option("--debug", envvar="SKIPSTONE_DEBUG", help="Print the traceback of an error.")
     ] = False,
+    only_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version_only, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Options of all commands."""
-
-
-def version() -> None:
-    """Print the versions of Skipstone and of its protocol."""
-    typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
 
 
 for command in (up, join, leave, new, invite, tokenize, solo):
@@ -134,5 +143,6 @@ def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:
     if debug:
         traceback.print_exception(error)
     # The message may quote text from a peer.
-    typer.echo(f"error: {harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)
+    level = "" if isinstance(error, Declined) else "error: "
+    typer.echo(f"{level}{harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)
     return typer.Exit(error.exit_code)

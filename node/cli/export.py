@@ -9,7 +9,7 @@ import typer
 
 from node.cli.options import PathChoice
 from node.cli.views.output import announce, download_bar, print_json, run_loop
-from node.cli.views.text import count
+from node.cli.views.text import count, counted
 from node.context.options import TokenizerPath
 
 
@@ -53,5 +53,5 @@ def export(
     if json:
         print_json({"path": str(done.path), "run": done.run, "files": done.files, "bytes": done.size_bytes})
     else:
-        files = "1 file" if done.files == 1 else f"{count(done.files)} files"
+        files = counted(done.files, "file")
         typer.echo(f"{done.path}: run {done.run[:12]}, {count(done.size_bytes)} bytes of parameters in {files}")

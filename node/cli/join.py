@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -14,10 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import NewLinks, keep_link, qr_printer, with_options
+from node.cli.options import (
+    NewLinks,
+    keep_link,
+    manifest_file,
+    qr_printer,
+    remember_run,
+    require_writable,
+    with_options,
+)
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
-from node.cli.views.output import announce, event_sink, print_json, run_loop
-from node.cli.views.text import count, harmless
+from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
+from node.cli.views.text import count, counted, harmless
 from node.concurrency.task_groups import aside
 from node.context.options import NodeOptions, setting, variable
 from swarm.vocabulary.errors import ConfigError
@@ -72,7 +81,7 @@ def description(
     lines = (
         f"run       {manifest.name}, {signed.run}",
         f"author    {signed.author}{' (this machine)' if own else ''}",
-        f"model     {count(_parameters(manifest))} parameters in {_number(manifest.stages.count, 'stage')}"
+        f"model     {count(_parameters(manifest))} parameters in {counted(manifest.stages.count, 'stage')}"
         f"{_experts(manifest.stages)}",
         f"reads     {_reading(manifest, options, text)}",
         "sends     hidden states of the run's text, gradients and parameters to peers of this run; "
@@ -109,7 +118,7 @@ def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[LocalPaths
     said = [f"{place.absolute()}, {text.reason}" if place is not None else text.reason]
     if manifest.data.files is not None:
         files = manifest.data.files
-        said.append(f"if it matches the run's text ({_number(files.count, 'file')}, {count(files.bytes)} bytes)")
+        said.append(f"if it matches the run's text ({counted(files.count, 'file')}, {count(files.bytes)} bytes)")
     if tokenizer is not None:
         said.append(f"and {tokenizer.absolute()}")
     elif manifest.data.tokenizer_sha256 is not None:
@@ -120,7 +129,7 @@ def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[LocalPaths
 def _use(options: NodeOptions) -> str:
     from node.network.reach_status import ReachMode
 
-    threads = "all CPU threads" if options.threads is None else _number(options.threads, "CPU thread")
+    threads = "all CPU threads" if options.threads is None else counted(options.threads, "CPU thread")
     saved = "no disk" if options.checkpoint_dir is None else f"disk below {options.checkpoint_dir}"
     ports = " and ".join("any" if port == 0 else str(port) for port in (options.port, options.dht_port))
     router = ", and may ask the router to open one" if options.reach is ReachMode.AUTO else ""
@@ -130,10 +139,6 @@ def _use(options: NodeOptions) -> str:
         options.relay_bytes_per_hour
     )
     return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{carried}"
-
-
-def _number(number: int, thing: str) -> str:
-    return f"{count(number)} {thing}" if number == 1 else f"{count(number)} {thing}s"
 
 
 def _line_typed() -> str:
@@ -147,7 +152,7 @@ def join(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="LINK|FILE",
+            metavar="LINK|RUN",
             envvar=variable("link"),
             show_envvar=False,
             help="Join link, a file that holds one, or the manifest of a new run.",
@@ -162,10 +167,8 @@ def join(
     # Print first: the imports below take a second.
     if not settings["as_json"]:
         announce("skipstone join: starting a node", as_json=False)
-    logging.basicConfig(
-        level=settings["log_level"].value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     link, manifest_path = _parse_target(target)
+    require_writable(settings["checkpoint_dir"])
     given = {name: value for name, value in settings.items() if value is not None}
     raise typer.Exit(run_loop(_join(NodeOptions(link=link, manifest_path=manifest_path, **given))))
 
@@ -184,12 +187,21 @@ async def _join(options: NodeOptions) -> int:
     with Interrupts(ask, leave_at_once):
         from node.runtime.node import run_node
 
-        events = event_sink(as_json=options.as_json, on_closed=stop.set)
+        lines = NodeLines(tells_link=options.link is None)
+        events = event_sink(as_json=options.as_json, on_closed=stop.set, line_of=lines)
+        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(level=options.log_level.name, format=form, handlers=[NodeLog(events, loop)])
         if options.link_file is not None:
             events = NewLinks(partial(keep_link, options.link_file), events)
         if options.qr:
             events = NewLinks(qr_printer(), events)
-        await run_node(options, events, stop, consent=partial(ask_consent, options))
+        if not options.stop_on_eof:  # with it, the node is a part of a local swarm
+            events = NewLinks(remember_run, events)
+        try:
+            await run_node(options, events, stop, consent=partial(ask_consent, options))
+        finally:
+            if options.link is not None and not options.stop_on_eof:  # this node's own link is dead now
+                remember_run(str(dataclasses.replace(options.link, invitation=None)))
         return 0
 
 
@@ -198,10 +210,10 @@ def _parse_target(target: str) -> tuple[Link | None, Path | None]:
 
     if (link := link_in(target)) is not None:
         return link, None
-    path = Path(target)
-    if not path.is_file():
+    path = manifest_file(Path(target))
+    if path is None or not path.is_file():
         raise ConfigError(
-            f"{target!r} is neither a join link nor a manifest file",
+            f"{target!r} is neither a join link nor a manifest file{'' if Path(target).exists() else ': no such file'}",
             hint="A link begins with `skipstone:`. `skipstone new FILE` writes a manifest.",
         )
     return None, path

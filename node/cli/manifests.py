@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from node.cli.options import VisitedPerPath, VisitRatio
-from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.errors import ConfigError, ManifestError
 
 if TYPE_CHECKING:
     from node.experts.router import Router
@@ -85,6 +85,13 @@ class ManifestChanges:
         int | None, "seed", typer.Option(help="Seed of weights, document order and held-out text [default: 0]")
     ] = None
 
+    def options(self) -> Iterator[tuple[str, str]]:
+        """Yields each given option and the manifest's key that it sets."""
+        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            if getattr(self, name) is not None:
+                key, option = hint.__metadata__
+                yield option.default if option.default is not ... else f"--{name.replace('_', '-')}", key
+
     def keys(self) -> dict[str, Any]:
         """Returns the values that the options set, by dotted manifest key."""
         hints = typing.get_type_hints(type(self), include_extras=True)
@@ -110,7 +117,13 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
     """Returns `base` with the command line's changes and hashes of the text's files. Raises as `chosen_manifest`."""
     from protocol.manifest.manifest import manifest_from_table
 
-    manifest = manifest_from_table(_changed(base.model_dump(), changes))
+    try:
+        manifest = manifest_from_table(_changed(base.model_dump(), changes))
+    except ManifestError as error:
+        for option, key in changes.options():
+            if f" {key}: " in str(error):
+                raise ManifestError(str(error), hint=f"Correct {option}, which sets it.") from None
+        raise
     data = manifest.data
     if not data.is_of_files or data.files is not None:
         return manifest

@@ -17,7 +17,7 @@ import typer
 from node.cli.manifests import ManifestChanges, changed_manifest, chosen_manifest, router_of, starting_from
 from node.cli.options import with_options
 from node.cli.views.output import write_whole
-from node.cli.views.text import count, harmless
+from node.cli.views.text import count, counted, harmless
 from node.context.options import parse_size
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Reasoned
@@ -206,9 +206,9 @@ def new(
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
     files = manifest.data.files
-    text = "" if files is None else f", {count(files.count)} files, {count(files.bytes)} bytes"
+    text = "" if files is None else f", {counted(files.count, 'file')}, {counted(files.bytes, 'byte')}"
     typer.echo(f"{file}: run {signed.run}")
-    typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
+    typer.echo(f"  {manifest.name}, {counted(manifest.stages.count, 'stage')}, signed by {signed.author}")
     typer.echo(f"  text: {manifest.data.source}{text}")
     for line in sample_lines(sample, manifest.training):
         typer.echo(f"  {line}")
@@ -220,6 +220,9 @@ def new(
     lines = [f"  memory: {_largest_need(manifest)}"] if dialed is None else choice_lines(dial, dialed, manifest)
     for line in lines:
         typer.echo(line)
+    modules = len(manifest.modules())
+    each = "module" if manifest.stages.has_experts else "stage"
+    typer.echo(f"It trains once {counted(modules, 'node')} have joined, one for each {each}.")
     command = ["skipstone", "join", str(file), *(() if model is None else ("--model", str(model)))]
     typer.echo(f"Start the first node with: {shlex.join(command)}")
 

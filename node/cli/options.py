@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
 import sys
+import tempfile
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from node.cli.views.output import write_whole
+from node.context.options import default_identity_path
+from node.model.moments import MomentType
 from node.observability.events import Event, EventSink, NodeStatus
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_VISIT_RATIO
@@ -35,16 +40,37 @@ PathChoice: Final[Any] = typer.Option(
     "--path", metavar="S.E,...", help="Path through a run with experts: one module per stage, such as 1.0,2.1."
 )
 
-ManifestChoice: Final[Any] = typer.Option(help="Manifest of the run [default: a small demo]")
-StepsChoice: Final[Any] = typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
-DataChoice: Final[Any] = typer.Option(help="Text to train on [default: the manifest's]")
-SeedChoice: Final[Any] = typer.Option(help="Seed of weights and data order [default: the manifest's]")
-
 MomentsChoice: Final[Any] = typer.Option(
     "--moments", help="How to keep AdamW's moments; 8bit needs a quarter of float32's memory."
 )
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options of the commands that train a run on this machine."""
+
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN", help="Manifest of the run, or a folder with its checkpoint [default: a small demo]"
+        ),
+    ] = None
+    manifest: Annotated[Path | None, typer.Option(hidden=True)] = None
+    """The older spelling of `run`."""
+    data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None
+    model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None
+    moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
+    ] = None
+    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0
+
+    @property
+    def file(self) -> Path | None:
+        return manifest_file(self.run or self.manifest)
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:
@@ -97,3 +123,34 @@ def qr_printer() -> Callable[[str], None]:
     except ImportError:
         raise ConfigError("--qr needs the package segno", hint="Install it: pip install 'skipstone[qr]'") from None
     return lambda link: segno.make_qr(link).terminal(sys.stderr, compact=True)
+
+
+def manifest_file(path: Path | None) -> Path | None:
+    """Returns the manifest's file: `path`, or `path`/manifest.toml of a checkpoint folder."""
+    return path / "manifest.toml" if path is not None and path.is_dir() else path
+
+
+def last_link_path() -> Path:
+    """Returns the file with the link of the run that this machine's user joined last."""
+    return default_identity_path().with_name("last-run.link")
+
+
+def remember_run(link: str) -> None:
+    """Keeps the link for `skipstone status`."""
+    path = last_link_path()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    keep_link(path, link)
+
+
+def require_writable(folder: Path | None) -> None:
+    """Creates a file in the checkpoint folder and removes it. Raises ConfigError if that fails."""
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write checkpoints to {folder}: {error.strerror or error}",
+            hint="Choose a folder that can be written with --checkpoint-dir, or leave the option out.",
+        ) from None

@@ -2,42 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 
-from node.cli.options import StagesPerPath
+from node.cli.options import StagesPerPath, last_link_path
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.status_view import status_views
 from node.cli.views.text import count, loss_text, path_text, sizes_text
 from node.context.options import AllowHub, TextPath, TokenizerPath, variable
+from node.observability.status import SwarmStatus
 from node.observability.typed_json import from_json, to_json
+from swarm.vocabulary.errors import ConfigError
 from swarm.workload.microbatch_sizes import SizeSummary
 
 
 def status(
     link: Annotated[
-        str,
-        typer.Argument(envvar=variable("link"), show_envvar=False, help="Join link, or a file that holds one."),
-    ],
+        str | None,
+        typer.Argument(
+            envvar=variable("link"),
+            show_envvar=False,
+            help="Join link, or a file that holds one [default: the run that this machine joined last]",
+        ),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every few seconds, until Ctrl-C.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a swarm's stages, replicas, throughput, loss and paths."""
-    announce("skipstone status: asking the swarm", as_json=json)
-    from protocol.manifest.join_link import read_link
+    announce(f"skipstone status: asking {'the last run' if link is None else 'the swarm'}", as_json=json)
+    from protocol.manifest.join_link import link_in, read_link
 
-    where = read_link(link)
+    where = link_in(str(last_link_path())) if link is None else read_link(link)
+    if where is None:
+        raise ConfigError(
+            "no run was joined on this machine", hint="Name a run by its link: skipstone status skipstone:..."
+        )
+    console = Console()
+
+    def show(status: SwarmStatus, picture: Callable[[Group], None] = console.print) -> None:
+        print_json(to_json(status)) if json else picture(Group(*status_views(status, console.width)))
+
+    async def shown_again() -> None:
+        from node.network.client import statuses
+
+        with Live(console=console, auto_refresh=False) if console.is_terminal and not json else nullcontext() as live:
+            async for status in statuses(where):
+                show(status, console.print if live is None else partial(live.update, refresh=True))
+
+    if watch:
+        run_loop(shown_again())
+        return
     from node.network.client import query_status
 
-    answer = run_loop(query_status(where))
-    if json:
-        print_json(to_json(answer))
-        return
-    console = Console()
-    for view in status_views(answer):
-        console.print(view)
+    show(run_loop(query_status(where)))
 
 
 def evaluate(

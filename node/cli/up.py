@@ -3,59 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
 from node.cli.options import (
-    DataChoice,
-    ManifestChoice,
-    MomentsChoice,
-    SeedChoice,
-    StepsChoice,
+    RunOptions,
     VisitedPerPath,
     VisitRatio,
     qr_printer,
+    remember_run,
+    require_writable,
+    with_options,
 )
 from node.cli.views.interrupts import Interrupts
-from node.cli.views.output import announce, event_sink, run_loop
-from node.model.moments import MomentType
-from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
+from node.cli.views.output import announce, event_sink, join_lines, run_loop
+from node.cli.views.text import counted
+from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange, Resumed, Waiting
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from node.local_swarm.local_swarm import LocalSwarm
     from node.local_swarm.setup import LocalSwarmOptions
+    from node.local_swarm.swarm_progress import SwarmProgress
     from protocol.manifest.manifest import Manifest
 
+SHARED_RUN = "To share a run, begin it with `skipstone new`."
 STATE_LOST = "the swarm has ended and its state is lost; use --checkpoint-dir FOLDER to keep it next time"
 
 
+@with_options(RunOptions)
 def up(
     peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one per module]")] = None,
-    steps: Annotated[int | None, StepsChoice] = None,
-    data: Annotated[str | None, DataChoice] = None,
-    manifest: Annotated[Path | None, ManifestChoice] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of the model that the run starts from; the first node reads it.")
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
     ] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
-    seed: Annotated[int | None, SeedChoice] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     qr: Annotated[bool, typer.Option("--qr", help="Print the join link as a QR code too.")] = False,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
-    ] = None,
-    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0,
     log_dir: Annotated[
         Path | None,
         typer.Option(
@@ -69,16 +61,19 @@ def up(
         int | None, typer.Option(min=1, max=65535, help="First of the nodes' ports, two per node [default: free ports]")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,
-    moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
     memory_limit: Annotated[
         str | None,
         typer.Option(metavar="SIZE[,SIZE...]", help="Memory limit of all nodes, or one per node, such as 1GB,8GB,8GB."),
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    **settings: Any,
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops it cleanly, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
-    changes = ManifestChanges(seed=seed, source=data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
-    chosen = chosen_manifest(manifest, changes)
+    run = RunOptions(**settings)
+    require_writable(run.checkpoint_dir)
+    changes = ManifestChanges(seed=run.seed, source=run.data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
+    chosen = chosen_manifest(run.file, changes)
     if chosen.data.is_of_files:
         from node.data.local_paths import as_written
         from node.data.sources import open_source
@@ -88,21 +83,21 @@ def up(
     from node.context.options import default_identity_path, parse_size
     from node.local_swarm.setup import LocalSwarmOptions
 
-    router = router_of(manifest, chosen)
+    router = router_of(run.file, chosen)
     options = LocalSwarmOptions(
         peers=len(chosen.modules()) if peers is None else peers,
         steps=steps or chosen.training.scheduled_steps,
         threads=threads,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every_s=checkpoint_every,
+        checkpoint_dir=run.checkpoint_dir,
+        checkpoint_every_s=run.checkpoint_every,
         log_dir=log_dir,
         port_base=port_base,
         memory_limits=() if memory_limit is None else tuple(parse_size(each) for each in memory_limit.split(",")),
-        moments=moments,
-        model=model,
+        moments=run.moments,
+        model=run.model,
         router=b"" if router is None else router.to_bytes(),
         # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
-        author_path=None if checkpoint_dir is None else default_identity_path(),
+        author_path=None if run.checkpoint_dir is None else default_identity_path(),
     )
     raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json, qr=qr)))
 
@@ -122,6 +117,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
     async with LocalSwarm(manifest, options, deployments=lambda _: deployment) as swarm:
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
+        remember_run(str(swarm.link))
 
         def kill(_: int) -> None:
             swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs
@@ -131,9 +127,9 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
         link = str(short_link(swarm.link.run, tuple(first)))
         if not as_json:
             modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
-            stages = f"{manifest.stages.count} stages{modules}"
-            typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages}. Join it with\n")
-            typer.echo(f"  skipstone join {shlex.quote(link)}\n")
+            stages = f"{counted(manifest.stages.count, 'stage')}{modules}"
+            typer.echo(f"run {manifest.name}: {counted(options.peers, 'node')}, {stages}. ", nl=False)
+            typer.echo(f"{join_lines(link, SHARED_RUN)}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
         if draw is not None:
@@ -142,9 +138,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
             if as_json:
                 await _follow(swarm, sink.emit)
             elif not sys.stdout.isatty():
-                # Without a terminal, one line per peer event would bury the steps.
-                of_one = InnerStep | LastPeer | NodeSummary | PeerChange
-                await _follow(swarm, lambda event: None if isinstance(event, of_one) else sink.emit(event))
+                await _follow(swarm, lambda event: sink.emit(event) if _is_of_all(event, swarm.progress) else None)
             else:
                 await _show(swarm, manifest.name)
     if swarm.progress.lost:
@@ -152,6 +146,13 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
     sink.emit(summarize(swarm.progress))
     failures = (end.exit_code for end in swarm.ends.values() if end.exit_code)
     return interrupts.exit_code or next(failures, 0)
+
+
+def _is_of_all(event: Event, progress: SwarmProgress) -> bool:
+    """Whether an event is worth a line in a log; one per event of a peer would bury the steps."""
+    if isinstance(event, Waiting | Resumed) and progress.starting:
+        return False
+    return not isinstance(event, InnerStep | LastPeer | NodeSummary | PeerChange)
 
 
 async def _follow(swarm: LocalSwarm, emit: Callable[[Event], None]) -> None:

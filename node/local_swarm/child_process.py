@@ -17,14 +17,12 @@ from swarm.vocabulary.errors import ResourceExhausted
 
 MAX_STDERR_LINES = 40
 _LINE_LIMIT_BYTES = 64 * 1024
-_LAST_OUTPUT_S = 5.0
-"""Limit for output after the child and its group have ended, in seconds."""
+_LAST_OUTPUT_S = 5.0  # Limit for output after the child and its group have ended, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ChildEnd:
-    exit_code: int
-    """128 + n if signal n ended it."""
+    exit_code: int  # 128 + n if signal n ended it
     stderr: tuple[str, ...]
 
 

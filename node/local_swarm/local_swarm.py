@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from node.local_swarm.child_process import ChildEnd, ChildProcess, SpawnedProcess
 from node.local_swarm.forked_nodes import ForkServer, may_fork
@@ -21,8 +21,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError
 from swarm.vocabulary.types import ModuleId, short
 
-STOP_LIMIT_S = 20.0
-"""Limit of a clean stop, in seconds."""
+STOP_LIMIT_S = 20.0  # Limit of a clean stop, in seconds
 MAX_UNREAD_EVENTS = 10_000
 MAX_SHOWN_STDERR_LINES = 5
 
@@ -190,22 +189,25 @@ class LocalSwarm:
         self._setup.ended.add(peer.index)
         self._take(peer_exited(self.progress, peer.index, end.exit_code))
         if not end.exit_code:  # no other event may follow to show that the run is over
-            self._take(noted(self.progress, Note("info", f"{_name(peer)} stopped cleanly")))
+            self._note("info", f"{_name(peer)} stopped cleanly")
             return
         for said in (
             f" ended with exit code {end.exit_code}",
             *map(": {}".format, end.stderr[-MAX_SHOWN_STDERR_LINES:]),
         ):
-            self._take(noted(self.progress, Note("error", f"{_name(peer)}{said}")))
+            self._note("error", f"{_name(peer)}{said}")
 
     def _heard(self, peer: PlannedPeer, line: bytes) -> None:
         try:
             event = event_from_json(line)
         except ProtocolViolation as error:
-            self._take(noted(self.progress, Note("warning", f"{_name(peer)}: {error}")))
+            self._note("warning", f"{_name(peer)}: {error}")
             return
         if event is not None:
             self._take(apply(self.progress, peer.index, event, self._clock()))
+
+    def _note(self, level: Literal["info", "warning", "error"], message: str) -> None:
+        self._take(noted(self.progress, Note(level, message), self._clock()))
 
     def _take(self, progressed: Progressed) -> None:
         self.progress = progressed.state

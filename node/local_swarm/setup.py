@@ -23,7 +23,7 @@ from protocol.manifest.signing import run_id_of, sign_manifest
 from protocol.transport.settings import free_ports
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
-from swarm.vocabulary.types import ModuleId, PeerId, RunId
+from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
 
 HOST = "127.0.0.1"
 LINK_PEERS = 2
@@ -121,22 +121,32 @@ def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | N
     return hosted
 
 
-def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequence[int]) -> list[int | None]:
-    """Assigns memory limits to the peers of `modules`, the largest to the largest need. Raises ConfigError."""
-    if len(limits) <= 1:
-        return [limits[0] if limits else None] * len(modules)
+def match_limits(
+    manifest: Manifest, modules: Sequence[ModuleId], limits: Sequence[int], moments: MomentType = MomentType.FLOAT32
+) -> list[int | None]:
+    """Assigns limits to the peers of `modules`, the largest to the largest need. Raises ConfigError, OutOfMemory."""
+    if not limits:
+        return [None] * len(modules)
+    if len(limits) == 1:
+        limits = [*limits] * len(modules)
     if len(limits) != len(modules):
         raise ConfigError(
             f"{len(limits)} memory limits do not match {len(modules)} peers",
             hint="Give one limit for all peers, or one per peer.",
         )
-    from node.model.memory_need import needs_of  # imports torch, which takes seconds
+    from node.model.device import choose_device  # imports torch, which takes seconds
+    from node.model.memory_need import free_memory_on, needs_of, none_fits
 
-    needs = needs_of(manifest, DEFAULT_SLOTS)
+    needs = needs_of(manifest, DEFAULT_SLOTS, moments)
+    free = free_memory_on(choose_device("auto").value)
     order = sorted(range(len(modules)), key=lambda index: needs[modules[index]].all)
     matched: list[int | None] = [None] * len(modules)
     for index, limit in zip(order, sorted(limits), strict=True):
         matched[index] = limit
+        # Each node would refuse too, after seconds.
+        within = free.within(Reasoned(limit, "under --memory-limit"))
+        if within.lacks(needs[modules[index]]) is not None:
+            raise none_fits(manifest, [modules[index]], within, DEFAULT_SLOTS, moments)
     return matched
 
 
@@ -161,7 +171,7 @@ class LocalSetup:
             self.run: RunId = run_id_of(manifest)
             base, count = options.port_base, 2 * len(modules)
             ports = iter(self._free_ports(count) if base is None else range(base, base + count))
-            limits = match_limits(manifest, modules, options.memory_limits)
+            limits = match_limits(manifest, modules, options.memory_limits, options.moments)
             for module, limit in zip(modules, limits, strict=True):
                 self._plan(module, next(ports), next(ports), limit)
             author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)

@@ -13,8 +13,7 @@ from swarm.workload.microbatch_sizes import SizeSummary
 
 # A step is done once no data node within this many steps of the foremost still has to report it.
 MAX_LAG = 8
-MAX_CURVE = 512
-"""Beyond this, every second point is dropped."""
+MAX_CURVE = 512  # Beyond this, every second point is dropped
 MAX_NOTES = 8
 RATE_WINDOW = 16
 SEVERAL = "swarm"
@@ -27,16 +26,13 @@ class PeerProgress:
     stage: int
     peer: str
     module: str | None = None
-    state: str = "starting"
-    """The node's own report; after its end `finished` or `failed`."""
+    state: str = "starting"  # The node's own report; after its end `finished` or `failed`
     inner_steps: int = 0
     tokens_per_s: float | None = None
     slots: int | None = None
     busy_slots: int | None = None
-    reported_steps: int = 0
-    """Last step of the swarm that this data node reported."""
-    came_after: int = 0
-    """Steps of the swarm before this data node's first one: the offset of its count."""
+    reported_steps: int = 0  # Last step of the swarm that this data node reported
+    came_after: int = 0  # Steps of the swarm before this data node's first one: the offset of its count
     reported_tokens: int = 0
     sizes: SizeSummary | None = None
     round: int = 0
@@ -86,6 +82,7 @@ class SwarmProgress:
     stages: int
     target: int | None = None
     peers: Mapping[int, PeerProgress] = field(default_factory=dict)
+    guests: tuple[PeerProgress, ...] = ()  # Peers of other processes, as a data node knows them
     step: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -96,10 +93,19 @@ class SwarmProgress:
     recent: tuple[Moment, ...] = ()
     pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[events.Note, ...] = ()
-    lost: frozenset[str] = frozenset()
-    """Modules whose state is lost."""
+    notes: tuple[tuple[float, events.Note], ...] = ()  # Each with its time in monotonic seconds
+    lost: frozenset[str] = frozenset()  # Modules whose state is lost
     modules: tuple[str, ...] = ()
+
+    @property
+    def starting(self) -> str | None:
+        """How many stages or modules are served; None after the first step."""
+        if self.step or not self.peers:
+            return None
+        everyone = [peer for peer in (*self.peers.values(), *self.guests) if peer.state == "serving"]
+        if self.modules:
+            return f"starting: {len({peer.module for peer in everyone})} of {len(self.modules)} modules are served"
+        return f"starting: {len({peer.stage for peer in everyone})} of {self.stages} stages are served"
 
     @property
     def is_over(self) -> bool:
@@ -160,10 +166,20 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
             waiting = {module: why for module, why in state.waiting.items() if module != event.module}
             return Progressed(replace(state, waiting=waiting), (event,) if event.module in state.waiting else ())
         case events.Note():
-            return noted(state, event)
+            return noted(state, event, now)
+        case events.Members():
+            own = {each.peer for each in state.peers.values()}
+            guests = tuple(_guest(each) for each in event.members if each.peer not in own)
+            return Progressed(replace(state, guests=guests), ())
         case events.Reach():
             return Progressed(state, ())  # all nodes are on this machine
     return Progressed(_with_peer(state, index, peer), (event,))
+
+
+def _guest(said: events.Member) -> PeerProgress:
+    stage, rate = _stage_of(said.module, otherwise=0), _finite(said.tokens_per_s)
+    figures = (said.steps, rate, said.slots, said.busy_slots)
+    return PeerProgress(stage, said.peer, said.module, said.state, *figures, round=said.round)
 
 
 def _stage_of(module: str | None, otherwise: int) -> int:
@@ -171,9 +187,9 @@ def _stage_of(module: str | None, otherwise: int) -> int:
     return int(stage) if stage.isdecimal() else otherwise
 
 
-def noted(state: SwarmProgress, note: events.Note) -> Progressed:
+def noted(state: SwarmProgress, note: events.Note, now: float) -> Progressed:
     """Adds a message for the person who watches."""
-    return Progressed(replace(state, notes=(*state.notes, note)[-MAX_NOTES:]), (note,))
+    return Progressed(replace(state, notes=(*state.notes, (now, note))[-MAX_NOTES:]), (note,))
 
 
 def summarize(state: SwarmProgress) -> events.Summary:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from typing import Any
 
 from node.network.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_report
@@ -16,19 +17,28 @@ from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import ModuleId, PeerId
 
 STATUS_TIMEOUT_S = 5.0
+WATCH_S = 3.0
 # The data node runs the whole model over the held-out text.
 EVALUATION_TIMEOUT_S = 600.0
 
 
 async def query_status(link: Link, patience_s: float = 30.0) -> SwarmStatus:
     """Asks a run's peers for their status. Raises Unreachable if no peer answers within `patience_s` seconds."""
+    async with aclosing(statuses(link, patience_s)) as seen:
+        return await anext(seen)
+
+
+async def statuses(link: Link, patience_s: float = 30.0) -> AsyncGenerator[SwarmStatus]:
+    """Yields a run's status every `WATCH_S` seconds. Raises Unreachable if at first no peer answers."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
-        seen = await session.look_around(signed.manifest)
-        peers = await asyncio.gather(*(_peer_status(session, each) for each in sorted(seen, key=lambda a: a.peer)))
-    stages = signed.manifest.stages
-    modules = tuple(map(str, signed.manifest.modules())) if stages.has_experts else None
-    return SwarmStatus.of(session.run, signed.manifest.name, stages.count, tuple(peers), modules)
+        stages = signed.manifest.stages
+        modules = tuple(map(str, signed.manifest.modules())) if stages.has_experts else None
+        while True:
+            seen = await session.look_around(signed.manifest)
+            peers = await asyncio.gather(*(_peer_status(session, each) for each in sorted(seen, key=lambda a: a.peer)))
+            yield SwarmStatus.of(session.run, signed.manifest.name, stages.count, tuple(peers), modules)
+            await asyncio.sleep(WATCH_S)
 
 
 async def query_evaluation(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import time
 import typing
 from collections.abc import Callable
@@ -19,8 +18,6 @@ from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 # Longer lines come from no node of ours.
 MAX_LINE_BYTES = 64 * 1024
 
-# `ms` is always the last key, so the time needs no JSON parser.
-_MS_AT_END = re.compile(rb',"ms":(\d{1,15})}\s*$')
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
 
 
@@ -52,12 +49,6 @@ def event_to_json(event: Event, ms: int | None = None) -> str:
     if ms is not None:
         table["ms"] = ms
     return json.dumps(table, allow_nan=False, separators=(",", ":"))
-
-
-def ms_of(line: bytes) -> int:
-    """Extracts a log line's time in milliseconds since the start of the log; 0 if it has none."""
-    found = _MS_AT_END.search(line)
-    return int(found[1]) if found else 0
 
 
 def event_from_json(line: str | bytes) -> Event | None:

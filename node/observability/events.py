@@ -41,8 +41,7 @@ class BusySeconds:
     codec: float = 0.0
     wire: float = 0.0
     wait: float = 0.0
-    idle_work: float = 0.0
-    """Computed while no other job waited."""
+    idle_work: float = 0.0  # Computed while no other job waited
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -63,8 +62,7 @@ class Step(_Kind, name="step"):
     loss: float
     tokens: int
     tokens_per_s: float
-    peer: str
-    """The data node; `swarm` for several, empty for solo."""
+    peer: str  # The data node; `swarm` for several, empty for solo
     sizes: SizeSummary | None = field(default=None, metadata=OMITTED_IF_NONE)
 
 
@@ -72,10 +70,8 @@ class NodeStatus(_Kind, name="node"):
     """The node's state, module, address or join link has changed."""
 
     peer: str
-    module: str | None
-    """`stage.expert`; null before the node hosts a module."""
-    state: str
-    """A `PeerState` in lower case, or `stopped`."""
+    module: str | None  # `stage.expert`; null before the node hosts a module
+    state: str  # A `PeerState` in lower case, or `stopped`
     address: str
     link: str
 
@@ -84,13 +80,10 @@ class Reach(_Kind, name="reach"):
     """The way in which peers reach the node was found or has changed."""
 
     peer: str
-    step: str
-    """`direct`, `mapped`, `reverse`, `unreachable` or `unknown`; more may come."""
-    address: str
-    """Empty if no peer can dial it."""
+    step: str  # `direct`, `mapped`, `reverse`, `unreachable` or `unknown`; more may come
+    address: str  # Empty if no peer can dial it
     reason: str
-    fix: str
-    """Advice for a person, or empty."""
+    fix: str  # Advice for a person, or empty
 
 
 class _OfModule(_Kind):
@@ -167,10 +160,8 @@ class Completed(_Kind, name="completed"):
 
     peer: str
     microbatch: str
-    hops: tuple[str, ...]
-    """`module@peer` each, including repairs, without stage 0."""
-    tokens: int | None = field(default=None, metadata=OMITTED_IF_NONE)
-    """Null in older logs."""
+    hops: tuple[str, ...]  # `module@peer` each, including repairs, without stage 0
+    tokens: int | None = field(default=None, metadata=OMITTED_IF_NONE)  # Null in older logs
     route: tuple[int, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
     """Experts of its documents. `hops` differs where an expert was unserved."""
 
@@ -191,16 +182,14 @@ class RoundCommitted(_OfModule, name="round"):
     round: int
     digest: str
     members: tuple[str, ...]
-    contributors: tuple[str, ...]
-    """Members that gave a pseudo-gradient."""
+    contributors: tuple[str, ...]  # Members that gave a pseudo-gradient
     tokens: int
     attempts: int
     seconds: float
     sent_bytes: int
     received_bytes: int
     codec: str = "none"
-    audit_sent_bytes: int = 0
-    """Audit traffic since the last round, not part of `sent_bytes`."""
+    audit_sent_bytes: int = 0  # Audit traffic since the last round, not part of `sent_bytes`
     audit_received_bytes: int = 0
 
 
@@ -210,8 +199,7 @@ class ReplicaAccused(_OfModule, name="accused"):
     accused: str
     round: int
     why: str
-    proof: str = ""
-    """Hex BLAKE3 of the signed hashes; empty without proof."""
+    proof: str = ""  # Hex BLAKE3 of the signed hashes; empty without proof
 
 
 class CatchingUp(_OfModule, name="catching_up"):
@@ -230,8 +218,7 @@ class CaughtUp(_OfModule, name="caught_up"):
     bytes: int
     seconds: float
     donors: tuple[str, ...]
-    donor_bytes: tuple[int, ...] = ()
-    """Verified bytes from each of `donors`."""
+    donor_bytes: tuple[int, ...] = ()  # Verified bytes from each of `donors`
 
 
 class Restored(_OfModule, name="restored"):
@@ -246,8 +233,7 @@ class Started(_Kind, name="started"):
 
     peer: str
     unix_ms: int
-    part: int
-    """Number of the file within this process, from 1."""
+    part: int  # Number of the file within this process, from 1
 
 
 class Continued(_Kind, name="continued"):
@@ -264,11 +250,31 @@ class Ended(_Kind, name="ended"):
     unix_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A peer that hosts a module, as it announces itself."""
+
+    peer: str
+    module: str
+    state: str
+    steps: int
+    tokens_per_s: float
+    slots: int
+    busy_slots: int
+    round: int
+
+
+class Members(_Kind, name="members"):
+    """The other peers that a data node knows, sent periodically."""
+
+    peer: str
+    members: tuple[Member, ...]
+
+
 class LastPeer(_OfModule, name="last_peer"):
     """The node stops and no other peer serves its module."""
 
-    saved_in: str | None
-    """Folder with the module's state; null if the state is lost."""
+    saved_in: str | None  # Folder with the module's state; null if the state is lost
 
 
 class Note(_Kind, name="note"):
@@ -319,7 +325,7 @@ class Summary(_Kind, name="summary"):
 LogEvent = Visit | Retracted | Completed | RoundProgress | Started | Continued | Ended
 """Events for the log file only: too many for a terminal, or about the log itself."""
 RoundEvent = RoundCommitted | ReplicaAccused | CatchingUp | CaughtUp | Restored
-NodeEvent = NodeStatus | Reach | Move | Load | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
+NodeEvent = NodeStatus | Reach | Move | Load | Members | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
 Event = LogEvent | RoundEvent | NodeEvent | Step | InnerStep | Abandoned | Note | Summary
 
 

@@ -49,13 +49,6 @@ def crash_point(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def crash_at(point: str, nth: int) -> str:
-    """Returns the value of SKIPSTONE_CRASH_AT for a failpoint. Raises ConfigError for an unknown point."""
-    if point not in POINTS:
-        raise ConfigError(f"{point!r} is not a crash point", hint=f"Choose one of {', '.join(POINTS)}.")
-    return f"{point}:{nth}"
-
-
 def _calls_left(value: str | None) -> dict[str, int]:
     """Parses SKIPSTONE_CRASH_AT into failpoint and count; empty if it is not set. Raises ConfigError."""
     # An unknown point must fail: a crash that never happens would look like success.

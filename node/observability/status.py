@@ -15,8 +15,7 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import MAX_COUNT
 from swarm.workload.microbatch_sizes import SizeSummary
 
-MOST_NATS = 1e6
-"""Largest loss accepted from a peer, so that one lie cannot dominate the mean."""
+MOST_NATS = 1e6  # Largest loss accepted from a peer, so that one lie cannot dominate the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ class LinkStatus:
 
 @dataclass(frozen=True, slots=True)
 class CodecStatus:
-    allowed: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By kind of traffic."""
+    allowed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # By kind of traffic
     too_coarse: tuple[str, ...] = ()
     links: dict[str, LinkStatus] = field(default_factory=dict)
 
@@ -103,20 +101,15 @@ class StagePrice:
     """A data node's use of one stage: launched microbatches, wanted share, and the planner's price."""
 
     launched: int = 0
-    share: float = 0.0
-    """Share of the microbatches that should visit the stage."""
-    ahead: float = 0.0
-    """Visits beyond the stage's share, from all data nodes as far as known."""
-    price_s: float = 0.0
-    """Price of a visit beyond links and computing, in seconds."""
+    share: float = 0.0  # Share of the microbatches that should visit the stage
+    ahead: float = 0.0  # Visits beyond the stage's share, from all data nodes as far as known
+    price_s: float = 0.0  # Price of a visit beyond links and computing, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class PathStatus:
-    stages: dict[str, StagePrice] = field(default_factory=dict)
-    """By stage after stage 0."""
-    waiting_s: dict[str, float] = field(default_factory=dict)
-    """Mean wait before computing, by peer."""
+    stages: dict[str, StagePrice] = field(default_factory=dict)  # By stage after stage 0
+    waiting_s: dict[str, float] = field(default_factory=dict)  # Mean wait before computing, by peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +176,7 @@ class Account:
     loss_last: float | None = None
     waiting_for: tuple[str, ...] = ()
     visits: dict[str, int] = field(default_factory=dict)
-    measured: tuple[str, ...] = ()
-    """Peers whose visits this data node completed recently."""
+    measured: tuple[str, ...] = ()  # Peers whose visits this data node completed recently
     paths: PathStatus | None = None
     sizes: SizeSummary | None = field(default=None, metadata=OMITTED_IF_NONE)
     window: WindowStatus | None = field(default=None, metadata=OMITTED_IF_NONE)

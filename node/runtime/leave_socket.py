@@ -23,8 +23,7 @@ SECRET_BYTES = 32
 ACCEPTED = b"leaving\n"
 CONNECT_S = 5.0
 LISTEN_S = 5.0
-MAX_CONVERSATIONS = 64
-"""Beyond this the oldest silent connection is closed, because any local user can open some."""
+MAX_CONVERSATIONS = 64  # Beyond this the oldest silent connection is closed, because any local user can open some
 LOCK_PATIENCE_S = 2.0
 LOCK_POLL_S = 0.05
 

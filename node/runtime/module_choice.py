@@ -143,12 +143,15 @@ def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
     if options.asked_stage is None:
         return []
     stage, expert = options.asked_stage, options.asked_expert
+    hint = "Name another one with --stage, or leave the option out."
     modules = [module for module in manifest.modules() if module.stage == stage and expert in (None, module.expert)]
     if not modules and stage >= manifest.stages.count:
-        raise ConfigError(f"stage {stage} does not exist: this run has stages 0 to {manifest.stages.count - 1}")
+        last = manifest.stages.count - 1
+        raise ConfigError(f"stage {stage} does not exist: this run has stages 0 to {last}", hint=hint)
     if not modules:
         last = manifest.stages.experts_at(stage) - 1
-        raise ConfigError(f"module {options.stage} does not exist: the last expert of stage {stage} is {last}")
+        what = f"module {options.stage} does not exist: the last expert of stage {stage} is {last}"
+        raise ConfigError(what, hint=hint)
     return modules
 
 

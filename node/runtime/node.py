@@ -43,7 +43,7 @@ from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
-from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateError
+from swarm.vocabulary.errors import ConfigError, Declined, OutOfMemory, StateError
 from swarm.vocabulary.types import PeerId, Reasoned
 
 WITHDRAW_S = 2.0
@@ -164,7 +164,7 @@ async def _joined(
     if uninvited is not None:
         text = Reasoned(None, f"{uninvited}. {HOW_TO_BE_INVITED}")
     if consent is not None and not await unless(stop, consent(signed, text, fitting.fitting_stages(), own)):
-        raise Rejected("the run was not joined", hint="Answer yes when asked, or use --yes.")
+        raise Declined("the run was not joined")
     return text
 
 
@@ -246,7 +246,9 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
         text = options.manifest_path.read_bytes()
     except OSError as error:
         raise ConfigError(f"manifest {options.manifest_path}: {error.strerror}") from None
-    return read_signed_manifest(text, None)
+    signed = read_signed_manifest(text, None)
+    asked_modules(options, signed.manifest)  # refuses an unknown --stage before the network starts
+    return signed
 
 
 def _directory(

@@ -18,7 +18,17 @@ from node.concurrency.task_groups import task_scope, unless
 from node.context.module_context import ModuleContext
 from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
-from node.observability.events import BusySeconds, EventSink, LastPeer, Move, NodeStatus, NodeSummary, Note
+from node.observability.events import (
+    BusySeconds,
+    EventSink,
+    LastPeer,
+    Member,
+    Members,
+    Move,
+    NodeStatus,
+    NodeSummary,
+    Note,
+)
 from node.observability.failpoints import crash_point
 from node.observability.status import AttachmentStatus, ComputeStatus, ReachStatus, RelayStatus, Status
 from node.observability.typed_json import to_json
@@ -33,11 +43,11 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 12.0
-"""Limit of a drain, in seconds. Below the 20 s after which a stop is forced."""
+DRAIN_S = 12.0  # Limit of a drain, in seconds. Below the 20 s after which a stop is forced.
 HAND_OVER_S = 3.0
 REPORT_S = 2.0
 MAX_ASKED = 16
+MAX_TOLD = 64
 
 Moving = Callable[[ModuleContext], NextModule]
 
@@ -70,8 +80,8 @@ async def serve_module(
                     goal = await _serve(role, context, moving(context), stop)
                     await hand_over(role.rounds.finish_round, HAND_OVER_S)
                 # A node that moves leaves the module to its other replicas, so only a stop saves.
-                if goal is None and saver is not None:
-                    await saver.save_at_the_end()
+                if goal is None:
+                    await save_at_the_end(context, saver)
                 events.emit(node_summary(own, role, context.compute))
                 return goal
 
@@ -116,14 +126,24 @@ async def _serve(
         role.runner.take_new_work(not _replicas(context))
         await role.drain(DRAIN_S)
         if stop.is_set():
-            if not _replicas(context):
-                folder = context.options.checkpoint_dir
-                events.emit(LastPeer(own.peer, str(context.module), None if folder is None else str(folder)))
             return None
         assert goal is not None, "without a stop there was a goal"
         if await others_serve(context):  # another replica may have left meanwhile
             return goal.value
         events.emit(Note("info", f"stays in module {context.module}: no other peer serves it now"))
+
+
+async def save_at_the_end(context: ModuleContext, saver: Saver | None) -> None:
+    """Writes the last snapshot, and reports where the state is if no other peer has it. Raises as the saver."""
+    is_last = not _replicas(context)
+    try:
+        if saver is not None:
+            await saver.save_at_the_end()
+    finally:
+        if is_last:
+            is_saved = saver is not None and (saver.has_saved or context.resumed.module is not None)
+            folder = str(context.options.checkpoint_dir) if is_saved else None
+            context.events.emit(LastPeer(context.session.own.peer, str(context.module), folder))
 
 
 async def others_serve(context: ModuleContext) -> bool:
@@ -149,7 +169,7 @@ def _become(state: PeerState, context: ModuleContext) -> None:
 @asynccontextmanager
 async def _at_work(role: NodeRole, context: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
     async with task_scope() as tasks:
-        work = [role.runner.run(), role.run(), _report(role, context.events), *([] if saver is None else [saver.run()])]
+        work = [role.runner.run(), role.run(), _report(role, context), *([] if saver is None else [saver.run()])]
         running = [tasks.create_task(each) for each in work]
         try:
             await asyncio.sleep(0)  # the runner must run before it can take work
@@ -160,10 +180,19 @@ async def _at_work(role: NodeRole, context: ModuleContext, saver: Saver | None) 
                 task.cancel()
 
 
-async def _report(role: NodeRole, events: EventSink) -> None:
+async def _report(role: NodeRole, context: ModuleContext) -> None:
+    session = context.session
     while True:
         await asyncio.sleep(REPORT_S)
-        events.emit(role.load())
+        context.events.emit(role.load())
+        if context.module.stage == 0:  # data nodes are few, and each knows the whole run
+            context.events.emit(Members(session.own.peer, tuple(map(_member, session.others()[:MAX_TOLD]))))
+
+
+def _member(said: Announcement) -> Member:
+    number, busy = said.anchor.round if said.anchor else 0, said.slots - said.free_slots
+    state, module = said.state.name.lower(), str(said.module)
+    return Member(said.peer, module, state, said.steps, said.tokens_per_second, said.slots, busy, number)
 
 
 def _saver(

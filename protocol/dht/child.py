@@ -149,7 +149,7 @@ class DhtChild:
             async with asyncio.timeout(STOP_PATIENCE_S):
                 await self._process.wait()
         except TimeoutError:
-            log.warning("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
+            log.info("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
 
     async def end(self) -> None:
         """Kills all remaining processes of the child's process group and waits until the child's pipes are closed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
@@ -586,7 +587,7 @@ def manifest_from_table(table: dict[str, Any]) -> Manifest:
     try:
         return Manifest.model_validate(_tuples(table))
     except ValidationError as error:
-        raise ManifestError("manifest: " + "; ".join(_explain(dict(item)) for item in error.errors()[:5])) from None
+        raise _explained("manifest", error) from None
 
 
 def data_section(table: dict[str, Any]) -> DataSection:
@@ -594,7 +595,7 @@ def data_section(table: dict[str, Any]) -> DataSection:
     try:
         return DataSection.model_validate(table)
     except ValidationError as error:
-        raise ManifestError("data: " + "; ".join(_explain(dict(item)) for item in error.errors()[:5])) from None
+        raise _explained("data", error) from None
 
 
 def _check_protocol(version: object) -> None:
@@ -637,12 +638,20 @@ def _tuples(value: Any, depth: int = 0) -> Any:
     return tuple(_tuples(item, depth + 1) for item in value) if isinstance(value, list) else value
 
 
+def _explained(what: str, error: ValidationError) -> ManifestError:
+    # A misspelt key is missing too, so unknown keys come first.
+    items = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+    return ManifestError(f"{what}: " + "; ".join(_explain(dict(item)) for item in items[:5]))
+
+
 def _explain(error: dict[str, Any]) -> str:
     path = ".".join(str(part) for part in error["loc"])[:80]
     key = "".join(c if c.isprintable() else "?" for c in path) or "manifest"
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
+        known = {name for kind in Section.__subclasses__() for name in kind.model_fields}
+        nearest = get_close_matches(key.rpartition(".")[2], known, 1)
+        return f"{key}: unknown key{f'; did you mean {nearest[0]}?' if nearest else ''}"
     if error["type"] == "missing":
         return f"{key}: missing"
     got = "" if isinstance(error["input"], dict | Manifest | Section) else f" (got {str(error['input'])[:80]!r})"

@@ -28,7 +28,7 @@ from protocol.transport.handshake import SameKey, expect_hello, objection_to, pr
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings, joined
-from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Rejected, Unreachable
+from swarm.vocabulary.errors import LEAVING, ConfigError, PeerError, ProtocolViolation, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
@@ -151,7 +151,7 @@ class GrpcTransport:
         if link is not None:
             return link
         if self._closing or peer == self._peer:
-            raise Unreachable("this node is leaving" if self._closing else "a node has no link to itself")
+            raise Unreachable(LEAVING if self._closing else "a node has no link to itself")
         attempt = self._dials.get(peer) or self._start_dial(peer)
         return await asyncio.shield(attempt.outcome)
 
@@ -224,7 +224,7 @@ class GrpcTransport:
             self._hear_of_duplicate(peer, error)
             return
         except asyncio.CancelledError:
-            self._give_up(peer, Unreachable("this node is leaving"))
+            self._give_up(peer, Unreachable(LEAVING))
             raise
         link = self._link(peer, stream, hello)
         self._install(link, hello)
@@ -331,7 +331,7 @@ class GrpcTransport:
         for attempt in list(self._dials.values()):
             attempt.task.cancel()
         for link in list(self._links.values()):
-            link.end(Unreachable("this node is leaving"), Farewell(FarewellReason.LEAVING))
+            link.end(Unreachable(LEAVING), Farewell(FarewellReason.LEAVING))
         if self._server is not None:
             await self._server.stop(self._settings.farewell_grace_s)
         if self._running:

@@ -319,7 +319,8 @@ class Planner:
         else:
             until = "waiting for one"
         several = len(self.rules.modules_at(module.stage)) > 1
-        return f"{f'expert {module}' if several else f'stage {module.stage}'} has no peer left; {until}"
+        what = f"expert {module}" if several else f"stage {module.stage}"
+        return f"{what} has no peer {'left' if module in self._visited else 'yet'}; {until}"
 
     def leaves_out(self, module: ModuleId, now: float) -> bool:
         """Whether paths skip the stage of a module that has lost its last peer."""

@@ -5,6 +5,10 @@ Errors of grpc, hivemind and the operating system are converted to these at the 
 
 from __future__ import annotations
 
+from typing import Final
+
+LEAVING: Final = "this node is leaving"  # Why this node ends its links when it stops
+
 
 class SkipstoneError(Exception):
     """Base of all exceptions. Raised itself only if an internal invariant is broken."""
@@ -77,6 +81,12 @@ class Rejected(PeerError):
     """The peer refused on purpose: wrong run, invalid certificate, unknown module."""
 
     exit_code = 77
+
+
+class Declined(Rejected):
+    """The person at this machine answered no. This is no fault."""
+
+    hint = "Answer yes when asked, or use --yes."
 
 
 class StateError(SkipstoneError):

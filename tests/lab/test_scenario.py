@@ -201,7 +201,7 @@ def event(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (tomllib.loads(BASE) | {"sede": 1}, "sede is not a key"),
+        (tomllib.loads(BASE) | {"sede": 1}, "sede is not a key here; did you mean seed"),
         (tomllib.loads(BASE) | {"name": "a\u202eb"}, "name: must be printable"),
         (tomllib.loads(BASE) | {"duration": 0}, "duration: .* greater than or equal to 1"),
         (tomllib.loads(BASE) | {"group": []}, "group: 0 peers cannot host 3 stages"),

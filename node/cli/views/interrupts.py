@@ -8,16 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from node.cli.views.output import tell
 
-Result = TypeVar("Result")
-
-STOP_LIMIT_S = 20.0
-"""Limit of a clean stop, in seconds."""
+STOP_LIMIT_S = 20.0  # Limit of a clean stop, in seconds
 STOPPING = "stopping cleanly; once more to stop at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -90,11 +87,3 @@ def stop_on_end_of_input(ask: Callable[[], None]) -> None:
         end_by(STOP_LIMIT_S + 5)
 
     threading.Thread(target=watch, name="end-of-input", daemon=True).start()
-
-
-async def until_stopped(work: Awaitable[Result], stop: asyncio.Event, kill: Callable[[], None]) -> tuple[Result, int]:
-    """Awaits `work`, which must end soon after `stop` is set. Returns its result and 128 + the signal, or 0."""
-    # `kill` runs inside a signal handler, so it must not touch the loop.
-    loop = asyncio.get_running_loop()
-    with Interrupts(lambda: loop.call_soon_threadsafe(stop.set), lambda _: kill(), f"\n{STOPPING}") as interrupts:
-        return await work, interrupts.exit_code

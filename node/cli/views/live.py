@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.views.text import (
+    MAX_OWN_CHARACTERS,
     count,
     duration,
     harmless,
@@ -28,7 +29,8 @@ from node.cli.views.text import (
 from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
 
 REFRESH_S = 0.25
-_CURVE_WIDTH = 40
+NOTE_S = 30.0  # Time for which a note is shown, in seconds; an error is shown until others replace it
+_CURVE_WIDTH = 32
 _DOWNLOAD_WIDTH = 12
 _STATE_STYLES = {"serving": "green", "failed": "red", "finished": "dim", "draining": "yellow"}
 _SHOWN_NOTES = 4
@@ -43,8 +45,12 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
         bar.add_row(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
         parts.append(bar)
     parts += [_loss_line(state), *_sizes_lines(state), _peer_table(state, now)]
-    parts += [Text(harmless(reason), style="bold yellow") for _, reason in sorted(state.waiting.items())]
-    parts += [Text(harmless(note.message), style=_NOTE_STYLES[note.level]) for note in state.notes[-_SHOWN_NOTES:]]
+    waiting = [reason for _, reason in sorted(state.waiting.items())]
+    parts += [Text(harmless(line), style="bold yellow") for line in ([state.starting] if state.starting else waiting)]
+    notes = [(now - at, note) for at, note in state.notes if note.level == "error" or now - at < NOTE_S]
+    for age, note in notes[-_SHOWN_NOTES:]:
+        line = Text(harmless(note.message, MAX_OWN_CHARACTERS), style=_NOTE_STYLES[note.level])
+        parts.append(line.append(f"  {duration(age)} ago", style="dim"))
     return Group(*parts)
 
 
@@ -83,21 +89,22 @@ def _sizes_lines(state: SwarmProgress) -> Iterator[Text]:
 
 
 def _peer_table(state: SwarmProgress, now: float) -> Table:
-    table = plain_table("stage", "module", "peer", "state", right=("inner steps", "tokens/s", "slots"))
+    table = plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round")
-    by_stage = sorted(state.peers.values(), key=lambda peer: (peer.stage, _expert(peer), peer.peer))
+    for column in table.columns:
+        column.no_wrap = True
+    everyone = (*state.peers.values(), *state.guests)
+    by_stage = sorted(everyone, key=lambda peer: (peer.stage, _expert(peer), peer.peer))
     living = [peer for peer in by_stage if peer.exit_code is None]
     hosted = {peer.stage for peer in living}
     for peer in by_stage:
-        table.add_row(*_peer_row(peer, now))
+        table.add_row(*_peer_row(peer, now, is_guest=peer in state.guests))
     if all(peer.module is not None for peer in living):  # otherwise a node is still starting
         for module in sorted(set(state.modules) - {peer.module for peer in living}) if living else ():
-            table.add_row(
-                Text(module.partition(".")[0], style="red"), Text(module, style="red"), Text("none", style="red")
-            )
+            table.add_row(Text(module, style="red"), Text("none", style="red"))
         hosted |= set(range(state.stages)) if state.modules else set()
     for stage in sorted(set(range(state.stages)) - hosted) if hosted else ():
-        table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
+        table.add_row(Text(f"stage {stage}", style="red"), Text("none", style="red"))
     return table
 
 
@@ -106,7 +113,7 @@ def _expert(peer: PeerProgress) -> int:
     return int(expert) if expert.isdecimal() else 0
 
 
-def _peer_row(peer: PeerProgress, now: float) -> tuple[RenderableType, ...]:
+def _peer_row(peer: PeerProgress, now: float, *, is_guest: bool) -> tuple[RenderableType, ...]:
     state = peer.state if peer.exit_code in (None, 0) else f"{peer.state} ({peer.exit_code})"
     state_cell = Text(harmless(state, 24), style=_STATE_STYLES.get(peer.state, ""))
     figures = (
@@ -114,7 +121,8 @@ def _peer_row(peer: PeerProgress, now: float) -> tuple[RenderableType, ...]:
         "-" if peer.tokens_per_s is None else count(peer.tokens_per_s),
         "-" if peer.slots is None else f"{peer.busy_slots}/{peer.slots}",
     )
-    names = str(peer.stage), harmless(peer.module or "-"), peer_name(peer.peer)
+    module = peer.module or f"stage {peer.stage}"
+    names = harmless(module), f"{peer_name(peer.peer)}{' (guest)' if is_guest else ''}"
     return *map(Text, names), state_cell, *map(Text, figures), _round_cell(peer, now)
 
 

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
+import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import typer
 
-from node.cli.views.text import count, duration, harmless, loss_text, megabytes, peer_name
+from node.cli.views.text import (
+    MAX_OWN_CHARACTERS,
+    count,
+    counted,
+    duration,
+    harmless,
+    loss_text,
+    megabytes,
+    peer_name,
+)
 from node.observability import events
 from node.observability.event_json import LineSink
+from protocol.manifest.join_link import MAX_LINK_CHARACTERS
+from swarm.vocabulary.errors import LEAVING
 from swarm.vocabulary.types import ModuleId
 
 
 def plain_line(event: events.Event) -> str | None:
     """Describes the event in one line; None if only the live view shows it."""
-    if isinstance(event, events.Load | events.LogEvent):
+    if isinstance(event, events.Load | events.Members | events.LogEvent):
         return None
     peer, module = peer_name(getattr(event, "peer", "")), harmless(getattr(event, "module", None) or "-")
     replica = f"{module} {peer}"
@@ -39,11 +53,11 @@ def plain_line(event: events.Event) -> str | None:
         case events.Move():
             return f"node {peer} moves from module {module} to {harmless(event.target)}: {harmless(event.reason)}"
         case events.InnerStep():
-            figures = f"{event.visits} visits  gradient norm {event.gradient_norm:.3g}"
+            figures = f"{counted(event.visits, 'visit')}  gradient norm {event.gradient_norm:.3g}"
             return f"{replica}  inner step {event.step}  {figures}"
         case events.RoundCommitted():
             figures = f"{count(event.tokens)} tokens  {duration(event.seconds)}"
-            return f"{replica}  round {event.round} of {len(event.members)} peers  {figures}"
+            return f"{replica}  round {event.round} of {counted(len(event.members), 'peer')}  {figures}"
         case events.ReplicaAccused():
             what = f"{peer_name(event.accused)} is excluded from rounds: {harmless(event.why, 400)}"
             return f"warning: {replica}  round {event.round}: {what}"
@@ -51,28 +65,104 @@ def plain_line(event: events.Event) -> str | None:
             done = f"{megabytes(event.bytes)} of {megabytes(event.total_bytes)}"
             return f"{replica}  catching up with round {event.round}: {done}"
         case events.CaughtUp():
-            return f"{replica}  caught up with round {event.round} from {len(event.donors)} peers"
+            return f"{replica}  caught up with round {event.round} from {counted(len(event.donors), 'peer')}"
         case events.Restored():
             return f"{replica}  restored at round {event.round}"
         case events.Waiting():
             return f"waiting: {harmless(event.reason)}"
         case events.Resumed():
-            return f"module {module} is served again"
+            return f"module {module} is served now"
+        case events.PeerChange(reason=reason) if reason == LEAVING:
+            return None  # nobody is down: this node ends its links
         case events.PeerChange():
             return f"peer {peer} is {event.change}{f': {harmless(event.reason)}' if event.reason else ''}"
         case events.Abandoned():
             return f"microbatch {harmless(event.microbatch)} abandoned: {harmless(event.reason)}"
         case events.Note():
-            return f"{event.level}: {harmless(event.message)}".removeprefix("info: ") or None
+            return f"{event.level}: {harmless(event.message, MAX_OWN_CHARACTERS)}".removeprefix("info: ") or None
         case events.LastPeer():
             line = f"this was the last peer of module {module}; its state is"
             if event.saved_in is not None:
                 return f"{line} saved in {harmless(event.saved_in, 400)}"
-            return f"warning: {line} lost; use --checkpoint-dir FOLDER to keep it next time"
+            return f"warning: {line} lost; a folder that can be written, as --checkpoint-dir, keeps it next time"
         case events.NodeSummary():
             return f"{replica}  {_node_figures(event)}"
         case events.Summary():
             return summary_lines(event)
+
+
+class NodeLog(logging.StreamHandler[TextIO]):
+    """Log handler that turns warnings into notes, so that a person reads one channel; the rest is for developers."""
+
+    def __init__(self, sink: events.EventSink, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._sink, self._loop = sink, loop
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING or record.exc_info is not None:
+            super().emit(record)
+            return
+        note = events.Note("error" if record.levelno >= logging.ERROR else "warning", record.getMessage())
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._sink.emit, note)
+
+
+class NodeLines:
+    """Lines for the person at one node: `plain_line`, a new run's link once others can use it, and what was done."""
+
+    def __init__(self, *, tells_link: bool, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._tells_link = tells_link
+        self._monotonic = monotonic
+        self._began = monotonic()
+        self._link = ""
+        self._rounds = 0
+        self._moves = False
+        self._is_resumed = False
+
+    def __call__(self, event: events.Event) -> str | None:
+        line = plain_line(event)
+        match event:
+            case events.NodeStatus(state="serving"):
+                self._moves = False
+                if self._tells_link and event.link != self._link:
+                    self._link = event.link
+                    return f"{line}\n{join_lines(event.link)}"
+            case events.Move():
+                self._moves = True
+            case events.RoundCommitted():
+                self._rounds += 1
+            case events.Restored():
+                self._is_resumed = True
+            case events.NodeSummary() if not self._moves:
+                done = f"{counted(event.accumulated, 'microbatch')}, {counted(event.tokens, 'token')}"
+                here = f"{counted(self._rounds, 'round')} in {duration(self._monotonic() - self._began)}"
+                both = f"{here}; since its first start {done}" if self._is_resumed else f"{done}, {here}"
+                return f"left in good order: {both}\n  {line}"
+        return line
+
+
+def join_lines(link: str, advice: str = "Advertise another address: --advertise HOST.") -> str:
+    """Formats the command that others type to join. Names the addresses in it that not everybody can reach."""
+    said = f"Others join with:\n\n  skipstone join {harmless(link, MAX_LINK_CHARACTERS)}\n"
+    addresses = link.partition("@")[2].partition("?")[0].split(",")
+    hosts = dict.fromkeys(
+        each.split("/")[2] if each.startswith("/") and each.count("/") > 2 else each.rpartition(":")[0].strip("[]")
+        for each in addresses
+    )
+    narrow = {host: where for host in hosts if (where := _who_reaches(host))}
+    if narrow:
+        listed = "; ".join(f"{harmless(host)} can be reached only {where}" for host, where in narrow.items())
+        said = f"{said}\n{listed}.{f' {advice}' if len(narrow) == len(hosts) else ''}"
+    return said
+
+
+def _who_reaches(host: str) -> str:
+    """Says who reaches an address; empty for everybody, and for a name."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return ""
+    return "on this machine" if address.is_loopback else "" if address.is_global else "in its own network"
 
 
 def _at(address: str) -> str:
@@ -83,7 +173,7 @@ def summary_lines(event: events.Summary) -> str:
     """Formats a finished run's summary: figures first, then one line per peer."""
     counts = event.microbatches
     lines = [
-        f"{event.steps} steps  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
+        f"{counted(event.steps, 'step')}  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
         f"  {count(event.tokens)} tokens  {count(event.tokens_per_s)} tokens/s",
         f"microbatches: {counts.started} started, {counts.completed} completed, {counts.abandoned} abandoned,"
         f" {counts.duplicated} counted twice",
@@ -91,7 +181,8 @@ def summary_lines(event: events.Summary) -> str:
     for peer in event.peers:
         code = "" if peer.exit_code is None else f", exit code {peer.exit_code}"
         module = harmless(peer.module or "-")
-        lines.append(f"{module}  {peer_name(peer.peer)}  {peer.steps} inner steps, {peer.accumulated} gradients{code}")
+        done = f"{counted(peer.steps, 'inner step')}, {counted(peer.accumulated, 'gradient')}"
+        lines.append(f"{module}  {peer_name(peer.peer)}  {done}{code}")
     return "\n".join(lines)
 
 
@@ -100,8 +191,7 @@ def _node_figures(event: events.NodeSummary) -> str:
     loss = "" if event.loss_last is None else f"  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
     times = f"compute {duration(busy.compute)}, in idle time {duration(busy.idle_work)}"
     times = f"{times}, codec {duration(busy.codec)}, wire {duration(busy.wire)}, wait {duration(busy.wait)}"
-    done = f"{event.steps} inner steps  {event.accumulated} gradients"
-    return f"{done}{loss}  {count(event.tokens)} tokens  ({times})"
+    return f"inner step {event.steps}{loss}  ({times})"
 
 
 Result = TypeVar("Result")
@@ -118,9 +208,11 @@ def tell(line: str) -> None:
         typer.echo(line, err=True)
 
 
-def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> events.EventSink:
+def event_sink(
+    *, as_json: bool, on_closed: Callable[[], None], line_of: Callable[[events.Event], str | None] = plain_line
+) -> events.EventSink:
     """Returns the event sink of standard output, as JSON lines or plain ones."""
-    return LineSink(sys.stdout, on_closed) if as_json else LineSink(sys.stdout, lambda: None, plain_line)
+    return LineSink(sys.stdout, on_closed) if as_json else LineSink(sys.stdout, lambda: None, line_of)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -39,12 +39,13 @@ MOST_ROWS: Final = 48
 FLOAT32: Final = "float32"
 VISITED, SKIPPED = "█", "·"
 _ROUND_WIDTH = len("3 peers")
+ADDRESSES_FROM: Final = 100  # Columns of a terminal from which addresses are shown
 
 
-def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields the parts of `skipstone status`, in order."""
+def status_views(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Iterator[RenderableType]:
+    """Yields all views for a terminal of `width` columns."""
     yield status_headline(status)
-    yield status_table(status)
+    yield status_table(status, width)
     yield from accused_lines(status)
     yield from left_lines(status)
     yield from data_node_lines(status)
@@ -72,17 +73,18 @@ def status_headline(status: SwarmStatus) -> Text:
     return line
 
 
-def status_table(status: SwarmStatus) -> Table:
+def status_table(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Table:
     """Builds a table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
     table = plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round", min_width=_ROUND_WIDTH)
     for column in table.columns:
-        column.no_wrap = True  # a narrow terminal folds the addresses
-    table.add_column("address", overflow="fold")
+        column.no_wrap = True
+    if width >= ADDRESSES_FROM:  # otherwise addresses would fold each row
+        table.add_column("address", overflow="fold")
     for stage in range(status.stages):
         peers = [peer for peer in status.peers if peer.hosts(stage)]
         for peer in peers:
-            table.add_row(*_status_row(peer))
+            table.add_row(*_status_row(peer)[: len(table.columns)])
         if not peers:
             table.add_row(Text(f"stage {stage}", style="red"), Text("none", style="red"))
         hosted = {peer.module for peer in peers}

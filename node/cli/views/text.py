@@ -15,6 +15,7 @@ from swarm.vocabulary.types import PeerId, short
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_FOREIGN_CHARACTERS = 160
+MAX_OWN_CHARACTERS = 1000  # Limit for our own sentences that may quote others
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -58,6 +59,12 @@ def count(number: float) -> str:
     return f"{number:,.0f}" if math.isfinite(number) else "-"
 
 
+def counted(number: float, thing: str) -> str:
+    """Formats a number of things, as in `1 file` or `1,200 batches`."""
+    several = "es" if thing.endswith("ch") else "s"
+    return f"{count(number)} {thing}{'' if number == 1 else several}"
+
+
 def path_text(stages: Sequence[int]) -> str:
     """Describes a path, as in `through stages 0, 2 and 4`; `stages` leaves out stage 0."""
     *others, last = (0, *stages)
@@ -75,7 +82,7 @@ def sizes_text(sizes: SizeSummary) -> str:
         f"{count(mean)} ±{spread:.1%}"
         for mean, spread in ((sizes.tokens, sizes.tokens_spread), (sizes.cost, sizes.cost_spread))
     )
-    return f"{tokens} tokens in {count(sizes.documents)} documents, cost {cost}, {sizes.padding:.1%} padding"
+    return f"{tokens} tokens in {counted(sizes.documents, 'document')}, cost {cost}, {sizes.padding:.1%} padding"
 
 
 def megabytes(amount: float) -> str:
@@ -87,7 +94,7 @@ def round_text(number: float, members: float, seconds_ago: float | None) -> str:
     """Formats a peer's last round, as in `12  3 peers  4s ago`."""
     if seconds_ago is None:
         return count(number)
-    company = "alone" if members == 1 else f"{count(members)} peers"
+    company = "alone" if members == 1 else counted(members, "peer")
     return f"{count(number)}  {company}  {duration(seconds_ago)} ago"
 
 

@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,16 +40,18 @@ from node.checkpoint.folder import (
     save_state,
 )
 from node.checkpoint.saver import Saver, SaveRequests, capture_module, restore_module
-from node.checkpoint.state import Agreed, ReplicaState, StateCopy
+from node.checkpoint.state import Agreed, ReplicaState, ResumedState, StateCopy
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.initialization import digest_of_tensors, parameters_of
 from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, InnerOptimizer
 from node.model.optimizers.adamw import AdamW
 from node.model.passes import build_block_stack
-from node.observability.events import Event
+from node.observability.events import Event, LastPeer
 from node.pipeline.worker import host_hop
 from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop
+from node.runtime.serving import save_at_the_end
+from protocol.interfaces.clock import SystemClock
 from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import CorruptSnapshot, ResourceExhausted, StateError
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, PeerId
@@ -276,10 +280,20 @@ async def test_a_failure_is_a_warning_and_the_next_one_may_succeed(tmp_path: Pat
         (note,) = bench.events
         assert note.level == "warning"
         assert "No space left" in note.message
+        bench.requests.request_save("round 2")
+        await until(lambda: bench.captures > 1)
+        assert len(bench.events) == 1, "the same warning once in five minutes"
+        # The last peer of a module says that its state is saved only if it is.
+        membership = SimpleNamespace(replicas=lambda *_: [])
+        session = SimpleNamespace(own=SimpleNamespace(peer=PEER, clock=SystemClock()), membership=membership)
+        where = SimpleNamespace(checkpoint_dir=tmp_path)
+        context: Any = SimpleNamespace(session=session, module=ONE, resumed=ResumedState(), options=where)
+        context.events = SimpleNamespace(emit=bench.events.append)
         with pytest.raises(ResourceExhausted):
-            await saver.save_at_the_end()
+            await save_at_the_end(context, saver)
         bench.disk = lambda step: None
-        await saver.save_at_the_end()
+        await save_at_the_end(context, saver)
+    assert bench.events[1:] == [LastPeer(PEER, str(ONE), None), LastPeer(PEER, str(ONE), str(tmp_path))]
     assert bench.newest() == 1
 
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from node.data.tokenizers import ByteTokenizer
 from node.experts.router import load_router
 from node.local_swarm import local_swarm
 from node.network.loss_report import AskedPaths
-from node.observability.events import EventSink, MicrobatchCounts, Note
+from node.observability.events import EventSink, MicrobatchCounts, NodeStatus, Note
 from node.observability.status import PeerStatus, Status, SwarmStatus
 from node.observability.typed_json import to_json
 from protocol.identity.invitations import Grant
@@ -178,7 +179,7 @@ class TestNew:
         assert f"skipstone join {file} --model {model}" in result.stdout
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         assert (manifest.model.family, manifest.model.sequence, manifest.stages.blocks) == ("qwen2", 96, (0, 3, 1))
-        ran("solo", "--manifest", str(file), "--steps", "1", "--json", "--model", str(model))
+        ran("solo", str(file), "--steps", "1", "--json", "--model", str(model))
         assert "--model DIR" in refused("solo", "--manifest", str(file), "--steps", "1")
         assert "--from-model" in refused("new", str(tmp_path / "again.toml"), "--from", str(file), "--stages", "0,2,2")
         again = ("new", str(tmp_path / "again.toml"), *f"--from {file} --stages 0,2,2 --from-model {model}".split())
@@ -212,6 +213,9 @@ class TestNew:
             (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both set"),
             (("--experts", "two"), 78, "not a list of numbers"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
+            (("--inner", "sgd"), 65, "training.inner.name: Input should be 'adamw'"),
+            (("--inner", "sgd"), 65, "Correct --inner, which sets it."),
+            (("--data", "a.txt"), 65, "Correct --data, which sets it."),
             (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
             (("--size", "10m", "--total-tokens", "0"), 78, "at least 1"),
             (("--card", "12GB"), 78, "--card goes with --size"),
@@ -293,7 +297,10 @@ sys.modules["node.runtime.node"] = module
 from node.__main__ import main
 main()
 """
-PATIENT = WAITING_NODE.format(body='await stop.wait(); events.emit(Note("info", "stopped in good order"))')
+PATIENT = WAITING_NODE.format(
+    body='import logging; logging.getLogger("x").warning("careful"); await stop.wait(); '
+    'events.emit(Note("info", "stopped in good order"))'
+)
 DEAF = WAITING_NODE.format(body="await asyncio.Event().wait()")
 STUCK = WAITING_NODE.format(body="while True: pass")
 
@@ -316,6 +323,8 @@ class TestSignals:
                 process.send_signal(number)
             out, err = process.communicate()
         assert "stopped in good order" in out
+        assert "warning: careful" in out
+        assert "careful" not in err
         assert ("once more to stop at once" in err) is (number is not None)
         assert process.returncode == 0
 
@@ -334,6 +343,15 @@ class TestSignals:
             until(process, "up")
             process.stdout.close()
         assert process.returncode == 0
+
+
+@pytest.mark.parametrize("words", [("join", LINK), ("up",), ("solo",)])
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused_at_the_start(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    (tmp_path / "file").write_text("")
+    assert "cannot write checkpoints" in refused(*words, "--checkpoint-dir", str(tmp_path / "file" / "ck"))
 
 
 class TestUp:
@@ -381,7 +399,7 @@ class TestUp:
         assert summary["event"] == "summary"
         codes = [peer["exit_code"] for peer in summary["peers"]]
         assert codes == [0] * 5 if presses == 1 else 137 in codes
-        assert list(tmp_path.iterdir()) == []
+        assert [path.name for path in tmp_path.iterdir()] == ["home"], "which has the link"
 
 
 STATUS = SwarmStatus(
@@ -417,6 +435,7 @@ class TestQuestions:
             return STATUS
 
         pretend(monkeypatch, query_status=query_status)
+        monkeypatch.setenv("COLUMNS", "120")
         result = ran("status", LINK)
         for expected in ("demo", "step 12", "loss 3.2500", "abcdef", "3/4", "127.0.0.1:5000", "no peer serves 1.0"):
             assert expected in result.stdout
@@ -424,6 +443,24 @@ class TestQuestions:
         assert "\x1b" not in result.stdout
         result = run("status", LINK, "--json")
         assert json.loads(result.stdout) == to_json(STATUS)
+
+    def test_status_without_a_link_is_of_the_run_joined_last(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
+            events.emit(NodeStatus("p", None, "joining", "", LINK.replace("127.0.0.1", "127.0.0.7")))
+            assert "127.0.0.7" in (tmp_path / "home" / "last-run.link").read_text()
+
+        async def statuses(link: object) -> AsyncIterator[SwarmStatus]:
+            assert str(link) == LINK, "the node that joined has left"
+            yield STATUS
+            yield replace(STATUS, step=13)
+
+        pretend(monkeypatch, run_node=run_node, statuses=statuses)
+        assert "no run was joined" in refused("status")
+        ran("join", LINK)
+        said = ran("status", "--watch").stdout
+        assert said.index("step 12") < said.index("step 13")
 
     def test_evaluation_of_a_swarm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def query_evaluation(link: object, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
@@ -557,17 +594,21 @@ def options_of_benchmarks() -> Iterator[str]:
             yield from (f"--{name.replace('_', '-')}" for name in names if isinstance(name, str))
 
 
-def test_options_in_documents_exist() -> None:
+def test_options_in_documents_and_messages_exist() -> None:
     known = {"--help", *options_of(typer.main.get_command(app)), *options_of(typer.main.get_command(laboratory))}
     known |= {*options_of_benchmarks(), *(f"--{name}" for name in OF_DOCKER.split())}
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     option = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
     named = {path.name: set(option.findall(path.read_text())) for path in documents if path.name != HISTORY}
+    known |= {"--append-eod", "--off"}  # Megatron-LM's; and a placeholder
+    for path in (path for folder in ("node", "swarm", "protocol") for path in (ROOT / folder).rglob("*.py")):
+        texts = [each.value for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Constant)]
+        named[path.name] = {found for text in texts if isinstance(text, str) for found in option.findall(text)}
     assert {name: options - known for name, options in named.items() if options - known} == {}
 
 
 def test_help_shows_every_command_and_how_to_begin() -> None:
-    assert "protocol 3 to 3" in run("version").stdout
+    assert "protocol 3 to 3" in run("version").stdout == ran("--version").stdout
     said = run("--help").stdout
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert all(f"\n  {name} " in said for name in commands), "each command is in a panel"

@@ -191,10 +191,14 @@ def serving(link: str) -> NodeStatus:
     return NodeStatus(PEER, "0.0", "serving", "127.0.0.1:4002", link)
 
 
+def link_file(path: Path, behind: EventSink) -> NewLinks:
+    return NewLinks(partial(keep_link, path), behind)
+
+
 class TestLinkFile:
     def test_it_has_the_newest_link(self, tmp_path: Path) -> None:
         heard = KeptEvents()
-        sink = NewLinks(partial(keep_link, tmp_path / "link"), heard)
+        sink = link_file(tmp_path / "link", heard)
         for link in (LINK, OTHER_LINK):
             sink.emit(serving(link))
             assert str(link_in(str(tmp_path / "link"))) == link
@@ -208,7 +212,7 @@ class TestLinkFile:
     def test_a_link_that_another_user_laid_there_is_not_followed(self, tmp_path: Path, trap: str) -> None:
         (tmp_path / "precious").write_text("mine")
         (tmp_path / trap).symlink_to(tmp_path / "precious")
-        NewLinks(partial(keep_link, tmp_path / "link"), KeptEvents()).emit(serving(LINK))
+        link_file(tmp_path / "link", KeptEvents()).emit(serving(LINK))
         assert (tmp_path / "precious").read_text() == "mine"
         assert str(link_in(str(tmp_path / "link"))) == LINK
 
@@ -218,12 +222,12 @@ class TestLinkFile:
         moved: list[str] = []
         monkeypatch.setattr("os.replace", lambda source, target: moved.append(Path(source).name))
         for _ in range(2):
-            NewLinks(partial(keep_link, tmp_path / "link"), KeptEvents()).emit(serving(LINK))
+            link_file(tmp_path / "link", KeptEvents()).emit(serving(LINK))
         assert len({*moved}) == 2
 
     def test_a_node_goes_on_without_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         heard = KeptEvents()
-        NewLinks(partial(keep_link, tmp_path / "nowhere" / "link"), heard).emit(serving(LINK))
+        link_file(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
         assert len(heard.events) == 1
         assert "cannot write the join link" in caplog.text
 

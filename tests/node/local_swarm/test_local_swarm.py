@@ -52,7 +52,7 @@ from protocol.libp2p.child_process import with_packages
 from protocol.manifest.join_link import parse_link
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from protocol.manifest.signing import read_signed_manifest
-from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId
 
 STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
@@ -124,8 +124,12 @@ def test_the_largest_memory_is_where_most_is_needed() -> None:
     run = manifest((0, 1, 9, 3))
     modules = [ModuleId(0), ModuleId(1), ModuleId(2), ModuleId(3), ModuleId(2)]
     assert match_limits(run, modules, []) == [None] * 5
-    assert match_limits(run, modules, [7]) == [7] * 5
-    assert match_limits(run, modules, [90, 10, 30, 20, 80]) == [30, 10, 80, 20, 90]
+    assert match_limits(run, modules, [10**8]) == [10**8] * 5
+    large = 10**8
+    limits = match_limits(run, modules, [large + each for each in (90, 10, 30, 20, 80)])
+    assert limits == [large + each for each in (30, 10, 80, 20, 90)]
+    with pytest.raises(OutOfMemory, match=r"module 1\.0 takes .* under --memory-limit"):
+        match_limits(run, modules, [7])
     with pytest.raises(ConfigError, match="2 memory limits do not match 5 peers"):
         match_limits(run, modules, [1, 2])
 
@@ -531,8 +535,8 @@ def test_other_events_pass_through_and_notes_are_bounded() -> None:
     swarm.take(0, change)
     assert swarm.told == [change]
     for number in range(MAX_NOTES + 3):
-        swarm.state = noted(swarm.state, Note("info", str(number))).state
-    assert [note.message for note in swarm.state.notes] == [str(n) for n in range(3, MAX_NOTES + 3)]
+        swarm.state = noted(swarm.state, Note("info", str(number)), 0.0).state
+    assert [note.message for _, note in swarm.state.notes] == [str(n) for n in range(3, MAX_NOTES + 3)]
 
 
 def test_the_curve_stays_bounded_and_spans_the_run() -> None:

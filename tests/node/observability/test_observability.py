@@ -19,11 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.scenario import crash_at
 from node.observability import event_json as event_lines
 from node.observability import events, failpoints
 from node.observability.event_json import EventLog, LineSink, Tee, event_from_json, event_to_json
 from node.observability.events import Abandoned, Ended, Event, Note, Started, Visit
-from node.observability.failpoints import POINTS, VARIABLE, crash_at
+from node.observability.failpoints import POINTS, VARIABLE
 from node.observability.status import (
     Accusation,
     PeerStatus,

@@ -324,7 +324,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(path: str, values: list[objec
         ("training.schedule", {"warmup_tokens": 640, "total_tokens": 640}, "less than total_tokens"),
         ("training.schedule", {"warmup_tokens": -1, "total_tokens": 640}, "warmup_tokens"),
         ("codecs.activations", "fp8", "codecs.activations: this Skipstone has no codec fp8; int8 is as small"),
-        ("model.hiden", 64, "model.hiden: unknown key"),
+        ("model.hiden", 64, "model.hiden: unknown key; did you mean hidden?"),
         ("stages.reordering", "adjacent", "were removed"),
     ],
 )
