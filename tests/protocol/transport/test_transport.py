@@ -463,7 +463,7 @@ def chunk_with_wrong_checksum() -> bytes:
         (encode_chunk(3, 0, memoryview(bytes(4096))), "not open"),
         (b"\x12\xff\xff", "chunk"),
         (b"no frame at all", "not a frame"),
-        (b"", "unknown kind"),
+        (b"", "not a frame"),
         (encode(hello_of(Persona())), "second Hello"),
     ],
 )
