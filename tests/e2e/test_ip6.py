@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,16 @@ from tests.e2e.small_run import Watch, skipstone, small_run, write_text
 pytestmark = pytest.mark.e2e
 
 
+def why_no_ip6() -> str | None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        return f"this machine has no IPv6 loopback: {error.strerror}"
+    return None
+
+
 async def test_up_trains_on_the_ip6_loopback(tmp_path: Path) -> None:
+    skip_because(why_no_ip6())
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1))
     (tmp_path / "run.toml").write_bytes(sign_manifest(manifest, Identity.generate()).text)
     options = ("--manifest", str(tmp_path / "run.toml"), "--steps", "2", "--listen", "[::1]", "--json")
@@ -45,6 +55,7 @@ async def test_a_node_joins_from_another_namespace(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 async def test_a_short_link_is_joined_over_ip6_and_outlives_a_restart(tmp_path: Path) -> None:
+    skip_because(why_no_ip6())
     run, here = tmp_path / "run.toml", ("--listen", "::1", "--advertise", "[::1]")
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1))
     run.write_bytes(sign_manifest(manifest, Identity.load_or_create(tmp_path / "data.key")).text)
