@@ -186,7 +186,8 @@ def _read(path: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read the manifest {path}: {error.strerror or error}") from error
+        why, hint = error.strerror or error, "`skipstone new FILE` writes a manifest."
+        raise ConfigError(f"cannot read the manifest {path}: {why}", hint=hint) from error
     table = parse_toml(text)
     return read_signed_manifest(text, None).manifest if "signature" in table else manifest_from_table(table)
 

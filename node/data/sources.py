@@ -246,7 +246,8 @@ def source_at(path: Path, kind: Callable[[Listing], FromListing]) -> FromListing
     try:
         return kind(visible_below(path) if path.is_dir() else single_file(path))
     except FileNotFoundError:
-        raise ConfigError(f"data.source: {path} does not exist on this machine") from None
+        hint = "Name a file or folder that is there, as path:FILE; --text names this machine's copy of a run's text."
+        raise ConfigError(f"data.source: {path} does not exist on this machine", hint=hint) from None
     except OSError as error:
         raise ConfigError(f"data.source: {path} cannot be read: {error.strerror}") from None
 

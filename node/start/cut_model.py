@@ -164,7 +164,8 @@ class ModelFolder:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a folder", hint="Choose the folder with the model's config.json.")
+            hint = "Choose the folder with the model's config.json. `hf download NAME --local-dir DIR` fetches one."
+            raise ConfigError(f"{path} is not a folder", hint=hint)
         self.path = path
         self._lock = threading.Lock()
         self.config: Config = read_table(path / CONFIG, MAX_CONFIG_BYTES, _HINT)
