@@ -164,7 +164,7 @@ class ModelFolder:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            hint = "Choose the folder with the model's config.json. `hf download NAME --local-dir DIR` fetches one."
+            hint = "Choose the folder with the model's config.json. `hf download NAME` fetches one and prints it."
             raise ConfigError(f"{path} is not a folder", hint=hint)
         self.path = path
         self._lock = threading.Lock()

@@ -298,7 +298,7 @@ from node.__main__ import main
 main()
 """
 PATIENT = WAITING_NODE.format(
-    body='import logging; logging.getLogger("x").warning("careful"); await stop.wait(); '
+    body='import logging; await stop.wait(); logging.getLogger("x").warning("careful"); await asyncio.sleep(0); '
     'events.emit(Note("info", "stopped in good order"))'
 )
 DEAF = WAITING_NODE.format(body="await asyncio.Event().wait()")
