@@ -38,9 +38,7 @@ class ManifestChanges:
         ),
     ] = None
     revision: Annotated[
-        str | None,
-        "data.revision",
-        typer.Option(help="Commit of a Hugging Face data set [default: the newest]"),
+        str | None, "data.revision", typer.Option(help="Commit of a Hugging Face data set [default: the newest]")
     ] = None
     labels: Annotated[
         str | None,

@@ -57,8 +57,7 @@ class RunOptions:
             metavar="RUN", help="Manifest of the run, or a folder with its checkpoint [default: a small demo]"
         ),
     ] = None
-    manifest: Annotated[Path | None, typer.Option(hidden=True)] = None
-    """The older spelling of `run`."""
+    manifest: Annotated[Path | None, typer.Option(hidden=True)] = None  # The older spelling of `run`.
     data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None

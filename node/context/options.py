@@ -121,8 +121,7 @@ class NodeOptions:
     text: Annotated[Path | None, TextPath] = None
     tokenizer: Annotated[Path | None, TokenizerPath] = None
     model: Annotated[
-        Path | None,
-        setting("model", "Folder of the model that the run starts from; peers fetch their part from it."),
+        Path | None, setting("model", "Folder of the model that the run starts from; peers fetch their part from it.")
     ] = None
     allow_hub: Annotated[bool, AllowHub] = False
     yes: Annotated[bool, setting("yes", "Join without asking for consent.")] = False
@@ -279,12 +278,12 @@ class NodeOptions:
         return words
 
 
+# Option of each field, then its checks.
 SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     name: hint.__metadata__
     for name, hint in typing.get_type_hints(NodeOptions, include_extras=True).items()
     if typing.get_origin(hint) is Annotated
 }
-"""Option of each field, then its checks."""
 VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
 
 

@@ -26,8 +26,7 @@ from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
 
 HOST = "127.0.0.1"
-LINK_PEERS = 2
-"""Peers named in the link, so that one may fail."""
+LINK_PEERS = 2  # Peers named in the link, so that one may fail.
 
 
 IDENTITIES = "identities"
@@ -36,10 +35,8 @@ IDENTITIES = "identities"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     host: str = HOST
-    advertise: str | None = None
-    """None: `host`."""
-    command: tuple[str, ...] | None = None
-    """None: the swarm's command."""
+    advertise: str | None = None  # None: `host`.
+    command: tuple[str, ...] | None = None  # None: the swarm's command.
 
     @property
     def advertised_host(self) -> str:
@@ -59,23 +56,18 @@ class LocalSwarmOptions:
 
     peers: int
     steps: int | None = None
-    threads: int | None = None
-    """None: an equal share of this machine's cores."""
-    checkpoint_dir: Path | None = None
-    """Also holds the nodes' keys, so that a second start resumes."""
+    threads: int | None = None  # None: an equal share of this machine's cores.
+    checkpoint_dir: Path | None = None  # Also holds the nodes' keys, so that a second start resumes.
     checkpoint_every_s: float = 300.0
-    memory_limits: tuple[int, ...] = ()
-    """In bytes: one for all or one for each; the largest goes to the largest need."""
+    memory_limits: tuple[int, ...] = ()  # In bytes: one for all or one for each; the largest goes to the largest need.
     moments: MomentType = MomentType.FLOAT32
     moving: bool = False
     log_dir: Path | None = None
     log_level: str = "warning"
     model: Path | None = None
     router: bytes = b""
-    port_base: int | None = None
-    """First of the nodes' consecutive ports. None: free ones."""
-    author_path: Path | None = None
-    """Key that signs the manifest. None: the first peer's."""
+    port_base: int | None = None  # First of the nodes' consecutive ports. None: free ones.
+    author_path: Path | None = None  # Key that signs the manifest. None: the first peer's.
 
     @property
     def threads_per_node(self) -> int:

@@ -46,8 +46,8 @@ from swarm.vocabulary.announcement import MAX_VISITED_STAGES
 from swarm.vocabulary.types import ModuleId, PeerId
 
 UNPROVEN_S = 30.0  # Time in which a data node must prove work to keep its share of the documents
+# Limit for a stopping data node to finish its last inner step and tell the hops that their gradients count.
 LAST_WORDS_S = 3.0
-"""Limit for a stopping data node to finish its last inner step and tell the hops that their gradients count."""
 
 
 class DataRole:
@@ -204,15 +204,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)
         yield DataRole(
-            context.session,
-            worker,
-            runner,
-            data_node,
-            planner,
-            times,
-            held_out,
-            rounds,
-            has_experts=paths.has_experts,
+            context.session, worker, runner, data_node, planner, times, held_out, rounds, has_experts=paths.has_experts
         )
 
 

@@ -32,13 +32,12 @@ class FittingModules:
 
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
+        # Needs as other peers assume them: with float32 moments.
         self._reckoned = needs_of(manifest, options.slots_held)
-        """Needs as other peers assume them: with float32 moments."""
         self._manifest = manifest
         self._options = options
         self._device = device
-        self._too_large: Need | None = None
-        """Smallest module that ran out of memory."""
+        self._too_large: Need | None = None  # Smallest module that ran out of memory.
         self._seen = self.free_memory()
 
     def free_memory(self, held: ModuleId | None = None) -> FreeMemory:
@@ -94,8 +93,7 @@ class FittingModules:
         wanted = asked or ([] if resumed.module is None else [resumed.module])
         if text.value is None and ModuleId(0) in wanted:
             raise ConfigError(
-                f"this node cannot take stage 0: {text.reason}",
-                hint="Or choose another stage with --no-data.",
+                f"this node cannot take stage 0: {text.reason}", hint="Or choose another stage with --no-data."
             )
         if len(asked) == 1:
             return Reasoned(self._only(asked[0]), "set by --stage")
@@ -157,18 +155,15 @@ def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
 
 # ---- moving ----------------------------------------------------------------------------------------------------------
 
-STATE_BYTES_PER_PARAMETER = 8
-"""Anchor and outer momentum, both float32."""
+STATE_BYTES_PER_PARAMETER = 8  # Anchor and outer momentum, both float32.
 UNMEASURED_BYTES_PER_S = 4e6
-LOOK_S = 30.0
-"""Interval between looks at the swarm, with 20 % jitter."""
+LOOK_S = 30.0  # Interval between looks at the swarm, with 20 % jitter.
 LOOK_FOR_EMPTY_S = 2.0
-SETTING_UP_S = 10.0
-"""Time of a move without the download, in seconds."""
+SETTING_UP_S = 10.0  # Time of a move without the download, in seconds.
 
 
+# Waits until the node should move; returns the target and the reason.
 NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
-"""Waits until the node should move; returns the target and the reason."""
 
 
 def workload_of(manifest: Manifest) -> Workload:

@@ -94,15 +94,7 @@ class ModelSection(Section):
     attention: Literal["causal", "documents"] = "causal"
     """`documents`: microbatches of whole documents, masked from each other. `causal`: rows of one stream of text."""
     added_later: ClassVar[frozenset[str]] = frozenset(
-        {
-            "attention",
-            "head_dim",
-            "rope_scaling",
-            "tied_embeddings",
-            "attention_bias",
-            "positions",
-            "sliding_window",
-        }
+        {"attention", "head_dim", "rope_scaling", "tied_embeddings", "attention_bias", "positions", "sliding_window"}
     )
 
     @property
@@ -258,25 +250,24 @@ class TrainingSection(Section):
 
 
 MAX_MANIFEST_BYTES = 64 * 1024
-MAX_DOTS_PER_LINE = 64
-"""tomllib takes quadratic time over deeply dotted keys."""
+MAX_DOTS_PER_LINE = 64  # tomllib takes quadratic time over deeply dotted keys.
 MAX_DEPTH = 8
+# First tokens of a document that choose its route: a few lines distinguish code from prose.
 DEFAULT_PREFIX: Final = 256
-"""First tokens of a document that choose its route: a few lines distinguish code from prose."""
 SOURCES: Final = (
     "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 )
 
 
 FILE_KINDS: Final = ("path", "tokens")
+# Largest `data.token_files`, in characters, which leaves room for all other keys of a manifest.
 MAX_TOKEN_FILES_LENGTH: Final = 40_000
-"""Largest `data.token_files`, in characters, which leaves room for all other keys of a manifest."""
 
 TokenId = Annotated[int, Field(ge=0, lt=1_000_000)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+# OWNER/NAME, and nothing that could be a place on this machine.
 HUB_PLACE: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
-"""OWNER/NAME, and nothing that could be a place on this machine."""
 
 
 class StagesSection(Section):

@@ -18,16 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 import typer
 
-from node.cli.views.text import (
-    MAX_OWN_CHARACTERS,
-    count,
-    counted,
-    duration,
-    harmless,
-    loss_text,
-    megabytes,
-    peer_name,
-)
+from node.cli.views.text import MAX_OWN_CHARACTERS, count, counted, duration, harmless, loss_text, megabytes, peer_name
 from node.observability import events
 from node.observability.event_json import LineSink
 from protocol.manifest.join_link import MAX_LINK_CHARACTERS

@@ -23,13 +23,7 @@ from node.cli.views.text import (
     round_text,
     sizes_text,
 )
-from node.observability.status import (
-    ComputeStatus,
-    PathStatus,
-    PeerStatus,
-    RouteStatus,
-    SwarmStatus,
-)
+from node.observability.status import ComputeStatus, PathStatus, PeerStatus, RouteStatus, SwarmStatus
 from swarm.compression.microbatch_codecs import NO_CHOICE
 
 # A swarm of strangers may be large: tables stay readable.
