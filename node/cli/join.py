@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from swarm.vocabulary.types import Reasoned
 
 
-# Columns of a plain terminal.
-_LINE_WIDTH: Final = 80
-# Bytes read from the terminal for an answer.
-_LONGEST_ANSWER: Final = 4096
+_LINE_WIDTH: Final = 80  # Columns of a plain terminal
+_LONGEST_ANSWER: Final = 4096  # Bytes read from the terminal for an answer
 
 
 async def ask_consent(
@@ -56,8 +54,7 @@ async def ask_consent(
     stream = sys.stderr if options.as_json else sys.stdout  # with --json, standard output is for programs
     with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
         for line in description(signed, options, text, fits, own=own):
-            # Only people read at a terminal; programs get one line per item.
-            indent = " " * len("may use   ")
+            indent = " " * len("may use   ")  # only people read at a terminal; programs get one line per item
             wrapped = textwrap.fill(line, _LINE_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
             typer.echo(wrapped if stream.isatty() else line, file=stream)
     # With --stop-on-eof another thread reads standard input. A service has no terminal to ask at.
@@ -164,8 +161,7 @@ def join(
 
     Every option can be an environment variable: SKIPSTONE_LINK, SKIPSTONE_DHT_PORT for --dht-port, and so on.
     """
-    # Print first: the imports below take a second.
-    if not settings["as_json"]:
+    if not settings["as_json"]:  # print first: the imports below take a second
         announce("skipstone join: starting a node", as_json=False)
     link, manifest_path = _parse_target(target)
     require_writable(settings["checkpoint_dir"])
@@ -178,8 +174,7 @@ async def _join(options: NodeOptions) -> int:
     loop = asyncio.get_running_loop()
 
     def ask() -> None:
-        # A hung event loop must not keep the process alive.
-        end_by(STOP_LIMIT_S)
+        end_by(STOP_LIMIT_S)  # a hung event loop must not keep the process alive
         loop.call_soon_threadsafe(stop.set)
 
     if options.stop_on_eof:

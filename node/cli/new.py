@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _NAME_WIDTH: Final = len("feed-forward")
-# Columns of a plain terminal.
-_LINE_WIDTH: Final = 80
-# Above this many hours a duration is shown in days.
-_MOST_HOURS: Final = 48
-# Above this many epochs a text is called too small.
-_MOST_EPOCHS: Final = 100
+_LINE_WIDTH: Final = 80  # Columns of a plain terminal
+_MOST_HOURS: Final = 48  # Above this many hours a duration is shown in days
+_MOST_EPOCHS: Final = 100  # Above this many epochs a text is called too small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +73,7 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
     )
     dialed = turn(wish, name)
     if tokenizer is None:
-        # The dial knows only the size of the vocabulary; name the file itself now.
-        return dialed
+        return dialed  # the dial knows only the size of the vocabulary; name the file itself now
     from protocol.manifest.manifest import manifest_from_table
 
     table = dialed.manifest.model_dump()
@@ -165,8 +161,7 @@ def new(
         raise ConfigError(f"{file} exists already", hint="Choose another name, or replace it with --force.")
     dial = DialOptions(**{name: settings.pop(name) for name in DialOptions.__slots__})
     changes = ManifestChanges(**settings)
-    # A run is named after its file unless something says otherwise.
-    if changes.name is None and base is None:
+    if changes.name is None and base is None:  # a run is named after its file unless something says otherwise
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
         changes = dataclasses.replace(changes, name=name)
     dialed = None

@@ -78,8 +78,7 @@ def up(
         from node.data.local_paths import as_written
         from node.data.sources import open_source
 
-        # Report a missing folder here once, not in every node.
-        open_source(chosen.data, as_written(chosen.data).text)
+        open_source(chosen.data, as_written(chosen.data).text)  # report a missing folder here once, not in every node
     from node.context.options import default_identity_path, parse_size
     from node.local_swarm.setup import LocalSwarmOptions
 

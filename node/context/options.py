@@ -267,8 +267,7 @@ class NodeOptions:
         words = [str(self.link or self.manifest_path)]
         for row in dataclasses.fields(self):
             value = getattr(self, row.name)
-            # Defaults are left out.
-            if row.name not in SETTINGS or value == row.default:
+            if row.name not in SETTINGS or value == row.default:  # defaults are left out
                 continue
             on, _, off = SETTINGS[row.name][0].param_decls[0].partition("/")
             if isinstance(value, bool):

@@ -169,8 +169,7 @@ def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
         wide = round(8 / 3 * hidden / GRID) * GRID
         one = Shape(vocabulary, hidden, 1, heads, kv_heads, wide, parameters < TIED_BELOW)
         blocks = round((parameters - one.ends) / one.block)
-        # Wider models would be even shallower.
-        if blocks < 2:
+        if blocks < 2:  # wider models would be even shallower
             return
         yield Shape(vocabulary, hidden, blocks, heads, kv_heads, wide, one.tied)
 

@@ -128,8 +128,7 @@ class ChildProcess:
         return ChildEnd(128 - self._code if self._code < 0 else self._code, last)
 
     def _end_group(self) -> None:
-        # Kill the group before reaping the child: until then its group id cannot be reused.
-        if self._code is None:
+        if self._code is None:  # kill the group before reaping the child: until then its group id cannot be reused
             _signal_group(self.pid, signal.SIGKILL)
             self._code = self._process.reap()
 

@@ -237,8 +237,7 @@ class ForkedProcess:
         try:
             received = self._life.recv(NUMBER_BYTES)
         except OSError:
-            # The server is gone, so it cannot report the end.
-            received = b""
+            received = b""  # the server is gone, so it cannot report the end
         finally:
             self._life.close()
         return int.from_bytes(received, signed=True) if received else -signal.SIGKILL

@@ -77,8 +77,7 @@ class LocalSwarm:
             self.kill_all()
         cancelled = (kind, error, trace) if isinstance(error, asyncio.CancelledError) else (None, None, None)
         try:
-            # The task group would wrap other exceptions of the block.
-            await self._tasks.__aexit__(*cancelled)
+            await self._tasks.__aexit__(*cancelled)  # the task group would wrap other exceptions of the block
         finally:
             if self._forks is not None:
                 self._forks.close()
@@ -176,8 +175,7 @@ class LocalSwarm:
             return
         self._children[peer.index] = child
         if self._stopping.is_set():
-            # Asked to stop while this node was starting.
-            child.ask_to_stop()
+            child.ask_to_stop()  # asked to stop while this node was starting
         try:
             end = await child.follow(lambda line: self._heard(peer, line))
         finally:
@@ -215,8 +213,7 @@ class LocalSwarm:
         self._changed.set()
 
     async def _stop_when_asked(self) -> None:
-        # Data nodes first: their microbatches in flight still need the other nodes.
-        await self._stopping.wait()
+        await self._stopping.wait()  # data nodes first: their microbatches in flight still need the other nodes
         deadline = asyncio.get_running_loop().time() + self._stop_limit_s
         data_nodes = {peer.index for peer in self.peers if peer.stage == 0}
         # Half of the time is left for the others.

@@ -135,8 +135,7 @@ def match_limits(
     matched: list[int | None] = [None] * len(modules)
     for index, limit in zip(order, sorted(limits), strict=True):
         matched[index] = limit
-        # Each node would refuse too, after seconds.
-        within = free.within(Reasoned(limit, "under --memory-limit"))
+        within = free.within(Reasoned(limit, "under --memory-limit"))  # each node would refuse too, after seconds
         if within.lacks(needs[modules[index]]) is not None:
             raise none_fits(manifest, [modules[index]], within, DEFAULT_SLOTS, moments)
     return matched

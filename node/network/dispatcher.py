@@ -128,8 +128,7 @@ class Dispatcher:
         return await answer(sender, question)
 
     def link_up(self, peer: PeerId) -> None:
-        # Copied, because a callback may unregister itself.
-        for tell in list(self._on_link_up):
+        for tell in list(self._on_link_up):  # copied, because a callback may unregister itself
             tell(peer)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:

@@ -15,8 +15,7 @@ from node.observability.events import Event, EventSink, LogEvent, Started
 from node.observability.typed_json import from_json, to_json
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 
-# Longer lines come from no node of ours.
-MAX_LINE_BYTES = 64 * 1024
+MAX_LINE_BYTES = 64 * 1024  # Longer lines come from no node of ours
 
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
 
@@ -114,8 +113,7 @@ class EventLog:
             if self._file is not None and self._written >= self._max_bytes:
                 self._next_part()
             self._append(event)
-        # A full disk must not stop the training.
-        except OSError as error:
+        except OSError as error:  # a full disk must not stop the training
             log.warning("the event log stops here: %s", error)
             self._close()
 

@@ -37,8 +37,7 @@ def judge(attempts: Sequence[Attempt], port: int, advertised_host: str | None) -
         return Standing(ReachStep.UNKNOWN, "no peer of the run could test this node")
     counted = [t for t in tried if ipaddress.ip_address(t.result.host).is_global] or tried
     reached = [t for t in counted if t.result.outcome is DialBackOutcome.REACHED]
-    # Half is enough, because single peers may have bad routes.
-    if 2 * len(reached) >= len(counted):
+    if 2 * len(reached) >= len(counted):  # half is enough, because single peers may have bad routes
         host = _most_common(reached)
         said = f"{len(reached)} of {len(counted)} peers connected to {joined(host, port)}"
         address = None if advertised_host is not None else joined(host, port)
@@ -54,8 +53,7 @@ def judge(attempts: Sequence[Attempt], port: int, advertised_host: str | None) -
 
 async def climb(port: int, advertised_host: str | None, ask: Ask, router: Router | None) -> Standing:
     """Lets peers dial `port`, then a port mapped by `router`, if given. Keeps the mapping only if it helped."""
-    # Test the mapping that we hold before requesting another one.
-    if router is not None and router.mapping is not None:
+    if router is not None and router.mapping is not None:  # test the mapping that we hold before requesting another one
         standing = await _tested(router.mapping, advertised_host, ask)
         if standing.step is not ReachStep.UNREACHABLE:
             return standing

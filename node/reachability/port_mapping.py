@@ -171,8 +171,7 @@ class NatPmp:
         if isinstance(answer, NotMapped):
             return answer
         internal, external, lease = struct.unpack("!HHI", answer[8:16])
-        # External port 0 or lease 0 would mean a deletion.
-        if internal != port or external == 0 or lease == 0:
+        if internal != port or external == 0 or lease == 0:  # external port 0 or lease 0 would mean a deletion
             return NotMapped(f"the router answered nonsense: port {internal} as {external} for {lease} s")
         return Mapping(self.how, port, external, self._external_host(), lease)
 
@@ -327,8 +326,7 @@ class Upnp:
             if failed is None:
                 self._device = device
                 return Mapping(self.how, port, wanted, _external_host(device), lease)
-            # Another machine holds the port: try a random one.
-            if "ConflictInMappingEntry" in failed:
+            if "ConflictInMappingEntry" in failed:  # another machine holds the port: try a random one
                 wanted = random.randrange(20_000, 60_000)  # noqa: S311 - not a secret
             # Some routers know only endless mappings; `close` removes them.
             elif "OnlyPermanentLeasesSupported" in failed:

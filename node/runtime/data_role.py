@@ -94,8 +94,7 @@ class DataRole:
         except TimeoutError:
             for entry in self._data_node.in_flight.entries:
                 self._data_node.lost(entry.microbatch, "its data node stops")
-        # Hops wait for the word that their gradients count.
-        await self.runner.nothing_owed(LAST_WORDS_S)
+        await self.runner.nothing_owed(LAST_WORDS_S)  # hops wait for the word that their gradients count
 
     def capture(self, post: Post) -> ReplicaState:
         return capture_stage_zero(self._worker, self._data_node.training, self.rounds.agreed(), post)
@@ -154,16 +153,14 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     if position is not None:
         context.events.emit(Continued(own.peer, _reported(counts_of(position))))
     tell_moments(context, worker.stage.optimizer)
-    # A restored optimizer already has steps.
-    own.steps = worker.stage.optimizer.steps
+    own.steps = worker.stage.optimizer.steps  # a restored optimizer already has steps
     assert context.text.value is not None, context.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, context.text.value, context.router)
     membership, times = context.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
     rules = _in_flight_rules(context.options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
-    # A record has room for a bounded number of stages.
-    if paths.skippable <= MAX_VISITED_STAGES:
+    if paths.skippable <= MAX_VISITED_STAGES:  # a record has room for a bounded number of stages
         own.visits = lambda: tuple(planner.prices.launched)
 
     first_seen: dict[PeerId, float] = {}

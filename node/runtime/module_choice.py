@@ -23,8 +23,7 @@ from swarm.membership.placement import MoveRules, MoveWatch, SwarmView, Workload
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
-# Announcements of other newcomers should arrive before the choice.
-LOOK_AROUND_S = 2.0
+LOOK_AROUND_S = 2.0  # Announcements of other newcomers should arrive before the choice
 
 
 class FittingModules:
@@ -74,8 +73,7 @@ class FittingModules:
 
     def _ran_out(self, module: ModuleId) -> None:
         """Records that a module ran out of memory, so that neither this module nor a larger one fits."""
-        # Free the failed module before the memory is measured again.
-        gc.collect()
+        gc.collect()  # free the failed module before the memory is measured again
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         known = (self.needs[module], *(() if self._too_large is None else (self._too_large,)))
@@ -104,8 +102,7 @@ class FittingModules:
         reads_text = options.reads_text and text.value is not None
         if options.reads_text and not reads_text:
             events.emit(Note("warning", f"this node cannot take stage 0: {text.reason}"))
-        # A new run cannot start without stage 0.
-        if options.link is None and reads_text and not asked:
+        if options.link is None and reads_text and not asked:  # a new run cannot start without stage 0
             return Reasoned(self._only(ModuleId(0)), "the first node of a run is a data node")
         allowed = asked or [module for module in self._manifest.modules() if module.stage > 0 or reads_text]
         candidates = self.of(allowed)

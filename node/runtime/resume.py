@@ -21,8 +21,7 @@ NUMBERS = 2**47  # Numbers of training microbatches; evaluation uses the numbers
 
 
 def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> ReplicaState:
-    # Gradients not yet applied are not saved, so they do not count.
-    unapplied = worker.unapplied
+    unapplied = worker.unapplied  # gradients not yet applied are not saved, so they do not count
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
     return capture_module((worker.part,), worker.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
 

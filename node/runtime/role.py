@@ -143,8 +143,7 @@ def link_codecs(context: ModuleContext, worker: Worker) -> LinkCodecs:
     def visit_s(peer: PeerId) -> float:
         announced = membership.get(peer)
         speeds = (own.speed.tokens_per_s, 0.0 if announced is None else announced.tokens_per_second)
-        # A data node announces no speed.
-        known = [speed for speed in speeds if speed > 0]
+        known = [speed for speed in speeds if speed > 0]  # a data node announces no speed
         return tokens / min(known) if known else 0.0
 
     return LinkCodecs(context.manifest, worker.tensor, visit_s, transport.goodput_bytes_per_s)

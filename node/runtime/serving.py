@@ -79,8 +79,7 @@ async def serve_module(
                 async with _at_work(role, context, saver):
                     goal = await _serve(role, context, moving(context), stop)
                     await hand_over(role.rounds.finish_round, HAND_OVER_S)
-                # A node that moves leaves the module to its other replicas, so only a stop saves.
-                if goal is None:
+                if goal is None:  # a node that moves leaves the module to its other replicas, so only a stop saves
                     await save_at_the_end(context, saver)
                 events.emit(node_summary(own, role, context.compute))
                 return goal

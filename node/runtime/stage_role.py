@@ -29,8 +29,7 @@ from protocol.interfaces.clock import SystemClock
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
 
-# Seconds between rate samples, and of silence before a drain ends.
-QUIET_S = 1.0
+QUIET_S = 1.0  # Seconds between rate samples, and of silence before a drain ends
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 
@@ -59,8 +58,7 @@ class StageRole:
             await asyncio.sleep(QUIET_S)
             self._rate.add(self._worker.accumulated_tokens - self._seen)
             self._seen = self._worker.accumulated_tokens
-            # The speed measured at the start stays until real work replaces it.
-            if self._worker.speed.tokens_per_s:
+            if self._worker.speed.tokens_per_s:  # the speed measured at the start stays until real work replaces it
                 self._context.session.own.speed = self._worker.speed
 
     async def drain(self, patience_s: float) -> None:

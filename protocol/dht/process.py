@@ -138,8 +138,7 @@ async def _run(desk: _Desk) -> None:
     try:
         await _start_and_serve(desk, request)
     finally:
-        # The node removes the folder too, unless it was killed.
-        shutil.rmtree(request.start.folder, ignore_errors=True)
+        shutil.rmtree(request.start.folder, ignore_errors=True)  # the node removes the folder too, unless it was killed
 
 
 async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> None:

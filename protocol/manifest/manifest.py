@@ -252,8 +252,7 @@ class TrainingSection(Section):
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 64  # tomllib takes quadratic time over deeply dotted keys.
 MAX_DEPTH = 8
-# First tokens of a document that choose its route: a few lines distinguish code from prose.
-DEFAULT_PREFIX: Final = 256
+DEFAULT_PREFIX: Final = 256  # First tokens of a document that choose its route: a few lines distinguish code from prose
 SOURCES: Final = (
     "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 )

@@ -45,8 +45,7 @@ _RESULT: Final = converter(DialBackResult, wire.DialBackResult.DESCRIPTOR)
 
 async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float = DIAL_BACK_S) -> DialBackResult:
     """Checks whether the owner of `certificate` (DER) answers at an IP address and port. Raises no network errors."""
-    # No host names: their owner could direct the test at other machines.
-    try:
+    try:  # no host names: their owner could direct the test at other machines
         ipaddress.ip_address(host)
     except ValueError:
         return DialBackResult(

@@ -211,8 +211,7 @@ class Calls:
             left_s = max(0.0, deadline - self.clock.monotonic())
             share_s = left_s if place == len(through) - 1 else left_s / 2
             try:
-                # The timeout of `ask` does not include opening a link.
-                async with asyncio.timeout(share_s):
+                async with asyncio.timeout(share_s):  # the timeout of `ask` does not include opening a link
                     await ask(peer, question, share_s)
                     return
             except TimeoutError:

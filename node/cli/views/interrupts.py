@@ -75,8 +75,7 @@ def end_by(seconds: float) -> None:
 
 def stop_on_end_of_input(ask: Callable[[], None]) -> None:
     """Calls `ask` when standard input ends, then ends the process if it has not stopped in time."""
-    # A thread works with any kind of standard input, and even if the loop hangs.
-    loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()  # a thread works with any kind of standard input, and even if the loop hangs
 
     def watch() -> None:
         with contextlib.suppress(OSError):
