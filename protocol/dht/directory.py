@@ -21,14 +21,7 @@ from protocol.identity.signed_records import decode_announced, directory_key, en
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import (
-    ConfigError,
-    PeerError,
-    ProtocolViolation,
-    ResourceExhausted,
-    SkipstoneError,
-    Unreachable,
-)
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError, Unreachable
 from swarm.vocabulary.types import MAX_EXPERTS, MAX_STAGES, ModuleId, PeerId, RunId, short
 
 log = logging.getLogger(__name__)
@@ -319,7 +312,7 @@ class RelayTunnels:
             wish = dht_process_pb2.DhtOpenTunnel(relay=relay, target=contact.peer)
             try:
                 reply = await self.directory.ask(dht_process_pb2.DhtRequest(open_tunnel=wish), OPEN_S)
-            except PeerError as error:
+            except Unreachable as error:
                 log.info("no tunnel to %s through %s: %s", short(contact.peer), relay, error)
                 reasons.append(f"{relay}: {error}")
             else:
