@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options of the commands that train a run on this machine."""
+    """Options of the commands that train a run on this machine. Raises ConfigError if no checkpoint can be written."""
 
     run: Annotated[
         Path | None,
@@ -66,6 +66,9 @@ class RunOptions:
         Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
     ] = None
     checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0
+
+    def __post_init__(self) -> None:
+        require_writable(self.checkpoint_dir)
 
     @property
     def file(self) -> Path | None:
@@ -96,8 +99,7 @@ class NewLinks:
     """Event sink that passes each new join link of the node to `tell`, and forwards every event."""
 
     def __init__(self, tell: Callable[[str], None], behind: EventSink) -> None:
-        self._tell = tell
-        self._behind = behind
+        self._tell, self._behind = tell, behind
         self._told: str | None = None
 
     def emit(self, event: Event) -> None:

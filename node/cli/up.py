@@ -19,7 +19,6 @@ from node.cli.options import (
     VisitRatio,
     qr_printer,
     remember_run,
-    require_writable,
     with_options,
 )
 from node.cli.views.interrupts import Interrupts
@@ -71,7 +70,7 @@ def up(
     """Train with a swarm of processes on this machine. Ctrl-C stops it cleanly, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
     run = RunOptions(**settings)
-    require_writable(run.checkpoint_dir)
+
     changes = ManifestChanges(seed=run.seed, source=run.data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
     chosen = chosen_manifest(run.file, changes)
     if chosen.data.is_of_files:

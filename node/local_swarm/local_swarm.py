@@ -40,14 +40,11 @@ class LocalSwarm:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`command` replaces `python -m node`; by default nodes are forked if possible, in half the time."""
-        self._manifest = manifest
-        self._options = options
+        self._manifest, self._options, self._deployments = manifest, options, deployments
+        self._stop_limit_s, self._clock = stop_limit_s, clock
         self._command = tuple(command or node_command())
         self._may_fork = command is None and may_fork(self._command)
         self._forks: ForkServer | None = None
-        self._deployments = deployments
-        self._stop_limit_s = stop_limit_s
-        self._clock = clock
         self._children: dict[int, ChildProcess] = {}
         self._unread: deque[Event] = deque(maxlen=MAX_UNREAD_EVENTS)
         self._changed = asyncio.Event()

@@ -146,12 +146,9 @@ class LocalSetup:
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, deployments: Deployments = all_local) -> None:
         modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
-        self._options = options
-        self._manifest = manifest
-        self._deployments = deployments
+        self._options, self._manifest, self._deployments = options, manifest, deployments
         self.peers: list[PlannedPeer] = []
-        self.ended: set[int] = set()
-        self.returned: set[int] = set()
+        self.ended, self.returned = set[int](), set[int]()
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
         except OSError as error:

@@ -37,8 +37,7 @@ class Dispatcher:
     """`LinkHandler` that passes each message to the handler registered for its type; refuses or drops the others."""
 
     def __init__(self, own: LocalPeer, membership: Membership) -> None:
-        self._own = own
-        self._membership = membership
+        self._own, self._membership = own, membership
         self._tensors: dict[type, TensorReceiver] = {}
         self._messages: dict[type, Receive] = {}
         self._answers: dict[QuestionAbout, Answer] = {}

@@ -23,7 +23,7 @@ from protocol.identity.certificates import make_credentials, peer_of_certificate
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.clock import Clock, SystemClock
-from protocol.interfaces.transport import Contact, Directory, Question, QuestionAbout, Transport
+from protocol.interfaces.transport import Contact, Question, QuestionAbout, Transport
 from protocol.manifest.join_link import JoinLink, Link, ShortLink, multiaddr_of, short_link
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
@@ -81,7 +81,7 @@ class MembershipSync:
     membership: Membership
     book: KnownPeers
     events: EventSink
-    directory: Directory
+    directory: DhtDirectory
     transport: Transport
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the view changes; the waiter clears it
     looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set once all watched modules were looked up

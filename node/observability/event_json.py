@@ -83,14 +83,10 @@ class EventLog:
         max_bytes: int = MAX_BYTES,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = folder
-        self._peer = peer
+        self._folder, self._peer, self._max_bytes = folder, peer, max_bytes
         self._unix_ms = int(wall() * 1000)
-        self._max_bytes = max_bytes
-        self._monotonic = monotonic
-        self._began = monotonic()
-        self._part = 0
-        self._written = 0
+        self._monotonic, self._began = monotonic, monotonic()
+        self._part, self._written = 0, 0
         self._file: int | None = None
 
     def __enter__(self) -> Self:

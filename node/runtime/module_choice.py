@@ -33,9 +33,7 @@ class FittingModules:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
         # Needs as other peers assume them: with float32 moments.
         self._reckoned = needs_of(manifest, options.slots_held)
-        self._manifest = manifest
-        self._options = options
-        self._device = device
+        self._manifest, self._options, self._device = manifest, options, device
         self._too_large: Need | None = None  # Smallest module that ran out of memory.
         self._seen = self.free_memory()
 
@@ -179,11 +177,8 @@ class Mover:
     """Decides when a node moves to another module, and to which."""
 
     def __init__(self, session: NetworkSession, manifest: Manifest, proofs: Proofs, fitting: FittingModules) -> None:
-        self._session = session
-        self._manifest = manifest
-        self._proofs = proofs
-        self._fitting = fitting
-        self._clock = session.own.clock
+        self._session, self._manifest, self._clock = session, manifest, session.own.clock
+        self._proofs, self._fitting = proofs, fitting
         self._watch = MoveWatch(workload_of(manifest), MoveRules())
         self._since = self._clock.monotonic()
 

@@ -39,10 +39,8 @@ class StageRole:
     def __init__(
         self, context: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds
     ) -> None:
-        self.runner = runner
-        self.rounds = rounds
-        self._context = context
-        self._worker = worker
+        self.runner, self.rounds = runner, rounds
+        self._context, self._worker = context, worker
         self._rate = Rate(SystemClock())
         self._seen = worker.accumulated_tokens
 

@@ -36,9 +36,7 @@ class DhtService:
     """DHT node of this process. Run `stay_joined` and `daemon_ended` as tasks between `start` and `stop`."""
 
     def __init__(self, node: DHTNode, initial_peers: dict[PeerID, list[Multiaddr]], *, client: bool) -> None:
-        self._node = node
-        self._initial_peers = initial_peers
-        self._client = client
+        self._node, self._initial_peers, self._client = node, initial_peers, client
         self._tried = asyncio.Event()
 
     @classmethod

@@ -93,8 +93,7 @@ class _Desk:
     """Reads the node's requests from stdin and writes replies to stdout, several requests at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+        self._reader, self._writer = reader, writer
         self._writing = asyncio.Lock()
         self._free = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -38,10 +39,8 @@ class ByteBudget:
     """Limit of tensor bytes in flight, first come, first served. A tensor larger than the limit is sent alone."""
 
     def __init__(self, budget_bytes: int, places: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._places = places
-        self.used_bytes = 0
-        self._used_places = 0
+        self._budget_bytes, self._places = budget_bytes, places
+        self.used_bytes, self._used_places = 0, 0
         self._queue = asyncio.Lock()
         self._freed = asyncio.Event()
         self._error: PeerError | None = None
@@ -97,7 +96,7 @@ class Outbox:
     def __init__(self, budgets: Mapping[TrafficClass, ByteBudget]) -> None:
         self._budgets = dict(budgets)
         self._small: deque[bytes] = deque()
-        self._small_bytes = 0
+        self.waiting_bytes = 0  # Of small frames not yet written to the stream
         # Served in rotation
         self._queues = OrderedDict((traffic_class, deque[_Sending]()) for traffic_class in TrafficClass)
         self._open: dict[int, _Sending] = {}
@@ -112,17 +111,12 @@ class Outbox:
         """Bytes of the tensors in flight. With `waiting_bytes`, all memory held for sending."""
         return sum(budget.used_bytes for budget in self._budgets.values())
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of small frames not yet written to the stream."""
-        return self._small_bytes
-
     def post(self, frame: bytes) -> None:
         """Queues a small frame. Raises Stalled if the peer reads too little, PeerError if the outbox is closed."""
         if self._closed is not None:
             raise self._closed
-        if self._small_bytes + len(frame) > MAX_WAITING_BYTES:
-            raise Stalled(f"the peer does not read: {self._small_bytes} bytes are queued for it")
+        if self.waiting_bytes + len(frame) > MAX_WAITING_BYTES:
+            raise Stalled(f"the peer does not read: {self.waiting_bytes} bytes are queued for it")
         self._queue(frame)
 
     async def put(self, frame: bytes) -> None:
@@ -220,15 +214,15 @@ class Outbox:
 
     def _queue(self, frame: bytes) -> None:
         self._small.append(frame)
-        self._small_bytes += len(frame)
-        if self._small_bytes > MAX_WAITING_BYTES // 2:
+        self.waiting_bytes += len(frame)
+        if self.waiting_bytes > MAX_WAITING_BYTES // 2:
             self._room.clear()
         self._something_to_send.set()
 
     def _take_small(self) -> bytes:
         frame = self._small.popleft()
-        self._small_bytes -= len(frame)
-        if self._small_bytes <= MAX_WAITING_BYTES // 2:
+        self.waiting_bytes -= len(frame)
+        if self.waiting_bytes <= MAX_WAITING_BYTES // 2:
             self._room.set()
         return frame
 
@@ -389,12 +383,11 @@ class Meter:
         self._round_trip = Ewma(ROUND_TRIP_WEIGHT)
         self._goodput = Goodput()
         self._behind: dict[int, int] = {}  # Ping token -> transfer that it follows
-        self._sent_bytes = 0
-        self._received_bytes = 0
+        self._sent_bytes, self._received_bytes = 0, 0
         self._heard_at = clock.monotonic()
         self._pinged_at = 0.0
         self._open_token: int | None = None
-        self._next_token = 0
+        self._tokens = itertools.count(1)
 
     def wrote(self, size_bytes: int) -> None:
         self._sent_bytes += size_bytes
@@ -412,7 +405,7 @@ class Meter:
 
     def ping(self) -> int:
         """Begins to measure the round trip; a measurement in progress ends. Returns the token of the ping to send."""
-        self._open_token = self._token()
+        self._open_token = next(self._tokens)
         self._pinged_at = self._clock.monotonic()
         return self._open_token
 
@@ -438,7 +431,7 @@ class Meter:
         """Returns the token of a ping to send after a tensor. The pong shows that the peer has read that tensor."""
         while len(self._behind) >= MOST_ON_THE_WAY:
             del self._behind[next(iter(self._behind))]
-        token = self._token()
+        token = next(self._tokens)
         self._behind[token] = transfer
         return token
 
@@ -448,10 +441,6 @@ class Meter:
     def figures(self) -> LinkFigures:
         goodput = self._goodput.bytes_per_s
         return LinkFigures(self._round_trip.mean, self._sent_bytes, self._received_bytes, goodput)
-
-    def _token(self) -> int:
-        self._next_token += 1
-        return self._next_token
 
 
 class Asking:
@@ -567,9 +556,7 @@ class Link:
         on_end: Callable[[Link, PeerError], None],
     ) -> None:
         settings = surroundings.settings
-        self.peer = peer
-        self.dialled = dialled
-        self.far_end = far_end
+        self.peer, self.dialled, self.far_end = peer, dialled, far_end
         self.since = surroundings.clock.monotonic()
         self.incarnation = hello.incarnation
         self.began = self.since - hello.age_ms / 1e3  # Start of the peer's process on our monotonic clock
@@ -580,11 +567,8 @@ class Link:
                 TrafficClass.BULK: ByteBudget(settings.send_budget_bytes, settings.max_bulk_transfers),
             }
         )
-        self._stream = stream
-        self._handler = surroundings.handler
-        self._clock = surroundings.clock
-        self._settings = settings
-        self._on_end = on_end
+        self._stream, self._settings, self._on_end = stream, settings, on_end
+        self._handler, self._clock = surroundings.handler, surroundings.clock
         self._meter = Meter(surroundings.clock)
         self._patience = Patience(surroundings.patience, self.since)
         self._asking = Asking(peer)

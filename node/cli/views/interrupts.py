@@ -25,9 +25,7 @@ class Interrupts:
     # Uses Python's signal handlers, not asyncio's: they run even if the event loop hangs.
 
     def __init__(self, ask: Callable[[], object], at_once: Callable[[int], None], line: str = STOPPING) -> None:
-        self._ask = ask
-        self._line = line
-        self._at_once = at_once
+        self._ask, self._at_once, self._line = ask, at_once, line
         self._previous: dict[int, Any] = {}
         self._first: int | None = None
 
