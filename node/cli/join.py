@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import (
-    NewLinks,
-    keep_link,
-    manifest_file,
-    qr_printer,
-    remember_run,
-    require_writable,
-    with_options,
-)
+from node.cli.options import NewLinks, keep_link, keep_run, manifest_file, qr_printer, require_writable, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, counted, harmless
@@ -132,10 +124,9 @@ def _use(options: NodeOptions) -> str:
     router = ", and may ask the router to open one" if options.reach is ReachMode.AUTO else ""
     graphs = options.graph_bytes
     kept = "memory for its stage" if graphs is None else f"memory for its stage and {count(graphs)} bytes"
-    carried = f"; relays up to {count(options.relay_bytes_per_hour)} bytes per hour" * bool(
-        options.relay_bytes_per_hour
-    )
-    return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{carried}"
+    most = options.relay_bytes_per_hour
+    relays = f"; relays up to {count(most)} bytes per hour" if most else ""
+    return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{relays}"
 
 
 def _line_typed() -> str:
@@ -191,12 +182,12 @@ async def _join(options: NodeOptions) -> int:
         if options.qr:
             events = NewLinks(qr_printer(), events)
         if not options.stop_on_eof:  # with it, the node is a part of a local swarm
-            events = NewLinks(remember_run, events)
+            events = NewLinks(keep_run, events)
         try:
             await run_node(options, events, stop, consent=partial(ask_consent, options))
         finally:
             if options.link is not None and not options.stop_on_eof:  # this node's own link is dead now
-                remember_run(str(dataclasses.replace(options.link, invitation=None)))
+                keep_run(str(dataclasses.replace(options.link, invitation=None)))
         return 0
 
 

@@ -136,7 +136,7 @@ def last_link_path() -> Path:
     return default_identity_path().with_name("last-run.link")
 
 
-def remember_run(link: str) -> None:
+def keep_run(link: str) -> None:
     """Keeps the link for `skipstone status`."""
     path = last_link_path()
     with contextlib.suppress(OSError):

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import (
-    RunOptions,
-    VisitedPerPath,
-    VisitRatio,
-    qr_printer,
-    remember_run,
-    with_options,
-)
+from node.cli.options import RunOptions, VisitedPerPath, VisitRatio, keep_run, qr_printer, with_options
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, join_lines, run_loop
 from node.cli.views.text import counted
@@ -115,7 +108,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
     async with LocalSwarm(manifest, options, deployments=lambda _: deployment) as swarm:
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
-        remember_run(str(swarm.link))
+        keep_run(str(swarm.link))
 
         def kill(_: int) -> None:
             swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs

@@ -162,11 +162,9 @@ class LocalSwarm:
 
     async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
         try:
-            own, arguments = command or peer.deployment.command, self._setup.arguments(peer)
-            forked = await self._forks.start(arguments) if self._forks is not None and own is None else None
-            child = ChildProcess(
-                forked or SpawnedProcess((*(own or self._command), *arguments), self._setup.environment())
-            )
+            own, words = command or peer.deployment.command, self._setup.arguments(peer)
+            forked = await self._forks.start(words) if self._forks is not None and own is None else None
+            child = ChildProcess(forked or SpawnedProcess((*(own or self._command), *words), self._setup.environment()))
         except ResourceExhausted as error:
             self._ended(peer, ChildEnd(error.exit_code, (str(error),)))
             return
@@ -186,11 +184,9 @@ class LocalSwarm:
         if not end.exit_code:  # no other event may follow to show that the run is over
             self._note("info", f"{_name(peer)} stopped cleanly")
             return
-        for said in (
-            f" ended with exit code {end.exit_code}",
-            *map(": {}".format, end.stderr[-MAX_SHOWN_STDERR_LINES:]),
-        ):
-            self._note("error", f"{_name(peer)}{said}")
+        self._note("error", f"{_name(peer)} ended with exit code {end.exit_code}")
+        for line in end.stderr[-MAX_SHOWN_STDERR_LINES:]:
+            self._note("error", f"{_name(peer)}: {line}")
 
     def _heard(self, peer: PlannedPeer, line: bytes) -> None:
         try:

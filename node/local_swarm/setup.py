@@ -123,8 +123,7 @@ def match_limits(
         limits = [*limits] * len(modules)
     if len(limits) != len(modules):
         raise ConfigError(
-            f"{len(limits)} memory limits do not match {len(modules)} peers",
-            hint="Give one limit for all peers, or one per peer.",
+            f"{len(limits)} memory limits do not match {len(modules)} peers", hint="Give one limit, or one per peer."
         )
     from node.model.device import choose_device  # imports torch, which takes seconds
     from node.model.memory_need import free_memory_on, needs_of, none_fits

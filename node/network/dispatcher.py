@@ -57,23 +57,16 @@ class Dispatcher:
         link_down: Callable[[PeerId, PeerError], None] | None = None,
     ) -> Iterator[None]:
         """Registers handlers of messages and link changes within the block. A message type has one handler."""
-        tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
-            (self._tensors, _by_type(tensors)),
-            (self._messages, _by_type(messages)),
-            (self._answers, dict(answers)),
-        ]
-        callbacks: list[tuple[list[Any], Any]] = [
-            (self._on_announced, announced),
-            (self._on_link_up, link_up),
-            (self._on_link_down, link_down),
-        ]
+        tables: tuple[dict[Any, Any], ...] = self._tensors, self._messages, self._answers
+        entries: tuple[dict[Any, Any], ...] = _by_type(tensors), _by_type(messages), dict(answers)
+        lists: tuple[list[Any], ...] = self._on_announced, self._on_link_up, self._on_link_down
         with ExitStack() as undo:
-            for table, added in tables:
+            for table, added in zip(tables, entries, strict=True):
                 assert not table.keys() & added.keys(), "these types have a receiver already"
                 table |= added
                 for kind in added:
                     undo.callback(table.pop, kind)
-            for registered, callback in callbacks:
+            for registered, callback in zip(lists, (announced, link_up, link_down), strict=True):
                 if callback is not None:
                     registered.append(callback)
                     undo.callback(registered.remove, callback)

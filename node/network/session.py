@@ -462,10 +462,8 @@ async def present(
         try:
             # A multiaddr ends with its peer id.
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
-            local = where.local(transport.port)
-            yield NetworkSession(
-                run, identity, own, sync, dispatcher, directory, transport, tunnels, book, local, introduced
-            )
+            ends = where.local(transport.port), introduced
+            yield NetworkSession(run, identity, own, sync, dispatcher, directory, transport, tunnels, book, *ends)
         finally:
             running.cancel()
 

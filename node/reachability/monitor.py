@@ -44,9 +44,7 @@ def judge(attempts: Sequence[Attempt], port: int, advertised_host: str | None) -
         return Standing(ReachStep.DIRECT, said, address, seen_host=host)
     host = _most_common(counted)
     if advertised_host is not None and advertised_host != host:
-        said = (
-            f"peers see this machine at {host}, where port {port} does not answer; they cannot test {advertised_host}"
-        )
+        said = f"peers see this machine at {host}, but port {port} does not answer; they cannot test {advertised_host}"
         return Standing(ReachStep.UNKNOWN, said, seen_host=host)
     return _unreachable(counted, host, port)
 
@@ -76,9 +74,8 @@ async def _tested(mapping: Mapping, advertised_host: str | None, ask: Ask) -> St
     if standing.step is not ReachStep.DIRECT:
         return standing
     address = joined(advertised_host or standing.seen_host, mapping.external_port)
-    return replace(
-        standing, step=ReachStep.MAPPED, address=address, reason=f"mapped by {mapping.how}: {standing.reason}"
-    )
+    why = f"mapped by {mapping.how}: {standing.reason}"
+    return replace(standing, step=ReachStep.MAPPED, address=address, reason=why)
 
 
 def _unreachable(counted: Sequence[Attempt], host: str, port: int) -> Standing:
@@ -246,10 +243,8 @@ async def reachable(
     try:
         with session.dispatcher.registered(answers=answers):
             async with task_scope() as tasks:
-                running = (
-                    tasks.create_task(watch(climbing, hold, adoption, router)),
-                    tasks.create_task(keep_in_step(session)),
-                )
+                work = watch(climbing, hold, adoption, router), keep_in_step(session)
+                running = [tasks.create_task(each) for each in work]
                 try:
                     yield
                 finally:

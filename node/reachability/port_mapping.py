@@ -136,13 +136,9 @@ WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)  # First waits of RFC 6886, section 3.1
 _ASK_ADDRESS: Final = 0
 _MAP_TCP: Final = 2
 _ANSWERS: Final = 128
-_RESULTS: Final = {
-    1: "unsupported version",
-    2: "mapping is disabled",
-    3: "no external address",
-    4: "no free ports",
-    5: "cannot map TCP",
-}
+_RESULTS: Final = dict(
+    enumerate(("wrong version", "mapping is disabled", "no external address", "no free ports", "cannot map TCP"), 1)
+)
 
 
 @dataclass(frozen=True, eq=False)

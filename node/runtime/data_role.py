@@ -124,10 +124,9 @@ class DataRole:
 async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
     """Builds a data node within the block, with its text open and the first microbatches being packed."""
     manifest, own, clock = context.manifest, context.session.own, SystemClock()
-    allowance, per_step = context.options.allowance, manifest.microbatches_per_step
+    options, per_step, submit = context.options, manifest.microbatches_per_step, context.compute.submit
     worker = await context.compute.run(
-        Priority.UPKEEP,
-        lambda: host_stage_zero(manifest, context.device, allowance, context.threads, context.compute.submit),
+        Priority.UPKEEP, lambda: host_stage_zero(manifest, context.device, options.allowance, context.threads, submit)
     )
     if context.resumed.state is not None:
         await context.compute.run(
@@ -141,7 +140,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     assert context.text.value is not None, context.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, context.text.value, context.router)
     membership, times = context.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
-    rules = _in_flight_rules(context.options, manifest)
+    rules = _in_flight_rules(options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
     if paths.skippable <= MAX_VISITED_STAGES:  # a record has room for a bounded number of stages
@@ -173,13 +172,11 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         launches = Launches(worker, runner, context.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, launches, clock, measured)
         in_flight = InFlightTable(own.peer, rules, number, resume.counts_of(position), worker.steps)
-        reading = ReadingPosition(
-            start, rules.per_step * (rules.staleness + 2) + max(rules.window, rules.most_by_staleness)
-        )
+        ahead = max(rules.window, rules.most_by_staleness)
+        reading = ReadingPosition(start, rules.per_step * (rules.staleness + 2) + ahead)
         training = Training(in_flight, resume.progress_of(context.resumed), reading)
-        window = WindowFinder(
-            manifest, in_flight, membership, clock, asked=context.options.window, memory=allowance.slots
-        )
+        asked, memory = options.window, options.slots_held
+        window = WindowFinder(manifest, in_flight, membership, clock, asked=asked, memory=memory)
         path_times = PathTimes(own.peer, times, membership.slots_of)
         data_node = DataNode(context, training, planner, path_times, evaluator, launches, prefetcher.ready, window)
         held_out = HeldOut(manifest, documents, evaluator)

@@ -113,8 +113,7 @@ async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
                 await reader.read(1)
     except TimeoutError:
         raise Stalled(
-            f"the node was asked to leave, but still runs after {patience_s:.0f} s",
-            hint="Look at its log, or kill its process.",
+            f"the node was asked to leave, but still runs after {patience_s:.0f} s", hint="Look at its log, or kill it."
         ) from None
     finally:
         writer.close()
@@ -166,6 +165,5 @@ def _remove_own(path: Path, secret: str) -> None:
 
 def _nobody(identity_path: Path) -> ConfigError:
     return ConfigError(
-        f"no node runs here with the identity {identity_path}",
-        hint="Name the node's key file: skipstone leave --identity FILE.",
+        f"no node runs here with the identity {identity_path}", hint="Name its key file: leave --identity FILE."
     )

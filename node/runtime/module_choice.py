@@ -88,9 +88,7 @@ class FittingModules:
         options, asked = self._options, asked_modules(self._options, self._manifest)
         wanted = asked or ([] if resumed.module is None else [resumed.module])
         if text.value is None and ModuleId(0) in wanted:
-            raise ConfigError(
-                f"this node cannot take stage 0: {text.reason}", hint="Or choose another stage with --no-data."
-            )
+            raise ConfigError(f"this node cannot take stage 0: {text.reason}", hint="Or take another stage: --no-data.")
         if len(asked) == 1:
             return Reasoned(self._only(asked[0]), "set by --stage")
         if resumed.module is not None and (not asked or resumed.module in asked):
@@ -209,11 +207,8 @@ class Mover:
         rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
         # Estimate the download of the new module by our fastest link.
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
-        of_block = STATE_BYTES_PER_PARAMETER * block_parameters(self._manifest.model)
-        fitting = self._fitting.of(goals, held=own.module)
-        move_s = {
-            module: SETTING_UP_S + of_block * self._manifest.stages.blocks[module.stage] / rate for module in fitting
-        }
-        return SwarmView(
-            own.announcement(), others, now - self._since, move_s, self._proofs.proven, self._fitting.needs
-        )
+        block_s = STATE_BYTES_PER_PARAMETER * block_parameters(self._manifest.model) / rate
+        fitting, blocks = self._fitting.of(goals, held=own.module), self._manifest.stages.blocks
+        move_s = {module: SETTING_UP_S + block_s * blocks[module.stage] for module in fitting}
+        proven, needs = self._proofs.proven, self._fitting.needs
+        return SwarmView(own.announcement(), others, now - self._since, move_s, proven, needs)

@@ -45,10 +45,9 @@ class StageRole:
         self._seen = worker.accumulated_tokens
 
     async def prepare(self) -> None:
-        own, passes, context = self._context.session.own, self._worker.passes, self._context
-        own.speed = await context.compute.run(
-            Priority.UPKEEP, lambda: measure_speed(passes, context.manifest, context.device)
-        )
+        context = self._context
+        measure = partial(measure_speed, self._worker.passes, context.manifest, context.device)
+        context.session.own.speed = await context.compute.run(Priority.UPKEEP, measure)
         await self.rounds.prepare()
 
     async def run(self) -> None:

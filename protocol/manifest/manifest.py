@@ -390,12 +390,8 @@ class DataSection(Section):
     @classmethod
     def _source_is_known(cls, source: str) -> str:
         kind, _, rest = source.partition(":")
-        known = (
-            source == "python-stdlib"
-            or (kind in FILE_KINDS and rest)
-            or (kind == "huggingface" and HUB_PLACE.fullmatch(rest))
-        )
-        if not known:
+        is_of_hub = kind == "huggingface" and HUB_PLACE.fullmatch(rest)
+        if source != "python-stdlib" and not (kind in FILE_KINDS and rest) and not is_of_hub:
             raise ValueError(f"must be one of {SOURCES}; a file or folder is `path:{source[:80]}`")
         return _local_name(source, rest)
 
@@ -541,9 +537,7 @@ class Manifest(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         if self.stages.has_experts and not self.packs_documents:
-            raise ValueError(
-                'stages.experts above 1 needs model.attention = "documents": whole documents are routed to experts'
-            )
+            raise ValueError('stages.experts above 1 needs model.attention = "documents": whole documents are routed')
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
         if self.start is not None and len(self.start.modules) != self.stages.count:
@@ -554,9 +548,7 @@ class Manifest(Section):
                 f" training.rows x model.sequence ({self.microbatch_tokens})"
             )
         if self.data.tokenizer == "bytes" and self.model.vocabulary < 257:
-            raise ValueError(
-                "model.vocabulary must be at least 257 for the byte tokenizer (256 bytes and end of document)"
-            )
+            raise ValueError("model.vocabulary must be at least 257 for the byte tokenizer (256 bytes and an end mark)")
         if max((*self.data.ends, self.data.beginning or 0)) >= self.model.vocabulary:
             raise ValueError(f"data.ends and data.beginning must be below model.vocabulary ({self.model.vocabulary})")
         return self
@@ -593,12 +585,9 @@ def _check_protocol(version: object) -> None:
     lowest, highest = OLDEST_RUN, PROTOCOL_VERSIONS.highest
     if type(version) is int and not lowest <= version <= highest:
         spoken = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
-        advice = (
-            "its author must make a new run with 'skipstone new'" if version < lowest else "install a newer Skipstone"
-        )
-        raise ManifestError(
-            f"manifest: this run needs protocol version {version}; this Skipstone speaks version {spoken}; {advice}"
-        )
+        advice = "its author must make a new run" if version < lowest else "install a newer Skipstone"
+        needed = f"manifest: this run needs protocol version {version}"
+        raise ManifestError(f"{needed}; this Skipstone speaks version {spoken}; {advice}")
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:
@@ -606,9 +595,7 @@ def parse_toml(text: bytes) -> dict[str, Any]:
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"manifest: {len(text)} bytes are more than the {MAX_MANIFEST_BYTES} allowed")
     if any(line.count(b".") > MAX_DOTS_PER_LINE for line in text.split(b"\n")):
-        raise ManifestError(
-            f"manifest: a line with more than {MAX_DOTS_PER_LINE} dots; keys are not nested that deeply"
-        )
+        raise ManifestError(f"manifest: a line with more than {MAX_DOTS_PER_LINE} dots; keys are not nested so deeply")
     try:
         return tomllib.loads(text.decode())
     except ValueError as error:  # also from int() for thousands of digits

@@ -48,9 +48,7 @@ async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float =
     try:  # no host names: their owner could direct the test at other machines
         ipaddress.ip_address(host)
     except ValueError:
-        return DialBackResult(
-            "", DialBackOutcome.NOT_TRIED, "your IP address is unknown, because your link does not show it"
-        )
+        return DialBackResult("", DialBackOutcome.NOT_TRIED, "your link does not show your IP address")
     try:
         async with asyncio.timeout(timeout_s):
             shown = await certificate_at(host, port)

@@ -111,9 +111,8 @@ async def dial(
             stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, far_end)
             return await _introduced(stream, contact, own)
     except TimeoutError:
-        raise Unreachable(
-            f"{short(contact.peer)} did not answer at {', '.join(contact.addresses)} within {timeout_s:g} s"
-        ) from None
+        where = ", ".join(contact.addresses)
+        raise Unreachable(f"{short(contact.peer)} did not answer at {where} within {timeout_s:g} s") from None
 
 
 async def _first_that_answers(
@@ -179,10 +178,8 @@ class Turnover:
 
     def is_high(self, peer: PeerId) -> bool:
         """Whether the peer replaced its link MOST_REPLACED times within REPLACED_WITHIN_S."""
-        times = self._replaced.get(peer)
-        return (
-            times is not None and len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
-        )
+        times = self._replaced.get(peer, deque[float]())
+        return len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -296,9 +296,8 @@ class GrpcTransport:
             return Farewell(FarewellReason.LEAVING)
         link = self._links.get(peer)
         if link is None:
-            return (
-                None if self._has_room_for(peer) else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
-            )
+            full = Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
+            return None if self._has_room_for(peer) else full
         if self._turnover.is_high(peer):
             return Farewell(FarewellReason.UNSPECIFIED, "links to you are replaced too often")
         if link.incarnation != hello.incarnation and await link.answers(self._settings.proof_of_life_s):

@@ -260,9 +260,7 @@ class Inbox:
             self.reply(frames.Cancel(number))
             return
         if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
-            raise SkipstoneError(
-                f"the handler gave a buffer of {admitted.nbytes} bytes for {frame.tensor.byte_length} bytes"
-            )
+            raise SkipstoneError(f"the handler gave {admitted.nbytes} bytes for {frame.tensor.byte_length} bytes")
         now = self.clock.monotonic()
         deadline = now + self.stall_after_s + admitted.nbytes / self.slowest_bytes_per_s
         self._arrivals[number] = frames.Assembly(frame, admitted, now, deadline)
@@ -468,9 +466,8 @@ class Asking:
                 finally:
                     del self._open[number]
         except TimeoutError:
-            raise Stalled(
-                f"{short(self._peer)} did not answer a {question.about.value} question within {timeout_s:g} s"
-            ) from None
+            what = f"{short(self._peer)} did not answer a {question.about.value} question"
+            raise Stalled(f"{what} within {timeout_s:g} s") from None
 
     def answered(self, answer: frames.AnswerFrame) -> None:
         """Completes the question of an answer, if it still waits. Raises ProtocolViolation if their subjects differ."""
