@@ -27,8 +27,7 @@ from node.observability.version import installed_version
 from swarm.vocabulary.errors import Declined, SkipstoneError
 from swarm.vocabulary.types import PROTOCOL_VERSIONS
 
-# Exit code of a shell after SIGINT.
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # Exit code of a shell after SIGINT
 _MAX_MESSAGE_CHARACTERS = 2000
 
 # `\b` keeps click from filling the lines of a paragraph.
@@ -46,8 +45,7 @@ class ErrorReportingGroup(TyperGroup):
     """Typer group that reports an exception of a command by a message and an exit code, and groups `--help`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        # The help has no rich markup, so typer would ignore the panels.
-        width = max(map(len, self.commands))
+        width = max(map(len, self.commands))  # the help has no rich markup, so typer would ignore the panels
         limit = formatter.width - width - 6
         for panel in (RUN, LOOK, USE, LABORATORY):
             with formatter.section(panel):
@@ -59,8 +57,7 @@ class ErrorReportingGroup(TyperGroup):
             return super().invoke(ctx)
         except SkipstoneError as error:
             raise _reported(error, debug=ctx.params["debug"]) from None
-        # Task groups wrap the error of one node in a group.
-        except ExceptionGroup as group:
+        except ExceptionGroup as group:  # task groups wrap the error of one node in a group
             only = _only_error(group)
             if only is None:
                 raise
@@ -115,8 +112,7 @@ app.command(rich_help_panel=USE)(export)
 
 def main() -> None:
     """Entry point of the `skipstone` command."""
-    # Tearing down torch and grpc costs about 1 s of CPU per node, so `leave` skips it.
-    code: str | int | None = 1
+    code: str | int | None = 1  # tearing down torch and grpc costs about 1 s of CPU per node, so `leave` skips it
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -142,7 +138,6 @@ def _only_error(group: ExceptionGroup[Exception]) -> SkipstoneError | None:
 def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:
     if debug:
         traceback.print_exception(error)
-    # The message may quote text from a peer.
-    level = "" if isinstance(error, Declined) else "error: "
+    level = "" if isinstance(error, Declined) else "error: "  # the message may quote text from a peer
     typer.echo(f"{level}{harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)
     return typer.Exit(error.exit_code)

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import (
-    NewLinks,
-    keep_link,
-    manifest_file,
-    qr_printer,
-    remember_run,
-    require_writable,
-    with_options,
-)
+from node.cli.options import NewLinks, keep_link, keep_run, manifest_file, qr_printer, require_writable, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, counted, harmless
@@ -39,10 +31,8 @@ if TYPE_CHECKING:
     from swarm.vocabulary.types import Reasoned
 
 
-# Columns of a plain terminal.
-_LINE_WIDTH: Final = 80
-# Bytes read from the terminal for an answer.
-_LONGEST_ANSWER: Final = 4096
+_LINE_WIDTH: Final = 80  # Columns of a plain terminal
+_LONGEST_ANSWER: Final = 4096  # Bytes read from the terminal for an answer
 
 
 async def ask_consent(
@@ -56,8 +46,7 @@ async def ask_consent(
     stream = sys.stderr if options.as_json else sys.stdout  # with --json, standard output is for programs
     with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
         for line in description(signed, options, text, fits, own=own):
-            # Only people read at a terminal; programs get one line per item.
-            indent = " " * len("may use   ")
+            indent = " " * len("may use   ")  # only people read at a terminal; programs get one line per item
             wrapped = textwrap.fill(line, _LINE_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
             typer.echo(wrapped if stream.isatty() else line, file=stream)
     # With --stop-on-eof another thread reads standard input. A service has no terminal to ask at.
@@ -135,10 +124,9 @@ def _use(options: NodeOptions) -> str:
     router = ", and may ask the router to open one" if options.reach is ReachMode.AUTO else ""
     graphs = options.graph_bytes
     kept = "memory for its stage" if graphs is None else f"memory for its stage and {count(graphs)} bytes"
-    carried = f"; relays up to {count(options.relay_bytes_per_hour)} bytes per hour" * bool(
-        options.relay_bytes_per_hour
-    )
-    return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{carried}"
+    most = options.relay_bytes_per_hour
+    relays = f"; relays up to {count(most)} bytes per hour" if most else ""
+    return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{relays}"
 
 
 def _line_typed() -> str:
@@ -164,8 +152,7 @@ def join(
 
     Every option can be an environment variable: SKIPSTONE_LINK, SKIPSTONE_DHT_PORT for --dht-port, and so on.
     """
-    # Print first: the imports below take a second.
-    if not settings["as_json"]:
+    if not settings["as_json"]:  # print first: the imports below take a second
         announce("skipstone join: starting a node", as_json=False)
     link, manifest_path = _parse_target(target)
     require_writable(settings["checkpoint_dir"])
@@ -178,8 +165,7 @@ async def _join(options: NodeOptions) -> int:
     loop = asyncio.get_running_loop()
 
     def ask() -> None:
-        # A hung event loop must not keep the process alive.
-        end_by(STOP_LIMIT_S)
+        end_by(STOP_LIMIT_S)  # a hung event loop must not keep the process alive
         loop.call_soon_threadsafe(stop.set)
 
     if options.stop_on_eof:
@@ -196,12 +182,12 @@ async def _join(options: NodeOptions) -> int:
         if options.qr:
             events = NewLinks(qr_printer(), events)
         if not options.stop_on_eof:  # with it, the node is a part of a local swarm
-            events = NewLinks(remember_run, events)
+            events = NewLinks(keep_run, events)
         try:
             await run_node(options, events, stop, consent=partial(ask_consent, options))
         finally:
             if options.link is not None and not options.stop_on_eof:  # this node's own link is dead now
-                remember_run(str(dataclasses.replace(options.link, invitation=None)))
+                keep_run(str(dataclasses.replace(options.link, invitation=None)))
         return 0
 
 

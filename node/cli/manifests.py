@@ -38,9 +38,7 @@ class ManifestChanges:
         ),
     ] = None
     revision: Annotated[
-        str | None,
-        "data.revision",
-        typer.Option(help="Commit of a Hugging Face data set [default: the newest]"),
+        str | None, "data.revision", typer.Option(help="Commit of a Hugging Face data set [default: the newest]")
     ] = None
     labels: Annotated[
         str | None,
@@ -202,8 +200,7 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
     if changes.experts is not None:
         table["routing"] = None  # a router fits one layout of experts only
     if changes.total_tokens is not None:
-        # Keep the warm-up's share of the schedule.
-        schedule = table["training"]["schedule"]
+        schedule = table["training"]["schedule"]  # keep the warm-up's share of the schedule
         unit = "steps" if schedule["total_tokens"] is None else "tokens"
         warmup, total = schedule[f"warmup_{unit}"], schedule[f"total_{unit}"]
         schedule["warmup_tokens"] = changes.total_tokens * warmup // total

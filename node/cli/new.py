@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _NAME_WIDTH: Final = len("feed-forward")
-# Columns of a plain terminal.
-_LINE_WIDTH: Final = 80
-# Above this many hours a duration is shown in days.
-_MOST_HOURS: Final = 48
-# Above this many epochs a text is called too small.
-_MOST_EPOCHS: Final = 100
+_LINE_WIDTH: Final = 80  # Columns of a plain terminal
+_MOST_HOURS: Final = 48  # Above this many hours a duration is shown in days
+_MOST_EPOCHS: Final = 100  # Above this many epochs a text is called too small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +63,26 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
 
     if changes.total_tokens is not None and changes.total_tokens < 1:
         raise ConfigError(f"--total-tokens must be at least 1, not {changes.total_tokens}")
-    tokenizer = None if dial.tokenizer is None else _tokenizer(dial.tokenizer)
+    tokens, data = BYTES, None
+    if dial.tokenizer is not None:
+        from node.data.tokenizers import chosen_tokenizer
+
+        tokenizer, data = chosen_tokenizer(dial.tokenizer)
+        tokens = Reasoned(tokenizer.size, f"the {tokenizer.size:,} tokens of {dial.tokenizer.name}")
     wish = Wish(
         parameters=parse_parameters(dial.size or ""),
         peers=_peers(dial),
-        tokens=BYTES if tokenizer is None else tokenizer[0],
+        tokens=tokens,
         total_tokens=changes.total_tokens,
         inner=changes.inner or "adamw",
     )
     dialed = turn(wish, name)
-    if tokenizer is None:
-        # The dial knows only the size of the vocabulary; name the file itself now.
-        return dialed
+    if data is None:
+        return dialed  # the dial knows only the size of the vocabulary; name the file itself now
     from protocol.manifest.manifest import manifest_from_table
 
     table = dialed.manifest.model_dump()
-    return DialedRun(manifest_from_table(table | {"data": table["data"] | tokenizer[1]}), dialed.choices)
+    return DialedRun(manifest_from_table(table | {"data": table["data"] | data}), dialed.choices)
 
 
 def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> Iterator[str]:
@@ -130,13 +131,6 @@ def _peers(dial: DialOptions) -> Peers:
     return Peers(None if dial.card is None else parse_size(dial.card), dial.peers)
 
 
-def _tokenizer(path: Path) -> tuple[Reasoned[int], dict[str, Any]]:
-    from node.data.tokenizers import chosen_tokenizer
-
-    tokenizer, data = chosen_tokenizer(path)
-    return Reasoned(tokenizer.size, f"the {tokenizer.size:,} tokens of {path.name}"), data
-
-
 @with_options(DialOptions, ManifestChanges)
 def new(
     file: Annotated[Path, typer.Argument(help="Manifest file to write.")],
@@ -165,8 +159,7 @@ def new(
         raise ConfigError(f"{file} exists already", hint="Choose another name, or replace it with --force.")
     dial = DialOptions(**{name: settings.pop(name) for name in DialOptions.__slots__})
     changes = ManifestChanges(**settings)
-    # A run is named after its file unless something says otherwise.
-    if changes.name is None and base is None:
+    if changes.name is None and base is None:  # a run is named after its file unless something says otherwise
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
         changes = dataclasses.replace(changes, name=name)
     dialed = None
@@ -182,9 +175,7 @@ def new(
     if model is not None:
         manifest = starting_from(model, manifest, is_default=base is None, keeps_blocks=changes.blocks is not None)
     elif manifest.start is not None and changes.blocks is not None:
-        raise ConfigError(
-            "--stages cuts the model again, which needs its weights", hint="Add the model's folder with --from-model."
-        )
+        raise ConfigError("--stages cuts the model again: that needs its weights", hint="Add its folder: --from-model.")
     router = None if base is None or manifest.routing is None else router_of(base, manifest)
     if route_from is not None:
         from node.data.feed import with_router

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options of the commands that train a run on this machine."""
+    """Options of the commands that train a run on this machine. Raises ConfigError if no checkpoint can be written."""
 
     run: Annotated[
         Path | None,
@@ -57,8 +57,7 @@ class RunOptions:
             metavar="RUN", help="Manifest of the run, or a folder with its checkpoint [default: a small demo]"
         ),
     ] = None
-    manifest: Annotated[Path | None, typer.Option(hidden=True)] = None
-    """The older spelling of `run`."""
+    manifest: Annotated[Path | None, typer.Option(hidden=True)] = None  # The older spelling of `run`.
     data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None
@@ -67,6 +66,9 @@ class RunOptions:
         Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
     ] = None
     checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0
+
+    def __post_init__(self) -> None:
+        require_writable(self.checkpoint_dir)
 
     @property
     def file(self) -> Path | None:
@@ -97,8 +99,7 @@ class NewLinks:
     """Event sink that passes each new join link of the node to `tell`, and forwards every event."""
 
     def __init__(self, tell: Callable[[str], None], behind: EventSink) -> None:
-        self._tell = tell
-        self._behind = behind
+        self._tell, self._behind = tell, behind
         self._told: str | None = None
 
     def emit(self, event: Event) -> None:
@@ -135,7 +136,7 @@ def last_link_path() -> Path:
     return default_identity_path().with_name("last-run.link")
 
 
-def remember_run(link: str) -> None:
+def keep_run(link: str) -> None:
     """Keeps the link for `skipstone status`."""
     path = last_link_path()
     with contextlib.suppress(OSError):

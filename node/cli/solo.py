@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import RunOptions, require_writable, with_options
+from node.cli.options import RunOptions, with_options
 from node.cli.views.interrupts import Interrupts, leave_at_once
 from node.cli.views.output import announce, event_sink
 from node.context.options import default_identity_path
@@ -28,7 +28,7 @@ def solo(
     """Train a run in one process, without a network."""
     announce("skipstone solo: training in one process", as_json=json)
     run = RunOptions(**settings)
-    require_writable(run.checkpoint_dir)
+
     chosen = chosen_manifest(run.file, ManifestChanges(seed=run.seed, source=run.data))
     stop = threading.Event()
     sink = event_sink(as_json=json, on_closed=stop.set)

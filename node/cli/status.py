@@ -41,9 +41,7 @@ def status(
 
     where = link_in(str(last_link_path())) if link is None else read_link(link)
     if where is None:
-        raise ConfigError(
-            "no run was joined on this machine", hint="Name a run by its link: skipstone status skipstone:..."
-        )
+        raise ConfigError("no run was joined on this machine", hint="Name a run: skipstone status skipstone:...")
     console = Console()
 
     def show(status: SwarmStatus, picture: Callable[[Group], None] = console.print) -> None:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Half a gigabyte at 4 bytes per token.
-SHARD_TOKENS: Final = 2**27
+SHARD_TOKENS: Final = 2**27  # Half a gigabyte at 4 bytes per token
 
 
 def tokenize(
@@ -73,6 +72,5 @@ def _documents(source: Source | RowStream, tokenizer: Tokenizer) -> Iterator[Tok
         except OSError as error:
             log.warning("document %s is skipped: %s", name, error.strerror)
             continue
-        # An empty document would become a lone end mark.
-        if tokens.size:
+        if tokens.size:  # an empty document would become a lone end mark
             yield tokens

@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import (
-    RunOptions,
-    VisitedPerPath,
-    VisitRatio,
-    qr_printer,
-    remember_run,
-    require_writable,
-    with_options,
-)
+from node.cli.options import RunOptions, VisitedPerPath, VisitRatio, keep_run, qr_printer, with_options
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, join_lines, run_loop
 from node.cli.views.text import counted
@@ -71,15 +63,14 @@ def up(
     """Train with a swarm of processes on this machine. Ctrl-C stops it cleanly, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
     run = RunOptions(**settings)
-    require_writable(run.checkpoint_dir)
+
     changes = ManifestChanges(seed=run.seed, source=run.data, stages_per_path=stages_per_path, visit_ratio=visit_ratio)
     chosen = chosen_manifest(run.file, changes)
     if chosen.data.is_of_files:
         from node.data.local_paths import as_written
         from node.data.sources import open_source
 
-        # Report a missing folder here once, not in every node.
-        open_source(chosen.data, as_written(chosen.data).text)
+        open_source(chosen.data, as_written(chosen.data).text)  # report a missing folder here once, not in every node
     from node.context.options import default_identity_path, parse_size
     from node.local_swarm.setup import LocalSwarmOptions
 
@@ -117,7 +108,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
     async with LocalSwarm(manifest, options, deployments=lambda _: deployment) as swarm:
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
-        remember_run(str(swarm.link))
+        keep_run(str(swarm.link))
 
         def kill(_: int) -> None:
             swarm.signal_all(signal.SIGKILL)  # works even if the event loop hangs

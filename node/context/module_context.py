@@ -31,17 +31,14 @@ class ModuleContext:
     routes: Routes
     manifest: Manifest
     module: ModuleId
-    device: torch.device
-    """First device of the node; holds the module's state."""
+    device: torch.device  # First device of the node; holds the module's state.
     threads: DeviceThreads
     compute: ComputeThread
     events: EventSink
-    finished: Callable[[], None]
-    """Called when a data node has finished its steps."""
+    finished: Callable[[], None]  # Called when a data node has finished its steps.
     saves: SaveRequests
     proofs: Proofs
     resumed: ResumedState
     start: CutModel | None
     router: Router | None
-    text: Reasoned[LocalPaths | None]
-    """Where the run's text may be opened; a data node always has a place."""
+    text: Reasoned[LocalPaths | None]  # Where the run's text may be opened; a data node always has a place.

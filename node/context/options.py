@@ -121,8 +121,7 @@ class NodeOptions:
     text: Annotated[Path | None, TextPath] = None
     tokenizer: Annotated[Path | None, TokenizerPath] = None
     model: Annotated[
-        Path | None,
-        setting("model", "Folder of the model that the run starts from; peers fetch their part from it."),
+        Path | None, setting("model", "Folder of the model that the run starts from; peers fetch their part from it.")
     ] = None
     allow_hub: Annotated[bool, AllowHub] = False
     yes: Annotated[bool, setting("yes", "Join without asking for consent.")] = False
@@ -268,8 +267,7 @@ class NodeOptions:
         words = [str(self.link or self.manifest_path)]
         for row in dataclasses.fields(self):
             value = getattr(self, row.name)
-            # Defaults are left out.
-            if row.name not in SETTINGS or value == row.default:
+            if row.name not in SETTINGS or value == row.default:  # defaults are left out
                 continue
             on, _, off = SETTINGS[row.name][0].param_decls[0].partition("/")
             if isinstance(value, bool):
@@ -279,12 +277,12 @@ class NodeOptions:
         return words
 
 
+# Option of each field, then its checks.
 SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     name: hint.__metadata__
     for name, hint in typing.get_type_hints(NodeOptions, include_extras=True).items()
     if typing.get_origin(hint) is Annotated
 }
-"""Option of each field, then its checks."""
 VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
 
 

@@ -44,24 +44,18 @@ def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
     """Chooses the number of blocks per stage. Raises ConfigError if peers are too few or their memory is too small."""
     blocks = uncut.stages.blocks[1]
     if peers.number is not None and peers.number < 2:
-        raise ConfigError(
-            "a run needs at least two peers", hint="Set --peers to 2 or more, or train alone with `skipstone solo`."
-        )
+        raise ConfigError("a run needs at least two peers", hint="Set --peers to 2 or more, or use `skipstone solo`.")
     if peers.number is not None and peers.card is None:
         cut = spread(blocks, min(peers.number, MAX_STAGES))
         if len(cut) < peers.number:
-            return Reasoned(
-                cut, f"a stage needs at least one block, so {peers.number - len(cut)} of the peers are replicas"
-            )
+            return Reasoned(cut, f"each stage needs a block, so {peers.number - len(cut)} of the peers are replicas")
         return Reasoned(cut, f"one for each of {peers.number} peers; the first has embedding and head")
     # Each further stage costs two more hidden states per token on a link, so take the fewest.
     card = COMMON_CARD if peers.card is None else peers.card
     most = _most_blocks(uncut, card)
     stages = 1 + -(-blocks // most)
     if stages > MAX_STAGES:
-        raise ConfigError(
-            f"this model needs {stages} stages, but a run has at most {MAX_STAGES}", hint="Set a larger --card."
-        )
+        raise ConfigError(f"this model needs {stages} stages; the most is {MAX_STAGES}", hint="Set a larger --card.")
     if peers.number is not None and peers.number < stages:
         raise ConfigError(
             f"a card of {_card(card)} holds {most} of {blocks} blocks, so this model needs {stages} peers, "
@@ -169,8 +163,7 @@ def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
         wide = round(8 / 3 * hidden / GRID) * GRID
         one = Shape(vocabulary, hidden, 1, heads, kv_heads, wide, parameters < TIED_BELOW)
         blocks = round((parameters - one.ends) / one.block)
-        # Wider models would be even shallower.
-        if blocks < 2:
+        if blocks < 2:  # wider models would be even shallower
             return
         yield Shape(vocabulary, hidden, blocks, heads, kv_heads, wide, one.tied)
 

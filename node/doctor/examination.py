@@ -101,8 +101,7 @@ ROUGH: Final = 10**5
 MANY_FRAGMENTS: Final = 8  # Fragments of the dial for large stages; averaging in parts needs less memory
 
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*([^;]*)")
-# Operators that pyproject.toml uses.
-_CLAUSE: Final = re.compile(r"(==|>=|<)\s*([0-9][0-9.]*?)(\.\*)?")
+_CLAUSE: Final = re.compile(r"(==|>=|<)\s*([0-9][0-9.]*?)(\.\*)?")  # Operators that pyproject.toml uses
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
+from node.local_swarm.forked_nodes import ForkedProcess
 from swarm.vocabulary.errors import ResourceExhausted
 
 MAX_STDERR_LINES = 40
@@ -26,25 +27,8 @@ class ChildEnd:
     stderr: tuple[str, ...]
 
 
-class StartedProcess(Protocol):
-    """A process that leads its own group, with pipes for its streams."""
-
-    pid: int
-    stdin: IO[bytes]
-    stdout: IO[bytes]
-    stderr: IO[bytes]
-
-    def when_ended(self, then: Callable[[], None]) -> None:
-        """Calls `then` on the running loop once the process has ended. The process id stays reserved until `reap`."""
-        ...
-
-    def reap(self) -> int:
-        """Waits for the end of a killed process. Returns its exit code, or minus the signal."""
-        ...
-
-
 class SpawnedProcess:
-    """A child process started with `subprocess` (`StartedProcess`)."""
+    """A child process started with `subprocess`. It leads its own group, and has pipes for its streams."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         try:
@@ -63,6 +47,7 @@ class SpawnedProcess:
         self.stdin, self.stdout, self.stderr = (cast(IO[bytes], pipe) for pipe in pipes)
 
     def when_ended(self, then: Callable[[], None]) -> None:
+        """Calls `then` on the running loop once the process has ended. The process id stays reserved until `reap`."""
         # asyncio's subprocesses also wait for the pipes, which a grandchild can hold open.
         loop = asyncio.get_running_loop()
 
@@ -76,19 +61,16 @@ class SpawnedProcess:
         threading.Thread(target=wait, name=f"wait-{self.pid}", daemon=True).start()
 
     def reap(self) -> int:
+        """Waits for the end of a killed process. Returns its exit code, or minus the signal."""
         return self._process.wait()
 
 
 class ChildProcess:
     """A running child. `follow` must be awaited exactly once; it returns when the child and its group are gone."""
 
-    def __init__(self, process: StartedProcess) -> None:
-        self._process = process
+    def __init__(self, process: SpawnedProcess | ForkedProcess) -> None:
+        self._process, self.pid = process, process.pid
         self._code: int | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def ask_to_stop(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -128,8 +110,7 @@ class ChildProcess:
         return ChildEnd(128 - self._code if self._code < 0 else self._code, last)
 
     def _end_group(self) -> None:
-        # Kill the group before reaping the child: until then its group id cannot be reused.
-        if self._code is None:
+        if self._code is None:  # kill the group before reaping the child: until then its group id cannot be reused
             _signal_group(self.pid, signal.SIGKILL)
             self._code = self._process.reap()
 

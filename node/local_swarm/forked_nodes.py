@@ -212,15 +212,15 @@ class ForkServer:
         self._process.wait()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ForkedProcess:
-    """A node forked by the server (`node.local_swarm.child_process.StartedProcess`)."""
+    """A node forked by the server, with the methods of `node.local_swarm.child_process.SpawnedProcess`."""
 
-    def __init__(self, pid: int, life: socket.socket, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        self.pid = pid
-        self.stdin = stdin
-        self.stdout = stdout
-        self.stderr = stderr
-        self._life = life
+    pid: int
+    _life: socket.socket
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
 
     def when_ended(self, then: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -237,8 +237,7 @@ class ForkedProcess:
         try:
             received = self._life.recv(NUMBER_BYTES)
         except OSError:
-            # The server is gone, so it cannot report the end.
-            received = b""
+            received = b""  # the server is gone, so it cannot report the end
         finally:
             self._life.close()
         return int.from_bytes(received, signed=True) if received else -signal.SIGKILL

@@ -40,14 +40,11 @@ class LocalSwarm:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`command` replaces `python -m node`; by default nodes are forked if possible, in half the time."""
-        self._manifest = manifest
-        self._options = options
+        self._manifest, self._options, self._deployments = manifest, options, deployments
+        self._stop_limit_s, self._clock = stop_limit_s, clock
         self._command = tuple(command or node_command())
         self._may_fork = command is None and may_fork(self._command)
         self._forks: ForkServer | None = None
-        self._deployments = deployments
-        self._stop_limit_s = stop_limit_s
-        self._clock = clock
         self._children: dict[int, ChildProcess] = {}
         self._unread: deque[Event] = deque(maxlen=MAX_UNREAD_EVENTS)
         self._changed = asyncio.Event()
@@ -77,8 +74,7 @@ class LocalSwarm:
             self.kill_all()
         cancelled = (kind, error, trace) if isinstance(error, asyncio.CancelledError) else (None, None, None)
         try:
-            # The task group would wrap other exceptions of the block.
-            await self._tasks.__aexit__(*cancelled)
+            await self._tasks.__aexit__(*cancelled)  # the task group would wrap other exceptions of the block
         finally:
             if self._forks is not None:
                 self._forks.close()
@@ -166,18 +162,15 @@ class LocalSwarm:
 
     async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
         try:
-            own, arguments = command or peer.deployment.command, self._setup.arguments(peer)
-            forked = await self._forks.start(arguments) if self._forks is not None and own is None else None
-            child = ChildProcess(
-                forked or SpawnedProcess((*(own or self._command), *arguments), self._setup.environment())
-            )
+            own, words = command or peer.deployment.command, self._setup.arguments(peer)
+            forked = await self._forks.start(words) if self._forks is not None and own is None else None
+            child = ChildProcess(forked or SpawnedProcess((*(own or self._command), *words), self._setup.environment()))
         except ResourceExhausted as error:
             self._ended(peer, ChildEnd(error.exit_code, (str(error),)))
             return
         self._children[peer.index] = child
         if self._stopping.is_set():
-            # Asked to stop while this node was starting.
-            child.ask_to_stop()
+            child.ask_to_stop()  # asked to stop while this node was starting
         try:
             end = await child.follow(lambda line: self._heard(peer, line))
         finally:
@@ -191,11 +184,9 @@ class LocalSwarm:
         if not end.exit_code:  # no other event may follow to show that the run is over
             self._note("info", f"{_name(peer)} stopped cleanly")
             return
-        for said in (
-            f" ended with exit code {end.exit_code}",
-            *map(": {}".format, end.stderr[-MAX_SHOWN_STDERR_LINES:]),
-        ):
-            self._note("error", f"{_name(peer)}{said}")
+        self._note("error", f"{_name(peer)} ended with exit code {end.exit_code}")
+        for line in end.stderr[-MAX_SHOWN_STDERR_LINES:]:
+            self._note("error", f"{_name(peer)}: {line}")
 
     def _heard(self, peer: PlannedPeer, line: bytes) -> None:
         try:
@@ -215,8 +206,7 @@ class LocalSwarm:
         self._changed.set()
 
     async def _stop_when_asked(self) -> None:
-        # Data nodes first: their microbatches in flight still need the other nodes.
-        await self._stopping.wait()
+        await self._stopping.wait()  # data nodes first: their microbatches in flight still need the other nodes
         deadline = asyncio.get_running_loop().time() + self._stop_limit_s
         data_nodes = {peer.index for peer in self.peers if peer.stage == 0}
         # Half of the time is left for the others.

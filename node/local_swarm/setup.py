@@ -26,8 +26,7 @@ from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
 
 HOST = "127.0.0.1"
-LINK_PEERS = 2
-"""Peers named in the link, so that one may fail."""
+LINK_PEERS = 2  # Peers named in the link, so that one may fail.
 
 
 IDENTITIES = "identities"
@@ -36,10 +35,8 @@ IDENTITIES = "identities"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     host: str = HOST
-    advertise: str | None = None
-    """None: `host`."""
-    command: tuple[str, ...] | None = None
-    """None: the swarm's command."""
+    advertise: str | None = None  # None: `host`.
+    command: tuple[str, ...] | None = None  # None: the swarm's command.
 
     @property
     def advertised_host(self) -> str:
@@ -59,23 +56,18 @@ class LocalSwarmOptions:
 
     peers: int
     steps: int | None = None
-    threads: int | None = None
-    """None: an equal share of this machine's cores."""
-    checkpoint_dir: Path | None = None
-    """Also holds the nodes' keys, so that a second start resumes."""
+    threads: int | None = None  # None: an equal share of this machine's cores.
+    checkpoint_dir: Path | None = None  # Also holds the nodes' keys, so that a second start resumes.
     checkpoint_every_s: float = 300.0
-    memory_limits: tuple[int, ...] = ()
-    """In bytes: one for all or one for each; the largest goes to the largest need."""
+    memory_limits: tuple[int, ...] = ()  # In bytes: one for all or one for each; the largest goes to the largest need.
     moments: MomentType = MomentType.FLOAT32
     moving: bool = False
     log_dir: Path | None = None
     log_level: str = "warning"
     model: Path | None = None
     router: bytes = b""
-    port_base: int | None = None
-    """First of the nodes' consecutive ports. None: free ones."""
-    author_path: Path | None = None
-    """Key that signs the manifest. None: the first peer's."""
+    port_base: int | None = None  # First of the nodes' consecutive ports. None: free ones.
+    author_path: Path | None = None  # Key that signs the manifest. None: the first peer's.
 
     @property
     def threads_per_node(self) -> int:
@@ -131,8 +123,7 @@ def match_limits(
         limits = [*limits] * len(modules)
     if len(limits) != len(modules):
         raise ConfigError(
-            f"{len(limits)} memory limits do not match {len(modules)} peers",
-            hint="Give one limit for all peers, or one per peer.",
+            f"{len(limits)} memory limits do not match {len(modules)} peers", hint="Give one limit, or one per peer."
         )
     from node.model.device import choose_device  # imports torch, which takes seconds
     from node.model.memory_need import free_memory_on, needs_of, none_fits
@@ -143,8 +134,7 @@ def match_limits(
     matched: list[int | None] = [None] * len(modules)
     for index, limit in zip(order, sorted(limits), strict=True):
         matched[index] = limit
-        # Each node would refuse too, after seconds.
-        within = free.within(Reasoned(limit, "under --memory-limit"))
+        within = free.within(Reasoned(limit, "under --memory-limit"))  # each node would refuse too, after seconds
         if within.lacks(needs[modules[index]]) is not None:
             raise none_fits(manifest, [modules[index]], within, DEFAULT_SLOTS, moments)
     return matched
@@ -155,12 +145,9 @@ class LocalSetup:
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, deployments: Deployments = all_local) -> None:
         modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
-        self._options = options
-        self._manifest = manifest
-        self._deployments = deployments
+        self._options, self._manifest, self._deployments = options, manifest, deployments
         self.peers: list[PlannedPeer] = []
-        self.ended: set[int] = set()
-        self.returned: set[int] = set()
+        self.ended, self.returned = set[int](), set[int]()
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
         except OSError as error:

@@ -11,8 +11,7 @@ from node.observability import events
 from node.observability.events import Event
 from swarm.workload.microbatch_sizes import SizeSummary
 
-# A step is done once no data node within this many steps of the foremost still has to report it.
-MAX_LAG = 8
+MAX_LAG = 8  # A step is done once no data node within this many steps of the foremost still has to report it
 MAX_CURVE = 512  # Beyond this, every second point is dropped
 MAX_NOTES = 8
 RATE_WINDOW = 16
@@ -225,8 +224,7 @@ def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: fl
         tokens_per_s=_finite(event.tokens_per_s),
     )
     state = _with_peer(state, index, reported)
-    # The step is closed already; its tokens still count.
-    if step <= state.step:
+    if step <= state.step:  # the step is closed already; its tokens still count
         return Progressed(replace(state, tokens=state.tokens + tokens), ())
     pending = {**state.pending, step: (*state.pending.get(step, ()), share)}
     return _settle(replace(state, pending=pending), now)
@@ -261,8 +259,7 @@ def _is_done(state: SwarmProgress, step: int) -> bool:
 def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgress, events.Step]:
     shares = state.pending[step]
     new_tokens = sum(share.tokens for share in shares)
-    # Nodes without a token count weigh equally.
-    weights = [share.tokens or 1 for share in shares]
+    weights = [share.tokens or 1 for share in shares]  # nodes without a token count weigh equally
     loss = sum(share.loss * weight for share, weight in zip(shares, weights, strict=True)) / sum(weights)
     tokens = state.tokens + new_tokens
     recent = (*state.recent, Moment(now, tokens))[-RATE_WINDOW:]

@@ -18,8 +18,7 @@ from swarm.vocabulary.types import ModuleId, PeerId
 
 STATUS_TIMEOUT_S = 5.0
 WATCH_S = 3.0
-# The data node runs the whole model over the held-out text.
-EVALUATION_TIMEOUT_S = 600.0
+EVALUATION_TIMEOUT_S = 600.0  # The data node runs the whole model over the held-out text
 
 
 async def query_status(link: Link, patience_s: float = 30.0) -> SwarmStatus:

@@ -37,8 +37,7 @@ class Dispatcher:
     """`LinkHandler` that passes each message to the handler registered for its type; refuses or drops the others."""
 
     def __init__(self, own: LocalPeer, membership: Membership) -> None:
-        self._own = own
-        self._membership = membership
+        self._own, self._membership = own, membership
         self._tensors: dict[type, TensorReceiver] = {}
         self._messages: dict[type, Receive] = {}
         self._answers: dict[QuestionAbout, Answer] = {}
@@ -58,23 +57,16 @@ class Dispatcher:
         link_down: Callable[[PeerId, PeerError], None] | None = None,
     ) -> Iterator[None]:
         """Registers handlers of messages and link changes within the block. A message type has one handler."""
-        tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
-            (self._tensors, _by_type(tensors)),
-            (self._messages, _by_type(messages)),
-            (self._answers, dict(answers)),
-        ]
-        callbacks: list[tuple[list[Any], Any]] = [
-            (self._on_announced, announced),
-            (self._on_link_up, link_up),
-            (self._on_link_down, link_down),
-        ]
+        tables: tuple[dict[Any, Any], ...] = self._tensors, self._messages, self._answers
+        entries: tuple[dict[Any, Any], ...] = _by_type(tensors), _by_type(messages), dict(answers)
+        lists: tuple[list[Any], ...] = self._on_announced, self._on_link_up, self._on_link_down
         with ExitStack() as undo:
-            for table, added in tables:
+            for table, added in zip(tables, entries, strict=True):
                 assert not table.keys() & added.keys(), "these types have a receiver already"
                 table |= added
                 for kind in added:
                     undo.callback(table.pop, kind)
-            for registered, callback in callbacks:
+            for registered, callback in zip(lists, (announced, link_up, link_down), strict=True):
                 if callback is not None:
                     registered.append(callback)
                     undo.callback(registered.remove, callback)
@@ -128,8 +120,7 @@ class Dispatcher:
         return await answer(sender, question)
 
     def link_up(self, peer: PeerId) -> None:
-        # Copied, because a callback may unregister itself.
-        for tell in list(self._on_link_up):
+        for tell in list(self._on_link_up):  # copied, because a callback may unregister itself
             tell(peer)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:

@@ -88,8 +88,7 @@ class OwnRecord:
     """Signer of this node's records, which are announcements of its current state."""
 
     def __init__(self, own: LocalPeer, identity: Identity) -> None:
-        self._own = own
-        self._identity = identity
+        self._own, self._identity = own, identity
         self._last = b""  # Last record that could be encoded
         self.is_encodable = True
 

@@ -47,8 +47,8 @@ class HeldOutLoss(RouteLoss):
     """Held-out loss on paths through one set of stages, in total and by route (the documents' experts)."""
 
     sizes: SizeSummary | None = None  # Number of microbatches, if known
+    # Loss by route, such as `1.0,2.1`; empty without experts.
     routes: Mapping[str, RouteLoss] = field(default_factory=dict)
-    """Loss by route, such as `1.0,2.1`; empty without experts."""
 
 
 def summed_loss(losses: Sequence[tuple[float, int]]) -> RouteLoss:

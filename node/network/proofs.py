@@ -29,8 +29,7 @@ class Proofs:
     def __init__(self, session: NetworkSession, module: ModuleId, signer: EntrySigner) -> None:
         self.ledger = WorkLedger(session.own.peer)
         self.signer = signer
-        self._module = module
-        self._session = session
+        self._module, self._session = module, session
         self._tallies = Tallies()
         self._in_round = frozenset[PeerId]()
         self.accused: Callable[[], Collection[PeerId]] = frozenset  # Returns the liars that our rounds exclude

@@ -23,7 +23,7 @@ from protocol.identity.certificates import make_credentials, peer_of_certificate
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.clock import Clock, SystemClock
-from protocol.interfaces.transport import Contact, Directory, Question, QuestionAbout, Transport
+from protocol.interfaces.transport import Contact, Question, QuestionAbout, Transport
 from protocol.manifest.join_link import JoinLink, Link, ShortLink, multiaddr_of, short_link
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
@@ -49,8 +49,7 @@ GREET_S = 1.0
 GREETED_AT_ONCE = 8
 MOST_GREETED = 128  # Links beyond which no more are opened for possible work
 CLOCK_STEP_S = 5.0  # Jump of the wall clock that is logged
-# Modules with this few replicas are probed before a decision.
-FEW_REPLICAS = 2
+FEW_REPLICAS = 2  # Modules with this few replicas are probed before a decision
 MAX_ASKED = 64
 
 
@@ -82,7 +81,7 @@ class MembershipSync:
     membership: Membership
     book: KnownPeers
     events: EventSink
-    directory: Directory
+    directory: DhtDirectory
     transport: Transport
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the view changes; the waiter clears it
     looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set once all watched modules were looked up
@@ -143,8 +142,7 @@ class MembershipSync:
             self._publish_view()
         elif known is None:  # a path led to a peer that is not in our view yet
             self._look_now.set()
-        # One probe of a suspect peer is enough.
-        elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):
+        elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):  # one probe of a suspect peer is enough
             self._tasks.begin(self._probe(peer))
         was_linked = peer in self.membership.linked
         self.membership.fail(peer, self.own.clock.monotonic())
@@ -183,8 +181,7 @@ class MembershipSync:
 
     async def _look_up_for_ever(self) -> None:
         while True:
-            # `watch` may replace the modules meanwhile; then start over.
-            watched = self._modules
+            watched = self._modules  # `watch` may replace the modules meanwhile; then start over
             try:
                 for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
                     found = await self.directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
@@ -203,8 +200,7 @@ class MembershipSync:
 
     async def _publish_for_ever(self) -> None:
         while True:
-            # Two publications may fail before the record expires.
-            wait = RECORD_LIFETIME_S / 3
+            wait = RECORD_LIFETIME_S / 3  # two publications may fail before the record expires
             try:
                 announcement = self.own.announcement()
                 self.transport.announce(self.record.of(announcement))
@@ -241,8 +237,7 @@ class MembershipSync:
         while True:
             await asyncio.sleep(GREET_S)
             linked = self.membership.linked
-            # Stage 0 works with all modules.
-            ours = self.own.module
+            ours = self.own.module  # stage 0 works with all modules
             serving = [a for a in self.membership.peers() if a.state is PeerState.SERVING and a.is_reachable]
             known = {a.peer for a in serving if a.module is not None and ours in (a.module, ModuleId(0))}
             met = (met | linked) & known
@@ -467,10 +462,8 @@ async def present(
         try:
             # A multiaddr ends with its peer id.
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
-            local = where.local(transport.port)
-            yield NetworkSession(
-                run, identity, own, sync, dispatcher, directory, transport, tunnels, book, local, introduced
-            )
+            ends = where.local(transport.port), introduced
+            yield NetworkSession(run, identity, own, sync, dispatcher, directory, transport, tunnels, book, *ends)
         finally:
             running.cancel()
 
@@ -480,8 +473,7 @@ def address_towards(host: str, *, by_ip6: bool = False) -> str | None:
     family = socket.AF_INET6 if by_ip6 or ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Connecting a UDP socket only chooses a route.
-            probe.connect((host, 9))
+            probe.connect((host, 9))  # connecting a UDP socket only chooses a route
             return str(probe.getsockname()[0])
     except OSError:
         return None

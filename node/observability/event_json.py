@@ -15,8 +15,7 @@ from node.observability.events import Event, EventSink, LogEvent, Started
 from node.observability.typed_json import from_json, to_json
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 
-# Longer lines come from no node of ours.
-MAX_LINE_BYTES = 64 * 1024
+MAX_LINE_BYTES = 64 * 1024  # Longer lines come from no node of ours
 
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
 
@@ -84,14 +83,10 @@ class EventLog:
         max_bytes: int = MAX_BYTES,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = folder
-        self._peer = peer
+        self._folder, self._peer, self._max_bytes = folder, peer, max_bytes
         self._unix_ms = int(wall() * 1000)
-        self._max_bytes = max_bytes
-        self._monotonic = monotonic
-        self._began = monotonic()
-        self._part = 0
-        self._written = 0
+        self._monotonic, self._began = monotonic, monotonic()
+        self._part, self._written = 0, 0
         self._file: int | None = None
 
     def __enter__(self) -> Self:
@@ -114,8 +109,7 @@ class EventLog:
             if self._file is not None and self._written >= self._max_bytes:
                 self._next_part()
             self._append(event)
-        # A full disk must not stop the training.
-        except OSError as error:
+        except OSError as error:  # a full disk must not stop the training
             log.warning("the event log stops here: %s", error)
             self._close()
 

@@ -162,8 +162,8 @@ class Completed(_Kind, name="completed"):
     microbatch: str
     hops: tuple[str, ...]  # `module@peer` each, including repairs, without stage 0
     tokens: int | None = field(default=None, metadata=OMITTED_IF_NONE)  # Null in older logs
+    # Experts of its documents. `hops` differs where an expert was unserved.
     route: tuple[int, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
-    """Experts of its documents. `hops` differs where an expert was unserved."""
 
 
 class RoundProgress(_OfModule, name="round_progress"):
@@ -322,8 +322,8 @@ class Summary(_Kind, name="summary"):
     peers: tuple[PeerSummary, ...]
 
 
+# Events for the log file only: too many for a terminal, or about the log itself.
 LogEvent = Visit | Retracted | Completed | RoundProgress | Started | Continued | Ended
-"""Events for the log file only: too many for a terminal, or about the log itself."""
 RoundEvent = RoundCommitted | ReplicaAccused | CatchingUp | CaughtUp | Restored
 NodeEvent = NodeStatus | Reach | Move | Load | Members | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
 Event = LogEvent | RoundEvent | NodeEvent | Step | InnerStep | Abandoned | Note | Summary

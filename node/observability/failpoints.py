@@ -45,8 +45,7 @@ def crash_point(name: str) -> None:
     if name in _left:
         _left[name] -= 1
         if _left[name] == 0:
-            # SIGKILL, so that no handler or `finally` softens the crash.
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)  # SIGKILL, so that no handler or `finally` softens the crash
 
 
 def _calls_left(value: str | None) -> dict[str, int]:
@@ -60,5 +59,4 @@ def _calls_left(value: str | None) -> dict[str, int]:
     return {point: int(number)}
 
 
-# Read once at import, before any point is reached.
-_left = _calls_left(os.environ.get(VARIABLE))
+_left = _calls_left(os.environ.get(VARIABLE))  # Read once at import, before any point is reached

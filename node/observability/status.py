@@ -180,15 +180,15 @@ class Account:
     paths: PathStatus | None = None
     sizes: SizeSummary | None = field(default=None, metadata=OMITTED_IF_NONE)
     window: WindowStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
+    # Completed visits by module, in a run with experts.
     module_visits: dict[str, int] | None = field(default=None, metadata=OMITTED_IF_NONE)
-    """Completed visits by module, in a run with experts."""
+    # Visits that went to another expert, by the replaced module.
     rerouted: dict[str, int] | None = field(default=None, metadata=OMITTED_IF_NONE)
-    """Visits that went to another expert, by the replaced module."""
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
     weights: WeightsStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
     moments: MomentsStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
+    # Data nodes' shares of the tokens in a replica's last inner steps.
     data_nodes: dict[str, float] | None = field(default=None, metadata=OMITTED_IF_NONE)
-    """Data nodes' shares of the tokens in a replica's last inner steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

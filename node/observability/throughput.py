@@ -14,11 +14,9 @@ class Rate:
     """Rate of added amounts, such as tokens: over the last `WINDOW_S` seconds, and on average since the start."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._begun = clock.monotonic()
+        self._clock, self._total = clock, 0.0
+        self._begun = self._last = clock.monotonic()
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
-        self._total = 0.0
-        self._last = self._begun
 
     def add(self, amount: float) -> None:
         now = self._clock.monotonic()

@@ -45,8 +45,7 @@ def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False
         # Pydantic refuses lone surrogates, which a peer may send even in keys.
         text = json.dumps(table, ensure_ascii=False).encode(errors="replace")
         mended = json.loads(text, parse_int=_bounded, parse_constant=str)
-        # Each pass mends all reported errors; a mended table may show new ones.
-        while True:
+        while True:  # each pass mends all reported errors; a mended table may show new ones
             text = json.dumps(mended, ensure_ascii=False).encode()
             try:
                 read: Read = _reader(typing.cast(Any, kind)).validate_json(text, strict=True)
@@ -83,8 +82,7 @@ def _mend(table: Any, error: Any, where: str, *, lenient: bool) -> None:
             raise _wrong(where, place, each)
     if () in malformed:
         raise _wrong(where, place, each)
-    # Last first, so that positions in lists stay valid.
-    for place in sorted(malformed, reverse=True):
+    for place in sorted(malformed, reverse=True):  # last first, so that positions in lists stay valid
         del reduce(getitem, place[:-1], table)[place[-1]]
 
 

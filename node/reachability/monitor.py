@@ -37,25 +37,21 @@ def judge(attempts: Sequence[Attempt], port: int, advertised_host: str | None) -
         return Standing(ReachStep.UNKNOWN, "no peer of the run could test this node")
     counted = [t for t in tried if ipaddress.ip_address(t.result.host).is_global] or tried
     reached = [t for t in counted if t.result.outcome is DialBackOutcome.REACHED]
-    # Half is enough, because single peers may have bad routes.
-    if 2 * len(reached) >= len(counted):
+    if 2 * len(reached) >= len(counted):  # half is enough, because single peers may have bad routes
         host = _most_common(reached)
         said = f"{len(reached)} of {len(counted)} peers connected to {joined(host, port)}"
         address = None if advertised_host is not None else joined(host, port)
         return Standing(ReachStep.DIRECT, said, address, seen_host=host)
     host = _most_common(counted)
     if advertised_host is not None and advertised_host != host:
-        said = (
-            f"peers see this machine at {host}, where port {port} does not answer; they cannot test {advertised_host}"
-        )
+        said = f"peers see this machine at {host}, but port {port} does not answer; they cannot test {advertised_host}"
         return Standing(ReachStep.UNKNOWN, said, seen_host=host)
     return _unreachable(counted, host, port)
 
 
 async def climb(port: int, advertised_host: str | None, ask: Ask, router: Router | None) -> Standing:
     """Lets peers dial `port`, then a port mapped by `router`, if given. Keeps the mapping only if it helped."""
-    # Test the mapping that we hold before requesting another one.
-    if router is not None and router.mapping is not None:
+    if router is not None and router.mapping is not None:  # test the mapping that we hold before requesting another one
         standing = await _tested(router.mapping, advertised_host, ask)
         if standing.step is not ReachStep.UNREACHABLE:
             return standing
@@ -78,9 +74,8 @@ async def _tested(mapping: Mapping, advertised_host: str | None, ask: Ask) -> St
     if standing.step is not ReachStep.DIRECT:
         return standing
     address = joined(advertised_host or standing.seen_host, mapping.external_port)
-    return replace(
-        standing, step=ReachStep.MAPPED, address=address, reason=f"mapped by {mapping.how}: {standing.reason}"
-    )
+    why = f"mapped by {mapping.how}: {standing.reason}"
+    return replace(standing, step=ReachStep.MAPPED, address=address, reason=why)
 
 
 def _unreachable(counted: Sequence[Attempt], host: str, port: int) -> Standing:
@@ -248,10 +243,8 @@ async def reachable(
     try:
         with session.dispatcher.registered(answers=answers):
             async with task_scope() as tasks:
-                running = (
-                    tasks.create_task(watch(climbing, hold, adoption, router)),
-                    tasks.create_task(keep_in_step(session)),
-                )
+                work = watch(climbing, hold, adoption, router), keep_in_step(session)
+                running = [tasks.create_task(each) for each in work]
                 try:
                     yield
                 finally:

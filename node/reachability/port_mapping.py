@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 from node.concurrency.task_groups import aside
 
@@ -42,31 +42,18 @@ class NotMapped:
     reason: str
 
 
-class PortMapper(Protocol):
-    """A protocol for port mappings. Methods block for seconds at most, raise only OSError, and run in a thread."""
-
-    @property
-    def how(self) -> str: ...
-
-    def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
-        """Maps this machine's TCP port or renews the mapping. The router may choose another external port."""
-
-    def unmap(self, mapping: Mapping) -> NotMapped | None:
-        """Removes the mapping; returns the reason if that fails."""
-
-
 @dataclass(slots=True, eq=False)
 class Router:
     """Port mapping of this machine's router, by the first protocol that works. Not for concurrent use; call `close`."""
 
     # First NAT-PMP: it needs no library and asks only the gateway
-    mappers: Sequence[PortMapper] = field(default_factory=lambda: (NatPmp(), Upnp()))
+    mappers: Sequence[NatPmp | Upnp] = field(default_factory=lambda: (NatPmp(), Upnp()))
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     now: Callable[[], float] = time.monotonic
     lease_s: int = LEASE_S
     mapping: Mapping | None = field(default=None, init=False)
     _asked_at: float = field(default=0.0, init=False)
-    _used: PortMapper | None = field(default=None, init=False)
+    _used: NatPmp | Upnp | None = field(default=None, init=False)
 
     async def open(self, port: int) -> Mapping | NotMapped:
         """Maps this machine's port by the first protocol that works."""
@@ -113,7 +100,7 @@ class Router:
             text = "port %d of the router stays mapped for up to %.0f s: %s"
             log.info(text, held.external_port, held.lease_s, failed.reason)
 
-    async def _ask(self, mapper: PortMapper, port: int, external_port: int) -> Mapping | NotMapped:
+    async def _ask(self, mapper: NatPmp | Upnp, port: int, external_port: int) -> Mapping | NotMapped:
         began = self.now()
         try:
             answer = await aside(lambda: mapper.map(port, external_port, self.lease_s), ASK_ROUTER_S)
@@ -149,34 +136,32 @@ WAITS_S: Final = (0.25, 0.5, 1.0, 2.0)  # First waits of RFC 6886, section 3.1
 _ASK_ADDRESS: Final = 0
 _MAP_TCP: Final = 2
 _ANSWERS: Final = 128
-_RESULTS: Final = {
-    1: "unsupported version",
-    2: "mapping is disabled",
-    3: "no external address",
-    4: "no free ports",
-    5: "cannot map TCP",
-}
+_RESULTS: Final = dict(
+    enumerate(("wrong version", "mapping is disabled", "no external address", "no free ports", "cannot map TCP"), 1)
+)
 
 
 @dataclass(frozen=True, eq=False)
 class NatPmp:
-    """A `PortMapper` by NAT-PMP (RFC 6886). `gateway` finds the router; `port` is for tests."""
+    """Port mappings by NAT-PMP (RFC 6886). `gateway` finds the router; `port` is for tests."""
 
+    # Methods block for seconds at most, raise only OSError, and run in a thread.
     how: ClassVar[str] = "NAT-PMP"
     gateway: Callable[[], str | None] = default_gateway
     port: int = PORT
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
+        """Maps this machine's TCP port or renews the mapping. The router may choose another external port."""
         answer = self._ask(_map_request(port, external_port, lease_s), 16)
         if isinstance(answer, NotMapped):
             return answer
         internal, external, lease = struct.unpack("!HHI", answer[8:16])
-        # External port 0 or lease 0 would mean a deletion.
-        if internal != port or external == 0 or lease == 0:
+        if internal != port or external == 0 or lease == 0:  # external port 0 or lease 0 would mean a deletion
             return NotMapped(f"the router answered nonsense: port {internal} as {external} for {lease} s")
         return Mapping(self.how, port, external, self._external_host(), lease)
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
+        """Removes the mapping; returns the reason if that fails."""
         answer = self._ask(_map_request(mapping.internal_port, 0, 0), 16)
         return answer if isinstance(answer, NotMapped) else None
 
@@ -308,10 +293,9 @@ def _external_host(device: Any) -> str | None:
 # its description must be on the gateway itself.
 @dataclass(eq=False)
 class Upnp:
-    """A `PortMapper` by UPnP with miniupnpc. `connect` reads a description's URL and returns device and control URL."""
+    """Port mappings by UPnP with miniupnpc. `connect` reads a description's URL; returns device and control URL."""
 
     how: ClassVar[str] = "UPnP"
-
     gateway: Callable[[], str | None] = default_gateway
     search: Search = description_of
     connect: Connect = _by_miniupnpc
@@ -327,8 +311,7 @@ class Upnp:
             if failed is None:
                 self._device = device
                 return Mapping(self.how, port, wanted, _external_host(device), lease)
-            # Another machine holds the port: try a random one.
-            if "ConflictInMappingEntry" in failed:
+            if "ConflictInMappingEntry" in failed:  # another machine holds the port: try a random one
                 wanted = random.randrange(20_000, 60_000)  # noqa: S311 - not a secret
             # Some routers know only endless mappings; `close` removes them.
             elif "OnlyPermanentLeasesSupported" in failed:

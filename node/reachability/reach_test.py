@@ -168,8 +168,7 @@ class Attachments:
         known = [a for a in self.membership.peers() if not self.membership.is_given_up(a.peer)]
         best = by_worth(self.own.peer, self.own.module, known, self._held)
         best = relays_first(best, {a.peer for a in known if a.relay})
-        # Avoided peers are tried last, but not skipped.
-        order = sorted(best, key=self._is_avoided)[:MAX_TRIED]
+        order = sorted(best, key=self._is_avoided)[:MAX_TRIED]  # avoided peers are tried last, but not skipped
         held = await in_waves(order, WANTED, self._connect)
         self._avoided = {peer: until for peer, until in self._avoided.items() if self._is_avoided(peer)}
         self._held = tuple(held)
@@ -220,8 +219,7 @@ class Switchboard:
         end = self.links.far_end(asker)
         if end is None or not self._passed_on.take(end.host, self.clock.monotonic()):
             raise Busy("too many calls from your address; call again in a few seconds")
-        # Otherwise a caller could aim the called peer at a third party.
-        if self._read(question.record).peer != asker:
+        if self._read(question.record).peer != asker:  # otherwise a caller could aim the called peer at a third party
             raise Rejected("the record in the call belongs to another peer")
         called = question.peer
         if called is None or not self.links.is_linked(called):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from secrets import randbelow
 
@@ -24,15 +25,7 @@ from node.pipeline.admission import path_rules
 from node.pipeline.runner import MicrobatchRunner
 from node.pipeline.worker import DataWorker, Launches, host_stage_zero
 from node.routing.launcher import DataNode, Evaluator, HeldOut, Training, WindowFinder
-from node.runtime.resume import (
-    NUMBERS,
-    capture_stage_zero,
-    counts_of,
-    first_number,
-    position_of,
-    progress_of,
-    restore_stage_zero,
-)
+from node.runtime import resume
 from node.runtime.role import link_codecs, microbatch_runner_for, moments_status, tell_moments
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
@@ -46,34 +39,23 @@ from swarm.vocabulary.announcement import MAX_VISITED_STAGES
 from swarm.vocabulary.types import ModuleId, PeerId
 
 UNPROVEN_S = 30.0  # Time in which a data node must prove work to keep its share of the documents
+# Limit for a stopping data node to finish its last inner step and tell the hops that their gradients count.
 LAST_WORDS_S = 3.0
-"""Limit for a stopping data node to finish its last inner step and tell the hops that their gradients count."""
 
 
+@dataclass(frozen=True, slots=True)
 class DataRole:
     """Role of a node that hosts stage 0 and launches microbatches."""
 
-    def __init__(
-        self,
-        session: NetworkSession,
-        worker: DataWorker,
-        runner: MicrobatchRunner,
-        data_node: DataNode,
-        planner: Planner,
-        times: MeasuredTimes,
-        held_out: HeldOut,
-        rounds: ModuleRounds,
-        *,
-        has_experts: bool,
-    ) -> None:
-        self.runner = runner
-        self.rounds = rounds
-        self._session = session
-        self._worker = worker
-        self._data_node = data_node
-        self._planner, self._times = planner, times
-        self._held_out = held_out
-        self._has_experts = has_experts
+    _session: NetworkSession
+    _worker: DataWorker
+    runner: MicrobatchRunner
+    _data_node: DataNode
+    _planner: Planner
+    _times: MeasuredTimes
+    _held_out: HeldOut
+    rounds: ModuleRounds
+    _has_experts: bool
 
     async def prepare(self) -> None:
         """Fetches the state of stage 0. Announces no speed, because peers never choose among data nodes."""
@@ -94,11 +76,10 @@ class DataRole:
         except TimeoutError:
             for entry in self._data_node.in_flight.entries:
                 self._data_node.lost(entry.microbatch, "its data node stops")
-        # Hops wait for the word that their gradients count.
-        await self.runner.nothing_owed(LAST_WORDS_S)
+        await self.runner.nothing_owed(LAST_WORDS_S)  # hops wait for the word that their gradients count
 
     def capture(self, post: Post) -> ReplicaState:
-        return capture_stage_zero(self._worker, self._data_node.training, self.rounds.agreed(), post)
+        return resume.capture_stage_zero(self._worker, self._data_node.training, self.rounds.agreed(), post)
 
     def load(self) -> Load:
         in_flight = self._data_node.in_flight
@@ -143,27 +124,26 @@ class DataRole:
 async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
     """Builds a data node within the block, with its text open and the first microbatches being packed."""
     manifest, own, clock = context.manifest, context.session.own, SystemClock()
-    allowance, per_step = context.options.allowance, manifest.microbatches_per_step
+    options, per_step, submit = context.options, manifest.microbatches_per_step, context.compute.submit
     worker = await context.compute.run(
-        Priority.UPKEEP,
-        lambda: host_stage_zero(manifest, context.device, allowance, context.threads, context.compute.submit),
+        Priority.UPKEEP, lambda: host_stage_zero(manifest, context.device, options.allowance, context.threads, submit)
     )
     if context.resumed.state is not None:
-        await context.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, context.resumed.state, per_step))
-    position = position_of(context.resumed)
+        await context.compute.run(
+            Priority.UPKEEP, partial(resume.restore_stage_zero, worker, context.resumed.state, per_step)
+        )
+    position = resume.position_of(context.resumed)
     if position is not None:
-        context.events.emit(Continued(own.peer, _reported(counts_of(position))))
+        context.events.emit(Continued(own.peer, _reported(resume.counts_of(position))))
     tell_moments(context, worker.stage.optimizer)
-    # A restored optimizer already has steps.
-    own.steps = worker.stage.optimizer.steps
+    own.steps = worker.stage.optimizer.steps  # a restored optimizer already has steps
     assert context.text.value is not None, context.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, context.text.value, context.router)
     membership, times = context.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
-    rules = _in_flight_rules(context.options, manifest)
+    rules = _in_flight_rules(options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
-    # A record has room for a bounded number of stages.
-    if paths.skippable <= MAX_VISITED_STAGES:
+    if paths.skippable <= MAX_VISITED_STAGES:  # a record has room for a bounded number of stages
         own.visits = lambda: tuple(planner.prices.launched)
 
     first_seen: dict[PeerId, float] = {}
@@ -179,7 +159,8 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
 
     start = START if position is None else position.cursor
     # Training and evaluation draw from separate halves of the numbers, so their microbatches never collide.
-    number, measured = first_number(position, randbelow(NUMBERS // 2)), NUMBERS + randbelow(NUMBERS // 2)
+    number = resume.first_number(position, randbelow(resume.NUMBERS // 2))
+    measured = resume.NUMBERS + randbelow(resume.NUMBERS // 2)
     feed = TrainingFeed(manifest, documents, own.peer, start)
     stage = worker.stage
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
@@ -190,30 +171,19 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         runner = microbatch_runner_for(context, worker, planner, link_codecs(context, worker), rounds)
         launches = Launches(worker, runner, context.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, launches, clock, measured)
-        in_flight = InFlightTable(own.peer, rules, number, counts_of(position), worker.steps)
-        reading = ReadingPosition(
-            start, rules.per_step * (rules.staleness + 2) + max(rules.window, rules.most_by_staleness)
-        )
-        training = Training(in_flight, progress_of(context.resumed), reading)
-        window = WindowFinder(
-            manifest, in_flight, membership, clock, asked=context.options.window, memory=allowance.slots
-        )
+        in_flight = InFlightTable(own.peer, rules, number, resume.counts_of(position), worker.steps)
+        ahead = max(rules.window, rules.most_by_staleness)
+        reading = ReadingPosition(start, rules.per_step * (rules.staleness + 2) + ahead)
+        training = Training(in_flight, resume.progress_of(context.resumed), reading)
+        asked, memory = options.window, options.slots_held
+        window = WindowFinder(manifest, in_flight, membership, clock, asked=asked, memory=memory)
         path_times = PathTimes(own.peer, times, membership.slots_of)
         data_node = DataNode(context, training, planner, path_times, evaluator, launches, prefetcher.ready, window)
         held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)
-        yield DataRole(
-            context.session,
-            worker,
-            runner,
-            data_node,
-            planner,
-            times,
-            held_out,
-            rounds,
-            has_experts=paths.has_experts,
-        )
+        session, has_experts = context.session, paths.has_experts
+        yield DataRole(session, worker, runner, data_node, planner, times, held_out, rounds, has_experts)
 
 
 def _paths(planner: Planner, times: MeasuredTimes) -> PathStatus:

@@ -73,8 +73,7 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
             async with asyncio.timeout(LISTEN_S):
                 heard = await reader.readexactly(len(secret))
         silent.pop(writer, None)
-        # Only a reader of the 0600 file knows the secret.
-        if not hmac.compare_digest(heard, secret.encode()):
+        if not hmac.compare_digest(heard, secret.encode()):  # only a reader of the 0600 file knows the secret
             writer.close()
             return
         accepted.append(writer)
@@ -114,8 +113,7 @@ async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
                 await reader.read(1)
     except TimeoutError:
         raise Stalled(
-            f"the node was asked to leave, but still runs after {patience_s:.0f} s",
-            hint="Look at its log, or kill its process.",
+            f"the node was asked to leave, but still runs after {patience_s:.0f} s", hint="Look at its log, or kill it."
         ) from None
     finally:
         writer.close()
@@ -126,8 +124,7 @@ async def _lock(descriptor: int, identity_path: Path) -> None:
         import fcntl
     except ImportError:  # Windows
         return
-    # A node that is just leaving may hold the lock for a moment.
-    for _ in range(int(LOCK_PATIENCE_S / LOCK_POLL_S)):
+    for _ in range(int(LOCK_PATIENCE_S / LOCK_POLL_S)):  # a node that is just leaving may hold the lock for a moment
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -161,14 +158,12 @@ def _read(path: Path) -> _Endpoint:
 
 
 def _remove_own(path: Path, secret: str) -> None:
-    # Another node may have started with the same identity.
-    with contextlib.suppress(ConfigError, OSError):
+    with contextlib.suppress(ConfigError, OSError):  # another node may have started with the same identity
         if _read(path).secret == secret:
             path.unlink()
 
 
 def _nobody(identity_path: Path) -> ConfigError:
     return ConfigError(
-        f"no node runs here with the identity {identity_path}",
-        hint="Name the node's key file: skipstone leave --identity FILE.",
+        f"no node runs here with the identity {identity_path}", hint="Name its key file: leave --identity FILE."
     )

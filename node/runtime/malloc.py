@@ -9,8 +9,8 @@ from typing import Final
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _KEPT_BYTES: Final = 64 * 1024 * 1024
+# Largest threshold of glibc's own adjustment. With 4 MiB, arithmetic on 8 MiB tensors takes ten times as long.
 _SMALLEST_MAPPED_BYTES: Final = 32 * 1024 * 1024
-"""Largest threshold of glibc's own adjustment. With 4 MiB, arithmetic on 8 MiB tensors takes ten times as long."""
 
 
 def keep_freed_memory() -> bool:

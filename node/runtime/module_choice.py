@@ -23,8 +23,7 @@ from swarm.membership.placement import MoveRules, MoveWatch, SwarmView, Workload
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
-# Announcements of other newcomers should arrive before the choice.
-LOOK_AROUND_S = 2.0
+LOOK_AROUND_S = 2.0  # Announcements of other newcomers should arrive before the choice
 
 
 class FittingModules:
@@ -32,13 +31,10 @@ class FittingModules:
 
     def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
         self.needs = needs_of(manifest, options.slots_held, options.moments)
+        # Needs as other peers assume them: with float32 moments.
         self._reckoned = needs_of(manifest, options.slots_held)
-        """Needs as other peers assume them: with float32 moments."""
-        self._manifest = manifest
-        self._options = options
-        self._device = device
-        self._too_large: Need | None = None
-        """Smallest module that ran out of memory."""
+        self._manifest, self._options, self._device = manifest, options, device
+        self._too_large: Need | None = None  # Smallest module that ran out of memory.
         self._seen = self.free_memory()
 
     def free_memory(self, held: ModuleId | None = None) -> FreeMemory:
@@ -75,8 +71,7 @@ class FittingModules:
 
     def _ran_out(self, module: ModuleId) -> None:
         """Records that a module ran out of memory, so that neither this module nor a larger one fits."""
-        # Free the failed module before the memory is measured again.
-        gc.collect()
+        gc.collect()  # free the failed module before the memory is measured again
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         known = (self.needs[module], *(() if self._too_large is None else (self._too_large,)))
@@ -93,10 +88,7 @@ class FittingModules:
         options, asked = self._options, asked_modules(self._options, self._manifest)
         wanted = asked or ([] if resumed.module is None else [resumed.module])
         if text.value is None and ModuleId(0) in wanted:
-            raise ConfigError(
-                f"this node cannot take stage 0: {text.reason}",
-                hint="Or choose another stage with --no-data.",
-            )
+            raise ConfigError(f"this node cannot take stage 0: {text.reason}", hint="Or take another stage: --no-data.")
         if len(asked) == 1:
             return Reasoned(self._only(asked[0]), "set by --stage")
         if resumed.module is not None and (not asked or resumed.module in asked):
@@ -106,8 +98,7 @@ class FittingModules:
         reads_text = options.reads_text and text.value is not None
         if options.reads_text and not reads_text:
             events.emit(Note("warning", f"this node cannot take stage 0: {text.reason}"))
-        # A new run cannot start without stage 0.
-        if options.link is None and reads_text and not asked:
+        if options.link is None and reads_text and not asked:  # a new run cannot start without stage 0
             return Reasoned(self._only(ModuleId(0)), "the first node of a run is a data node")
         allowed = asked or [module for module in self._manifest.modules() if module.stage > 0 or reads_text]
         candidates = self.of(allowed)
@@ -157,18 +148,15 @@ def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
 
 # ---- moving ----------------------------------------------------------------------------------------------------------
 
-STATE_BYTES_PER_PARAMETER = 8
-"""Anchor and outer momentum, both float32."""
+STATE_BYTES_PER_PARAMETER = 8  # Anchor and outer momentum, both float32.
 UNMEASURED_BYTES_PER_S = 4e6
-LOOK_S = 30.0
-"""Interval between looks at the swarm, with 20 % jitter."""
+LOOK_S = 30.0  # Interval between looks at the swarm, with 20 % jitter.
 LOOK_FOR_EMPTY_S = 2.0
-SETTING_UP_S = 10.0
-"""Time of a move without the download, in seconds."""
+SETTING_UP_S = 10.0  # Time of a move without the download, in seconds.
 
 
+# Waits until the node should move; returns the target and the reason.
 NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
-"""Waits until the node should move; returns the target and the reason."""
 
 
 def workload_of(manifest: Manifest) -> Workload:
@@ -187,11 +175,8 @@ class Mover:
     """Decides when a node moves to another module, and to which."""
 
     def __init__(self, session: NetworkSession, manifest: Manifest, proofs: Proofs, fitting: FittingModules) -> None:
-        self._session = session
-        self._manifest = manifest
-        self._proofs = proofs
-        self._fitting = fitting
-        self._clock = session.own.clock
+        self._session, self._manifest, self._clock = session, manifest, session.own.clock
+        self._proofs, self._fitting = proofs, fitting
         self._watch = MoveWatch(workload_of(manifest), MoveRules())
         self._since = self._clock.monotonic()
 
@@ -222,11 +207,8 @@ class Mover:
         rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
         # Estimate the download of the new module by our fastest link.
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
-        of_block = STATE_BYTES_PER_PARAMETER * block_parameters(self._manifest.model)
-        fitting = self._fitting.of(goals, held=own.module)
-        move_s = {
-            module: SETTING_UP_S + of_block * self._manifest.stages.blocks[module.stage] / rate for module in fitting
-        }
-        return SwarmView(
-            own.announcement(), others, now - self._since, move_s, self._proofs.proven, self._fitting.needs
-        )
+        block_s = STATE_BYTES_PER_PARAMETER * block_parameters(self._manifest.model) / rate
+        fitting, blocks = self._fitting.of(goals, held=own.module), self._manifest.stages.blocks
+        move_s = {module: SETTING_UP_S + block_s * blocks[module.stage] for module in fitting}
+        proven, needs = self._proofs.proven, self._fitting.needs
+        return SwarmView(own.announcement(), others, now - self._since, move_s, proven, needs)

@@ -50,8 +50,8 @@ WITHDRAW_S = 2.0
 OWN_INVITATION_S = 10 * 365 * 86_400.0
 
 
+# Asks the person about a run: the text to read, the stages that fit, and whether it is their own run.
 Consent = Callable[[SignedManifest, Reasoned[LocalPaths | None], Reasoned[tuple[int, ...]], bool], Awaitable[bool]]
-"""Asks the person about a run: the text to read, the stages that fit, and whether it is their own run."""
 
 
 async def run_node(

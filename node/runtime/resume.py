@@ -15,15 +15,13 @@ from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import ModuleId, PeerId
 
+# Distance between the microbatch numbers of two starts. A killed node used more numbers than its snapshot says.
 RESERVED_NUMBERS = 2**32
-"""Distance between the microbatch numbers of two starts. A killed node used more numbers than its snapshot says."""
-NUMBERS = 2**47
-"""Numbers of training microbatches; evaluation uses the numbers above."""
+NUMBERS = 2**47  # Numbers of training microbatches; evaluation uses the numbers above.
 
 
 def capture_hop(worker: HopWorker, agreed: Agreed | None, post: Post) -> ReplicaState:
-    # Gradients not yet applied are not saved, so they do not count.
-    unapplied = worker.unapplied
+    unapplied = worker.unapplied  # gradients not yet applied are not saved, so they do not count
     visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
     return capture_module((worker.part,), worker.optimizer, post, visits=visits, tokens=tokens, agreed=agreed)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from node.averaging.module_rounds import ModuleRounds
-from node.checkpoint.state import Post, ReplicaState
 from node.context.module_context import ModuleContext
 from node.model.moments import MomentType
 from node.model.optimizer import InnerOptimizer, StepFigures
-from node.observability.events import InnerStep, Load, Note, Retracted, Visit
-from node.observability.status import Account, MomentsStatus
+from node.observability.events import InnerStep, Note, Retracted, Visit
+from node.observability.status import MomentsStatus
 from node.pipeline.admission import Admission
 from node.pipeline.runner import LinkCodecs, MicrobatchRunner, Worker, WorkerThread
 from node.pipeline.worker import receive_buffers
@@ -23,36 +22,12 @@ from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 
 
-class NodeRole(Protocol):
-    """Interface of a node's work in its module, as a data node or as a stage peer."""
-
-    runner: MicrobatchRunner
-    rounds: ModuleRounds
-
-    async def prepare(self) -> None: ...
-
-    async def run(self) -> None: ...
-
-    async def drain(self, patience_s: float) -> None:
-        """Completes microbatches in flight, or gives up after `patience_s` seconds."""
-        ...
-
-    def capture(self, post: Post) -> ReplicaState:
-        """Copies the replica's state for a checkpoint. Runs on the compute thread; `post` queues more jobs there."""
-        ...
-
-    def load(self) -> Load: ...
-
-    def account(self) -> Account: ...
-
-
 class ReplicaHost:
     """Reports a replica's gradients and steps to rounds, events and proofs (`node.pipeline.runner.RunnerHost`)."""
 
     def __init__(self, context: ModuleContext, rounds: ModuleRounds) -> None:
-        self._context = context
+        self._context, self._rounds = context, rounds
         self._own, self._module = context.session.own, str(context.module)
-        self._rounds = rounds
 
     def visited(self, microbatch: MicrobatchId) -> None:
         self._context.events.emit(Visit(self._own.peer, self._module, str(microbatch)))
@@ -70,16 +45,14 @@ class ReplicaHost:
         self._context.session.membership_sync.link_down(peer, error)
 
 
+@dataclass(frozen=True, slots=True)
 class PlannedReplicas:
     """Lookup of replicas that could take over a microbatch (`swarm.pipeline.custody.Replicas`)."""
 
-    def __init__(
-        self, planner: Planner, membership: Membership, clock: Clock, is_linked: Callable[[PeerId], bool]
-    ) -> None:
-        self._planner = planner
-        self._membership = membership
-        self._clock = clock
-        self._is_linked = is_linked
+    _planner: Planner
+    _membership: Membership
+    _clock: Clock
+    is_linked: Callable[[PeerId], bool]
 
     @property
     def fewest_hops(self) -> int:
@@ -93,9 +66,6 @@ class PlannedReplicas:
 
     def is_given_up(self, peer: PeerId) -> bool:
         return self._membership.is_given_up(peer)
-
-    def is_linked(self, peer: PeerId) -> bool:
-        return self._is_linked(peer)
 
     def goes_round(self, module: ModuleId) -> bool:
         return self._planner.goes_round(module, self._clock.monotonic())
@@ -143,8 +113,7 @@ def link_codecs(context: ModuleContext, worker: Worker) -> LinkCodecs:
     def visit_s(peer: PeerId) -> float:
         announced = membership.get(peer)
         speeds = (own.speed.tokens_per_s, 0.0 if announced is None else announced.tokens_per_second)
-        # A data node announces no speed.
-        known = [speed for speed in speeds if speed > 0]
+        known = [speed for speed in speeds if speed > 0]  # a data node announces no speed
         return tokens / min(known) if known else 0.0
 
     return LinkCodecs(context.manifest, worker.tensor, visit_s, transport.goodput_bytes_per_s)

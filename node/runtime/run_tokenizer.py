@@ -37,12 +37,9 @@ async def run_tokenizer(
     sha256 = data.tokenizer_sha256
     if sha256 is None:
         return RunTokenizer(text)
-    named, kept = (
-        tokenizer_path(data, options.local_path_options.tokenizer, own=own),
-        kept_file(options.identity_path, sha256),
-    )
-    # The named file first, then the one kept from an earlier run.
-    for place in (named.value, kept):
+    named = tokenizer_path(data, options.local_path_options.tokenizer, own=own)
+    kept = kept_file(options.identity_path, sha256)
+    for place in (named.value, kept):  # the named file first, then the one kept from an earlier run
         content = None if place is None else await asyncio.to_thread(_content, place, sha256)
         if content is not None:
             return RunTokenizer(_with(text, place), content)

@@ -18,24 +18,13 @@ from node.concurrency.task_groups import task_scope, unless
 from node.context.module_context import ModuleContext
 from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
-from node.observability.events import (
-    BusySeconds,
-    EventSink,
-    LastPeer,
-    Member,
-    Members,
-    Move,
-    NodeStatus,
-    NodeSummary,
-    Note,
-)
+from node.observability import events
 from node.observability.failpoints import crash_point
 from node.observability.status import AttachmentStatus, ComputeStatus, ReachStatus, RelayStatus, Status
 from node.observability.typed_json import to_json
-from node.runtime.data_role import data_role
+from node.runtime.data_role import DataRole, data_role
 from node.runtime.module_choice import NextModule
-from node.runtime.role import NodeRole
-from node.runtime.stage_role import stage_role
+from node.runtime.stage_role import StageRole, stage_role
 from protocol.dht.directory import RelayTunnels
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.announcement import Announcement
@@ -50,15 +39,16 @@ MAX_ASKED = 16
 MAX_TOLD = 64
 
 Moving = Callable[[ModuleContext], NextModule]
+NodeRole = DataRole | StageRole
 
 
 async def serve_module(
     context: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
 ) -> ModuleId | None:
     """Joins, serves and leaves a module. Returns the module to serve next, or None if `stop` was set."""
-    session, own, events = context.session, context.session.own, context.events
+    session, own = context.session, context.session.own
     own.take(context.module)
-    tell_state(session, events)
+    tell_state(session, context.events)
     make = data_role if context.module.stage == 0 else stage_role
     first = await unless(stop, first_state(context))
     if first is None:
@@ -79,18 +69,18 @@ async def serve_module(
                 async with _at_work(role, context, saver):
                     goal = await _serve(role, context, moving(context), stop)
                     await hand_over(role.rounds.finish_round, HAND_OVER_S)
-                # A node that moves leaves the module to its other replicas, so only a stop saves.
-                if goal is None:
+                if goal is None:  # a node that moves leaves the module to its other replicas, so only a stop saves
                     await save_at_the_end(context, saver)
-                events.emit(node_summary(own, role, context.compute))
+                context.events.emit(node_summary(own, role, context.compute))
                 return goal
 
 
-def tell_state(session: NetworkSession, events: EventSink) -> None:
+def tell_state(session: NetworkSession, sink: events.EventSink) -> None:
     own = session.own
     session.membership_sync.announce()
     module = None if own.state is PeerState.VISITING else str(own.module)
-    events.emit(NodeStatus(own.peer, module, own.state.name.lower(), ", ".join(own.addresses), str(session.link)))
+    state, addresses = own.state.name.lower(), ", ".join(own.addresses)
+    sink.emit(events.NodeStatus(own.peer, module, state, addresses, str(session.link)))
 
 
 async def hand_over(finish: Callable[[], Awaitable[None]], limit_s: float) -> None:
@@ -111,7 +101,7 @@ async def _serve(
     role: NodeRole, context: ModuleContext, next_module: NextModule, stop: asyncio.Event
 ) -> ModuleId | None:
     """Serves until a stop or a move, then drains. Cancels a move that would leave the module without a peer."""
-    own, events = context.session.own, context.events
+    own, emit = context.session.own, context.events.emit
     while True:
         _become(PeerState.SERVING, context)
         role.runner.take_new_work(True)
@@ -119,7 +109,7 @@ async def _serve(
         if goal is not None and not await others_serve(context):
             continue
         if goal is not None:
-            events.emit(Move(own.peer, str(context.module), str(goal.value), goal.reason))
+            emit(events.Move(own.peer, str(context.module), str(goal.value), goal.reason))
         # Announce first. Refuse late work if another replica can take it, else finish it.
         _become(PeerState.DRAINING, context)
         crash_point("draining")
@@ -130,7 +120,7 @@ async def _serve(
         assert goal is not None, "without a stop there was a goal"
         if await others_serve(context):  # another replica may have left meanwhile
             return goal.value
-        events.emit(Note("info", f"stays in module {context.module}: no other peer serves it now"))
+        emit(events.Note("info", f"stays in module {context.module}: no other peer serves it now"))
 
 
 async def save_at_the_end(context: ModuleContext, saver: Saver | None) -> None:
@@ -143,7 +133,7 @@ async def save_at_the_end(context: ModuleContext, saver: Saver | None) -> None:
         if is_last:
             is_saved = saver is not None and (saver.has_saved or context.resumed.module is not None)
             folder = str(context.options.checkpoint_dir) if is_saved else None
-            context.events.emit(LastPeer(context.session.own.peer, str(context.module), folder))
+            context.events.emit(events.LastPeer(context.session.own.peer, str(context.module), folder))
 
 
 async def others_serve(context: ModuleContext) -> bool:
@@ -186,13 +176,13 @@ async def _report(role: NodeRole, context: ModuleContext) -> None:
         await asyncio.sleep(REPORT_S)
         context.events.emit(role.load())
         if context.module.stage == 0:  # data nodes are few, and each knows the whole run
-            context.events.emit(Members(session.own.peer, tuple(map(_member, session.others()[:MAX_TOLD]))))
+            context.events.emit(events.Members(session.own.peer, tuple(map(_member, session.others()[:MAX_TOLD]))))
 
 
-def _member(said: Announcement) -> Member:
+def _member(said: Announcement) -> events.Member:
     number, busy = said.anchor.round if said.anchor else 0, said.slots - said.free_slots
     state, module = said.state.name.lower(), str(said.module)
-    return Member(said.peer, module, state, said.steps, said.tokens_per_second, said.slots, busy, number)
+    return events.Member(said.peer, module, state, said.steps, said.tokens_per_second, said.slots, busy, number)
 
 
 def _saver(
@@ -208,11 +198,11 @@ def _saver(
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
-def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
+def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> events.NodeSummary:
     """Sums up the work of a node that leaves its module."""
     account = role.account()
-    busy = BusySeconds(compute.busy_s, account.codec_s, role.runner.wire_s, compute.idle_s, compute.idle_work_s)
-    return NodeSummary(
+    busy = events.BusySeconds(compute.busy_s, account.codec_s, role.runner.wire_s, compute.idle_s, compute.idle_work_s)
+    return events.NodeSummary(
         peer=own.peer,
         module=str(own.module),
         steps=account.steps,

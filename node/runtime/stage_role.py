@@ -29,8 +29,7 @@ from protocol.interfaces.clock import SystemClock
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
 
-# Seconds between rate samples, and of silence before a drain ends.
-QUIET_S = 1.0
+QUIET_S = 1.0  # Seconds between rate samples, and of silence before a drain ends
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 
@@ -40,18 +39,15 @@ class StageRole:
     def __init__(
         self, context: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds
     ) -> None:
-        self.runner = runner
-        self.rounds = rounds
-        self._context = context
-        self._worker = worker
+        self.runner, self.rounds = runner, rounds
+        self._context, self._worker = context, worker
         self._rate = Rate(SystemClock())
         self._seen = worker.accumulated_tokens
 
     async def prepare(self) -> None:
-        own, passes, context = self._context.session.own, self._worker.passes, self._context
-        own.speed = await context.compute.run(
-            Priority.UPKEEP, lambda: measure_speed(passes, context.manifest, context.device)
-        )
+        context = self._context
+        measure = partial(measure_speed, self._worker.passes, context.manifest, context.device)
+        context.session.own.speed = await context.compute.run(Priority.UPKEEP, measure)
         await self.rounds.prepare()
 
     async def run(self) -> None:
@@ -59,8 +55,7 @@ class StageRole:
             await asyncio.sleep(QUIET_S)
             self._rate.add(self._worker.accumulated_tokens - self._seen)
             self._seen = self._worker.accumulated_tokens
-            # The speed measured at the start stays until real work replaces it.
-            if self._worker.speed.tokens_per_s:
+            if self._worker.speed.tokens_per_s:  # the speed measured at the start stays until real work replaces it
                 self._context.session.own.speed = self._worker.speed
 
     async def drain(self, patience_s: float) -> None:

@@ -22,14 +22,7 @@ from protocol.frames.codec import Parsed, parsed
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
-from swarm.vocabulary.errors import (
-    ConfigError,
-    PeerError,
-    ProtocolViolation,
-    ResourceExhausted,
-    SkipstoneError,
-    Unreachable,
-)
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError, Unreachable
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 KEYS_PER_FIND = 16  # 16 full keys (256 records of 2 KiB) are 8 MiB
@@ -187,7 +180,7 @@ async def running_child(
         async with _process() as child:
             try:
                 reply = await child.ask(dht_process_pb2.DhtRequest(start=start), start.timeout_s)
-            except PeerError as error:
+            except Unreachable as error:
                 raise ConfigError(
                     f"the DHT did not start: {error} ({child.last_words()})",
                     hint="Check that the address can be listened on and that the port is free.",

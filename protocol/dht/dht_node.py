@@ -15,15 +15,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
-from protocol.dht.guards import (
-    GuardedProtocol,
-    GuardedStorage,
-    RecordRules,
-    SourceBudgets,
-    guard_serializer,
-    node_id_of,
-    owners_per_key,
-)
+from protocol.dht import guards
 from protocol.generated import dht_process_pb2
 from protocol.identity.signed_records import MAX_LIFETIME_S
 from protocol.libp2p.daemon import any_answers, start_daemon
@@ -44,16 +36,14 @@ class DhtService:
     """DHT node of this process. Run `stay_joined` and `daemon_ended` as tasks between `start` and `stop`."""
 
     def __init__(self, node: DHTNode, initial_peers: dict[PeerID, list[Multiaddr]], *, client: bool) -> None:
-        self._node = node
-        self._initial_peers = initial_peers
-        self._client = client
+        self._node, self._initial_peers, self._client = node, initial_peers, client
         self._tried = asyncio.Event()
 
     @classmethod
     async def start(cls, start: dht_process_pb2.DhtStart) -> DhtService:
         """Starts p2pd and the DHT node. Raises as `start_daemon`, and ValueError for a malformed initial peer."""
         initial_peers = _by_peer(start.initial_peers, own=start.peer)
-        guard_serializer()
+        guards.guard_serializer()
         daemon = await start_daemon(start)
         try:
             node = await _guarded_node(daemon, start)
@@ -151,23 +141,23 @@ class DhtService:
 
 
 async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode:
-    hivemind.dht.node.DHTProtocol = GuardedProtocol
+    hivemind.dht.node.DHTProtocol = guards.GuardedProtocol
     # Set on the class, because requests can arrive before `create` returns.
-    GuardedProtocol.budgets = SourceBudgets(time.monotonic)
+    guards.GuardedProtocol.budgets = guards.SourceBudgets(time.monotonic)
     keys = 1 + sum(start.experts)  # one more key for visitors
     node = await DHTNode.create(
         p2p=daemon,
-        node_id=node_id_of(daemon.peer_id),
+        node_id=guards.node_id_of(daemon.peer_id),
         client_mode=start.client,
-        record_validator=RecordRules(RunId(start.run), tuple(start.experts), time.time),
+        record_validator=guards.RecordRules(RunId(start.run), tuple(start.experts), time.time),
         # No caches: they could be poisoned, and every look-up asks the nodes near the key anyway.
         cache_locally=False,
         cache_nearest=0,
         cache_on_store=False,
         reuse_get_requests=False,
     )
-    node.protocol.storage = GuardedStorage(time.time, owners_per_key(keys), longest_s=MAX_LIFETIME_S)
-    node.protocol.cache = GuardedStorage(time.time, owners_of_key=0, max_records=0)
+    node.protocol.storage = guards.GuardedStorage(time.time, guards.owners_per_key(keys), longest_s=MAX_LIFETIME_S)
+    node.protocol.cache = guards.GuardedStorage(time.time, owners_of_key=0, max_records=0)
     return node
 
 

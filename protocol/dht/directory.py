@@ -21,14 +21,7 @@ from protocol.identity.signed_records import decode_announced, directory_key, en
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import (
-    ConfigError,
-    PeerError,
-    ProtocolViolation,
-    ResourceExhausted,
-    SkipstoneError,
-    Unreachable,
-)
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError, Unreachable
 from swarm.vocabulary.types import MAX_EXPERTS, MAX_STAGES, ModuleId, PeerId, RunId, short
 
 log = logging.getLogger(__name__)
@@ -98,15 +91,12 @@ class DhtDirectory:
     """Directory of a run's peers, an async context manager. Methods raise Unreachable while the DHT restarts."""
 
     def __init__(self, settings: DirectorySettings, identity: Identity, run: RunId, clock: Clock) -> None:
-        self._settings = settings
-        self._identity = identity
-        self._run = run
-        self._clock = clock
+        self._settings, self._identity, self._run, self._clock = settings, identity, run, clock
         self._tasks = asyncio.TaskGroup()
         self._supervisor: asyncio.Task[None] | None = None
         self._child: DhtChild | None = None
-        self._situation = dht_process_pb2.DhtSituation()
-        self._port = settings.port
+        self.situation = dht_process_pb2.DhtSituation()
+        self.port = settings.port
         self.restarts = -1  # The first start makes it 0
         self._kept: dict[str, dht_process_pb2.DhtRequest] = {}
         self._sequences = LatestSequences()
@@ -179,17 +169,9 @@ class DhtDirectory:
     def serves_tunnels(self) -> bool:
         return self._settings.relay_bytes_per_hour > 0
 
-    @property
-    def port(self) -> int:
-        return self._port
-
-    @property
-    def situation(self) -> dht_process_pb2.DhtSituation:
-        return self._situation
-
     def multiaddrs(self) -> list[str]:
         """Returns the multiaddrs of this DHT node, with its peer id, for a join link."""
-        return list(self._situation.multiaddrs)
+        return list(self.situation.multiaddrs)
 
     @property
     def process_id(self) -> int | None:
@@ -239,9 +221,9 @@ class DhtDirectory:
         """Runs a DHT process until it fails; first repeats the requests of `keep`. Raises ConfigError, Unreachable."""
         start = self._start_message()
         async with running_child(start, self._identity) as (child, situation):
-            self._situation = situation
+            self.situation = situation
             ports = re.findall(r"/tcp/(\d+)", " ".join(situation.multiaddrs))
-            self._port = self._port or int(ports[0] if ports else 0)
+            self.port = self.port or int(ports[0] if ports else 0)
             self.restarts += 1
             self._child = child
             try:
@@ -262,7 +244,7 @@ class DhtDirectory:
                     await child.ended.wait()
             except TimeoutError:
                 status = dht_process_pb2.DhtRequest(status=dht_process_pb2.DhtStatus())
-                self._situation = (await child.ask(status, HEARTBEAT_TIMEOUT_S)).situation
+                self.situation = (await child.ask(status, HEARTBEAT_TIMEOUT_S)).situation
             else:
                 raise Unreachable(f"the DHT process has ended ({child.last_words()})")
 
@@ -282,13 +264,13 @@ class DhtDirectory:
             run=self._run,
             experts=settings.experts,
             host=settings.host,
-            port=self._port,
+            port=self.port,
             announce=settings.announce,
             initial_peers=settings.initial_peers,
             client=settings.client,
             timeout_s=settings.startup_timeout_s,
             relay_bytes_per_hour=settings.relay_bytes_per_hour,
-            relay_before=self._situation.relay if self._situation.HasField("relay") else None,
+            relay_before=self.situation.relay if self.situation.HasField("relay") else None,
         )
 
 
@@ -319,7 +301,7 @@ class RelayTunnels:
             wish = dht_process_pb2.DhtOpenTunnel(relay=relay, target=contact.peer)
             try:
                 reply = await self.directory.ask(dht_process_pb2.DhtRequest(open_tunnel=wish), OPEN_S)
-            except PeerError as error:
+            except Unreachable as error:
                 log.info("no tunnel to %s through %s: %s", short(contact.peer), relay, error)
                 reasons.append(f"{relay}: {error}")
             else:

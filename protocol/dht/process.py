@@ -93,8 +93,7 @@ class _Desk:
     """Reads the node's requests from stdin and writes replies to stdout, several requests at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+        self._reader, self._writer = reader, writer
         self._writing = asyncio.Lock()
         self._free = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
@@ -138,8 +137,7 @@ async def _run(desk: _Desk) -> None:
     try:
         await _start_and_serve(desk, request)
     finally:
-        # The node removes the folder too, unless it was killed.
-        shutil.rmtree(request.start.folder, ignore_errors=True)
+        shutil.rmtree(request.start.folder, ignore_errors=True)  # the node removes the folder too, unless it was killed
 
 
 async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> None:

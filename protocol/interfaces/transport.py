@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Final, Protocol, get_args
 
 from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.averaging_messages import RoundControl, StateControl
 from swarm.vocabulary.bounds import Length, Range, Rising
 from swarm.vocabulary.errors import PeerError
@@ -32,16 +31,6 @@ class AddressBook(Protocol):
 
     def contact(self, peer: PeerId) -> Contact | None:
         """Returns the peer's contact; None if unknown."""
-
-
-class Directory(Protocol):
-    """Store of the peers' signed announcements, shared by the run (a DHT)."""
-
-    async def publish(self, announcement: Announcement) -> None:
-        """Signs our announcement and stores it under its module's key. Raises Unreachable; call again later."""
-
-    async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """Returns valid announcements of these modules' replicas, and of peers without a module. Raises Unreachable."""
 
 
 MAX_RECORD_BYTES: Final = 2048
@@ -95,16 +84,6 @@ class QuestionAbout(enum.Enum):
 
 
 Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]  # `Transport.ask`
-
-
-class Caller(Protocol):
-    """Makes a peer that cannot be dialled open a link to us (`protocol.transport.dialer.Calls`)."""
-
-    def can_be_dialled(self) -> bool:
-        """Whether this peer can be dialled, so that a call to another peer can succeed."""
-
-    async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Asks a peer, through others, to dial us. Returns when the link is reported open. Raises Unreachable."""
 
 
 class Tunnels(Protocol):

@@ -46,9 +46,7 @@ class JoinLink:
 
     def __post_init__(self) -> None:
         if not _RUN.fullmatch(self.run):
-            raise _wrong(
-                f"the run is {_shown(self.run)}, not 26 characters of base32, nor 64 lower-case hexadecimal digits"
-            )
+            raise _wrong(f"the run is {_shown(self.run)}, not 26 characters of base32, nor 64 lower-case hex digits")
         if not 1 <= len(self.peers) <= MAX_LINK_PEERS:
             raise _wrong(f"it names {len(self.peers)} peers, allowed are 1 to {MAX_LINK_PEERS}")
         object.__setattr__(self, "peers", tuple(_checked_address(peer) for peer in self.peers))
@@ -153,9 +151,7 @@ def _checked_address(address: str) -> str:
         case [kind, host, "udp", port, "quic-v1", "p2p", peer]:
             transport = f"udp/{_checked_port(port, address)}/quic-v1"
         case _:
-            raise _wrong(
-                f"the address {_shown(address)} is not /HOST-KIND/HOST/tcp/PORT/p2p/PEER (or udp/PORT/quic-v1)"
-            )
+            raise _wrong(f"the address {_shown(address)} is not /HOST-KIND/HOST/tcp/PORT/p2p/PEER or udp/PORT/quic-v1")
     try:
         public_key_of(PeerId(peer))
     except ProtocolViolation as error:

@@ -94,15 +94,7 @@ class ModelSection(Section):
     attention: Literal["causal", "documents"] = "causal"
     """`documents`: microbatches of whole documents, masked from each other. `causal`: rows of one stream of text."""
     added_later: ClassVar[frozenset[str]] = frozenset(
-        {
-            "attention",
-            "head_dim",
-            "rope_scaling",
-            "tied_embeddings",
-            "attention_bias",
-            "positions",
-            "sliding_window",
-        }
+        {"attention", "head_dim", "rope_scaling", "tied_embeddings", "attention_bias", "positions", "sliding_window"}
     )
 
     @property
@@ -258,25 +250,23 @@ class TrainingSection(Section):
 
 
 MAX_MANIFEST_BYTES = 64 * 1024
-MAX_DOTS_PER_LINE = 64
-"""tomllib takes quadratic time over deeply dotted keys."""
+MAX_DOTS_PER_LINE = 64  # tomllib takes quadratic time over deeply dotted keys.
 MAX_DEPTH = 8
-DEFAULT_PREFIX: Final = 256
-"""First tokens of a document that choose its route: a few lines distinguish code from prose."""
+DEFAULT_PREFIX: Final = 256  # First tokens of a document that choose its route: a few lines distinguish code from prose
 SOURCES: Final = (
     "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 )
 
 
 FILE_KINDS: Final = ("path", "tokens")
+# Largest `data.token_files`, in characters, which leaves room for all other keys of a manifest.
 MAX_TOKEN_FILES_LENGTH: Final = 40_000
-"""Largest `data.token_files`, in characters, which leaves room for all other keys of a manifest."""
 
 TokenId = Annotated[int, Field(ge=0, lt=1_000_000)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+# OWNER/NAME, and nothing that could be a place on this machine.
 HUB_PLACE: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
-"""OWNER/NAME, and nothing that could be a place on this machine."""
 
 
 class StagesSection(Section):
@@ -400,12 +390,8 @@ class DataSection(Section):
     @classmethod
     def _source_is_known(cls, source: str) -> str:
         kind, _, rest = source.partition(":")
-        known = (
-            source == "python-stdlib"
-            or (kind in FILE_KINDS and rest)
-            or (kind == "huggingface" and HUB_PLACE.fullmatch(rest))
-        )
-        if not known:
+        is_of_hub = kind == "huggingface" and HUB_PLACE.fullmatch(rest)
+        if source != "python-stdlib" and not (kind in FILE_KINDS and rest) and not is_of_hub:
             raise ValueError(f"must be one of {SOURCES}; a file or folder is `path:{source[:80]}`")
         return _local_name(source, rest)
 
@@ -551,9 +537,7 @@ class Manifest(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         if self.stages.has_experts and not self.packs_documents:
-            raise ValueError(
-                'stages.experts above 1 needs model.attention = "documents": whole documents are routed to experts'
-            )
+            raise ValueError('stages.experts above 1 needs model.attention = "documents": whole documents are routed')
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
         if self.start is not None and len(self.start.modules) != self.stages.count:
@@ -564,9 +548,7 @@ class Manifest(Section):
                 f" training.rows x model.sequence ({self.microbatch_tokens})"
             )
         if self.data.tokenizer == "bytes" and self.model.vocabulary < 257:
-            raise ValueError(
-                "model.vocabulary must be at least 257 for the byte tokenizer (256 bytes and end of document)"
-            )
+            raise ValueError("model.vocabulary must be at least 257 for the byte tokenizer (256 bytes and an end mark)")
         if max((*self.data.ends, self.data.beginning or 0)) >= self.model.vocabulary:
             raise ValueError(f"data.ends and data.beginning must be below model.vocabulary ({self.model.vocabulary})")
         return self
@@ -603,12 +585,9 @@ def _check_protocol(version: object) -> None:
     lowest, highest = OLDEST_RUN, PROTOCOL_VERSIONS.highest
     if type(version) is int and not lowest <= version <= highest:
         spoken = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
-        advice = (
-            "its author must make a new run with 'skipstone new'" if version < lowest else "install a newer Skipstone"
-        )
-        raise ManifestError(
-            f"manifest: this run needs protocol version {version}; this Skipstone speaks version {spoken}; {advice}"
-        )
+        advice = "its author must make a new run" if version < lowest else "install a newer Skipstone"
+        needed = f"manifest: this run needs protocol version {version}"
+        raise ManifestError(f"{needed}; this Skipstone speaks version {spoken}; {advice}")
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:
@@ -616,9 +595,7 @@ def parse_toml(text: bytes) -> dict[str, Any]:
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"manifest: {len(text)} bytes are more than the {MAX_MANIFEST_BYTES} allowed")
     if any(line.count(b".") > MAX_DOTS_PER_LINE for line in text.split(b"\n")):
-        raise ManifestError(
-            f"manifest: a line with more than {MAX_DOTS_PER_LINE} dots; keys are not nested that deeply"
-        )
+        raise ManifestError(f"manifest: a line with more than {MAX_DOTS_PER_LINE} dots; keys are not nested so deeply")
     try:
         return tomllib.loads(text.decode())
     except ValueError as error:  # also from int() for thousands of digits

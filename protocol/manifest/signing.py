@@ -133,7 +133,7 @@ def read_signed_manifest(text: bytes, expected: RunId | None) -> SignedManifest:
         raise ManifestError(f"signature.author: {error}") from None
     if not verify(public_key, signature, _PURPOSE + canonical(manifest)):
         raise ManifestError(
-            "signature.value: not the author's signature of these values; the manifest was changed after signing"
+            "signature.value: not the author's signature of these values; they were changed after signing"
         )
     run = run_id_of(manifest)
     if expected is not None and run != expected:

@@ -45,13 +45,10 @@ _RESULT: Final = converter(DialBackResult, wire.DialBackResult.DESCRIPTOR)
 
 async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float = DIAL_BACK_S) -> DialBackResult:
     """Checks whether the owner of `certificate` (DER) answers at an IP address and port. Raises no network errors."""
-    # No host names: their owner could direct the test at other machines.
-    try:
+    try:  # no host names: their owner could direct the test at other machines
         ipaddress.ip_address(host)
     except ValueError:
-        return DialBackResult(
-            "", DialBackOutcome.NOT_TRIED, "your IP address is unknown, because your link does not show it"
-        )
+        return DialBackResult("", DialBackOutcome.NOT_TRIED, "your link does not show your IP address")
     try:
         async with asyncio.timeout(timeout_s):
             shown = await certificate_at(host, port)

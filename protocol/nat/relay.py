@@ -221,14 +221,12 @@ class RelayService:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`before`: statistics of a previous process, which this one continues."""
-        self._run = run
-        self._limits = limits
+        self._run, self._limits, self._now = run, limits, now
         self._budget = RelayBudget(limits, now, None if before is None else before.left_bytes)
         self._figures = before or dht_process_pb2.DhtRelayFigures()
         self._attachments: dict[PeerId, RelayStream] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count(1)
-        self._now = now
         self._opens = TokenBuckets(limits.opens, limits.open_refill_s)
         self._greeting: Counter[PeerId] = Counter()
         self._open: Counter[PeerId] = Counter()
@@ -419,9 +417,7 @@ class Incoming:
         """Returns why another tunnel through this relay is declined; empty if it is accepted."""
         if self.tunnels >= MAX_INCOMING:
             return f"the peer has {MAX_INCOMING} tunnels already"
-        if not self.allowance.take(relay, now):
-            return "too many tunnels through this relay for now"
-        return ""
+        return "" if self.allowance.take(relay, now) else "too many tunnels through this relay for now"
 
 
 @dataclass(slots=True, eq=False)
@@ -535,11 +531,8 @@ class OpenTunnels:
     """Tunnels that this peer opened to others through relays. They end with the task group `tasks`."""
 
     def __init__(self, run: RunId, dial: Dial, tasks: asyncio.TaskGroup) -> None:
-        self._run = run
-        self._dial = dial
-        self._tasks = tasks
-        self._opening = 0
-        self._opened = 0
+        self._run, self._dial, self._tasks = run, dial, tasks
+        self._opening, self._opened = 0, 0
 
     async def open(self, relay: str, target: PeerId) -> int:
         """Opens a tunnel to `target`. Returns a local port for one connection. Raises PeerError, ResourceExhausted."""

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 from protocol.frames.frames import Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.transport import AddressBook, Ask, Caller, Contact, FarEnd, Question, QuestionAbout, Tunnels
+from protocol.interfaces.transport import AddressBook, Ask, Contact, FarEnd, Question, QuestionAbout, Tunnels
 from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
 from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
 from protocol.transport.settings import TransportSettings
@@ -22,14 +22,6 @@ TUNNEL_RETRY_S: Final = 1.0  # Pause between tunnels, because each one costs thr
 MAX_REMEMBERED_PEERS: Final = 1024
 MOST_REPLACED: Final = 3
 REPLACED_WITHIN_S: Final = 10.0
-
-
-class NoCalls:
-    def can_be_dialled(self) -> bool:
-        return True
-
-    async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        raise Unreachable(f"{short(contact.peer)} has no known address")
 
 
 class NoTunnels:
@@ -46,7 +38,7 @@ class NoTunnels:
 class Ways:
     """Ways to reach peers that cannot be dialled: reverse calls and tunnels. By default such peers must dial us."""
 
-    caller: Caller = field(default_factory=NoCalls)
+    caller: Calls | None = None
     tunnels: Tunnels = field(default_factory=NoTunnels)
 
 
@@ -68,8 +60,11 @@ class Dialler:
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
         """Opens a stream to a peer. Must be cancelled if the peer opens a stream to us instead. Raises PeerError."""
-        if not contact.addresses and self.ways.caller.can_be_dialled():
-            await self._wait_for_call(contact)
+        caller = self.ways.caller
+        if not contact.addresses and caller is None:
+            raise Unreachable(f"{short(contact.peer)} has no known address")
+        if not contact.addresses and caller is not None and caller.can_be_dialled():
+            await self._wait_for_call(caller, contact)
         pause_s = self.settings.first_retry_s if contact.addresses else TUNNEL_RETRY_S
         deadline = self.clock.monotonic() + self.settings.dial_timeout_s
         while True:
@@ -89,12 +84,12 @@ class Dialler:
         through = replace(contact, addresses=(await self.ways.tunnels.way_to(contact),))
         return await dial(through, self.credentials, self.own(), timeout_s, far_end_of_tunnel)
 
-    async def _wait_for_call(self, contact: Contact) -> NoReturn:
+    async def _wait_for_call(self, caller: Calls, contact: Contact) -> NoReturn:
         limit_s = self.settings.dial_timeout_s
         self._called.add(contact.peer)
         try:
             async with asyncio.timeout(limit_s):
-                await self.ways.caller.call(contact, self.ask, limit_s)
+                await caller.call(contact, self.ask, limit_s)
                 await asyncio.Event().wait()  # cancelled by the incoming stream
         except TimeoutError:
             pass
@@ -116,9 +111,8 @@ async def dial(
             stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, far_end)
             return await _introduced(stream, contact, own)
     except TimeoutError:
-        raise Unreachable(
-            f"{short(contact.peer)} did not answer at {', '.join(contact.addresses)} within {timeout_s:g} s"
-        ) from None
+        where = ", ".join(contact.addresses)
+        raise Unreachable(f"{short(contact.peer)} did not answer at {where} within {timeout_s:g} s") from None
 
 
 async def _first_that_answers(
@@ -184,35 +178,32 @@ class Turnover:
 
     def is_high(self, peer: PeerId) -> bool:
         """Whether the peer replaced its link MOST_REPLACED times within REPLACED_WITHIN_S."""
-        times = self._replaced.get(peer)
-        return (
-            times is not None and len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
-        )
+        times = self._replaced.get(peer, deque[float]())
+        return len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calls:
-    """`Caller` that asks a peer to dial us through each forwarding peer in turn. `own_record` has our addresses."""
+    """Calls: asks a peer to dial us through each forwarding peer in turn. `own_record` has our addresses."""
 
     book: AddressBook
     clock: Clock
     own_record: Callable[[], bytes]
-    can_be_dialled: Callable[[], bool]
+    can_be_dialled: Callable[[], bool]  # Whether this peer can be dialled, so that a call can succeed
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Asks a peer to dial us. Each forwarding peer but the last gets half of the time left. Raises Unreachable."""
+        """Asks a peer to dial us; returns when the link is reported open. Raises Unreachable."""
         question = Question(QuestionAbout.CALL, peer=contact.peer, record=self.own_record())
         deadline = self.clock.monotonic() + patience_s
         # Only through peers that can be dialled, so that a call never needs another call.
         known = [self.book.contact(peer) for peer in contact.via]
         through = [each.peer for each in known if each is not None and each.addresses]
         said = "all peers that could forward the call are unknown"
-        for place, peer in enumerate(through):
+        for place, peer in enumerate(through):  # each but the last gets half of the time left
             left_s = max(0.0, deadline - self.clock.monotonic())
             share_s = left_s if place == len(through) - 1 else left_s / 2
             try:
-                # The timeout of `ask` does not include opening a link.
-                async with asyncio.timeout(share_s):
+                async with asyncio.timeout(share_s):  # the timeout of `ask` does not include opening a link
                     await ask(peer, question, share_s)
                     return
             except TimeoutError:

@@ -87,8 +87,7 @@ class DialledStream:
     """A stream that this side opened, on a gRPC channel that carries no other stream."""
 
     def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
-        self._channel = channel
-        self._far_end = far_end
+        self._channel, self._far_end = channel, far_end
         self._call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
     def far_end(self) -> FarEnd | None:

@@ -60,14 +60,9 @@ class GrpcTransport:
         own_record: Callable[[], bytes],
         ways: Ways = Ways(),  # noqa: B008 - immutable
     ) -> None:
-        self._peer = credentials.peer
-        self._credentials = credentials
-        self._run = credentials.run
-        self._address_book = address_book
-        self._handler = handler
-        self._clock = clock
-        self._settings = settings
-        self._own_record = own_record
+        self._peer, self._run, self._credentials = credentials.peer, credentials.run, credentials
+        self._address_book, self._handler, self._own_record = address_book, handler, own_record
+        self._clock, self._settings = clock, settings
         self._streams: Counter[PeerId] = Counter()  # Accepted ones that gRPC has not released yet
         self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
         self.incarnation = secrets.randbits(64)  # Distinguishes this process from others with the same key
@@ -82,18 +77,14 @@ class GrpcTransport:
         self._running: set[asyncio.Task[None]] = set()
         self._closing = False
         self._server: grpc.aio.Server | None = None
-        self._port = 0
-
-    @property
-    def port(self) -> int:
-        return self._port
+        self.port = 0
 
     async def __aenter__(self) -> Self:
         """Starts the gRPC server. Raises ConfigError if the address cannot be bound."""
         address = joined(self._settings.listen_host, self._settings.listen_port)
         most = self._settings.max_links + _SPARE_STREAMS
         try:
-            self._server, self._port = make_server(self._serve, self._credentials, address, most)
+            self._server, self.port = make_server(self._serve, self._credentials, address, most)
         except RuntimeError:
             raise ConfigError(
                 f"cannot listen on {address}", hint="Choose another port, or stop the program that uses this one."
@@ -305,9 +296,8 @@ class GrpcTransport:
             return Farewell(FarewellReason.LEAVING)
         link = self._links.get(peer)
         if link is None:
-            return (
-                None if self._has_room_for(peer) else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
-            )
+            full = Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
+            return None if self._has_room_for(peer) else full
         if self._turnover.is_high(peer):
             return Farewell(FarewellReason.UNSPECIFIED, "links to you are replaced too often")
         if link.incarnation != hello.incarnation and await link.answers(self._settings.proof_of_life_s):

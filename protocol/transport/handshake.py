@@ -16,8 +16,7 @@ FORMER_LIFE_MS: Final = 5000  # Largest clock correction between two processes o
 
 def proven_peer(certificate: bytes, run: RunId) -> PeerId:
     """Verifies a caller's certificate for `run` and returns the caller's peer id. Raises Rejected."""
-    # TLS alone proves nothing, because the authority's key is public.
-    try:
+    try:  # TLS alone proves nothing, because the authority's key is public
         return peer_of_certificate(certificate, run)
     except ProtocolViolation as error:
         raise Rejected(str(error)) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -11,31 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
-from protocol.frames.frames import (
-    MAX_ANSWER_BYTES,
-    AnnouncementFrame,
-    AnswerFrame,
-    Arrival,
-    Assembly,
-    Cancel,
-    Chunk,
-    Farewell,
-    FarewellReason,
-    Frame,
-    Hello,
-    OutgoingTransfer,
-    Ping,
-    Pong,
-    QuestionFrame,
-    SmallFrame,
-    TensorFrame,
-    chunk_bytes_for,
-    chunk_count_of,
-    decode,
-    encode,
-    is_chunk,
-    topic_of,
-)
+from protocol.frames import frames
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question, QuestionAbout, Refusal
@@ -62,10 +39,8 @@ class ByteBudget:
     """Limit of tensor bytes in flight, first come, first served. A tensor larger than the limit is sent alone."""
 
     def __init__(self, budget_bytes: int, places: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._places = places
-        self.used_bytes = 0
-        self._used_places = 0
+        self._budget_bytes, self._places = budget_bytes, places
+        self.used_bytes, self._used_places = 0, 0
         self._queue = asyncio.Lock()
         self._freed = asyncio.Event()
         self._error: PeerError | None = None
@@ -110,7 +85,7 @@ MAX_WAITING_BYTES: Final = 1024 * 1024  # Small frames. `put` waits at half of i
 
 @dataclass(slots=True, eq=False)
 class _Sending:
-    transfer: OutgoingTransfer
+    transfer: frames.OutgoingTransfer
     traffic_class: TrafficClass
     done: asyncio.Future[bool]
 
@@ -121,7 +96,7 @@ class Outbox:
     def __init__(self, budgets: Mapping[TrafficClass, ByteBudget]) -> None:
         self._budgets = dict(budgets)
         self._small: deque[bytes] = deque()
-        self._small_bytes = 0
+        self.waiting_bytes = 0  # Of small frames not yet written to the stream
         # Served in rotation
         self._queues = OrderedDict((traffic_class, deque[_Sending]()) for traffic_class in TrafficClass)
         self._open: dict[int, _Sending] = {}
@@ -136,17 +111,12 @@ class Outbox:
         """Bytes of the tensors in flight. With `waiting_bytes`, all memory held for sending."""
         return sum(budget.used_bytes for budget in self._budgets.values())
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of small frames not yet written to the stream."""
-        return self._small_bytes
-
     def post(self, frame: bytes) -> None:
         """Queues a small frame. Raises Stalled if the peer reads too little, PeerError if the outbox is closed."""
         if self._closed is not None:
             raise self._closed
-        if self._small_bytes + len(frame) > MAX_WAITING_BYTES:
-            raise Stalled(f"the peer does not read: {self._small_bytes} bytes are queued for it")
+        if self.waiting_bytes + len(frame) > MAX_WAITING_BYTES:
+            raise Stalled(f"the peer does not read: {self.waiting_bytes} bytes are queued for it")
         self._queue(frame)
 
     async def put(self, frame: bytes) -> None:
@@ -156,7 +126,9 @@ class Outbox:
                 await self._room.wait()
             self.post(frame)
 
-    async def send(self, traffic_class: TrafficClass, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
+    async def send(
+        self, traffic_class: TrafficClass, size_bytes: int, make: Callable[[], frames.OutgoingTransfer]
+    ) -> bool:
         """Waits for budget, then sends the tensor from `make`. False if the receiver cancelled it. Raises PeerError."""
         async with self._budgets[traffic_class].share(size_bytes):
             if self._closed is not None:
@@ -238,19 +210,19 @@ class Outbox:
             queue.remove(sending)
             if sending.transfer.begun and self._closed is None:
                 # Not by `post`, because this frame must be sent. The number of transfers bounds these frames.
-                self._queue(encode(Cancel(sending.transfer.number)))
+                self._queue(frames.encode(frames.Cancel(sending.transfer.number)))
 
     def _queue(self, frame: bytes) -> None:
         self._small.append(frame)
-        self._small_bytes += len(frame)
-        if self._small_bytes > MAX_WAITING_BYTES // 2:
+        self.waiting_bytes += len(frame)
+        if self.waiting_bytes > MAX_WAITING_BYTES // 2:
             self._room.clear()
         self._something_to_send.set()
 
     def _take_small(self) -> bytes:
         frame = self._small.popleft()
-        self._small_bytes -= len(frame)
-        if self._small_bytes <= MAX_WAITING_BYTES // 2:
+        self.waiting_bytes -= len(frame)
+        if self.waiting_bytes <= MAX_WAITING_BYTES // 2:
             self._room.set()
         return frame
 
@@ -262,18 +234,18 @@ class Inbox:
     peer: PeerId
     handler: LinkHandler
     clock: Clock
-    reply: Callable[[SmallFrame], None]
+    reply: Callable[[frames.SmallFrame], None]
     _: KW_ONLY
     odd_numbers: bool
     stall_after_s: float
     slowest_bytes_per_s: float
-    _arrivals: dict[int, Arrival] = field(default_factory=dict, init=False)
+    _arrivals: dict[int, frames.Arrival] = field(default_factory=dict, init=False)
 
     def owns(self, transfer: int) -> bool:
         """Whether the peer may use this transfer number: odd for the dialling peer, even for the other."""
         return (transfer % 2 == 1) == self.odd_numbers
 
-    def open(self, frame: TensorFrame) -> None:
+    def open(self, frame: frames.TensorFrame) -> None:
         """Admits an incoming tensor by its header, or refuses it with a reply. Raises ProtocolViolation."""
         number = frame.transfer
         if not self.owns(number) or number in self._arrivals:
@@ -282,20 +254,18 @@ class Inbox:
             raise ProtocolViolation(f"more than {MAX_OPEN_TRANSFERS} transfers at once")
         admitted = self.handler.admit(self.peer, frame.message, frame.tensor)
         if isinstance(admitted, Refusal):
-            self._arrivals[number] = Arrival(frame)
+            self._arrivals[number] = frames.Arrival(frame)
             if isinstance(frame.message, Forward | Backward):
                 self.reply(_receipt_of(frame.message, admitted))
-            self.reply(Cancel(number))
+            self.reply(frames.Cancel(number))
             return
         if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
-            raise SkipstoneError(
-                f"the handler gave a buffer of {admitted.nbytes} bytes for {frame.tensor.byte_length} bytes"
-            )
+            raise SkipstoneError(f"the handler gave {admitted.nbytes} bytes for {frame.tensor.byte_length} bytes")
         now = self.clock.monotonic()
         deadline = now + self.stall_after_s + admitted.nbytes / self.slowest_bytes_per_s
-        self._arrivals[number] = Assembly(frame, admitted, now, deadline)
+        self._arrivals[number] = frames.Assembly(frame, admitted, now, deadline)
 
-    def add(self, chunk: Chunk) -> TensorFrame | None:
+    def add(self, chunk: frames.Chunk) -> frames.TensorFrame | None:
         """Adds a chunk to its tensor. Returns the header of an admitted, complete tensor. Raises ProtocolViolation."""
         arrival = self._arrivals.get(chunk.transfer)
         if arrival is None:
@@ -303,7 +273,7 @@ class Inbox:
         arrival.add(chunk)
         if arrival.complete:
             del self._arrivals[chunk.transfer]
-        if not isinstance(arrival, Assembly):
+        if not isinstance(arrival, frames.Assembly):
             return None
         arrival.progressed_at = self.clock.monotonic()
         if not arrival.complete:
@@ -313,34 +283,34 @@ class Inbox:
 
     def withdrawn(self, transfer: int) -> None:
         arrival = self._arrivals.pop(transfer, None)
-        if isinstance(arrival, Assembly):
+        if isinstance(arrival, frames.Assembly):
             self._break_off(arrival, Unreachable(f"{short(self.peer)} cancelled transfer {transfer}"))
 
     def break_off_slow(self) -> None:
         """Cancels incoming tensors that stall or miss their deadline, and returns their buffers to the handler."""
         now = self.clock.monotonic()
         for number, arrival in list(self._arrivals.items()):
-            if not isinstance(arrival, Assembly) or self._arrivals.get(number) is not arrival:
+            if not isinstance(arrival, frames.Assembly) or self._arrivals.get(number) is not arrival:
                 continue  # a reply may end the link, and with it all transfers
             if now > arrival.deadline or now - arrival.progressed_at > self.stall_after_s:
                 self._arrivals[number] = arrival.swallowing_the_rest()
-                self.reply(Cancel(number))
+                self.reply(frames.Cancel(number))
                 self._break_off(arrival, Stalled(f"transfer {number} from {short(self.peer)} made too little progress"))
 
     def forgive(self, seconds: float) -> None:
         """Extends the deadlines of all incoming tensors by the seconds for which this process was suspended."""
         for arrival in self._arrivals.values():
-            if isinstance(arrival, Assembly):
+            if isinstance(arrival, frames.Assembly):
                 arrival.progressed_at += seconds
                 arrival.deadline += seconds
 
     def close(self, error: PeerError) -> None:
         arrivals, self._arrivals = self._arrivals, {}
         for arrival in arrivals.values():
-            if isinstance(arrival, Assembly):
+            if isinstance(arrival, frames.Assembly):
                 self._break_off(arrival, error)
 
-    def _break_off(self, arrival: Assembly, error: PeerError) -> None:
+    def _break_off(self, arrival: frames.Assembly, error: PeerError) -> None:
         self.handler.broken_off(self.peer, arrival.frame.message, arrival.buffer, error)
 
 
@@ -411,12 +381,11 @@ class Meter:
         self._round_trip = Ewma(ROUND_TRIP_WEIGHT)
         self._goodput = Goodput()
         self._behind: dict[int, int] = {}  # Ping token -> transfer that it follows
-        self._sent_bytes = 0
-        self._received_bytes = 0
+        self._sent_bytes, self._received_bytes = 0, 0
         self._heard_at = clock.monotonic()
         self._pinged_at = 0.0
         self._open_token: int | None = None
-        self._next_token = 0
+        self._tokens = itertools.count(1)
 
     def wrote(self, size_bytes: int) -> None:
         self._sent_bytes += size_bytes
@@ -434,7 +403,7 @@ class Meter:
 
     def ping(self) -> int:
         """Begins to measure the round trip; a measurement in progress ends. Returns the token of the ping to send."""
-        self._open_token = self._token()
+        self._open_token = next(self._tokens)
         self._pinged_at = self._clock.monotonic()
         return self._open_token
 
@@ -460,7 +429,7 @@ class Meter:
         """Returns the token of a ping to send after a tensor. The pong shows that the peer has read that tensor."""
         while len(self._behind) >= MOST_ON_THE_WAY:
             del self._behind[next(iter(self._behind))]
-        token = self._token()
+        token = next(self._tokens)
         self._behind[token] = transfer
         return token
 
@@ -470,10 +439,6 @@ class Meter:
     def figures(self) -> LinkFigures:
         goodput = self._goodput.bytes_per_s
         return LinkFigures(self._round_trip.mean, self._sent_bytes, self._received_bytes, goodput)
-
-    def _token(self) -> int:
-        self._next_token += 1
-        return self._next_token
 
 
 class Asking:
@@ -486,7 +451,7 @@ class Asking:
         self._next_id = 1
         self._closed: PeerError | None = None
 
-    async def ask(self, question: Question, timeout_s: float, say: Callable[[SmallFrame], None]) -> bytes:
+    async def ask(self, question: Question, timeout_s: float, say: Callable[[frames.SmallFrame], None]) -> bytes:
         """Sends a question and waits for its answer; at most MAX_OPEN_QUESTIONS are open. Raises as `Transport.ask`."""
         try:
             async with asyncio.timeout(timeout_s), self._places:
@@ -496,16 +461,15 @@ class Asking:
                 result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
                 self._open[number] = (question.about, result)
                 try:
-                    say(QuestionFrame(number, question))
+                    say(frames.QuestionFrame(number, question))
                     return await result
                 finally:
                     del self._open[number]
         except TimeoutError:
-            raise Stalled(
-                f"{short(self._peer)} did not answer a {question.about.value} question within {timeout_s:g} s"
-            ) from None
+            what = f"{short(self._peer)} did not answer a {question.about.value} question"
+            raise Stalled(f"{what} within {timeout_s:g} s") from None
 
-    def answered(self, answer: AnswerFrame) -> None:
+    def answered(self, answer: frames.AnswerFrame) -> None:
         """Completes the question of an answer, if it still waits. Raises ProtocolViolation if their subjects differ."""
         about, result = self._open.get(answer.id, (None, None))
         if result is None or result.done():
@@ -531,33 +495,33 @@ class Answering:
     peer: PeerId
     handler: LinkHandler
     tasks: asyncio.TaskGroup
-    say: Callable[[SmallFrame], None]
+    say: Callable[[frames.SmallFrame], None]
     _open: int = 0
 
-    def asked(self, frame: QuestionFrame) -> None:
+    def asked(self, frame: frames.QuestionFrame) -> None:
         if self._open >= MAX_OPEN_QUESTIONS:
             self.say(_refusal(frame, f"{MAX_OPEN_QUESTIONS} questions are open already"))
             return
         self._open += 1
         self.tasks.create_task(self._answer(frame))
 
-    async def _answer(self, frame: QuestionFrame) -> None:
+    async def _answer(self, frame: frames.QuestionFrame) -> None:
         try:
             content = await self.handler.answer(self.peer, frame.question)
         except PeerError as error:
             answer = _refusal(frame, str(error))
         else:
-            answer = AnswerFrame(frame.id, frame.question.about, content)
-            if len(content) > MAX_ANSWER_BYTES:
-                why = f"the answer has {len(content)} bytes, more than the {MAX_ANSWER_BYTES} allowed"
+            answer = frames.AnswerFrame(frame.id, frame.question.about, content)
+            if len(content) > frames.MAX_ANSWER_BYTES:
+                why = f"the answer has {len(content)} bytes, more than the {frames.MAX_ANSWER_BYTES} allowed"
                 answer = _refusal(frame, why)
         finally:
             self._open -= 1
         self.say(answer)
 
 
-def _refusal(frame: QuestionFrame, why: str) -> AnswerFrame:
-    return AnswerFrame(frame.id, None, why.encode())
+def _refusal(frame: frames.QuestionFrame, why: str) -> frames.AnswerFrame:
+    return frames.AnswerFrame(frame.id, None, why.encode())
 
 
 class _Over(Exception):
@@ -581,7 +545,7 @@ class Link:
         self,
         peer: PeerId,
         stream: Stream,
-        hello: Hello,
+        hello: frames.Hello,
         *,
         dialled: bool,
         far_end: FarEnd | None,
@@ -589,9 +553,7 @@ class Link:
         on_end: Callable[[Link, PeerError], None],
     ) -> None:
         settings = surroundings.settings
-        self.peer = peer
-        self.dialled = dialled
-        self.far_end = far_end
+        self.peer, self.dialled, self.far_end = peer, dialled, far_end
         self.since = surroundings.clock.monotonic()
         self.incarnation = hello.incarnation
         self.began = self.since - hello.age_ms / 1e3  # Start of the peer's process on our monotonic clock
@@ -602,11 +564,8 @@ class Link:
                 TrafficClass.BULK: ByteBudget(settings.send_budget_bytes, settings.max_bulk_transfers),
             }
         )
-        self._stream = stream
-        self._handler = surroundings.handler
-        self._clock = surroundings.clock
-        self._settings = settings
-        self._on_end = on_end
+        self._stream, self._settings, self._on_end = stream, settings, on_end
+        self._handler, self._clock = surroundings.handler, surroundings.clock
         self._meter = Meter(surroundings.clock)
         self._patience = Patience(surroundings.patience, self.since)
         self._asking = Asking(peer)
@@ -620,7 +579,7 @@ class Link:
             slowest_bytes_per_s=settings.slowest_bytes_per_s,
         )
         self._next_transfer = 1 if dialled else 2
-        self._last_words: Farewell | None = None
+        self._last_words: frames.Farewell | None = None
         self._error: PeerError | None = None
         self._over = asyncio.Event()
         self._ponged = asyncio.Event()
@@ -644,13 +603,13 @@ class Link:
             self.end(Unreachable(f"the link to {short(self.peer)} was closed"))
             await self._stream.close()
 
-    def end(self, error: PeerError, last_words: Farewell | None = None) -> None:
+    def end(self, error: PeerError, last_words: frames.Farewell | None = None) -> None:
         """Closes the link. Everything in flight fails with `error` at once. Later calls have no effect."""
         if self._error is not None:
             return
         self._error = error
         self._last_words = last_words
-        self.outbox.finish(None if last_words is None else encode(last_words), error)
+        self.outbox.finish(None if last_words is None else frames.encode(last_words), error)
         self._asking.close(error)
         self._inbox.close(error)
         self._over.set()
@@ -664,13 +623,13 @@ class Link:
         most = self._settings.bulk_chunk_bytes if traffic_class is TrafficClass.BULK else self._settings.chunk_bytes
         number = 0
 
-        def make() -> OutgoingTransfer:
+        def make() -> frames.OutgoingTransfer:
             nonlocal number
             number, self._next_transfer = self._next_transfer, (self._next_transfer + 2) % 2**32
-            chunk_bytes = chunk_bytes_for(self._meter.figures().goodput_bytes_per_s, most)
-            header = TensorFrame(message, tensor, number, chunk_count_of(octets.nbytes, chunk_bytes))
+            chunk_bytes = frames.chunk_bytes_for(self._meter.figures().goodput_bytes_per_s, most)
+            header = frames.TensorFrame(message, tensor, number, frames.chunk_count_of(octets.nbytes, chunk_bytes))
             self._meter.sending(number, octets.nbytes)
-            return OutgoingTransfer(number, encode(header), octets, chunk_bytes)
+            return frames.OutgoingTransfer(number, frames.encode(header), octets, chunk_bytes)
 
         handed_over = False
         try:
@@ -679,19 +638,19 @@ class Link:
             if not handed_over:
                 self._meter.gave_up(number)
         if handed_over:
-            self.say(Ping(self._meter.ping_after(number)))
+            self.say(frames.Ping(self._meter.ping_after(number)))
             self._patience.exchanged(_hops_of(message))
 
     async def send_control(self, message: ControlMessage) -> None:
-        await self.outbox.put(encode(message))
+        await self.outbox.put(frames.encode(message))
 
     async def ask(self, question: Question, timeout_s: float) -> bytes:
         return await self._asking.ask(question, timeout_s, self.say)
 
-    def say(self, frame: SmallFrame) -> None:
+    def say(self, frame: frames.SmallFrame) -> None:
         """Queues a small frame without waiting. Ends the link if the peer reads too little."""
         try:
-            self.outbox.post(encode(frame))
+            self.outbox.post(frames.encode(frame))
         except PeerError as error:
             self.end(error)
 
@@ -702,7 +661,7 @@ class Link:
     async def answers(self, within_s: float) -> bool:
         """Pings the peer. Returns whether it answers within `within_s` seconds and the link is still open."""
         self._ponged.clear()
-        self.say(Ping(self._meter.ping()))
+        self.say(frames.Ping(self._meter.ping()))
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._ponged, self._over)]
         try:
             await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
@@ -718,7 +677,7 @@ class Link:
         try:
             await part
         except ProtocolViolation as error:
-            self.end(error, Farewell(FarewellReason.VIOLATION, str(error)))
+            self.end(error, frames.Farewell(frames.FarewellReason.VIOLATION, str(error)))
         except PeerError as error:
             self.end(error)
 
@@ -727,13 +686,13 @@ class Link:
         while (data := await self._stream.read()) is not None:
             if self._error is None:
                 self._meter.heard(len(data))
-                small = not is_chunk(data)
-                topic = topic_of(data) if small else None
-                frame = decode(data) if topic is None or self._handler.minds(self.peer, topic) else None
+                small = not frames.is_chunk(data)
+                topic = frames.topic_of(data) if small else None
+                frame = frames.decode(data) if topic is None or self._handler.minds(self.peer, topic) else None
                 if frame is not None:
                     self._dispatch(frame, answering)
                 if small:  # do not charge answers by length: we have asked for them
-                    await self._before_the_next(0 if isinstance(frame, AnswerFrame) else len(data))
+                    await self._before_the_next(0 if isinstance(frame, frames.AnswerFrame) else len(data))
         raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
 
     async def _before_the_next(self, octets: int) -> None:
@@ -764,34 +723,34 @@ class Link:
                 raise Stalled(f"{short(self.peer)} was silent for {self._meter.silence_s():.1f} s")
             self._inbox.break_off_slow()
             if not self._meter.ping_is_open:
-                self.say(Ping(self._meter.ping()))
+                self.say(frames.Ping(self._meter.ping()))
 
-    def _dispatch(self, frame: Frame, answering: Answering) -> None:
+    def _dispatch(self, frame: frames.Frame, answering: Answering) -> None:
         match frame:
-            case Chunk():
+            case frames.Chunk():
                 if (whole := self._inbox.add(frame)) is not None:
                     self._patience.exchanged(_hops_of(whole.message))
-            case TensorFrame():
+            case frames.TensorFrame():
                 self._inbox.open(frame)
-            case Ping(token):
-                self.say(Pong(token))
-            case Pong(token):
+            case frames.Ping(token):
+                self.say(frames.Pong(token))
+            case frames.Pong(token):
                 if self._meter.pong(token):
                     self._ponged.set()
-            case Cancel(transfer) if self._inbox.owns(transfer):
+            case frames.Cancel(transfer) if self._inbox.owns(transfer):
                 self._inbox.withdrawn(transfer)
-            case Cancel(transfer):
+            case frames.Cancel(transfer):
                 self.outbox.stop(transfer)
-            case QuestionFrame():
+            case frames.QuestionFrame():
                 answering.asked(frame)
-            case AnswerFrame():
+            case frames.AnswerFrame():
                 self._asking.answered(frame)
-            case AnnouncementFrame(record):
+            case frames.AnnouncementFrame(record):
                 self.record = record
                 self._handler.announced(self.peer, record)
-            case Farewell():
+            case frames.Farewell():
                 raise meaning_of(frame, self.peer)
-            case Hello():
+            case frames.Hello():
                 raise ProtocolViolation("a second Hello on one stream")
             case _:
                 self._handler.received_control(self.peer, frame)

@@ -23,10 +23,8 @@ class TokenBucket:
     """A bucket of `most` tokens, with one more every `refill_s` seconds. Times are monotonic."""
 
     def __init__(self, most: float, refill_s: float, now: float, left: float | None = None) -> None:
-        self._most = most
-        self._refill_s = refill_s
+        self._most, self._refill_s, self._at = most, refill_s, now
         self._left = most if left is None else left
-        self._at = now
 
     def earn(self, amount: float) -> None:
         self._left = min(self._most, self._left + amount)
@@ -57,8 +55,7 @@ class TokenBuckets:
     """Token buckets by name: `burst` tokens, one more per `refill_s` seconds. Evicts the longest unused name."""
 
     def __init__(self, burst: int, refill_s: float) -> None:
-        self._burst = burst
-        self._refill_s = refill_s
+        self._burst, self._refill_s = burst, refill_s
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def take(self, name: str, now: float, amount: int = 1) -> bool:

@@ -41,9 +41,7 @@ def free_ports(host: str, owner: str, count: int) -> list[int]:
     candidates = (*range(first, PORTS.stop), *range(PORTS.start, first))
     found = list(islice((port for port in candidates if is_free(host, port)), count))
     if len(found) < count:
-        raise ConfigError(
-            f"cannot listen on {host}", hint="Name an address of this machine, or free some of its ports."
-        )
+        raise ConfigError(f"cannot listen on {host}", hint="Name an address of this machine, or free some ports.")
     return found
 
 

@@ -25,9 +25,7 @@ class Interrupts:
     # Uses Python's signal handlers, not asyncio's: they run even if the event loop hangs.
 
     def __init__(self, ask: Callable[[], object], at_once: Callable[[int], None], line: str = STOPPING) -> None:
-        self._ask = ask
-        self._line = line
-        self._at_once = at_once
+        self._ask, self._at_once, self._line = ask, at_once, line
         self._previous: dict[int, Any] = {}
         self._first: int | None = None
 
@@ -75,8 +73,7 @@ def end_by(seconds: float) -> None:
 
 def stop_on_end_of_input(ask: Callable[[], None]) -> None:
     """Calls `ask` when standard input ends, then ends the process if it has not stopped in time."""
-    # A thread works with any kind of standard input, and even if the loop hangs.
-    loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()  # a thread works with any kind of standard input, and even if the loop hangs
 
     def watch() -> None:
         with contextlib.suppress(OSError):

@@ -13,19 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from node.cli.views.text import (
-    MAX_OWN_CHARACTERS,
-    count,
-    duration,
-    harmless,
-    loss_text,
-    megabytes,
-    peer_name,
-    plain_table,
-    round_text,
-    sizes_text,
-    sparkline,
-)
+from node.cli.views import text
 from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
 
 REFRESH_S = 0.25
@@ -45,12 +33,12 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
         bar.add_row(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
         parts.append(bar)
     parts += [_loss_line(state), *_sizes_lines(state), _peer_table(state, now)]
-    waiting = [reason for _, reason in sorted(state.waiting.items())]
-    parts += [Text(harmless(line), style="bold yellow") for line in ([state.starting] if state.starting else waiting)]
+    waiting = [state.starting] if state.starting else [reason for _, reason in sorted(state.waiting.items())]
+    parts += [Text(text.harmless(line), style="bold yellow") for line in waiting]
     notes = [(now - at, note) for at, note in state.notes if note.level == "error" or now - at < NOTE_S]
     for age, note in notes[-_SHOWN_NOTES:]:
-        line = Text(harmless(note.message, MAX_OWN_CHARACTERS), style=_NOTE_STYLES[note.level])
-        parts.append(line.append(f"  {duration(age)} ago", style="dim"))
+        line = Text(text.harmless(note.message, text.MAX_OWN_CHARACTERS), style=_NOTE_STYLES[note.level])
+        parts.append(line.append(f"  {text.duration(age)} ago", style="dim"))
     return Group(*parts)
 
 
@@ -63,21 +51,21 @@ def remaining_s(state: SwarmProgress) -> float | None:
 
 
 def _headline(state: SwarmProgress, title: str, elapsed_s: float) -> Text:
-    line = Text(harmless(title), style="bold")
+    line = Text(text.harmless(title), style="bold")
     goal = "" if state.target is None else f" of {state.target}"
-    line.append(f"   step {state.step}{goal}   {duration(elapsed_s)}", style="not bold")
+    line.append(f"   step {state.step}{goal}   {text.duration(elapsed_s)}", style="not bold")
     left = remaining_s(state)
     if left is not None:
-        line.append(f"   {duration(left)} left", style="not bold dim")
+        line.append(f"   {text.duration(left)} left", style="not bold dim")
     return line
 
 
 def _loss_line(state: SwarmProgress) -> Text:
     line = Text("loss ")
-    line.append(loss_text(state.loss_last), style="bold")
+    line.append(text.loss_text(state.loss_last), style="bold")
     line.append("  ")
-    line.append(sparkline(state.curve.points, _CURVE_WIDTH), style="cyan")
-    line.append(f"  from {loss_text(state.loss_first)}   {count(state.tokens_per_s)} tokens/s", style="dim")
+    line.append(text.sparkline(state.curve.points, _CURVE_WIDTH), style="cyan")
+    line.append(f"  from {text.loss_text(state.loss_first)}   {text.count(state.tokens_per_s)} tokens/s", style="dim")
     return line
 
 
@@ -85,11 +73,11 @@ def _sizes_lines(state: SwarmProgress) -> Iterator[Text]:
     # All data nodes pack the same way, so one line is enough.
     packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
     for sizes in islice(packed, 1):
-        yield Text(f"microbatch {sizes_text(sizes)}", style="dim")
+        yield Text(f"microbatch {text.sizes_text(sizes)}", style="dim")
 
 
 def _peer_table(state: SwarmProgress, now: float) -> Table:
-    table = plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
+    table = text.plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round")
     for column in table.columns:
         column.no_wrap = True
@@ -115,14 +103,14 @@ def _expert(peer: PeerProgress) -> int:
 
 def _peer_row(peer: PeerProgress, now: float, *, is_guest: bool) -> tuple[RenderableType, ...]:
     state = peer.state if peer.exit_code in (None, 0) else f"{peer.state} ({peer.exit_code})"
-    state_cell = Text(harmless(state, 24), style=_STATE_STYLES.get(peer.state, ""))
+    state_cell = Text(text.harmless(state, 24), style=_STATE_STYLES.get(peer.state, ""))
     figures = (
         str(peer.inner_steps),
-        "-" if peer.tokens_per_s is None else count(peer.tokens_per_s),
+        "-" if peer.tokens_per_s is None else text.count(peer.tokens_per_s),
         "-" if peer.slots is None else f"{peer.busy_slots}/{peer.slots}",
     )
     module = peer.module or f"stage {peer.stage}"
-    names = harmless(module), f"{peer_name(peer.peer)}{' (guest)' if is_guest else ''}"
+    names = text.harmless(module), f"{text.peer_name(peer.peer)}{' (guest)' if is_guest else ''}"
     return *map(Text, names), state_cell, *map(Text, figures), _round_cell(peer, now)
 
 
@@ -130,14 +118,14 @@ def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
     if peer.catching_up is not None and peer.exit_code is None:
         return download_cell(peer.catching_up.bytes, peer.catching_up.total_bytes)
     since = None if peer.round_at is None else now - peer.round_at
-    return Text(round_text(peer.round, peer.members, since))
+    return Text(text.round_text(peer.round, peer.members, since))
 
 
 def download_cell(done: float, total: float) -> RenderableType:
     """Renders a table cell for a download: a progress bar above its figures."""
     rows = Table.grid()  # a bar alone does not end its line
     rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
-    rows.add_row(Text(f"{megabytes(done)} of {megabytes(total)}"))
+    rows.add_row(Text(f"{text.megabytes(done)} of {text.megabytes(total)}"))
     return rows
 
 

@@ -18,16 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 import typer
 
-from node.cli.views.text import (
-    MAX_OWN_CHARACTERS,
-    count,
-    counted,
-    duration,
-    harmless,
-    loss_text,
-    megabytes,
-    peer_name,
-)
+from node.cli.views.text import MAX_OWN_CHARACTERS, count, counted, duration, harmless, loss_text, megabytes, peer_name
 from node.observability import events
 from node.observability.event_json import LineSink
 from protocol.manifest.join_link import MAX_LINK_CHARACTERS
@@ -111,13 +102,9 @@ class NodeLines:
     """Lines for the person at one node: `plain_line`, a new run's link once others can use it, and what was done."""
 
     def __init__(self, *, tells_link: bool, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._tells_link = tells_link
-        self._monotonic = monotonic
-        self._began = monotonic()
-        self._link = ""
-        self._rounds = 0
-        self._moves = False
-        self._is_resumed = False
+        self._tells_link, self._link = tells_link, ""
+        self._monotonic, self._began = monotonic, monotonic()
+        self._rounds, self._moves, self._is_resumed = 0, False, False
 
     def __call__(self, event: events.Event) -> str | None:
         line = plain_line(event)

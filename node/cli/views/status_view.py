@@ -5,31 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice, starmap
 from typing import Final
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from node.cli.views import text
 from node.cli.views.live import download_cell
-from node.cli.views.text import (
-    count,
-    duration,
-    harmless,
-    loss_text,
-    megabytes,
-    peer_name,
-    plain_table,
-    round_text,
-    sizes_text,
-)
-from node.observability.status import (
-    ComputeStatus,
-    PathStatus,
-    PeerStatus,
-    RouteStatus,
-    SwarmStatus,
-)
+from node.observability.status import ComputeStatus, PeerStatus, RouteStatus, StagePrice, SwarmStatus
 from swarm.compression.microbatch_codecs import NO_CHOICE
 
 # A swarm of strangers may be large: tables stay readable.
@@ -61,13 +46,14 @@ def status_views(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Iterator[R
 
 def status_headline(status: SwarmStatus) -> Text:
     """Formats the run's name, step, loss and speed, and the modules that no peer serves."""
-    line = Text(harmless(status.name), style="bold")
-    line.append(f"  run {harmless(status.run)[:12]}", style="not bold dim")
+    line = Text(text.harmless(status.name), style="bold")
+    line.append(f"  run {text.harmless(status.run)[:12]}", style="not bold dim")
     if status.step is not None:
-        figures = f"  step {count(status.step)}  loss {loss_text(status.loss)}"
-        line.append(f"{figures}  {count(status.tokens_per_s)} tokens/s", style="not bold")
+        figures = f"  step {text.count(status.step)}  loss {text.loss_text(status.loss)}"
+        line.append(f"{figures}  {text.count(status.tokens_per_s)} tokens/s", style="not bold")
     if status.waiting_for:
-        line.append(f"\nwaiting: no peer serves {', '.join(map(harmless, status.waiting_for))}", style="bold yellow")
+        modules = ", ".join(map(text.harmless, status.waiting_for))
+        line.append(f"\nwaiting: no peer serves {modules}", style="bold yellow")
     if status.too_few_peers is not None:
         line.append(f"\n{status.too_few_peers}", style="bold yellow")
     return line
@@ -75,7 +61,7 @@ def status_headline(status: SwarmStatus) -> Text:
 
 def status_table(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Table:
     """Builds a table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
-    table = plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
+    table = text.plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round", min_width=_ROUND_WIDTH)
     for column in table.columns:
         column.no_wrap = True
@@ -95,19 +81,19 @@ def status_table(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Table:
 
 
 def _status_row(peer: PeerStatus) -> tuple[RenderableType, ...]:
-    names = harmless(peer.module or "-"), peer_name(peer.peer)
-    state = harmless("no answer" if peer.answered is None else peer.state)
-    figures = count(peer.steps), count(peer.tokens_per_s), f"{peer.slots - peer.free_slots}/{peer.slots}"
+    names = text.harmless(peer.module or "-"), text.peer_name(peer.peer)
+    state = text.harmless("no answer" if peer.answered is None else peer.state)
+    figures = text.count(peer.steps), text.count(peer.tokens_per_s), f"{peer.slots - peer.free_slots}/{peer.slots}"
     return *map(Text, (*names, state, *figures)), _round_cell(peer), Text(_address_text(peer))
 
 
 def _address_text(peer: PeerStatus) -> str:
-    where = f"via {', '.join(map(peer_name, peer.via))}" if peer.via else ", ".join(peer.addresses)
+    where = f"via {', '.join(map(text.peer_name, peer.via))}" if peer.via else ", ".join(peer.addresses)
     if peer.said.reach.step != "unknown":
         where = f"{where} ({peer.said.reach.step})".strip()
     if peer.said.relay.at:
-        where += f", relay: {megabytes(peer.said.relay.carried_bytes)} carried"
-    return harmless(where)
+        where += f", relay: {text.megabytes(peer.said.relay.carried_bytes)} carried"
+    return text.harmless(where)
 
 
 def _round_cell(peer: PeerStatus) -> RenderableType:
@@ -115,7 +101,7 @@ def _round_cell(peer: PeerStatus) -> RenderableType:
     if download is not None:
         return download_cell(download.bytes, download.total_bytes)
     company, since = (0, None) if last is None else (last.members, last.seconds_ago)
-    return Text(round_text(peer.round, company, since))
+    return Text(text.round_text(peer.round, company, since))
 
 
 # ---- accusations -----------------------------------------------------------------------------------------------------
@@ -132,8 +118,8 @@ def accused_lines(status: SwarmStatus) -> Iterator[Text]:
             latest[said.peer] = max(latest.get(said.peer, found), found)
     for name in sorted(by, key=lambda name: (-len(by[name]), name))[:MOST_ACCUSED]:
         number, why = latest[name]
-        who = f"accused by {len(by[name])}: {peer_name(name)}"
-        yield Text(f"{who} {harmless(why)} (round {count(number)})", style="yellow")
+        who = f"accused by {len(by[name])}: {text.peer_name(name)}"
+        yield Text(f"{who} {text.harmless(why)} (round {text.count(number)})", style="yellow")
 
 
 def left_lines(status: SwarmStatus) -> Iterator[Text]:
@@ -141,8 +127,9 @@ def left_lines(status: SwarmStatus) -> Iterator[Text]:
     found = [(peer, left) for peer in status.peers if (left := peer.said.left) is not None]
     for peer, left in found[:MOST_ACCUSED]:
         kept = "; the snapshot before is in its checkpoint's folder `left`" if left.kept else ""
-        what = f"left its anchor of round {count(left.round)} for others' {duration(left.seconds_ago)} ago{kept}"
-        yield Text(f"{harmless(str(peer.module))} {peer_name(peer.peer)} {what}")
+        who = f"{text.harmless(str(peer.module))} {text.peer_name(peer.peer)}"
+        what = f"left its anchor of round {text.count(left.round)} for others'"
+        yield Text(f"{who} {what} {text.duration(left.seconds_ago)} ago{kept}")
 
 
 def data_node_lines(status: SwarmStatus) -> Iterator[Text]:
@@ -150,10 +137,9 @@ def data_node_lines(status: SwarmStatus) -> Iterator[Text]:
     for peer in status.peers[:MOST_ROWS]:
         shares = Counter(peer.said.data_nodes or {}).most_common(MOST_ACCUSED)
         if len(shares) > 1:
-            of_each = ", ".join(f"{peer_name(name)} {share:.0%}" for name, share in shares)
-            yield Text(
-                f"data nodes of {peer_name(peer.peer)}: {of_each}", style="yellow" if shares[0][1] > 0.5 else "dim"
-            )
+            of_each = ", ".join(f"{text.peer_name(name)} {share:.0%}" for name, share in shares)
+            style = "yellow" if shares[0][1] > 0.5 else "dim"
+            yield Text(f"data nodes of {text.peer_name(peer.peer)}: {of_each}", style=style)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -165,19 +151,19 @@ def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
         return
     yield Text("\nroutes of the documents", style="dim")
     routes = (status.routes or ())[:MOST_ROWS]
-    yield plain_table("route", right=("share", "completed", "rerouted", "loss"), rows=map(_route_row, routes))
+    yield text.plain_table("route", right=("share", "completed", "rerouted", "loss"), rows=map(_route_row, routes))
     visits, missed = Counter[str](), Counter[str]()
     for peer in status.peers:
         visits.update(peer.said.module_visits or {})
         missed.update(peer.said.rerouted or {})
     modules = status.modules[1 : MOST_ROWS + 1]
-    rows = ((harmless(module), count(visits[module]), count(missed[module])) for module in modules)
-    yield plain_table("module", right=("visits", "rerouted"), rows=rows)
+    rows = ((text.harmless(module), text.count(visits[module]), text.count(missed[module])) for module in modules)
+    yield text.plain_table("module", right=("visits", "rerouted"), rows=rows)
 
 
 def _route_row(route: RouteStatus) -> tuple[str, ...]:
     path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
-    return path, f"{route.share:.0%}", count(route.visits), count(route.rerouted), loss_text(route.loss)
+    return path, f"{route.share:.0%}", text.count(route.visits), text.count(route.rerouted), text.loss_text(route.loss)
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -188,31 +174,21 @@ def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     for peer in status.peers:
         paths, sizes = peer.said.paths, peer.said.sizes
         if sizes is not None and sizes.documents and peer.hosts(0):
-            yield Text(f"microbatches of {peer_name(peer.peer)}: {sizes_text(sizes)}")
+            yield Text(f"microbatches of {text.peer_name(peer.peer)}: {text.sizes_text(sizes)}")
         if paths is None or not peer.hosts(0):
             continue
         if (window := peer.said.window) is not None:
-            yield Text(
-                f"window of {peer_name(peer.peer)}: {count(window.microbatches)}; {harmless(window.reason, 240)}"
-            )
+            figures = f"{text.count(window.microbatches)}; {text.harmless(window.reason, 240)}"
+            yield Text(f"window of {text.peer_name(peer.peer)}: {figures}")
         if paths.stages:
-            yield Text("\npaths of ", style="dim").append(peer_name(peer.peer), style="not dim")
-            yield _price_table(paths)
+            yield Text("\npaths of ", style="dim").append(text.peer_name(peer.peer), style="not dim")
+            rows = starmap(_price_row, islice(paths.stages.items(), MOST_ROWS))
+            yield text.plain_table("stage", right=("launched", "share", "ahead", "price"), rows=rows)
 
 
-# `ahead`: visits beyond the stage's share; see `StagePrice`.
-def _price_table(paths: PathStatus) -> Table:
-    rows = (
-        (
-            harmless(stage, 12),
-            count(price.launched),
-            f"{price.share:.0%}",
-            f"{price.ahead:+.1f}",
-            f"{price.price_s:+.3f} s",
-        )
-        for stage, price in list(paths.stages.items())[:MOST_ROWS]
-    )
-    return plain_table("stage", right=("launched", "share", "ahead", "price"), rows=rows)
+def _price_row(stage: str, price: StagePrice) -> tuple[str, ...]:
+    figures = f"{price.share:.0%}", f"{price.ahead:+.1f}", f"{price.price_s:+.3f} s"
+    return text.harmless(stage, 12), text.count(price.launched), *figures
 
 
 # ---- computing -------------------------------------------------------------------------------------------------------
@@ -224,10 +200,10 @@ def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     if not any(said.idle_work_s > 0 for _, said in rows):
         return
     weights_of = [peer.said.weights for peer, _ in rows]
-    reasons = dict.fromkeys(harmless(weights.reason, 120) for weights in weights_of if weights is not None)
+    reasons = dict.fromkeys(text.harmless(weights.reason, 120) for weights in weights_of if weights is not None)
     yield Text("\nshares of the time on the compute device", style="dim")
-    columns = ("computing", "deferred work", "idle", "weights deferred")
-    yield plain_table("module", "peer", right=columns, rows=map(_compute_row, (peer for peer, _ in rows[:MOST_ROWS])))
+    columns, peers = ("computing", "deferred work", "idle", "weights deferred"), (peer for peer, _ in rows[:MOST_ROWS])
+    yield text.plain_table("module", "peer", right=columns, rows=map(_compute_row, peers))
     yield from (Text(f"weight gradients: {reason}", style="dim") for reason in list(reasons)[:MOST_REASONS])
 
 
@@ -237,8 +213,8 @@ def _compute_row(peer: PeerStatus) -> tuple[str, ...]:
     whole = sum(parts)
     # Peers report these times: a negative or infinite one gives no share.
     shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
-    visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
-    return harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits
+    visits = "-" if weights is None or not weights.put_off else f"{text.count(weights.visits)} visits"
+    return text.harmless(peer.module or "-", 12), text.peer_name(peer.peer), *shares, visits
 
 
 def moment_lines(status: SwarmStatus) -> Iterator[Text]:
@@ -247,7 +223,7 @@ def moment_lines(status: SwarmStatus) -> Iterator[Text]:
     for peer in status.peers:
         moments = peer.said.moments
         if moments is not None and moments.form not in ("", FLOAT32):
-            kept[harmless(moments.form, 12), harmless(moments.reason, 120)].append(peer_name(peer.peer))
+            kept[text.harmless(moments.form, 12), text.harmless(moments.reason, 120)].append(text.peer_name(peer.peer))
     for (form, reason), peers in list(kept.items())[:MOST_REASONS]:
         names = ", ".join(peers[:MOST_ACCUSED])
         yield Text(f"\nmoments in {form} at {names} ({reason})", style="dim")
@@ -265,9 +241,9 @@ def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     known = [(peer.module, last) for peer in status.peers if (last := peer.said.last_round) is not None]
     chosen = [(module, last) for module, last in known if last.codec_reason not in ("", NO_CHOICE)]
     newest = dict(sorted(chosen, key=lambda each: -each[1].seconds_ago))
+    rows = ((module or "-", last.codec, last.codec_reason) for module, last in newest.items())
     cells = sorted(
-        (harmless(module or "-", 12), harmless(last.codec, 12), harmless(last.codec_reason, 120))
-        for module, last in newest.items()
+        (text.harmless(module, 12), text.harmless(codec, 12), text.harmless(why, 120)) for module, codec, why in rows
     )
     yield from _codec_table("codecs of rounds (chosen by the leader)", ("module", "updates", "why"), cells)
 
@@ -276,9 +252,8 @@ def _codec_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, 
     if not rows:
         return
     yield Text(f"\n{title}", style="dim")
-    yield plain_table(
-        *headings, right=[each for each in headings if each == "link"], rows=rows[:MOST_ROWS], overflow="fold"
-    )
+    right = [each for each in headings if each == "link"]
+    yield text.plain_table(*headings, right=right, rows=rows[:MOST_ROWS], overflow="fold")
     if len(rows) > MOST_ROWS:
         yield Text(f"and {len(rows) - MOST_ROWS} more", style="dim")
 
@@ -290,7 +265,7 @@ def _link_rows(peer: PeerStatus) -> Iterator[tuple[str, ...]]:
         return
     for to, link in codecs.links.items():
         chosen = (link.activations, link.gradients)
-        why = "; ".join(dict.fromkeys(harmless(choice.why, 120) for choice in chosen if choice is not None))
-        names = ["-" if choice is None else harmless(choice.codec, 12) for choice in chosen]
-        speed = f"{count(link.bytes_per_s * 8 / 1e6)} Mbit/s" if link.bytes_per_s else "-"
-        yield (peer_name(peer.peer), harmless(to, 16), speed, *names, why)
+        why = "; ".join(dict.fromkeys(text.harmless(choice.why, 120) for choice in chosen if choice is not None))
+        names = ["-" if choice is None else text.harmless(choice.codec, 12) for choice in chosen]
+        speed = f"{text.count(link.bytes_per_s * 8 / 1e6)} Mbit/s" if link.bytes_per_s else "-"
+        yield (text.peer_name(peer.peer), text.harmless(to, 16), speed, *names, why)

@@ -44,10 +44,7 @@ def plain_table(
 
 def harmless_lines(text: str) -> str:
     """Escapes a model's text but keeps its line breaks and tabs."""
-    return "".join(
-        " " if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
-        for character in text
-    )
+    return "".join(" " if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs") else c for c in text)
 
 
 def peer_name(peer: str) -> str:
@@ -78,10 +75,8 @@ def loss_text(loss: float | None) -> str:
 
 def sizes_text(sizes: SizeSummary) -> str:
     """Describes a microbatch, as in `8,190 tokens ±1.2% in 17 documents, cost 12,300 ±0.4%, 1.3% padding`."""
-    tokens, cost = (
-        f"{count(mean)} ±{spread:.1%}"
-        for mean, spread in ((sizes.tokens, sizes.tokens_spread), (sizes.cost, sizes.cost_spread))
-    )
+    figures = (sizes.tokens, sizes.tokens_spread), (sizes.cost, sizes.cost_spread)
+    tokens, cost = (f"{count(mean)} ±{spread:.1%}" for mean, spread in figures)
     return f"{tokens} tokens in {counted(sizes.documents, 'document')}, cost {cost}, {sizes.padding:.1%} padding"
 
 

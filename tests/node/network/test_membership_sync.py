@@ -48,7 +48,7 @@ class Links(NoLinks):
 
 
 class Shelf:
-    """`protocol.interfaces.transport.Directory` in memory."""
+    """A directory in memory."""
 
     def __init__(self) -> None:
         self.found: list[Announcement] = []

@@ -33,7 +33,6 @@ from node.reachability.port_mapping import (
     Mapping,
     NatPmp,
     NotMapped,
-    PortMapper,
     Router,
     Upnp,
     default_gateway,
@@ -217,7 +216,7 @@ class Waits:
         self.waited.append(seconds)
         self.now += seconds
 
-    def router(self, way: PortMapper) -> Router:
+    def router(self, way: Any) -> Router:
         return Router((way,), self, lambda: self.now)
 
 

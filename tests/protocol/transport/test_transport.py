@@ -804,7 +804,7 @@ TUNNEL_SETTINGS = with_settings(chunk_bytes=512 * 1024)
 
 
 class Hidden:
-    """`protocol.interfaces.transport.Caller` of a node behind address translation."""
+    """`protocol.transport.dialer.Calls` of a node behind address translation."""
 
     def can_be_dialled(self) -> bool:
         return False
