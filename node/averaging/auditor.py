@@ -60,8 +60,7 @@ class Recount:
         member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)
         self._shares = [math.sqrt(piece.elements / (fragment.stop - fragment.start))]
         self.samples: dict[PeerId, Vector] = {}
-        # Our own contribution needs no download.
-        if plan.contributes:
+        if plan.contributes:  # our own contribution needs no download
             data = record.encoded(piece)
             if data is None:
                 raise StateError("the next snapshot is being taken")
@@ -85,14 +84,12 @@ class Recount:
         # Check the reducer's evidence before the accuser's.
         for source, listed in ((reducer, () if evidence is None else evidence.signed), (accuser, shown)):
             for one in listed:
-                # Skip non-contributors and repetitions.
-                if one.peer not in due or one == signed.get(one.peer):
+                if one.peer not in due or one == signed.get(one.peer):  # skip non-contributors and repetitions
                     continue
                 if not signatures.holds(one.peer, message, one.hash, one.signature):
                     why = f"shows an invalid signature of {short(one.peer)}"
                     return self.caught(source or reducer, why)
-                # Two signatures on one piece prove a lie.
-                if one.peer in signed and signed[one.peer].hash != one.hash:
+                if one.peer in signed and signed[one.peer].hash != one.hash:  # two signatures on one piece prove a lie
                     why = "signed two different contributions to one piece"
                     return self.caught(one.peer, why, (signed[one.peer], one))
                 signed[one.peer] = one
@@ -155,15 +152,11 @@ Result = TypeVar("Result")
 
 
 ANSWER_S: Final = 30.0
-PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)
-"""Pauses before retries after a refusal, in seconds. The peer may be slightly behind us."""
-PATIENCE: Final = 3
-"""Unanswered audits of one reducer, or unfounded accusations by one accuser, before it is reported."""
+PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)  # Pauses before retries after a refusal. The peer may be slightly behind us
+PATIENCE: Final = 3  # Unanswered audits of one reducer, or unfounded accusations by one accuser, before it is reported
 MOST_DOUBTS: Final = 256
-REQUESTS: Final = 32
-"""Requests per member and round: its own audit and some for accusations, each with retries."""
-AT_ONCE: Final = 4
-"""Pieces in memory at once, both for audits by others and for our own."""
+REQUESTS: Final = 32  # Requests per member and round: its own audit and some for accusations, each with retries
+AT_ONCE: Final = 4  # Pieces in memory at once, both for audits by others and for our own
 
 
 @dataclass(slots=True)
@@ -187,8 +180,7 @@ class Auditor:
         begin: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.sent_bytes = self.received_bytes = 0
-        self.verdicts = 0
-        """Audits that reached a verdict."""
+        self.verdicts = 0  # Audits that reached a verdict
         self._own = own
         self._means = means
         self._send = send
@@ -251,8 +243,7 @@ class Auditor:
             return
         record = next((record for record in self._records if record.plan.roster.round == message.round), None)
         if record is None or sender not in record.plan.members:
-            # Refuse explicitly, or the peer would wait for a timeout.
-            if isinstance(message, messages.AuditRequest):
+            if isinstance(message, messages.AuditRequest):  # refuse explicitly, or the peer would wait for a timeout
                 self._refuse(sender, message)
         elif isinstance(message, messages.AuditRequest):
             self._asked(sender, record, message)
@@ -281,8 +272,7 @@ class Auditor:
 
     def _asked(self, sender: PeerId, record: ExchangeRecord, request: messages.AuditRequest) -> None:
         piece = record.plan.piece_at(request.first_chunk, request.end_chunk)
-        # Bounds the work that one member can cause.
-        self._served[sender] += 1
+        self._served[sender] += 1  # bounds the work that one member can cause
         if piece is None or self._served[sender] > REQUESTS:
             self._refuse(sender, request)
         elif piece.reducer == self._own:
@@ -325,8 +315,7 @@ class Auditor:
             self._running -= 1
         if caught is None or caught.peer in self._caught:
             return
-        # Report a proven liar once. Doubts may recur.
-        if caught.certain:
+        if caught.certain:  # Report a proven liar once. Doubts may recur
             self._caught.add(caught.peer)
         self._report(caught)
 
@@ -356,8 +345,7 @@ class Auditor:
             *(self._take_away(record, piece, recount, signed[peer]) for peer in sorted(others))
         )
         found = next((one for one in fetched if isinstance(one, Caught)), None)
-        # A contribution is missing, so there is no verdict.
-        if found is None and False in fetched:
+        if found is None and False in fetched:  # a contribution is missing, so there is no verdict
             return None
         self.verdicts += 1
         found = found or await self._on_thread(partial(recount.judge, signed))
@@ -378,13 +366,11 @@ class Auditor:
                 self._report(Caught(peer, record.plan.roster.round.number, why, certain=False))
 
     def _doubted(self, doubts: Counter[PeerId], caught: Caught) -> Caught | None:
-        # A peer may be slow or restarting, so only repeated doubts count.
-        doubts[caught.peer] += 1
+        doubts[caught.peer] += 1  # a peer may be slow or restarting, so only repeated doubts count
         if doubts[caught.peer] >= PATIENCE:
             del doubts[caught.peer]
             return caught
-        # Bounds the memory. Forgetting a doubt does no harm.
-        if len(doubts) > MOST_DOUBTS:
+        if len(doubts) > MOST_DOUBTS:  # Bounds the memory. Forgetting a doubt does no harm
             doubts.clear()
         return None
 
@@ -393,8 +379,7 @@ class Auditor:
     ) -> None:
         message = record.plan.contribution(piece)
         accusation = messages.Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
-        # The other members audit the piece themselves.
-        for peer in record.plan.others:
+        for peer in record.plan.others:  # the other members audit the piece themselves
             if peer != culprit:
                 self._send(peer, accusation)
 

@@ -44,10 +44,8 @@ from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerS
 log = logging.getLogger(__name__)
 
 ACCUSED_KEPT: Final = 8
-CLIPPED: Final = 0.1
-"""Clipping factor below which an update counts as clipped."""
-CLIPPED_ROUNDS: Final = 3
-"""Consecutive clipped rounds before a single warning."""
+CLIPPED: Final = 0.1  # Clipping factor below which an update counts as clipped
+CLIPPED_ROUNDS: Final = 3  # Consecutive clipped rounds before a single warning
 PROGRESS_S: Final = 1.0
 
 
@@ -106,8 +104,7 @@ class RoundReports:
         if self._download is None:
             return
         self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
-        # Limits the rate of events.
-        now = self._clock.monotonic()
+        now = self._clock.monotonic()  # limits the rate of events
         if now - self._reported_at >= PROGRESS_S:
             self._reported_at = now
             self._events.emit(self._download)
@@ -147,10 +144,8 @@ class RoundReports:
 _ELEMENTS = 2**20
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
-ALONE_AFTER_S = 4.0
-"""Seconds in which a resumed replica looks for others. Announcements took 1.8 s on a busy machine."""
-RESUMING_WITHIN_S = 12.0
-"""Seconds to wait for replicas that resume at the same time."""
+ALONE_AFTER_S = 4.0  # Seconds in which a resumed replica looks for others. Announcements took 1.8 s on a busy machine
+RESUMING_WITHIN_S = 12.0  # Seconds to wait for replicas that resume at the same time
 
 
 def levels_up_to(limit: Codec) -> tuple[CodecLevel, ...]:
@@ -294,11 +289,9 @@ class ModuleRounds:
 
     def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
         self.reports.committed(event, reason, clipping)
-        # Another anchor may have been adopted meanwhile.
-        if version == self._store.current.version:
+        if version == self._store.current.version:  # another anchor may have been adopted meanwhile
             self._context.proofs.shared_round(frozenset(map(PeerId, event.contributors)) - {self._own.peer})
-        # Rounds may be short, so limit the saves.
-        now = self._own.clock.monotonic()
+        now = self._own.clock.monotonic()  # rounds may be short, so limit the saves
         if now - self._saved_at >= BETWEEN_SAVES_S:
             self._saved_at = now
             self._context.saves.request_save(f"round {event.round}")
@@ -403,8 +396,7 @@ class _Fetch:
                 return await self._agreed() or await self._from_the_start()
             except (NoQuorum, Stalled) as error:
                 log.info("module %s: %s", self._context.module, error)
-                # Tell the user once.
-                if pause_s == PAUSE_S:
+                if pause_s == PAUSE_S:  # tell the user once
                     self._context.events.emit(
                         Note("info", f"waiting for a peer that has the weights of module {self._context.module}")
                     )

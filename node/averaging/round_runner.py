@@ -41,8 +41,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
-SLICE: Final = 2**22
-"""Elements per job on the compute thread (16 MiB), which takes a few milliseconds."""
+SLICE: Final = 2**22  # Elements per job on the compute thread (16 MiB), which takes a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,7 @@ class Snapshot:
 
     source: UpdateSource
     part: slice
-    norm: float
-    """Euclidean norm. Not finite if the replica diverged."""
+    norm: float  # Euclidean norm. Not finite if the replica diverged
     done: InnerWork
     since_anchor: InnerWork
 
@@ -92,10 +90,8 @@ class ReplicaSync:
         outer: OuterRule,
         clock: Clock,
     ) -> None:
-        self.is_alone: Callable[[], bool] = lambda: False
-        """Tells whether no other peer serves the module. Called on the compute thread at each inner step."""
-        self.lost = InnerWork()
-        """Work discarded by adopting other anchors, since the start."""
+        self.is_alone: Callable[[], bool] = lambda: False  # Called on the compute thread at each inner step
+        self.lost = InnerWork()  # Work discarded by adopting other anchors, since the start
         self._replica = replica
         self._store = store
         self._compute = compute
@@ -131,8 +127,7 @@ class ReplicaSync:
     async def snapshot(self) -> Snapshot:
         """Copies the parameters of the fragment that is averaged next. Reuses the memory of the previous snapshot."""
         async with self._turn:
-            # Zeroing takes long, so it runs on the averaging thread.
-            if self._room is None:
+            if self._room is None:  # zeroing takes long, so it runs on the averaging thread
                 parts = [self._store.layout.range_of(*fragment) for fragment in self._store.layout.fragments]
                 largest = max(part.stop - part.start for part in parts)
                 room = partial[Vector](np.full, largest, 0, np.float32)
@@ -157,8 +152,7 @@ class ReplicaSync:
             if sent is not None:
                 base = snapshot.source.anchor.parameters
                 await self._averaging.run(Priority.UPKEEP, partial(sent.rewrite, base, before))
-            # Slices let the compute thread run microbatches in between.
-            for piece in _slices(snapshot.part):
+            for piece in _slices(snapshot.part):  # slices let the compute thread run microbatches in between
                 job = partial(self._carry, piece, before, after, done=snapshot.done if sent is None else None)
                 await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
@@ -198,8 +192,7 @@ class ReplicaSync:
 
     async def _copy(self, part: slice, source: UpdateSource) -> float:
         norms = []
-        # The norm of one slice is computed while the next is copied.
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:  # the norm of one slice is computed while the next is copied
             for piece in _slices(part):
                 await self._compute.run(Priority.UPKEEP, partial(self._replica.read, piece, source.snapshot[piece]))
                 job = partial(source.squares, piece)
@@ -207,8 +200,7 @@ class ReplicaSync:
         return math.fsum(norm.result() for norm in norms)
 
     def _carry(self, piece: slice, before: Vector | SharedVector, after: SharedVector, done: InnerWork | None) -> None:
-        # Without inner steps since the snapshot, copy the anchor, because the sum would round.
-        if done == self._done:
+        if done == self._done:  # without inner steps since the snapshot, copy the anchor, because the sum would round
             self._replica.write(piece, after[piece])
         else:
             self._replica.carry(piece, before[piece], after[piece])
@@ -231,8 +223,7 @@ def _slices(part: slice) -> list[slice]:
     return [slice(start, min(start + SLICE, part.stop)) for start in range(part.start, part.stop, SLICE)]
 
 
-MAX_WAITING_MESSAGES: Final = 64
-"""Unsent control messages per peer. Beyond this the peer counts as lost."""
+MAX_WAITING_MESSAGES: Final = 64  # Unsent control messages per peer. Beyond this the peer counts as lost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -330,8 +321,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
 
     def after_inner_step(self, figures: StepFigures) -> None:
         step = self.replica_sync.after_inner_step(figures)
-        # Runs on the compute thread.
-        if step is not None and self._loop is not None:
+        if step is not None and self._loop is not None:  # runs on the compute thread
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
 
     def stepped(self) -> None:
@@ -389,8 +379,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
     _not_sent = link_down
 
     async def _take_snapshot(self, action: events.TakeSnapshot) -> None:
-        # All attempts of a round count towards its duration.
-        number = action.round.number
+        number = action.round.number  # all attempts of a round count towards its duration
         if self._begun[0] != number:
             self._begun = (number, self.clock.monotonic())
         snapshot = await self.take_snapshot(action.round)
@@ -457,8 +446,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self.auditor.committed(version)
 
     def _start_catching_up(self, action: events.CatchUp) -> None:
-        # Only the newest target matters.
-        if self._catching is not None:
+        if self._catching is not None:  # only the newest target matters
             self._catching.cancel()
         self._catching = self.begin(self._catch_up(action))
 
@@ -474,8 +462,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         except (PeerError, StateError, ResourceExhausted) as error:
             self.handle(events.CatchUpFailed(action.version, str(error)))
             return
-        # Accept only an anchor to which honest training could have moved since we last met.
-        own = self._store.current
+        own = self._store.current  # accept only an anchor to which honest training could have moved since we last met
         distance = await self._means.thread.run(Priority.UPKEEP, partial(distance_between, own, anchor))
         rounds = anchor.version.round - own.version.round
         scale, wall = await self._scale(), self.clock.wall()
@@ -562,8 +549,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         return staged
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
-        # Pieces for our audits have the same message type.
-        if isinstance(message, Contribution):
+        if isinstance(message, Contribution):  # pieces for our audits have the same message type
             audited = self.auditor.admit(sender, message, tensor)
             if audited is not None:
                 return audited
@@ -602,8 +588,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
             raise ProtocolViolation("its roster has another base anchor, or we never joined it")
         plan = Plan(self._own, self._store.current.layout, roster)
-        # Old encodings use memory that this exchange overwrites.
-        self.auditor.exchange_begins()
+        self.auditor.exchange_begins()  # old encodings use memory that this exchange overwrites
         vectors = self._store.spare(plan.layout.range_of(plan.first_chunk, plan.end_chunk))
         exchange = AllReduce(
             plan,
@@ -627,8 +612,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         await asyncio.wait((task,))
         # Wait for jobs of the cancelled exchange that still run on the averaging thread.
         await self._means.thread.run(Priority.UPKEEP, lambda: None)
-        # A complete result owns the vectors until it is committed or dropped.
-        if not exchange.complete.is_set():
+        if not exchange.complete.is_set():  # a complete result owns the vectors until it is committed or dropped
             self._store.give_back(*exchange.vectors)
         exchange.let_go()
 

@@ -347,8 +347,7 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
     try:
         _write_manifest(folder, peer)
         folder.storage.make_folder(place)
-        # Makes the new folder's name durable.
-        folder.storage.sync(folder.path)
+        folder.storage.sync(folder.path)  # makes the new folder's name durable
         number = max(_numbers(folder.storage, place), default=0) + 1
         header = _write_pair(folder.storage, place, Owner(folder.run, peer, module), number, state)
     except OSError as error:
@@ -491,8 +490,7 @@ def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state:
         with suppress(OSError):
             storage.remove(place / _DATA_BESIDE)
             storage.remove(place / _HEADER_BESIDE)
-            # With a json, the snapshot is complete and keeps its tensors.
-            if json.name not in storage.names(place):
+            if json.name not in storage.names(place):  # with a json, the snapshot is complete and keeps its tensors
                 storage.remove(data)
         raise
     return header
@@ -549,8 +547,7 @@ class Gathered:
         if len(headers) == 1:
             return read_tensors(files[0], "local")
         weights = [header.counters.tokens_since_anchor for header in headers]
-        # Without training since the anchor, all replicas count equally.
-        if not any(weights):
+        if not any(weights):  # without training since the anchor, all replicas count equally
             weights = [1] * len(headers)
         total: dict[str, Tensor] = {}
         for file, weight in zip(files, weights, strict=True):
@@ -565,8 +562,7 @@ def gather_modules(path: Path) -> Gathered:
     signed = read_manifest(path)
     folder, problems, newest = CheckpointFolder(path, signed.run, signed.text), list[str](), list[Header]()
     for peer in sorted(PeerId(entry.name) for entry in os.scandir(path) if entry.is_dir()):
-        # A peer that moved to another module has snapshots of both.
-        of_peer: dict[ModuleId, Header] = {}
+        of_peer: dict[ModuleId, Header] = {}  # a peer that moved to another module has snapshots of both
         for header in whole_snapshots(folder, peer, problems):
             of_peer.setdefault(header.owner.module, header)
         newest += of_peer.values()
@@ -588,6 +584,5 @@ def gather_modules(path: Path) -> Gathered:
 
 def _progress(header: Header) -> tuple[int, int, int, bytes]:
     """Returns a sort key for snapshots: round, steps, tokens and digest of the anchor."""
-    # If two anchors are equally far, the digest decides the same way everywhere.
-    anchor = header.anchor
+    anchor = header.anchor  # if two anchors are equally far, the digest decides the same way everywhere
     return (-1, 0, 0, b"") if anchor is None else (anchor.round, anchor.steps, anchor.tokens, anchor.digest)

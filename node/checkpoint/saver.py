@@ -105,8 +105,7 @@ class Saver:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # A save in progress is completed.
-        self._writer.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True, cancel_futures=True)  # a save in progress is completed
 
     async def run(self) -> None:
         """Saves a snapshot at every interval and request until cancelled. A failed save is only a warning."""
@@ -134,8 +133,7 @@ class Saver:
 
     async def _save(self, reason: str) -> None:
         state = await self.compute.run(Priority.UPKEEP, self.capture)
-        # Nothing new to save since the last snapshot.
-        if not reason and state.inner.steps == self._saved_steps:
+        if not reason and state.inner.steps == self._saved_steps:  # nothing new to save since the last snapshot
             _no_more(state)
             return
         begun = time.perf_counter()

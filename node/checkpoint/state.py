@@ -46,8 +46,7 @@ class StateCopy:
 
     def advance(self) -> None:
         """Copies a few slices, if the buffer of copied slices has room. Takes some milliseconds."""
-        # Few slices per call, so that microbatches wait only some milliseconds.
-        for _ in range(4):
+        for _ in range(4):  # few slices per call, so that microbatches wait only some milliseconds
             with self._changed:
                 if not self._has_room():
                     return

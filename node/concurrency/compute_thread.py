@@ -56,8 +56,7 @@ class ComputeThread:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout=60.0)
-        # Jobs that never ran raise StateError in their callers.
-        for tell_its_caller in self._queue.clear():
+        for tell_its_caller in self._queue.clear():  # jobs that never ran raise StateError in their callers
             tell_its_caller()
 
     async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
@@ -69,8 +68,7 @@ class ComputeThread:
         future: Future[Result] = Future()
 
         def work() -> Result:
-            # `__exit__` runs the remaining jobs elsewhere, so they must fail here.
-            self._check_running()
+            self._check_running()  # `__exit__` runs the remaining jobs elsewhere, so they must fail here
             with device_errors():
                 return job()
 
@@ -105,8 +103,7 @@ class ComputeThread:
             self.idle_s += 0.0 if ended is None else begun - ended
             if isinstance(turn, IdleWork):
                 turn.compute_chunk()
-                # Device work is asynchronous: wait for it, so that the chunk's time is known.
-                self._settle()
+                self._settle()  # device work is asynchronous: wait for it, so that the chunk's time is known
                 ended = time.perf_counter()
                 self.idle_work_s += ended - begun
             else:

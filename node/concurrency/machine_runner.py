@@ -49,8 +49,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
                 self._look_around()
                 self.handle(self._tick)
                 await set_or_after(self._wake, self._pause_s())
-            # `stop` ends the tasks too.
-            self._tasks.cancel()
+            self._tasks.cancel()  # `stop` ends the tasks too
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -64,8 +63,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
         if not self._tasks.are_running:
             return
         self._events.append(event)
-        # An action may cause events; the outer call handles them.
-        if self._is_handling:
+        if self._is_handling:  # an action may cause events; the outer call handles them
             return
         self._is_handling = True
         try:
@@ -82,8 +80,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
     def send(self, to: PeerId, message: ControlMessage) -> bool:
         """Sends a control message in a task. Returns False if too many messages to the peer are still unsent."""
         if not self._tasks.are_running:
-            # After the end nothing is sent, but the peer is not to blame.
-            return True
+            return True  # after the end nothing is sent, but the peer is not to blame
         if self._waiting[to] >= self._most_waiting:
             log.debug("%s does not read: %s is not sent", to, type(message).__name__)
             return False

@@ -29,8 +29,7 @@ from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 
-UNSCORED: Final = -100
-"""Label of a token without loss, as in `torch.nn.functional.cross_entropy`."""
+UNSCORED: Final = -100  # Label of a token without loss, as in `torch.nn.functional.cross_entropy`
 ASSISTANT: Final = "assistant"
 ROLES: Final = {"human": "user", "gpt": ASSISTANT, "function_call": ASSISTANT, "observation": "tool"}
 """Roles by their names in ShareGPT's format."""
@@ -41,8 +40,7 @@ class Marked:
     """A document's tokens with the end-of-document token, and its labels. No tokens if the document is empty."""
 
     tokens: Tokens
-    wanted: Tokens | None = None
-    """Labels, UNSCORED for tokens without loss. None if every token is a label."""
+    wanted: Tokens | None = None  # Labels, UNSCORED for tokens without loss. None if every token is a label
 
     @property
     def is_of_use(self) -> bool:
@@ -51,8 +49,7 @@ class Marked:
 
 RowStream = HubStream | FileStream
 
-Marking = Callable[[bytes], Marked]
-"""Converts a document's bytes to tokens and labels. Raises MalformedDocumentError."""
+Marking = Callable[[bytes], Marked]  # Converts a document's bytes to tokens and labels. Raises MalformedDocumentError
 
 
 class MalformedDocumentError(Exception):
@@ -91,8 +88,7 @@ def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
             f"data.source has tokens {tokens.min()} to {tokens.max()}, but the run's tokenizer has {tokenizer.size}",
             hint="Make the shards with the run's own tokenizer.",
         )
-    # Shards are written with or without end tokens.
-    ends = not tokens.size or tokens[-1] in tokenizer.ends
+    ends = not tokens.size or tokens[-1] in tokenizer.ends  # shards are written with or without end tokens
     return Marked(tokens if ends else np.append(tokens, tokenizer.end_of_document))
 
 
@@ -106,8 +102,7 @@ def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:
 def _parts(messages: list[tuple[str, str]]) -> Iterator[Part]:
     # Always ChatML: a tokenizer's own template is a Jinja program, and untrusted programs must not run here.
     for role, content in messages:
-        # A role's header is never a label. The assistant's text and its end are.
-        is_said = role == ASSISTANT
+        is_said = role == ASSISTANT  # A role's header is never a label. The assistant's text and its end are
         yield Part("<|im_start|>", False, is_mark=True)
         yield Part(f"{role}\n", False)
         yield Part(content, is_said)
@@ -163,8 +158,7 @@ def _tool_call(call: Any) -> str:
 
 logger = logging.getLogger(__name__)
 
-MOST_REASONS: Final = 16
-"""Reasons for leaving out documents that are counted separately."""
+MOST_REASONS: Final = 16  # Reasons for leaving out documents that are counted separately
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -173,8 +167,7 @@ class StreamPosition:
 
     epoch: int = 0
     position: int = 0
-    offset: int = 0
-    """Tokens of the document before this one."""
+    offset: int = 0  # Tokens of the document before this one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,8 +179,7 @@ class Fragment:
     name: str = ""
     opening: Tokens = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """First tokens of the document, without its end, which determine its route."""
-    wanted: Tokens | None = None
-    """Labels. None if every token is a label."""
+    wanted: Tokens | None = None  # Labels. None if every token is a label
 
     @property
     def labels(self) -> Tokens:
@@ -230,8 +222,7 @@ class Documents:
         self._source = source
         self._mark = mark or (lambda document: whole_text(document, tokenizer))
         self._seed = seed
-        self.left_out = Counter[str]()
-        """Number of documents left out, by reason."""
+        self.left_out = Counter[str]()  # Number of documents left out, by reason
 
     @property
     def files(self) -> int | None:
@@ -264,8 +255,7 @@ class Documents:
             for fragment in self.epoch(start, wanted, files, ahead=True):
                 empty = False
                 yield fragment
-            # An epoch that started in the middle proves nothing.
-            if empty and start.position == 0:
+            if empty and start.position == 0:  # an epoch that started in the middle proves nothing
                 count = len(self._source.names) if isinstance(self._source, Source) else len(self._source.files)
                 kind = "documents" if isinstance(self._source, Source) else "files"
                 raise ConfigError(
@@ -318,8 +308,7 @@ def _hash(text: str) -> int:
 # ---- data sets of several files --------------------------------------------------------------------------------------
 
 
-ROWS: Final = 2**32
-"""Row numbers reserved per file, more than a file has rows."""
+ROWS: Final = 2**32  # Row numbers reserved per file, more than a file has rows
 FILES_EACH: Final = 16
 """Files per data node from which whole files are assigned. With fewer, a data node might get none."""
 
@@ -330,8 +319,7 @@ Owner = Callable[[str, tuple[PeerId, ...]], PeerId]
 class Due:
     position: int
     name: str
-    read: Callable[[], bytes]
-    """Reads the document. Raises OSError."""
+    read: Callable[[], bytes]  # Reads the document. Raises OSError
 
 
 def due_rows(
@@ -386,8 +374,7 @@ class FileShare:
         return not self._by_files(data_nodes) or self._of_file(file, data_nodes) == self._own
 
     def has_row(self, name: str, data_nodes: tuple[PeerId, ...]) -> bool:
-        # Rows are named FILE@NUMBER.
-        if self._by_files(data_nodes):
+        if self._by_files(data_nodes):  # rows are named FILE@NUMBER
             return self._of_file(name.rpartition("@")[0], data_nodes) == self._own
         return self._owner(name, data_nodes) == self._own
 

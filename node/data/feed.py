@@ -37,8 +37,7 @@ from swarm.vocabulary.types import MicrobatchId, PeerId
 
 START: Final = Cursor()
 FITTED_TO: Final = 4096
-ENOUGH: Final = 2
-"""Tokens read for held-out microbatches per token wanted, because microbatches are never quite full."""
+ENOUGH: Final = 2  # Tokens read for held-out microbatches per token wanted, because microbatches are never quite full
 
 
 def open_documents(manifest: Manifest, where: LocalPaths | None = None, router: Router | None = None) -> Documents:
@@ -165,16 +164,13 @@ SHOWN_TOKENS: Final = 100
 class Sample:
     """Documents from all over a text, or from the beginning of each of its files of rows."""
 
-    text: str = ""
-    """Beginning of the first document, as its tokens say."""
+    text: str = ""  # Beginning of the first document, as its tokens say
     documents: int = 0
     tokens: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of sampled documents that cannot be used, by reason."""
-    files_left_out: dict[str, str] = field(default_factory=dict)
-    """Reason for each file that is not text."""
-    all_tokens: float = 0.0
-    """Tokens of the whole text, estimated."""
+    files_left_out: dict[str, str] = field(default_factory=dict)  # Reason for each file that is not text
+    all_tokens: float = 0.0  # Tokens of the whole text, estimated
 
 
 def sample_text(manifest: Manifest) -> Sample:

@@ -21,12 +21,10 @@ from protocol.manifest.manifest import FilesSection
 from swarm.vocabulary.errors import ConfigError
 
 MAX_FILES: Final = 1_000_000
-MAX_DOCUMENTS: Final = 2**24
-"""Maximum number of documents. An epoch's order takes 16 bytes for each."""
+MAX_DOCUMENTS: Final = 2**24  # Maximum number of documents. An epoch's order takes 16 bytes for each
 LINE_BYTES: Final = 2**20
 
-_NEVER: Final = tuple(map(Path, ("/proc", "/sys", "/dev")))
-"""Folders that are never read. For example, `/proc/kcore` is a regular file of 128 TiB."""
+_NEVER: Final = tuple(map(Path, ("/proc", "/sys", "/dev")))  # For example, `/proc/kcore` is a regular file of 128 TiB
 _OPEN_FLAGS: Final = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
@@ -99,8 +97,7 @@ class Listing:
     def __init__(self, root: Path, found: Iterator[tuple[str, int]], place: Path | None = None) -> None:
         """Takes the only file's path as `place`, if there is just one."""
         self.root, self.place, self.is_folder = root, place or root, place is None
-        self.left_out = dict[str, str]()
-        """Reason for each file that is not used, because it is not text."""
+        self.left_out = dict[str, str]()  # Reason for each file that is not used, because it is not text
         entries = []
         for entry in found:
             entries.append(entry)
@@ -117,8 +114,7 @@ class Listing:
     def open(self, name: str) -> BinaryIO:
         """Opens a listed file. Raises OSError if it is no longer a regular file of this folder."""
         path = self.root / name
-        # A folder on the path may have become a link.
-        if os.path.realpath(path) != str(path):
+        if os.path.realpath(path) != str(path):  # a folder on the path may have become a link
             raise OSError(errno.ELOOP, "its path contains a link", str(path))
         return open_regular(path)
 

@@ -26,24 +26,18 @@ from protocol.manifest.manifest import HUB_PLACE
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, SkipstoneError
 
 KEPT_BYTES: Final = 2**35
-SHARE_OF_ONE: Final = 4
-"""Inverse of a file's largest share of KEPT_BYTES. Files for training, held-out text and prefetch always fit."""
+SHARE_OF_ONE: Final = 4  # Largest file is KEPT_BYTES / 4: files for training, held-out text and prefetch always fit
 MAX_HUB_FILES: Final = 2**17
 MOST_STARS: Final = 6
-WAITS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Pauses between retries, in seconds."""
-_FINAL: Final = (401, 403, 404, 410)
-"""HTTP statuses without retry."""
+WAITS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # Pauses between retries, in seconds
+_FINAL: Final = (401, 403, 404, 410)  # HTTP statuses without retry
 _OF_SPLITS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
 
-SUFFIXES: Final = (
-    ".parquet",
-    *(f"{kind}{packed}" for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst")),
-)
+SUFFIXES: Final = (".parquet", *(f"{kind}{packed}" for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst")))
 
 T = TypeVar("T")
 Pause = Callable[[float], object]
@@ -110,8 +104,7 @@ class HubStream:
                     hint="Use a data set with smaller files, or a local folder with path:FOLDER.",
                 )
         self._most = kept_bytes
-        self._files: OrderedDict[str, Future[Path]] = OrderedDict()
-        """Present files and current downloads, least recently used first."""
+        self._files: OrderedDict[str, Future[Path]] = OrderedDict()  # Present or downloading, least recently used first
         self._readers: Counter[str] = Counter()
         self._ahead: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -155,8 +148,7 @@ class HubStream:
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:
         """Downloads a file unless cached, and keeps it during the block. Raises SkipstoneError, ResourceExhausted."""
-        # Counted first, so that the file is not evicted between download and use.
-        with self._lock:
+        with self._lock:  # counted first, so that the file is not evicted between download and use
             self._readers[name] += 1
         try:
             yield self._path(name)
@@ -193,8 +185,7 @@ class HubStream:
 
     def _added(self, name: str) -> Future[Path] | None:
         """Adds a file to the cache and evicts unused ones; None if it cannot fit. The caller must hold the lock."""
-        # Least recently used first.
-        for old, file in list(self._files.items()):
+        for old, file in list(self._files.items()):  # least recently used first
             if self.bytes + self._sizes[name] <= self._most:
                 break
             if file.done() and not self._readers[old]:
@@ -209,8 +200,7 @@ class HubStream:
         try:
             path = self.fetch(name)
         except BaseException as error:
-            # Waiting readers get the error, and the next request retries.
-            with self._lock:
+            with self._lock:  # waiting readers get the error, and the next request retries
                 del self._files[name]
             file.set_exception(error)
         else:
@@ -265,8 +255,7 @@ def _insisted(ask: Callable[[], T], what: str, pause: Pause) -> T:
         except Exception as error:  # of the hub's library or its HTTP client
             reason = " ".join(str(error).split())[:400] or type(error).__name__
             status = getattr(getattr(error, "response", None), "status_code", None)
-            # These errors are permanent.
-            if wait is None or status in _FINAL:
+            if wait is None or status in _FINAL:  # these errors are permanent
                 raise ConfigError(
                     f"data.source: cannot get {what} from the hub: {reason}",
                     hint="Restart the node when the hub is reachable. It continues from its checkpoint.",

@@ -44,10 +44,7 @@ def may_open(named: str, option: str, chosen: Path | None, *, own: bool) -> Reas
     path = Path(named)
     # Hidden folders often hold secrets, so a path in a manifest is not enough.
     if any(part.startswith(".") and part != ".." for part in path.parts):
-        return Reasoned(
-            None,
-            f"a manifest may not open hidden files such as {named}. Give the path with {option}",
-        )
+        return Reasoned(None, f"a manifest may not open hidden files such as {named}. Give the path with {option}")
     return Reasoned(_from_home(named), "by this machine's own manifest")
 
 

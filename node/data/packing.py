@@ -29,8 +29,7 @@ from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.packing import Capacity, DocumentPiece, pack, pack_and_end
 
-BLOCK_TOKENS: Final = 2**20
-"""Tokens packed and shuffled together, approximately."""
+BLOCK_TOKENS: Final = 2**20  # Tokens packed and shuffled together, approximately
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,32 +37,23 @@ class Cursor:
     """Position of a packer in the text, small enough for a checkpoint. Later positions are greater."""
 
     block: StreamPosition = field(default_factory=StreamPosition)
-    taken: int = 0
-    """Rows, or microbatches of documents, already taken from the block."""
-    level: float = 0.0
-    """Microbatch cost at the end of the previous block; 0 if unknown."""
-    packing: int = field(default=1, compare=False)
-    """Version of the document packing."""
+    taken: int = 0  # Rows, or microbatches of documents, already taken from the block
+    level: float = 0.0  # Microbatch cost at the end of the previous block; 0 if unknown
+    packing: int = field(default=1, compare=False)  # Version of the document packing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
     """Documents packed as tokens and labels, which pass through the model together."""
 
-    tokens: Tensor
-    """Token ids, int64 [rows, sequence]."""
+    tokens: Tensor  # Token ids, int64 [rows, sequence]
     labels: Tensor
-    cost: float
-    """Compute cost in tokens, including attention (the manifest's `quadratic_share`)."""
-    start: Cursor = field(default_factory=Cursor)
-    """Position from which a packer produces this microbatch first."""
-    end: Cursor = field(default_factory=Cursor)
-    """Position from which a packer produces the next microbatch first."""
-    documents: tuple[int, ...] = ()
-    """Tokens of each document in the only row. Empty with `attention = "causal"`."""
+    cost: float  # Compute cost in tokens, including attention (the manifest's `quadratic_share`)
+    start: Cursor = field(default_factory=Cursor)  # Position from which a packer produces this microbatch first
+    end: Cursor = field(default_factory=Cursor)  # Position from which a packer produces the next microbatch first
+    documents: tuple[int, ...] = ()  # Tokens of each document in the only row. Empty with `attention = "causal"`
     route: Route = ()
-    affinity: Affinity = ()
-    """Sum of the documents' router scores, which chooses a substitute if the route's expert is not served."""
+    affinity: Affinity = ()  # Sum of the documents' router scores, to choose a substitute for an unserved expert
 
     @property
     def size(self) -> int:
@@ -182,20 +172,13 @@ def _from(fragment: Fragment, count: int) -> Fragment:
 # ---- documents: whole documents --------------------------------------------------------------------------------------
 
 
-BLOCK_MICROBATCHES: Final = 64
-"""Minimum of microbatches per block. Fewer cannot have equal costs without padding."""
-MOST_MICROBATCHES: Final = 512
-"""Maximum of microbatches per block without experts, because the first waits for the whole block."""
-ROUTED: Final = 4
-"""Factor on the block size with experts. In smaller blocks the share of a route differs from the text's."""
-MOST_DOCUMENTS: Final = 3000
-"""Documents per block, approximately. Packing time grows with each."""
-UNEVEN: Final = 1.05
-"""Largest share of a block's tokens for one expert, relative to an equal share."""
-PACKING: Final = 3
-"""Version of the packing. A cursor from another version restarts its block."""
-FULL: Final = 0.995
-"""Fill level of a block, such that its documents fit into the planned microbatches."""
+BLOCK_MICROBATCHES: Final = 64  # Minimum of microbatches per block. Fewer cannot have equal costs without padding
+MOST_MICROBATCHES: Final = 512  # Per block without experts, because the first microbatch waits for the whole block
+ROUTED: Final = 4  # Factor on the block size with experts; in smaller blocks a route's share differs from the text's
+MOST_DOCUMENTS: Final = 3000  # Documents per block, approximately. Packing time grows with each
+UNEVEN: Final = 1.05  # Largest share of a block's tokens for one expert, relative to an equal share
+PACKING: Final = 3  # Version of the packing. A cursor from another version restarts its block
+FULL: Final = 0.995  # Fill level of a block, such that its documents fit into the planned microbatches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,8 +188,7 @@ class _Stretch:
     before: int
     labels: Tokens
     is_rest: bool
-    unscored: int
-    """Labels at the start without loss."""
+    unscored: int  # Labels at the start without loss
     source: Fragment
     affinity: Affinity = ()
     wanted: Tokens | None = None
@@ -340,8 +322,7 @@ class DocumentPacker:
             now, later = stretch.parted(taken)
             whole.append(now)
             rest = StreamPosition(at.epoch, at.position, at.offset + taken), later
-        # With routes, the block takes every document. Without, it may push some back.
-        if self._router is not None:
+        if self._router is not None:  # With routes, the block takes every document. Without, it may push some back
             self._waiting.appendleft(rest)
             return self._packed(whole, rest[0])
         lengths, cut = self._sizes(whole)
@@ -353,8 +334,7 @@ class DocumentPacker:
     def _taken_now(self, stretch: _Stretch, left: int) -> int:
         """Returns how many tokens of a long document to put into a block that has room for `left` tokens."""
         sequence = self._capacity.sequence
-        # Only documents that are cut anyway may span two blocks.
-        if not self._is_cut(stretch) or 2 * left < sequence:
+        if not self._is_cut(stretch) or 2 * left < sequence:  # only documents that are cut anyway may span two blocks
             return 0
         return left - left % sequence if left > sequence else left
 

@@ -30,14 +30,10 @@ import zstandard
 from node.data.files import LINE_BYTES, open_regular
 from swarm.vocabulary.errors import ConfigError
 
-HEAD_BYTES: Final = 2**16
-"""Size of a file's beginning, by which it is recognised, in bytes."""
-DOCUMENT_BYTES: Final = 2**20
-"""Largest document from a folder, in bytes. Longer files become several documents."""
-CUT_BYTES: Final = 2**12
-"""Distance that a cut moves at most to reach the end of a line."""
-MAX_GROUP_BYTES: Final = 2**31
-"""Largest uncompressed size of the columns in a row group, in bytes. Pyarrow may keep all of it in memory."""
+HEAD_BYTES: Final = 2**16  # Size of a file's beginning, by which it is recognised, in bytes
+DOCUMENT_BYTES: Final = 2**20  # Largest document from a folder, in bytes. Longer files become several documents
+CUT_BYTES: Final = 2**12  # Distance that a cut moves at most to reach the end of a line
+MAX_GROUP_BYTES: Final = 2**31  # Columns of a row group, uncompressed; pyarrow may keep all of them in memory
 BATCH_ROWS: Final = 256
 MAX_WINDOW_BYTES: Final = 2**27
 TEXT_COLUMN: Final = "text"
@@ -45,13 +41,8 @@ CHAT_COLUMNS: Final = (("messages",), ("conversations",), ("prompt", "completion
 """Columns of the known kinds of conversation."""
 
 _FIRST_ROWS: Final = 16
-_BAD_SHARE: Final = 1000
-"""Text has at most one invalid character in this many."""
-_ENCODINGS: Final = {
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-    codecs.BOM_UTF8: "utf-8-sig",
-}
+_BAD_SHARE: Final = 1000  # Text has at most one invalid character in this many
+_ENCODINGS: Final = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 _BINARY: Final = {
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
@@ -61,8 +52,7 @@ _BINARY: Final = {
 }
 _STRUCTURE: Final = re.compile(r'[\[\]{}",\\]')
 
-Row = Callable[[], bytes]
-"""Reads a row's document. Raises OSError if the row is malformed or too long."""
+Row = Callable[[], bytes]  # Reads a row's document. Raises OSError if the row is malformed or too long
 
 
 class Kind(Enum):
@@ -76,10 +66,8 @@ class Kind(Enum):
 class Format(NamedTuple):
     kind: Kind
     encoding: str = "utf-8"
-    is_plain: bool = False
-    """Whether the documents are UTF-8 at their offsets in the file: not packed, and no other encoding."""
-    doubt: ConfigError | None = None
-    """Reason for which a new run must not use the file."""
+    is_plain: bool = False  # Documents are UTF-8 at their offsets in the file: not packed, no other encoding
+    doubt: ConfigError | None = None  # Reason for which a new run must not use the file
 
 
 class Wanted(NamedTuple):
@@ -349,8 +337,7 @@ def _parquet_rows(file: BinaryIO, name: str, start: int, wanted: Wanted) -> Iter
             for group in range(parquet.num_row_groups):
                 count = parquet.metadata.row_group(group).num_rows
                 if at + count <= start:
-                    # Skip the row group without reading it.
-                    at += count
+                    at += count  # skip the row group without reading it
                     continue
                 _require_bounded(parquet.metadata.row_group(group), columns, name)
                 for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):

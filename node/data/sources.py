@@ -19,34 +19,15 @@ from typing import Any, BinaryIO, Final, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from node.data.files import (
-    LINE_BYTES,
-    MAX_DOCUMENTS,
-    DocumentNames,
-    Listing,
-    files_below,
-    single_file,
-    visible_below,
-)
+from node.data.files import LINE_BYTES, MAX_DOCUMENTS, DocumentNames, Listing, files_below, single_file, visible_below
 from node.data.hub import HubStream
 from node.data.local_paths import text_column
-from node.data.row_files import (
-    CUT_BYTES,
-    DOCUMENT_BYTES,
-    Format,
-    Kind,
-    NotTextError,
-    Row,
-    Wanted,
-    format_of,
-    rows_in,
-)
+from node.data.row_files import CUT_BYTES, DOCUMENT_BYTES, Format, Kind, NotTextError, Row, Wanted, format_of, rows_in
 from node.data.tokenizers import Tokens
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
-PIECE_BYTES: Final = 2**14
-"""Document size if the source is a single file, in bytes. Small enough to split the file and hold some out."""
+PIECE_BYTES: Final = 2**14  # Document size of a single file. Small enough to split the file and hold some out
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 """Folders excluded from `python-stdlib`, because some systems do not install them."""
@@ -262,15 +243,13 @@ def source_at(path: Path, kind: Callable[[Listing], FromListing]) -> FromListing
 # (github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py). Files are not memory-mapped: if a mapped
 # file is truncated, reading it kills the process.
 
-PIECE_TOKENS: Final = 2**19
-"""Largest document in tokens. Longer ones become several."""
+PIECE_TOKENS: Final = 2**19  # Largest document in tokens. Longer ones become several
 MAX_SEQUENCES: Final = 2**26
 READ_AS: Final = np.dtype("<i4")
 
 _MAGIC: Final = b"MMIDIDX\0\0"
 _HEADER: Final = struct.Struct("<9sQBQQ")
-_TYPES: Final = {code: np.dtype(name) for code, name in ((4, "<i4"), (8, "<u2"))}
-"""Readable types of token ids, by their code in an index file."""
+_TYPES: Final = {code: np.dtype(name) for code, name in ((4, "<i4"), (8, "<u2"))}  # By code in an index file
 
 
 class TokenShards:
@@ -373,8 +352,7 @@ class ShardWriter:
                 lengths.append(found.size)
                 tokens += found.size
             index.write(_index(self._code, np.array(lengths, dtype="<i4")))
-        # Renamed last, so that readers only see complete shards.
-        for part in parts:
+        for part in parts:  # renamed last, so that readers only see complete shards
             part.replace(part.with_name(part.name.removeprefix(".")))
         self.shards, self.documents, self.tokens = self.shards + 1, self.documents + len(lengths), self.tokens + tokens
 

@@ -29,12 +29,10 @@ from swarm.vocabulary.errors import ConfigError, ManifestError
 Tokens = npt.NDArray[np.int64]
 
 MAX_TOKENIZER_BYTES: Final = 128 * 2**20
-MOST_GROWTH: Final = 16.0
-"""Factor by which all replacements of a tokenizer together may lengthen text; a few in a row could fill the memory."""
+MOST_GROWTH: Final = 16.0  # Factor by which all replacements together may lengthen text; a few could fill the memory
 END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 """Special tokens that end a document if no model folder names the end, most specific first."""
-END_OF_TURN: Final = "<|im_end|>"
-"""End of the assistant's text in conversations, which the model learns with `labels = "assistant"`."""
+END_OF_TURN: Final = "<|im_end|>"  # End of the assistant's text, which the model learns with `labels = "assistant"`
 
 
 class ByteTokenizer:
@@ -76,8 +74,7 @@ class FileTokenizer:
         content = tokenizer_bytes(path, sha256)
         self.sha256 = hashlib.sha256(content).hexdigest()
         self._tokenizer = _parse(path, content.decode(errors="replace"))
-        # Trainers save these settings, which would cut or fill each document.
-        self._tokenizer.no_truncation()
+        self._tokenizer.no_truncation()  # trainers save these settings, which would cut or fill each document
         self._tokenizer.no_padding()
         self.size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.beginning = data.beginning
@@ -171,8 +168,7 @@ class Part(NamedTuple):
 
     text: str
     is_wanted: bool
-    is_mark: bool = False
-    """Whether the text may become a special token."""
+    is_mark: bool = False  # Whether the text may become a special token
 
 
 def _encoded(tokenizer: Any, parts: Sequence[Part]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
@@ -315,8 +311,7 @@ _END_KEYS: Final = (
     (CONFIG, "eos_token_id"),
 )
 
-TokenFiles = Mapping[str, Any]
-"""Content by file name: the object of a JSON file, the text of a template. Templates are kept, never executed."""
+TokenFiles = Mapping[str, Any]  # By file name: object of a JSON file, or text of a template (never executed)
 
 
 def read_token_files(folder: Path) -> TokenFiles:

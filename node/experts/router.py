@@ -355,8 +355,7 @@ def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) ->
     """Fits a softmax over a stage's experts, rounds its weights to integers, and balances tokens by a bias."""
     weights = softmax_weights(counts, labels, experts)
     scale = MAX_ENTRY / max(float(np.abs(weights).max()), 1e-9)
-    # Integer scores are equal on every machine.
-    entries = np.rint(weights * scale).astype(np.int8)
+    entries = np.rint(weights * scale).astype(np.int8)  # integer scores are equal on every machine
     scores = counts.astype(np.int64) @ entries.T.astype(np.int64)
     bias = np.clip(even_bias(scores, sizes, EVEN), -MAX_BIAS, MAX_BIAS).astype(np.int32)
     return StageTable(entries, bias, tuple(shares_of_tokens(scores + bias, sizes).tolist()))
@@ -391,8 +390,7 @@ def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SL
     heapify(waiting)
     chosen = [0] * len(scores)
     while waiting:
-        # A lazy heap: entries are updated when they reach the top.
-        _, best, index = waiting[0]
+        _, best, index = waiting[0]  # a lazy heap: entries are updated when they reach the top
         current = _loss(scores[index], room)
         if current != waiting[0][:2]:  # a cluster filled up meanwhile
             heapreplace(waiting, (*current, index))

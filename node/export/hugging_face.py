@@ -39,8 +39,7 @@ TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 
 FORMAT: Final = 1
-SHARD_BYTES: Final = 4 * 10**9
-"""Largest parameter file in bytes, which is also the memory needed to write it."""
+SHARD_BYTES: Final = 4 * 10**9  # Largest parameter file in bytes, which is also the memory needed to write it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,7 @@ def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: in
     for module in modules:
         for name, shape in parameter_shapes(manifest, module).items():
             own = parameter_bytes({name: shape})
-            # A single tensor may exceed the limit.
-            if pieces[-1] and size + own > limit_bytes:
+            if pieces[-1] and size + own > limit_bytes:  # a single tensor may exceed the limit
                 pieces.append({})
                 size = 0
             pieces[-1][name] = shape

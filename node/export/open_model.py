@@ -154,8 +154,7 @@ async def _losses(
 ) -> dict[Stages, list[tuple[float, int]]]:
     """Computes the loss and number of labels of each text, for each subset of stages to visit."""
     losses = {stages: [(0.0, 0)] * len(texts) for stages in subsets}
-    # Route by route, so that each route's modules are read once.
-    for route in sorted({text.route for text in texts}):
+    for route in sorted({text.route for text in texts}):  # route by route, so that each route's modules are read once
         decoder = await model.decoder(None if model.router is None else route)
         for number, text in enumerate(texts):
             if text.route == route:

@@ -26,8 +26,7 @@ from swarm.experts.routes import best_route, module_at, name_of_route, served_ro
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhausted, StateError
 from swarm.vocabulary.types import ModuleId, Route, RunId
 
-Parameters = Mapping[str, Tensor]
-"""Float32 parameters by their names in the whole model."""
+Parameters = Mapping[str, Tensor]  # Float32 parameters by their names in the whole model
 
 
 class ModuleSource(Protocol):
@@ -129,8 +128,7 @@ class RoutedModel:
 
     def __init__(self, source: ModuleSource, device: torch.device, router: DocumentRouter | None) -> None:
         self._source, self._device, self.router = source, device, router
-        self.read: dict[ModuleId, dict[str, Tensor]] = {}
-        """Parameters of the modules that were loaded so far."""
+        self.read: dict[ModuleId, dict[str, Tensor]] = {}  # Parameters of the modules that were loaded so far
 
     def route_of(self, tokens: Sequence[int]) -> Route | None:
         """Returns the route of a text by its first tokens, limited to the source's experts. None for a single path."""
@@ -143,8 +141,7 @@ class RoutedModel:
     async def decoder(self, route: Route | None) -> Decoder:
         """Returns a route's Decoder; loads only modules not loaded before. Raises SkipstoneError."""
         manifest, modules = self._source.signed.manifest, path_modules(self._source, route)
-        # Modules of earlier paths stay in memory.
-        require_memory(manifest, tuple({*self.read, *modules}))
+        require_memory(manifest, tuple({*self.read, *modules}))  # modules of earlier paths stay in memory
         for module in modules:
             if module not in self.read:
                 parameters = await checked_module(self._source, module)
@@ -198,8 +195,7 @@ class ExportedSource:
             _undamaged(read_named, path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
         )
         by_module = origin.get("shards") == 0
-        # An export of all experts has no config.json.
-        if not by_module:
+        if not by_module:  # an export of all experts has no config.json
             _check_config(path / CONFIG, self.signed)
         self._path = path
         digests, manifest = origin.get("modules"), self.signed.manifest

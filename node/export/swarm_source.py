@@ -26,8 +26,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[ModuleId, int, int], None]
-"""Called with the module, the bytes of all modules so far, and the total bytes."""
+Progress = Callable[[ModuleId, int, int], None]  # Module, bytes of all modules so far, total bytes
 
 PATIENCE_S: Final = 30.0
 ATTEMPTS: Final = 4
@@ -64,8 +63,7 @@ class SwarmSource:
                 STATE_CODECS[self.signed.manifest.codecs.state],
                 on_progress=lambda done, total: self._came(module, done),
             )
-        # A round may commit during the download, so retry with the new state.
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):  # a round may commit during the download, so retry with the new state
             version, donors = await self.agreed(module)
             try:
                 vector = await self._downloads[module].parameters(version, donors)

@@ -141,8 +141,7 @@ async def _write_parameters(
         parameters = dict(await checked_module(source, module))
         digests[module] = await asyncio.to_thread(digest_of_tensors, parameters)
         waiting |= parameters
-        # Free the module's dict, so that written tensors do not stay in memory.
-        del parameters
+        del parameters  # free the module's dict, so that written tensors do not stay in memory
         while to_write and to_write[0].shapes.keys() <= waiting.keys():
             shard = to_write.pop(0)
             tensors = {name: waiting.pop(name).contiguous() for name in shard.shapes}

@@ -167,7 +167,6 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     scaled = logits.double()
     likely, tokens = torch.sort((scaled - scaled.max()) / sampling.temperature, descending=True, stable=True)
     chances = torch.softmax(likely[: sampling.top_k], dim=0)
-    # Top-p keeps a token if the likelier ones together have less than `top_p`.
-    before = chances.cumsum(0) - chances
+    before = chances.cumsum(0) - chances  # Top-p keeps a token if the likelier ones together have less than `top_p`
     chances = torch.where(before < sampling.top_p, chances, 0.0)  # always keeps the likeliest token
     return int(tokens[torch.multinomial(chances, 1, generator=generator)].item())

@@ -56,8 +56,7 @@ def kernel_for(device: str, dtype: torch.dtype, head_size: int) -> Reasoned[Kern
 def _each(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
     shares_heads = queries.shape[1] != keys.shape[1]
     pieces = [torch.split(tensor, list(documents), dim=2) for tensor in (queries, keys, values)]
-    # Documents of equal length share one batched call.
-    alike: defaultdict[int, list[int]] = defaultdict(list)
+    alike: defaultdict[int, list[int]] = defaultdict(list)  # documents of equal length share one batched call
     for place, length in enumerate(documents):
         alike[length].append(place)
     found: dict[int, Tensor] = {}
@@ -93,8 +92,7 @@ def _varlen() -> tuple[Callable[..., Any], Callable[[bool], dict[str, Any]]]:
     """Returns torch's variable-length attention, and a function that makes its options for this torch version."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # The options differ between torch 2.10 and 2.13.
-    known = signature(varlen_attn).parameters
+    known = signature(varlen_attn).parameters  # the options differ between torch 2.10 and 2.13
     fixed: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "num_splits" in known:
         fixed["num_splits"] = 1  # results must not depend on the other documents
@@ -123,8 +121,7 @@ def _mask(documents: tuple[int, ...], device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     tokens, lengths = sum(documents), torch.tensor(documents, device=device)
-    # Document number of each token.
-    of = torch.repeat_interleave(torch.arange(len(documents), device=device), lengths)
+    of = torch.repeat_interleave(torch.arange(len(documents), device=device), lengths)  # document number of each token
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (of[query] == of[key]) & (query >= key)
@@ -250,8 +247,7 @@ class _Swapped(torch.autograd.Function):
         first = sum(ctx.sizes[: ctx.rank])
         here = slice(first, first + ctx.sizes[ctx.rank])
         mine = [tensor[:, :, here].to(gradient.device) for tensor in ctx.exchange.swap(ctx.rank, gradient)]
-        # Sum in rank order, so that every run gets the same bits.
-        total = mine[0].clone()
+        total = mine[0].clone()  # sum in rank order, so that every run gets the same bits
         for more in mine[1:]:
             total += more
         return total, None, None, None

@@ -48,10 +48,8 @@ def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]
         paths = {path.strip("/") for _, controllers, path in groups if controllers in ("", "memory")}
     except (OSError, ValueError):
         paths = set()
-    # Inside a container the own group appears as the root.
-    for path in {".", *paths}:
-        # A parent group may have a lower limit.
-        for group in (Path(path), *Path(path).parents):
+    for path in {".", *paths}:  # inside a container the own group appears as the root
+        for group in (Path(path), *Path(path).parents):  # a parent group may have a lower limit
             yield _left(root / group, "memory.max", "memory.current"), "under this container's memory limit"
             version_1 = root / "memory" / group
             yield (

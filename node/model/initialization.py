@@ -36,8 +36,7 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> N
             if id(parameter) in norms:
                 parameter.fill_(1.0)
             elif parameter.dim() == 1:
-                # Biases.
-                parameter.zero_()
+                parameter.zero_()  # biases
             else:
                 deviation = standard_deviation(name, parameter.shape[1], total_blocks)
                 parameter.copy_(near_normal(seed, name, parameter.shape, deviation))

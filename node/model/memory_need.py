@@ -178,8 +178,7 @@ class _Measure:
         graph = max(blocks) * manifest.microbatch_tokens * kept * width
         held = RECEIVED_PER_SLOT * microbatches * math.prod(manifest.hidden_shape) * width
         of_each = DEVICE_BYTES
-        # Stage 0 holds gradients apart from the sums, and narrow copies of its weights for bfloat16 products.
-        if ends:
+        if ends:  # stage 0 holds gradients apart from the sums, and narrow copies of its weights for bfloat16 products
             of_each += _GRADIENT_BYTES + (width if width < BYTES_PER_PARAMETER else 0)
         state, on_cpu = elements * of_each + of_optimizer, elements * CPU_BYTES + of_optimizer
         rounds = int(elements * round_bytes(manifest.training.fragments))

@@ -127,8 +127,7 @@ class Accumulator:
 
     def hand_over_mean(self) -> None:
         """Adds the mean gradient per label to each parameter's `.grad`. Tied embeddings get the means of both parts."""
-        # More was retracted than added, so there is no mean.
-        if self.tokens <= 0 or self.labels <= 0:
+        if self.tokens <= 0 or self.labels <= 0:  # more was retracted than added, so there is no mean
             return
         # Sums of the parameter's dtype become the gradients in place. Allocate the others before any sum is divided, so
         # that running out of memory changes nothing.
@@ -201,8 +200,7 @@ class InnerOptimizer:
         self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
         for rule in self.rules:
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
-        self.before_step: Callable[[], None] = lambda: None
-        """Runs at the start of each inner step; a replica that is alone applies its outer step here."""
+        self.before_step: Callable[[], None] = lambda: None  # A replica that is alone applies its outer step here
         self.before_change: Callable[[], None] = lambda: None  # So that a copy in progress can finish
 
     @property

@@ -61,8 +61,7 @@ def loss_and_gradient(
             loss.add_(found)
             done = piece.stop
     except BaseException:
-        # Subtract the chunks that were added before the failure.
-        if into is not None and done:
+        if into is not None and done:  # subtract the chunks that were added before the failure
             undo = HeadSum(into.matrix, -into.weight)
             loss_and_gradient(hidden[:done], matrix, labels[:done], logits_at_once, undo)
         raise
@@ -137,8 +136,7 @@ class _Workspace:
             floats.copy_(logits)
         ignored = (labels == IGNORED).unsqueeze(1)
         places = labels.unsqueeze(1).masked_fill(ignored, 0)
-        # Subtract the maximum, so that exp cannot overflow.
-        floats.sub_(floats.amax(1, keepdim=True))
+        floats.sub_(floats.amax(1, keepdim=True))  # subtract the maximum, so that exp cannot overflow
         of_label = floats.gather(1, places)
         total = floats.exp_().sum(1, keepdim=True)
         losses = (total.log() - of_label).masked_fill(ignored, 0.0)
@@ -403,8 +401,7 @@ class OneHead:
             assert of_norm.source is not None
             found = HeadVisit(float(loss.item()) / count, of_norm.source, take_back)
         except BaseException:
-            # Leave the sums as they were, so that a retry counts once.
-            if sums:
+            if sums:  # leave the sums as they were, so that a retry counts once
                 added(-weight)
             raise
         if sums:

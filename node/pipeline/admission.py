@@ -81,8 +81,7 @@ class Admission:
             raise ProtocolViolation(f"the path visits module {unknown[0]}, which is not in the manifest")
         evaluated = _only_evaluates(message)
         self._check_order(stages, evaluated=evaluated)
-        # After a repair the path may differ from the signed route, so check both.
-        if path.route is not None:
+        if path.route is not None:  # after a repair the path may differ from the signed route, so check both
             self._check_order([module.stage for module in path.route.modules], evaluated=evaluated)
         if not -1 <= message.position <= len(path.hops):
             raise ProtocolViolation(f"position {message.position} is not on a path of {len(path.hops)} hops")

@@ -148,8 +148,7 @@ class SplitDevice(OneDevice):
                 linear.narrow = NarrowCopy(linear.weight, hidden_type)
         self._copies = [linear.narrow for linear in linears if linear.narrow is not None]
         whole = [linear.weight for linear in linears if linear.narrow is None]
-        self._read = [*whole, *(parameter for _, parameter in self._others)]
-        """Parameters that graphs refer to directly rather than by a narrow copy."""
+        self._read = [*whole, *(parameter for _, parameter in self._others)]  # Not by a narrow copy
 
     def _note(self, weight: int, linear: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
         if self._noted is not None:
@@ -273,8 +272,7 @@ class DeferredWeights:
         try:
             waiting.work = self._submit(chunks, name)
         except ResourceExhausted:
-            # The idle queue is full: compute it at the deadline.
-            waiting.work = AtDeadline(chunks, name)
+            waiting.work = AtDeadline(chunks, name)  # the idle queue is full: compute it at the deadline
         return Addition.ADDED
 
     def finish(self) -> None:
@@ -428,8 +426,7 @@ class BlockByBlock:
         return AddedGradients(source, are_finite, lambda: self._take_back(sums, visit, gradient, weight, added))
 
     def _take_back(self, sums: Accumulator, visit: BlockVisit, gradient: Tensor, weight: int, added: list[int]) -> None:
-        # The same pieces come in the same order, so `added` tells how many to subtract.
-        if added[0]:
+        if added[0]:  # the same pieces come in the same order, so `added` tells how many to subtract
             again = self.forward(visit.source, visit.documents, graphs=0)
             self._add(sums, again, gradient, -weight, [0], added[0])
 

@@ -472,29 +472,25 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            # Hidden states arrived. A substitute receives the gradient before the input.
-            case KeepGradient(key):
+            case KeepGradient(key):  # Hidden states arrived. A substitute receives the gradient before the input
                 self._take(key, Backward)
             case Compute(key, work):
                 tensors = self._take(key, Backward if work is Work.BACKWARD else Forward)
                 self._begin_with(tensors, partial(self._compute, action))
-            # The output may be sent again, so it is kept until the next peer has passed it on.
-            case SendOutput(key):
+            case SendOutput(key):  # the output may be sent again, so it is kept until the next peer has passed it on
                 self._begin_with(self._tensors[key], partial(self._send_output, action))
             case SendControl(to, message) if to == self.custody.own:
                 asyncio.get_running_loop().call_soon(self.receive, to, message)
             case SendControl(to, message):
                 self.send(to, message)
-            # A hop's gradient is confirmed, or must be subtracted.
-            case Confirmed(key):
+            case Confirmed(key):  # a hop's gradient is confirmed, or must be subtracted
                 self._host.visited(key.microbatch)
             case Retract(key):
                 self._begin_with(self._tensors[key], partial(self._retract, key))
             case Forget(key, reason):
                 log.debug("%s at %d: %s", key.microbatch, key.position, reason)
                 self._forget(key)
-            # The data node's microbatch completed.
-            case Finished(microbatch, path):
+            case Finished(microbatch, path):  # the data node's microbatch completed
                 self._ends.finished(microbatch, path)
 
     async def _compute(self, action: Compute, tensors: Tensors) -> None:
@@ -598,8 +594,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self.begin(self._free(tensors))
 
     async def _free(self, tensors: Tensors) -> None:
-        # The compute thread must release the buffers before they are reused.
-        await self._worker.forget(tensors.ticket)
+        await self._worker.forget(tensors.ticket)  # the compute thread must release the buffers before they are reused
         tensors.output = None
         for tensor in (tensors.input, tensors.gradient):
             if tensor is not None:

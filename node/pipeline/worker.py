@@ -121,11 +121,9 @@ class GradientClip:
         `labels`: predicted tokens; 0: all.
         """
         if microbatch not in self._factors:
-            # Reading the last norm now, and not this one, keeps the device busy.
-            if self._unread is not None:
+            if self._unread is not None:  # reading the last norm now, and not this one, keeps the device busy
                 self._add(self._unread[0], self._unread[1].item())
-            # The norm of a mean falls with the root of the number of labels.
-            tokens = gradient[..., 0].numel()
+            tokens = gradient[..., 0].numel()  # the norm of a mean falls with the root of the number of labels
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) * (tokens / math.sqrt(labels or tokens))
             self._unread = microbatch.data_node, norm.to("cpu", non_blocking=True)
             few = len(self._medians) < 2 or sum(map(len, self._norms.values())) < FEW_NORMS
@@ -380,8 +378,7 @@ class GraphBudget:
         self, passes: BlockByBlock, source: Tensor, documents: tuple[int, ...], around: Around
     ) -> tuple[Tensor, PassState | None, float]:
         if self._of_one is None:
-            # All blocks need the same, so measure one.
-            one_graph = partial(passes.forward, graphs=1)
+            one_graph = partial(passes.forward, graphs=1)  # all blocks need the same, so measure one
             self._of_one = _measured(passes, source, documents, one_graph) * passes.blocks / of_tokens(source)
         of_block = of_tokens(source) / passes.blocks
         # Each block's input is kept in any case, and graphs of as many blocks as fit.
@@ -796,8 +793,7 @@ def host_hop(
         optimizer = inner_optimizer(manifest, module, [total], submit, allowance.moments)
         chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
         split: SplitDevice | BlockByBlock | None = None
-        # On a GPU memory is short, so keep one block's graph at a time.
-        if is_alone and device.type != "cpu":
+        if is_alone and device.type != "cpu":  # on a GPU memory is short, so keep one block's graph at a time
             split = BlockByBlock(part, hidden_type)
         elif is_alone and chosen.value:
             split = SplitDevice(part, hidden_type)

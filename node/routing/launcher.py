@@ -85,8 +85,7 @@ class Evaluator:
 
     async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
         reason = ""
-        # Each attempt plans a new path.
-        for attempt, lifetime_s in enumerate(LIFETIMES_S):
+        for attempt, lifetime_s in enumerate(LIFETIMES_S):  # each attempt plans a new path
             if attempt:
                 await asyncio.sleep(PAUSE_S)
             try:
@@ -405,13 +404,11 @@ class DataNode(PathEnds):
             self._events.emit(Step(step.step, step.loss, tokens, rate, self.in_flight.own, packed))
         if self.in_flight.finished:
             self._on_finished()
-        # A completed microbatch makes room for the next launch.
-        self._landed.set()
+        self._landed.set()  # a completed microbatch makes room for the next launch
         self.wake()
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
-        # An evaluated microbatch has no gradients to settle.
-        if self._evaluator.awaits(microbatch):
+        if self._evaluator.awaits(microbatch):  # an evaluated microbatch has no gradients to settle
             self._evaluator.lost(microbatch, detail)
             return
         self._times.lost(microbatch, self._clock.monotonic())

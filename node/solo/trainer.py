@@ -137,8 +137,7 @@ class WholeModel:
         end = visit.forward(self.head, visits[-1].result, microbatch.labels.to(self.device))
         found = visit.backward(self.head, end)
         gradients: dict[nn.Module, tuple[torch.Tensor, ...]] = {self.head: found.parameters}
-        # Backward in reverse order; popping a visit frees its graph.
-        for part in [*reversed(stacks), self.embedding]:
+        for part in [*reversed(stacks), self.embedding]:  # backward in reverse order; popping a visit frees its graph
             found = visit.backward(part, visits.pop(), found.source)
             gradients[part] = found.parameters
         return end.result.item(), gradients
@@ -202,8 +201,7 @@ class SoloTrainer:
 
     def save(self, folder: CheckpointFolder) -> None:
         """Saves the model as of stage 0's last step. Gradients not yet applied are dropped, as in a swarm."""
-        # Microbatches since the last step are trained again after a resume.
-        done = self._completed
+        done = self._completed  # microbatches since the last step are trained again after a resume
         data = DataState(self._at, next_number=done, completed=done, abandoned=0, duplicated=0, steps=self.steps)
         for each in self._hosted:
             state = capture_module(
@@ -247,8 +245,7 @@ class SoloTrainer:
                 return None
             text = self._feed.next()
             losses.append((self._microbatch(text), text.scored))
-            # Stage 0 sees every microbatch, so its steps are the run's.
-            self.steps += stage_zero.optimizer.due
+            self.steps += stage_zero.optimizer.due  # stage 0 sees every microbatch, so its steps are the run's
             for hosted in self._hosted:
                 if hosted.optimizer.due:
                     hosted.stepped(hosted.optimizer.step())

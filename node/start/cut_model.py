@@ -155,8 +155,7 @@ MAX_CONFIG_BYTES: Final = 2**20
 MAX_INDEX_BYTES: Final = 2**24
 MAX_FILES: Final = 4096
 TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# A constant that old exports contain; it is computed, not read.
-_ROTARY_CONSTANT: Final = "rotary_emb.inv_freq"
+_ROTARY_CONSTANT: Final = "rotary_emb.inv_freq"  # a constant that old exports contain; it is computed, not read
 
 
 class ModelFolder:
@@ -198,8 +197,7 @@ class ModelFolder:
         try:
             with self._lock:
                 view = self._view(name)
-                # safetensors slices whole rows only.
-                width = math.prod(view.get_shape()[1:])
+                width = math.prod(view.get_shape()[1:])  # safetensors slices whole rows only
                 rows = view[first // width : -(-last // width)]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self.path}: cannot read {name}: {error}") from error
@@ -307,8 +305,7 @@ class FirstAnchor:
             raise IndexError(f"chunk {number} of {2 * self.layout.chunks}")
         part = self.layout.range_of(number % self.layout.chunks, number % self.layout.chunks + 1)
         values: Vector = np.zeros(part.stop - part.start, np.float32)
-        # The second half of the chunks is outer momentum, which starts at zero.
-        if number < self.layout.chunks:
+        if number < self.layout.chunks:  # the second half of the chunks is outer momentum, which starts at zero
             _read(self._folder, self.layout, part, values)
         return values.view(np.uint8).data
 
@@ -358,8 +355,7 @@ class CutModel:
         anchor = initial_anchor(layout, parameters)
         if anchor.version != first_version(self._manifest, module):
             raise ConfigError(
-                f"{self._folder.path} is not the model that this run starts from: module {module} differs",
-                hint=_OTHER,
+                f"{self._folder.path} is not the model that this run starts from: module {module} differs", hint=_OTHER
             )
         return anchor
 

@@ -286,8 +286,7 @@ def _in_float32(x: Tensor, scratch: _Scratch) -> Tensor:
 
 
 TIMES_THE_MEDIAN: Final = 8.0  # An outlier channel's largest element, over the median of all channels' largest elements
-# Enough, because the same channels are outliers in all rows. A missed one costs only accuracy.
-SAMPLED_ROWS: Final = 64
+SAMPLED_ROWS: Final = 64  # Enough, because the same channels are outliers in all rows. A missed one costs only accuracy
 LARGEST_CHANNEL: Final = 2**16
 # Two int64 after the encoding on a device: number of outliers, and whether the codec can express the rest
 _FIGURES_BYTES: Final = 16

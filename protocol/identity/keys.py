@@ -79,8 +79,7 @@ class Identity:
             try:
                 return cls.create(path)
             except IdentityError:
-                # Another process may have created it meanwhile. Then use that one.
-                if not os.path.lexists(path):
+                if not os.path.lexists(path):  # Another process may have created it meanwhile. Then use that one
                     raise
         return cls.load(path)
 
@@ -112,8 +111,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
 def public_key_of(peer: PeerId) -> bytes:
     """Returns the raw Ed25519 public key in a peer id. Raises ProtocolViolation if the peer id has another form."""
     prefix = _IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX
-    # Check the length first, because base58 decoding takes quadratic time.
-    if len(peer) == PEER_ID_CHARACTERS:
+    if len(peer) == PEER_ID_CHARACTERS:  # check the length first, because base58 decoding takes quadratic time
         try:
             decoded = base58.b58decode(peer)
         except ValueError:

@@ -44,8 +44,7 @@ class EntrySigner:
     def vouches(self, tally: WorkTally) -> bool:
         """Whether an invited data node has signed the tally. The cache includes failures: each is paid for once."""
         if tally not in self._verified:
-            # Judged at the tally's own time: all members of a round must agree.
-            guests = self._guests
+            guests = self._guests  # judged at the tally's own time: all members of a round must agree
             invited = guests is not None and guests.is_invited(tally.data_node, tally.invitation, tally.at)
             key = public_key_of(tally.data_node) if invited else b""
             self._verified[tally] = invited and verify(key, tally.signature, tally_statement(self._run, tally))

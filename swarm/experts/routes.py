@@ -70,8 +70,7 @@ class RouteTally:
 
     def __init__(self) -> None:
         self.routes: dict[Route, RouteFigures] = {}
-        # Completed microbatches by the module that was replaced
-        self.rerouted: Counter[ModuleId] = Counter()
+        self.rerouted: Counter[ModuleId] = Counter()  # completed microbatches by the module that was replaced
 
     def completed(self, route: Route, path: Path, loss: float | None) -> None:
         """Counts a completed microbatch. `route`: experts with the best scores; `path`: the path actually taken."""

@@ -125,8 +125,7 @@ class PathTimes:
 
     def lost(self, microbatch: MicrobatchId, now: float) -> None:
         """Counts a lost microbatch against every hop of its path, because we cannot tell which hop is at fault."""
-        # The times of honest peers recover by visits on other paths.
-        trace = self._traces.pop(microbatch, None)
+        trace = self._traces.pop(microbatch, None)  # the times of honest peers recover by visits on other paths
         if trace is not None:
             for hop in trace.path.hops:
                 known = self._times.visit(hop.peer)

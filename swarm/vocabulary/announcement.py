@@ -36,8 +36,7 @@ class Announcement:
     addresses: tuple[str, ...]  # `host:port`, most direct first, at most 8; empty if it cannot be dialled
     certificate: bytes  # DER, signed by the run's authority; the libp2p extension proves `peer`
     versions: VersionRange
-    # Forward and backward; 0 if unknown. With documents it counts tokens of cost, see `Speed`.
-    tokens_per_second: float
+    tokens_per_second: float  # Forward and backward; 0 if unknown. With documents it counts tokens of cost, see `Speed`
     slots: int
     free_slots: int
     steps: int  # Inner steps

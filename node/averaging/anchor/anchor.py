@@ -235,8 +235,7 @@ class AnchorStore:
         return self._leased_until.get(anchor.version.digest, 0.0) > self._now()
 
     def _alive(self) -> int:
-        # Dropped vectors no longer count.
-        self._lent = [ref for ref in self._lent if ref() is not None]
+        self._lent = [ref for ref in self._lent if ref() is not None]  # dropped vectors no longer count
         return len(self._lent)
 
     def _forget_lent(self, parameters: SharedVector) -> None:

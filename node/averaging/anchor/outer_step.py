@@ -197,16 +197,14 @@ def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps
     first, end = layout.fragments[base.version.fragment]
     fragment = layout.range_of(first, end)
     staging = Staging(base, rule, *store.spare(fragment))
-    # Bounds the memory for the pseudo-gradient.
-    at_a_time = max(1, PIECE // layout.chunk_elements)
+    at_a_time = max(1, PIECE // layout.chunk_elements)  # bounds the memory for the pseudo-gradient
     for start in range(first, end, at_a_time):
         stop = min(start + at_a_time, end)
         part = layout.range_of(start, stop)
         gradient: Vector = np.empty(part.stop - part.start, np.float32)
         replica.read(part, gradient)
         np.subtract(base.parameters[part], gradient, out=gradient)
-        # A diverged replica must not change the anchor.
-        if not math.isfinite(squares(gradient)):
+        if not math.isfinite(squares(gradient)):  # a diverged replica must not change the anchor
             raise StateError("training diverged: the parameters of this replica are not finite")
         staging.apply(start, stop, gradient)
     version = base.version

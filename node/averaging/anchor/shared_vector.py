@@ -70,8 +70,7 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
         start = spans[-1].stop
     chunk = chunk_elements(start)
     chunks = -(-start // chunk)
-    # A small module may have fewer chunks than fragments.
-    count = min(fragments, chunks)
+    count = min(fragments, chunks)  # a small module may have fewer chunks than fragments
     borders = [round(number * chunks / count) for number in range(count + 1)]
     return Layout(tuple(spans), chunk, tuple(itertools.pairwise(borders)))
 

@@ -234,8 +234,7 @@ class AllReduce:
     def _check_and_add(
         self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview
     ) -> memoryview | None:
-        # The signature covers the encoded bytes, so verify before decoding.
-        data_hash = hash_of(buffer)
+        data_hash = hash_of(buffer)  # the signature covers the encoded bytes, so verify before decoding
         if not self._means.signatures.holds(sender, message, data_hash, message.signature):
             raise ProtocolViolation("a contribution with an invalid signature")
         self._signed[piece][sender] = SignedHash(sender, data_hash, message.signature)
@@ -272,8 +271,7 @@ class AllReduce:
     async def _finish(self) -> None:
         """Passes the next anchor to `staged`. If a member's result cannot be the mean, reports that member instead."""
         roster = self.plan.roster
-        # The comparison needs the results of all reducers.
-        odd = self._comparison.oddities()
+        odd = self._comparison.oddities()  # the comparison needs the results of all reducers
         for reducer, why in odd.items():
             self._report(PieceRejected(roster.round, reducer, why))
         if odd:

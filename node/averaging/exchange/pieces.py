@@ -196,8 +196,7 @@ class ReceiveRates:
     def began(self, sender: PeerId) -> None:
         known = self._senders.pop(sender, None) or _Sender()
         self._senders[sender] = known
-        # Bounds the number of senders.
-        while len(self._senders) > MAX_MEMBERS:
+        while len(self._senders) > MAX_MEMBERS:  # bounds the number of senders
             del self._senders[next(iter(self._senders))]
         if not known.in_flight:
             known.since, known.received = self._clock.monotonic(), 0
@@ -268,8 +267,7 @@ class Arrivals:
         if why_not is not None:
             return Refusal(False, why_not)
         self._come[key] = tensor.codec
-        # Allocating large buffers is slow, so reuse them.
-        free = self._free.get(tensor.byte_length)
+        free = self._free.get(tensor.byte_length)  # allocating large buffers is slow, so reuse them
         return free.pop() if free else np.empty(tensor.byte_length, np.uint8).data  # unlike bytearray, not zeroed
 
     def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
@@ -287,8 +285,7 @@ class Arrivals:
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
     def _objection(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> str | None:
-        # Without the roster only size and codec can be checked.
-        if self._plan is None:
+        if self._plan is None:  # without the roster only size and codec can be checked
             if len(self._come) >= EARLY_PIECES:
                 return "too many pieces before the roster"
             elements = tensor.shape[0]

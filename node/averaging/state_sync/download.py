@@ -105,8 +105,7 @@ class PartialState:
     def _take_over(self, known: Anchor | None) -> frozenset[int]:
         if self._folder is not None:
             self._file = KeptChunks(self._folder, self._digest, self._layout)
-        # Shared arrays save memory as well as the download.
-        if known is not None:
+        if known is not None:  # shared arrays save memory as well as the download
             self.parameters = self.parameters.sharing(known.parameters, self._shared(known, 0))
             self.momentum = self.momentum.sharing(known.momentum, self._shared(known, self._layout.chunks))
         for number in range(2 * self._layout.chunks):
@@ -143,8 +142,7 @@ class PartialState:
             data = octets_of_tensor(out)
         if hash_of(data) != self._hashes[number]:
             return False
-        # A chunk may arrive twice after a retry.
-        if number not in self._placed:
+        if number not in self._placed:  # a chunk may arrive twice after a retry
             np.copyto(np.asarray(self._slot(number)), np.asarray(data))
             self._placed.add(number)
             # Without the file, the download continues in memory.
@@ -177,8 +175,7 @@ class KeptChunks:
         self._is_new = True
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Only the latest download is kept.
-            for other in folder.glob(f"*{SUFFIX}"):
+            for other in folder.glob(f"*{SUFFIX}"):  # only the latest download is kept
                 if other != self._path:
                     other.unlink(missing_ok=True)
             self._is_new = not self._path.exists()
@@ -286,8 +283,7 @@ async def first_hash_list(
             found.put_nowait(_proven(await transport.ask(donor, question, ANSWER_S), layout, wanted))
         except PeerError as error:
             failed[donor] = error
-            # An honest donor never sends a wrong list.
-            if isinstance(error, ProtocolViolation):
+            if isinstance(error, ProtocolViolation):  # an honest donor never sends a wrong list
                 on_liar(donor, str(error))
             found.put_nowait(None)
 
@@ -295,8 +291,7 @@ async def first_hash_list(
         running = [tasks.create_task(ask(donor)) for donor in asked]
         for _ in running:
             hash_list = await found.get()
-            # The first valid list suffices, because the digest proves it.
-            if hash_list is not None:
+            if hash_list is not None:  # the first valid list suffices, because the digest proves it
                 for task in running:
                     task.cancel()
                 return hash_list, tuple(donor for donor in asked if donor not in failed)
@@ -447,8 +442,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
             )
         if (sender, chunk) in self._arriving:
             return Refusal(False, "this chunk is already arriving")
-        # Bounds the buffers of one donor.
-        of_sender = sum(peer == sender for peer, _ in self._arriving)
+        of_sender = sum(peer == sender for peer, _ in self._arriving)  # bounds the buffers of one donor
         if of_sender >= self._room or self._pool.in_use >= self._pool.limit:
             self.handle(machine.ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # so that it is requested again
             return Refusal(True, "too many chunks at once")
@@ -602,8 +596,7 @@ class Donor:
             return await asyncio.to_thread(self.start.first_anchor, module.stage)
 
     def _lease(self, anchor: Anchor | FirstAnchor) -> None:
-        # First anchors are read from the model's folder, so they need no lease.
-        if isinstance(anchor, FirstAnchor):
+        if isinstance(anchor, FirstAnchor):  # first anchors are read from the model's folder, so they need no lease
             return
         now, digest = self.clock.monotonic(), anchor.version.digest
         # Bound the total lease, or a slow reader could pin an anchor forever.

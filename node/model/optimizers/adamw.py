@@ -50,8 +50,7 @@ class AdamW(InnerRule[Moments]):
         moments = self._moments(parameter)
         mean, variance, before = moments.mean.view(-1), moments.variance.view(-1), moments.steps.clone()
         for part in self.packed[parameter].parts():
-            # Every part is the same step, but the kernel counts each call.
-            moments.steps.copy_(before)
+            moments.steps.copy_(before)  # every part is the same step, but the kernel counts each call
             of_part = Moments(mean[part], variance[part], moments.steps)
             with self.opened_part(parameter, part) as values:
                 apply_adamw(self._inner, [values], [gradient[part]], [of_part], rate, decay)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
 from protocol.manifest.manifest import InnerSection
 
-_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""a, b, c in a X + b (X X^T) X + c (X X^T)^2 X (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
 _ITERATIONS: Final = 5
 _LEAST_NORM: Final = 1e-7
 _RMS: Final = 0.2  # RMS of an update's elements, to match AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2)
@@ -66,8 +65,7 @@ class Muon(InnerRule[Momentum]):
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Orthogonalizes a matrix approximately by Newton-Schulz iterations; singular values end up between 0.7 and 1.2."""
     a, b, c = _COEFFICIENTS
-    # The wide orientation has the smaller Gram matrix.
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # the wide orientation has the smaller Gram matrix
     result: Tensor = wide / wide.norm().clamp(min=_LEAST_NORM)  # no singular value exceeds 1
     if matrix.is_cuda:
         result = result.bfloat16()  # as Jordan et al.; tensor cores are 10 times as fast as in float32

@@ -62,8 +62,7 @@ def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator
             values[columns] = (basis[:, columns] * product[:, columns]).sum(0)
             yield
         largest = values.max().item()
-        # False for NaN as well.
-        if not 0 < largest < math.inf:
+        if not 0 < largest < math.inf:  # false for NaN as well
             return None
         # Orthogonal iteration converges to the largest eigenvalues first.
         turn = values.argsort(descending=True, stable=True)
@@ -84,8 +83,7 @@ def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator
 
 def _orthonormal(panel: Tensor, before: Tensor) -> Generator[None, None, Tensor]:
     """Orthonormalizes the columns of `panel` against each other and against the orthonormal columns `before`."""
-    # The second pass removes the rounding errors of the first.
-    for _ in range(2 if before.shape[1] else 1):
+    for _ in range(2 if before.shape[1] else 1):  # the second pass removes the rounding errors of the first
         rest = panel - before @ (before.T @ panel) if before.shape[1] else panel
         panel = torch.linalg.qr(rest).Q
         yield
@@ -118,8 +116,7 @@ class RefreshClock:
 
     def begun(self, steps: int) -> int:
         """Returns the step after which the latest refresh of the eigenbases began, when `steps` steps are done."""
-        # No refresh begins while the first one runs.
-        latest = steps - (steps - self.offset) % self.every
+        latest = steps - (steps - self.offset) % self.every  # no refresh begins while the first one runs
         return latest if latest > self.lag else 1
 
     def due(self, steps: int) -> int:
@@ -241,8 +238,7 @@ class Soap(InnerRule[Preconditioned]):
         state.steps += 1
         if state.refresh is not None and clock.due(state.steps - 1) == state.steps:
             _take_over(state, state.refresh)
-        # The moments belong to the old basis, so they restart with the first refresh.
-        if state.steps == clock.lag + 1:
+        if state.steps == clock.lag + 1:  # the moments belong to the old basis, so they restart with the first refresh
             state.mean.zero_()
             state.variance.zero_()
         moments = clock.moments(state.steps)
@@ -279,8 +275,7 @@ class Soap(InnerRule[Preconditioned]):
         try:
             refresh.work = self._submit(chunks, name)
         except ResourceExhausted:
-            # The idle queue is full: compute it at the deadline.
-            refresh.work = AtDeadline(chunks, name)
+            refresh.work = AtDeadline(chunks, name)  # the idle queue is full: compute it at the deadline
         return refresh
 
 
@@ -301,8 +296,7 @@ def _take_over(state: Preconditioned, refresh: Refresh) -> None:
         refresh.work.finish()
     except (RuntimeError, MemoryError) as error:  # torch: out of memory, or LAPACK did not converge
         log.warning("keeping the old SOAP basis: %s", str(error)[:200])
-    # Sorting the eigenvectors permutes the axes of the variance.
-    for dimension, side in enumerate(SIDES):
+    for dimension, side in enumerate(SIDES):  # sorting the eigenvectors permutes the axes of the variance
         found = refresh.refined.get(side)
         if found is not None:
             state.bases[side] = found.vectors
