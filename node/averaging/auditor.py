@@ -29,14 +29,7 @@ from protocol.identity.signatures import PieceSignatures
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Caught, Event
-from swarm.averaging.trust import (
-    LEAST_ROUNDS_BETWEEN,
-    TIMES_OPPOSED,
-    Opponents,
-    Reckoning,
-    chance_of_audit,
-    unexplained,
-)
+from swarm.averaging.trust import ROUNDS_BETWEEN, TIMES_OPPOSED, Opponents, Reckoning, chance_of_audit, unexplained
 from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.averaging_messages import Contribution, SignedHash
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
@@ -64,8 +57,7 @@ class Recount:
             data = record.encoded(piece)
             if data is None:
                 raise StateError("the next snapshot is being taken")
-            room = np.empty(piece.elements, np.float32)
-            values = read_encoding(plan.codecs.contribution, data, room)
+            values = read_encoding(plan.codecs.contribution, data, np.empty(piece.elements, np.float32))
             self.samples[plan.own] = sample_of(values)
             add_scaled(values, -member.coefficient, self._rest)
             self._shares.append(math.sqrt(source.squares(piece.part)) / member.norm if member.norm else 0.0)
@@ -104,8 +96,7 @@ class Recount:
         plan = self._record.plan
         member = plan.members[signed.peer]
         try:
-            room = np.empty(self._piece.elements, np.float32)
-            values = read_encoding(plan.codecs.contribution, data, room)
+            values = read_encoding(plan.codecs.contribution, data, np.empty(self._piece.elements, np.float32))
         except ProtocolViolation as error:
             return self.caught(self._piece.reducer, f"accepted an invalid contribution: {error}")
         self.samples[signed.peer] = sample_of(values)
@@ -197,7 +188,7 @@ class Auditor:
         self._wanted: dict[tuple[PeerId, Contribution], _Wanted] = {}
         self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[messages.Evidence | None]] = {}
         self._opponents = Opponents()
-        self._suspected_in = -LEAST_ROUNDS_BETWEEN
+        self._suspected_in = -ROUNDS_BETWEEN
         self._auditing = asyncio.Lock()
         self._running = 0
         self._sending, self._fetching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE)
@@ -226,7 +217,7 @@ class Auditor:
         self._compare(record, record.samples)
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
         suspected = [piece for piece in pieces if piece.reducer == record.suspect]
-        if suspected and version.round - self._suspected_in >= LEAST_ROUNDS_BETWEEN:
+        if suspected and version.round - self._suspected_in >= ROUNDS_BETWEEN:
             self._suspected_in = version.round
             self._begin(self.audit(record, self._random.choice(suspected)))
         elif pieces and self._random.random() < chance(record, pieces):
@@ -341,9 +332,7 @@ class Auditor:
             if isinstance(checked, Caught):
                 return checked
             signed = checked
-        fetched = await asyncio.gather(
-            *(self._take_away(record, piece, recount, signed[peer]) for peer in sorted(others))
-        )
+        fetched = await asyncio.gather(*(self._take_away(record, piece, recount, signed[of]) for of in sorted(others)))
         found = next((one for one in fetched if isinstance(one, Caught)), None)
         if found is None and False in fetched:  # a contribution is missing, so there is no verdict
             return None
@@ -374,13 +363,11 @@ class Auditor:
             doubts.clear()
         return None
 
-    def _accuse(
-        self, record: ExchangeRecord, piece: Piece, culprit: PeerId, signed: Mapping[PeerId, SignedHash]
-    ) -> None:
+    def _accuse(self, record: ExchangeRecord, piece: Piece, liar: PeerId, signed: Mapping[PeerId, SignedHash]) -> None:
         message = record.plan.contribution(piece)
         accusation = messages.Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
         for peer in record.plan.others:  # the other members audit the piece themselves
-            if peer != culprit:
+            if peer != liar:
                 self._send(peer, accusation)
 
     async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> messages.Evidence | None:

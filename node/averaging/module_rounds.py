@@ -358,8 +358,7 @@ class FirstState:
 
 async def first_state(context: ModuleContext) -> FirstState:
     """Gets the new replica's first anchor, waiting until a peer has it. Raises ConfigError, ResourceExhausted."""
-    # Weights from the seed or a checkpoint need no download.
-    if context.manifest.start is None or context.resumed.state is not None:
+    if context.manifest.start is None or context.resumed.state is not None:  # needs no download
         return FirstState()
     allowance = context.options.allowance
     require_memory(context.manifest, (context.module,), context.device, allowance.slots, allowance.moments)
@@ -397,9 +396,7 @@ class _Fetch:
             except (NoQuorum, Stalled) as error:
                 log.info("module %s: %s", self._context.module, error)
                 if pause_s == PAUSE_S:  # tell the user once
-                    self._context.events.emit(
-                        Note("info", f"waiting for a peer that has the weights of module {self._context.module}")
-                    )
+                    self._context.events.emit(Note("info", f"waiting for a peer with module {self._context.module}"))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

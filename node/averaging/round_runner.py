@@ -129,8 +129,7 @@ class ReplicaSync:
         async with self._turn:
             if self._room is None:  # zeroing takes long, so it runs on the averaging thread
                 parts = [self._store.layout.range_of(*fragment) for fragment in self._store.layout.fragments]
-                largest = max(part.stop - part.start for part in parts)
-                room = partial[Vector](np.full, largest, 0, np.float32)
+                room = partial[Vector](np.full, max(part.stop - part.start for part in parts), 0, np.float32)
                 self._room = await self._averaging.run(Priority.UPKEEP, room)
             # One job, so that anchor and counters belong together.
             base, done, since = await self._compute.run(
@@ -138,8 +137,7 @@ class ReplicaSync:
             )
             part = base.layout.range_of(*base.layout.fragments[base.version.fragment])
             source = UpdateSource(base, SharedVector([self._room[: part.stop - part.start]], part.start))
-            squares = await self._copy(part, source)
-            return Snapshot(source, part, math.sqrt(squares), done, since)
+            return Snapshot(source, part, math.sqrt(await self._copy(part, source)), done, since)
 
     def committed(self, snapshot: Snapshot) -> None:
         """Records the commit of this snapshot's round: `since_anchor` now counts inner steps after the snapshot."""
@@ -442,8 +440,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         )
         clipping = own.coefficient / own.share if own.share else 1.0
         self._host.settled(version, event, roster.codec_reason, clipping)
-        # Other members wait for this replica to reach the anchor, so audit only afterwards.
-        self.auditor.committed(version)
+        self.auditor.committed(version)  # only now, because members wait for us to reach the anchor
 
     def _start_catching_up(self, action: events.CatchUp) -> None:
         if self._catching is not None:  # only the newest target matters

@@ -165,8 +165,7 @@ MAX_HEADER_BYTES: Final = 2**24  # Longest accepted header of a safetensors file
 
 def check_header_size(file: BinaryIO) -> None:
     """Raises SafetensorError if a safetensors file, opened at its start, has a header of more than MAX_HEADER_BYTES."""
-    # safetensors accepts 100 MB, which takes seconds and gigabytes to parse.
-    header_bytes = int.from_bytes(file.read(8), "little")
+    header_bytes = int.from_bytes(file.read(8), "little")  # safetensors accepts 100 MB, which takes gigabytes to parse
     if header_bytes > MAX_HEADER_BYTES:
         raise SafetensorError(f"the header has {header_bytes} bytes, more than {MAX_HEADER_BYTES}")
 
@@ -415,13 +414,8 @@ def whole_snapshots(
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
         path = folder.of(peer) / header.file.name
         try:
-            # Hashing gigabytes takes long, so trust files that this process wrote.
-            if (
-                known is None
-                or known.get(path) != header.file
-                or not path.is_file()
-                or path.stat().st_size != header.file.size
-            ):
+            is_known = (known or {}).get(path) == header.file  # hashing takes long, so trust our own files
+            if not is_known or not path.is_file() or path.stat().st_size != header.file.size:
                 check_file(folder.of(peer), header.file)
         except CorruptSnapshot as error:
             problems.append(f"{path}: {error}")
@@ -573,11 +567,9 @@ def gather_modules(path: Path) -> Gathered:
             raise CorruptSnapshot(f"{path}: no snapshot of module {module} is intact: {'; '.join(problems)}")
         if not of_module:
             raise StateError(
-                f"{path} has no snapshot of module {module}",
-                hint="Collect the folders of the swarm's peers, at least one per module.",
+                f"{path} has no snapshot of module {module}", hint="Collect peers' folders, at least one per module."
             )
-        # Replicas may be a round apart, so only average those on the newest anchor.
-        anchor = max(of_module, key=_progress).anchor
+        anchor = max(of_module, key=_progress).anchor  # replicas may be a round apart; average only the newest
         replicas[module] = [header for header in of_module if header.anchor == anchor]
     return Gathered(path, signed, replicas, tuple(problems))
 

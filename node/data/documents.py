@@ -202,8 +202,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
 
 def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
     """Returns a permutation of 0..count-1 that depends only on `key`, the same on every machine."""
-    digest = hashlib.sha256(key.encode()).digest()
-    generator = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+    generator = np.random.Philox(key=int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little"))
     return np.argsort(generator.random_raw(count), kind="stable")
 
 
@@ -238,8 +237,7 @@ class Documents:
     ) -> Iterator[Fragment]:
         """Yields the wanted documents from position `start` to the end of that epoch. `ahead`: prefetch files."""
         for due in self._due(start, wanted, files, ahead):
-            # A document that was started is continued at its offset.
-            offset = start.offset if due.position == start.position else 0
+            offset = start.offset if due.position == start.position else 0  # continue a started document
             marked = self._marked(due)
             tokens, labels = marked.tokens, marked.wanted
             if marked.is_of_use and tokens.size > offset:
@@ -355,8 +353,7 @@ def due_rows(
                     later = (stream.files[int(index)] for index in chain(order[rank + 1 :], orders(epoch + 1)))
                     if (following := next(filter(of_files, later), None)) is not None:
                         stream.expect(following)
-                # Data nodes joined or left, and this file now belongs to another one.
-                if place != begun and not of_files(file):
+                if place != begun and not of_files(file):  # data nodes joined or left, and another one has the file
                     break
                 if place == begun or of_rows(name):
                     yield Due(place, name, read)

@@ -42,8 +42,7 @@ ENOUGH: Final = 2  # Tokens read for held-out microbatches per token wanted, bec
 
 def open_documents(manifest: Manifest, where: LocalPaths | None = None, router: Router | None = None) -> Documents:
     """Opens the run's text and tokenizer at the paths `where`. Without `where`, trusts the manifest's paths."""
-    routing = document_router(manifest, router)
-    return _documents(manifest, where or as_written(manifest.data), routing)
+    return _documents(manifest, where or as_written(manifest.data), document_router(manifest, router))
 
 
 def _documents(manifest: Manifest, where: LocalPaths, routing: DocumentRouter | None) -> Documents:
@@ -136,8 +135,7 @@ def held_out_microbatches(
             yield microbatch
     if not given:
         raise ConfigError(
-            f"the held-out documents (data.held_out = {share}) have less than one microbatch of"
-            f" {manifest.microbatch_tokens} tokens",
+            f"the held-out documents (data.held_out = {share}) have less than {manifest.microbatch_tokens} tokens",
             hint="Use more text, or create a run with a larger data.held_out.",
         )
 

@@ -25,13 +25,8 @@ MAX_DOCUMENTS: Final = 2**24  # Maximum number of documents. An epoch's order ta
 LINE_BYTES: Final = 2**20
 
 _NEVER: Final = tuple(map(Path, ("/proc", "/sys", "/dev")))  # For example, `/proc/kcore` is a regular file of 128 TiB
-_OPEN_FLAGS: Final = (
-    os.O_RDONLY
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_BINARY", 0)
-)
+_FLAGS: Final = ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
+_OPEN_FLAGS: Final = sum(getattr(os, name, 0) for name in _FLAGS)
 
 Selection = Callable[[str], bool]
 
@@ -65,8 +60,7 @@ def require_no_pointer(path: Path, start: bytes) -> None:
     """Raises ConfigError if a file starts as a Git LFS pointer, which replaces a file that was not fetched."""
     if start.startswith(b"version https://git-lfs"):
         raise ConfigError(
-            f"{path} is a Git LFS pointer, not the file itself",
-            hint="Run `git lfs pull` in the model's folder, or download the model again.",
+            f"{path} is a Git LFS pointer, not the file", hint="Run `git lfs pull` in its folder, or download it again."
         )
 
 
@@ -85,9 +79,7 @@ def resolved(path: Path) -> Path:
     """Resolves the links of a path that the user named. Raises OSError, or ConfigError within /proc, /sys or /dev."""
     real = path.resolve(strict=True)
     if _is_machine(real):
-        raise ConfigError(
-            f"{path}: files below {', '.join(map(str, _NEVER))} are not read", hint="Choose another path."
-        )
+        raise ConfigError(f"{path}: files in {', '.join(map(str, _NEVER))} are not read", hint="Choose another path.")
     return real
 
 
@@ -131,15 +123,10 @@ class Listing:
         if found == expected:
             return
         if (found.count, found.bytes) == (expected.count, expected.bytes):
-            differs = (
-                f"has the file count and bytes of the run's text ({found.count}; {found.bytes}), but "
-                "other file names or sizes"
-            )
+            differs = f"has as many files and bytes ({found.count}; {found.bytes}), but other names or sizes"
         else:
-            differs = (
-                f"has {found.count} files with {found.bytes} bytes in total, the run's text "
-                f"{expected.count} with {expected.bytes}"
-            )
+            run_has = f"the run's text {expected.count} with {expected.bytes}"
+            differs = f"has {found.count} files with {found.bytes} bytes in total, {run_has}"
         first = ", ".join(self.names[:3])
         raise ConfigError(
             f"{self.place} is not the text of this run: it {differs}. Its first files: {first}",
@@ -203,9 +190,7 @@ class DocumentNames(Sequence[str]):
         self._files, self._starts, self._is_plain = files, starts, is_plain
         self._ends = array("q", accumulate(map(len, starts)))
         if len(self) > MAX_DOCUMENTS:
-            raise ConfigError(
-                f"data.source has {len(self)} documents, more than {MAX_DOCUMENTS}", hint="Use a part of it."
-            )
+            raise ConfigError(f"data.source has {len(self)} documents, more than {MAX_DOCUMENTS}", hint="Use a part.")
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from time import sleep
 from typing import Any, Final, NamedTuple, TypeVar
 
 from node.data.row_files import TEXT_COLUMN, Row, rows_of
@@ -86,16 +87,10 @@ class HubStream:
     """
 
     def __init__(
-        self,
-        place: str,
-        revision: str,
-        *,
-        is_chat: bool = False,
-        kept_bytes: int = KEPT_BYTES,
-        pause: Pause | None = None,
+        self, place: str, revision: str, *, is_chat: bool = False, kept_bytes: int = KEPT_BYTES, pause: Pause = sleep
     ) -> None:
         self._place, self._revision, self._is_chat = hub_place(place, is_chat=is_chat), revision, is_chat
-        self._api, self._pause = _api(), pause or threading.Event().wait
+        self._api, self._pause = _api(), pause
         self._sizes = self._listed()
         for name, size in self._sizes.items():
             if size * SHARE_OF_ONE > kept_bytes:
@@ -113,8 +108,7 @@ class HubStream:
             self._folder = _own_folder(self)
         except OSError as error:
             raise ConfigError(
-                f"cannot create the data set cache {error.filename}: {error.strerror}",
-                hint="Set HF_HOME to a writable folder.",
+                f"cannot create the cache {error.filename}: {error.strerror}", hint="Set HF_HOME to a writable folder."
             ) from error
 
     def rows(self, file: str, start: int) -> Generator[Row]:

@@ -34,16 +34,9 @@ def may_open(named: str, option: str, chosen: Path | None, *, own: bool) -> Reas
     if chosen is not None:
         return Reasoned(chosen, f"given by {option}")
     if not own:
-        return Reasoned(
-            None,
-            (
-                f"another machine's key signed the manifest, so its path {named} is not opened. Give the local path "
-                f"with {option}"
-            ),
-        )
-    path = Path(named)
+        return Reasoned(None, f"another machine signed the manifest, so {named} is not opened. Give it with {option}")
     # Hidden folders often hold secrets, so a path in a manifest is not enough.
-    if any(part.startswith(".") and part != ".." for part in path.parts):
+    if any(part.startswith(".") and part != ".." for part in Path(named).parts):
         return Reasoned(None, f"a manifest may not open hidden files such as {named}. Give the path with {option}")
     return Reasoned(_from_home(named), "by this machine's own manifest")
 
@@ -62,16 +55,13 @@ def local_paths(data: DataSection, options: LocalPathOptions, *, own: bool) -> R
             text = Reasoned(_without_column(text.value, data), text.reason)
     elif kind == "huggingface":
         if not (own or options.hub):
-            return Reasoned(
-                None, f"another machine's manifest may not download from a hub ({rest}). Allow it with --allow-hub"
-            )
+            return Reasoned(None, f"another machine's manifest may not download ({rest}). Allow it with --allow-hub")
         text = Reasoned(None, "from the Hugging Face hub")
     if data.is_of_files and text.value is None:
         return Reasoned(None, text.reason)
     if data.tokenizer == "bytes":
         return Reasoned(LocalPaths(text.value), text.reason)
-    tokenizer = tokenizer_path(data, options.tokenizer, own=own)
-    return Reasoned(LocalPaths(text.value, tokenizer.value), text.reason)
+    return Reasoned(LocalPaths(text.value, tokenizer_path(data, options.tokenizer, own=own).value), text.reason)
 
 
 def as_written(data: DataSection) -> LocalPaths:

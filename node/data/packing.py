@@ -109,13 +109,8 @@ class RowPacker:
         block, start, taken = self._block, self.cursor, self.cursor.taken
         chosen = block.order[taken : taken + self._rows]
         self._advance(block, taken + self._rows)
-        return Microbatch(
-            torch.from_numpy(block.tokens[chosen]),
-            torch.from_numpy(block.labels[chosen]),
-            self._cost,
-            start,
-            self.cursor,
-        )
+        tokens, labels = (torch.from_numpy(of[chosen]) for of in (block.tokens, block.labels))
+        return Microbatch(tokens, labels, self._cost, start, self.cursor)
 
     def _advance(self, block: _RowBlock, taken: int) -> None:
         if taken < len(block.order):
@@ -126,8 +121,7 @@ class RowPacker:
 
     def _next_block(self) -> _RowBlock | None:
         """Reads and shuffles a block of rows, smaller at the end of the text; None after the last microbatch."""
-        # One more token, because labels are shifted by one.
-        available = self._fill(self._block_rows * self._sequence + 1)
+        available = self._fill(self._block_rows * self._sequence + 1)  # one more, because labels are shifted by one
         microbatches = (available - 1) // (self._rows * self._sequence)
         if microbatches < 1:
             return None
@@ -267,7 +261,6 @@ class DocumentPacker:
         self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
         self._stretches = _stretches(fragments, unscored, manifest.data.beginning)
         self._waiting = deque[tuple[StreamPosition, _Stretch]]()
-        """Documents for the next block, less than a microbatch plus one document."""
         self._block: _Block | None = None
 
     def next(self) -> Microbatch | None:
@@ -301,13 +294,11 @@ class DocumentPacker:
             if at.epoch > place.epoch and self._block_tokens - left >= self._enough_tokens:
                 self._waiting.appendleft(found)
                 return self._packed([stretch for _, stretch in read], at)
-            # The document does not fit. Take a part of it if it is cut anyway, and end the block.
-            if stretch.labels.size > left:
+            if stretch.labels.size > left:  # it does not fit: take a part if it is cut anyway, and end the block
                 return self._ended(read, found, self._taken_now(stretch, left))
             read.append(found)
             left -= stretch.labels.size
-            # Packing takes time for each document, so now only fill the last microbatch.
-            if len(read) == MOST_DOCUMENTS:
+            if len(read) == MOST_DOCUMENTS:  # packing takes time, so now only fill the last microbatch
                 left = min(left, tokens_of_last(self._block_tokens - left, self._capacity.tokens))
             place = StreamPosition(at.epoch, at.position + 1)
         return self._packed([stretch for _, stretch in read], place) if read else None
@@ -367,10 +358,7 @@ class DocumentPacker:
         """Packs one route's documents. Returns its microbatches in order, and their cost, for the next block."""
         lengths, cut = self._sizes([stretches[index] for index in members])
         packing = pack(lengths, cut, self._capacity, self.cursor.level, self._chance(key))
-        named = [
-            tuple(DocumentPiece(members[piece.document], piece.start, piece.stop) for piece in of)
-            for of in packing.microbatches
-        ]
+        named = [tuple(piece._replace(document=members[piece.document]) for piece in of) for of in packing.microbatches]
         return named, packing.level
 
     def _end(self, place: StreamPosition, level: float) -> Cursor:

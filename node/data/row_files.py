@@ -196,13 +196,11 @@ def _unpacked(file: BinaryIO) -> BinaryIO:
         unpacking = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         packed = io.BufferedReader(unpacking.stream_reader(file, read_across_frames=True, closefd=False))
     elif head.startswith(b"\xfd7zXZ\0"):
-        # Raises LZMAError if the dictionary is too large.
-        lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES).decompress(head, 1)
+        lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES).decompress(head, 1)  # raises LZMAError for a large dictionary
         packed = lzma.LZMAFile(file)  # noqa: SIM115
     elif head.startswith(b"PK\3\4"):
         file.seek(-min(22, len(head)), os.SEEK_END)
-        # Size of the list of files, which `ZipFile` reads whole.
-        if int.from_bytes(file.read()[12:16], "little") < HEAD_BYTES:
+        if int.from_bytes(file.read()[12:16], "little") < HEAD_BYTES:  # the list of files, which `ZipFile` reads whole
             archive = zipfile.ZipFile(file)
             files = [each for each in archive.infolist() if not each.is_dir()]
             packed = archive.open(files[0]) if len(files) == 1 else file
@@ -268,8 +266,7 @@ def _lines(text: TextIO) -> Iterator[str | None]:
     """Yields the non-blank lines. None for a line that is too long."""
     is_begin = True
     while piece := text.readline(LINE_BYTES + 1):
-        # Without a newline at the limit, the line is too long and continues.
-        is_end = piece.endswith("\n") or len(piece) <= LINE_BYTES
+        is_end = piece.endswith("\n") or len(piece) <= LINE_BYTES  # else the line is too long and continues
         if is_begin and piece.strip():
             yield piece if is_end else None
         is_begin = is_end

@@ -63,8 +63,7 @@ def open_source(section: DataSection, place: Path | None, *, is_new: bool = Fals
         return HubStream(rest, section.revision, is_chat=section.labels == "assistant")
     if place is None:
         raise ConfigError(
-            "the manifest names a path for its text, which is unknown on this machine",
-            hint="Give the text with --text FILE-OR-FOLDER.",
+            "the manifest's path for its text is unknown on this machine", hint="Give it with --text FILE-OR-FOLDER."
         )
     source: LocalSource
     if kind == "tokens":
@@ -100,8 +99,7 @@ def _local_files(listing: Listing, wanted: Wanted, *, is_new: bool) -> FileSourc
         name, why = next(iter(left_out.items()))
         others = f" ({len(left_out)} of {len(listing.names)} files are no such text)" if listing.is_folder else ""
         raise ConfigError(
-            f"data.source: {listing.root / name} cannot be used: it is {why}{others}",
-            hint="Choose a file or folder of text.",
+            f"data.source: {listing.root / name} cannot be used: it is {why}{others}", hint="Choose files of text."
         )
     if is_new and (doubts := [found.doubt for found in formats.values() if found.doubt is not None]):
         others = f". {len(doubts) - 1} more files are doubtful" if len(doubts) > 1 else ""
@@ -181,8 +179,7 @@ class LineSource:
             raise ConfigError(f"{listing.place}: {error.strerror}: {error.filename}") from None
         if not self.names:
             raise ConfigError(
-                f"{listing.place} has no lines with conversations",
-                hint="Choose a JSON Lines file or a folder with .jsonl files.",
+                f"{listing.place} has no lines with conversations", hint="Choose a .jsonl file, or a folder of them."
             )
 
     def read(self, name: str) -> bytes:
@@ -211,8 +208,7 @@ def python_standard_library() -> FileSource:
     found = files_below(
         Path(sysconfig.get_path("stdlib")),
         lambda folder: folder not in _NOT_THE_LIBRARY,
-        # `_sysconfigdata...` differs between machines.
-        lambda file: file.endswith(".py") and not file.startswith("_sysconfigdata"),
+        lambda file: file.endswith(".py") and not file.startswith("_sysconfigdata"),  # differs between machines
     )
     return FileSource(found, DOCUMENT_BYTES)
 
@@ -307,11 +303,8 @@ def _document_ends(file: BinaryIO, size: int, name: str) -> tuple[np.dtype[Any],
     if code not in _TYPES:
         raise ConfigError(f"{name}.idx has tokens of type {code}; only 4 (int32) and 8 (uint16) are supported")
     # Check sizes before reading arrays into memory.
-    if (
-        sequences > MAX_SEQUENCES
-        or not 1 <= bounds <= MAX_DOCUMENTS + 1
-        or size != _HEADER.size + 12 * sequences + 8 * bounds
-    ):
+    due = _HEADER.size + 12 * sequences + 8 * bounds
+    if sequences > MAX_SEQUENCES or not 1 <= bounds <= MAX_DOCUMENTS + 1 or size != due:
         raise ConfigError(f"{name}.idx: {sequences} sequences and {bounds - 1} documents do not fill {size} bytes")
     lengths = np.frombuffer(file.read(4 * sequences), "<i4")
     pointers = np.frombuffer(file.read(8 * sequences), "<i8")
@@ -361,6 +354,4 @@ def _index(code: int, lengths: npt.NDArray[np.int32]) -> bytes:
     count = lengths.size
     starts = (np.cumsum(lengths, dtype="<i8") - lengths) * _TYPES[code].itemsize
     header = _HEADER.pack(_MAGIC, 1, code, count, count + 1)
-    return b"".join(
-        (header, lengths.tobytes(), starts.astype("<i8").tobytes(), np.arange(count + 1, dtype="<i8").tobytes())
-    )
+    return header + lengths.tobytes() + starts.astype("<i8").tobytes() + np.arange(count + 1, dtype="<i8").tobytes()

@@ -1,5 +1,4 @@
-"""Tokenizers (bytes, or a file of the `tokenizers` library), a model folder's files about tokens, and streaming
-detokenization."""
+"""Tokenizers (bytes, or a file of the `tokenizers` library), a model folder's token files, streaming detokenization."""
 
 from __future__ import annotations
 
@@ -249,10 +248,7 @@ def _panics_raised() -> Iterator[None]:
         # A panic derives from BaseException, and its class cannot be imported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ConfigError(
-                (
-                    f"data.tokenizer: the run's tokenizer failed on this text: {type(error).__name__}: "
-                    f"{str(error)[:200]}"
-                ),
+                f"the run's tokenizer failed on this text: {type(error).__name__}: {str(error)[:200]}",
                 hint="Tell the run's author: a pattern in the tokenizer file may be faulty.",
             ) from None
         raise
@@ -398,8 +394,7 @@ class WindowTextStream:
     def push(self, token: int) -> str:
         self._held_back.append(token)
         piece = self._new_text()
-        # A trailing U+FFFD may be an incomplete character.
-        if piece.endswith(REPLACEMENT) and len(self._held_back) < MOST_HELD_BACK:
+        if piece.endswith(REPLACEMENT) and len(self._held_back) < MOST_HELD_BACK:  # perhaps an incomplete character
             return ""
         if piece:
             self._shown, self._held_back = self._held_back, []
@@ -413,8 +408,7 @@ class WindowTextStream:
         return piece
 
     def _new_text(self) -> str:
-        before = self._decode(self._shown)
-        return self._decode([*self._shown, *self._held_back])[len(before) :]
+        return self._decode([*self._shown, *self._held_back])[len(self._decode(self._shown)) :]
 
 
 TextStream = ByteTextStream | WindowTextStream

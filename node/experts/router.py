@@ -119,8 +119,7 @@ def router_digest(data: bytes) -> str:
 def read_router(data: bytes, manifest: Manifest) -> Router:
     """Parses a router from a peer or a file. Raises StateError if it is not the router that the manifest names."""
     assert manifest.routing is not None, "the caller checked that the run has a router"
-    # Check the hash before parsing untrusted bytes.
-    if len(data) > MAX_ROUTER_BYTES or router_digest(data) != manifest.routing.router:
+    if len(data) > MAX_ROUTER_BYTES or router_digest(data) != manifest.routing.router:  # before parsing
         raise StateError(
             f"this is not the router of run {manifest.name}, whose BLAKE3 is {manifest.routing.router}",
             hint="Use the file that `skipstone new` wrote next to the manifest, or join by a link.",

@@ -83,14 +83,10 @@ class OpenedModel:
         return await asyncio.to_thread(open_documents, manifest, where, await self.source.router())
 
 
-def unwatched(module: ModuleId, done: int, total: int) -> None:
-    """Ignores the progress of a download: a callback for callers that do not show it."""
-
-
 @contextlib.asynccontextmanager
 async def open_model(
     target: str,
-    on_progress: Callable[[ModuleId, int, int], None] = unwatched,
+    on_progress: Callable[[ModuleId, int, int], None] = lambda module, done, total: None,
     local_path_options: LocalPathOptions = NO_LOCAL_PATHS,
 ) -> AsyncIterator[OpenedModel]:
     """Opens the model in a folder, or in a running swarm (by its link) during the block. Raises SkipstoneError."""
@@ -108,10 +104,7 @@ def _open_folder(target: str, local_path_options: LocalPathOptions) -> OpenedMod
     if not folder.is_dir():
         raise ConfigError(
             f"{target!r} is not a join link, a checkpoint or an exported folder",
-            hint=(
-                "Links start with `skipstone:`. Write checkpoints with --checkpoint-dir, and exported folders "
-                "with `skipstone export`."
-            ),
+            hint="Links start with `skipstone:`. --checkpoint-dir and `skipstone export` write folders.",
         )
     if is_exported(folder):
         return OpenedModel(

@@ -60,8 +60,7 @@ def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, .
     if route is None:
         if len(there) > manifest.stages.count:
             raise ConfigError(
-                f"run {manifest.name} has several paths (stages.experts = {manifest.stages.experts}), and a "
-                "model has only one",
+                f"run {manifest.name} has several paths (stages.experts = {manifest.stages.experts}), a model only one",
                 hint="Choose one with --path, such as --path 1.0,2.1.",
             )
         return there
@@ -78,9 +77,7 @@ def parse_path(text: str, stages: int) -> Route:
     found = [re.fullmatch(r"([0-9]{1,4})\.([0-9]{1,4})", word.strip()) for word in text.split(",")]
     if [int(word[1]) for word in found if word is not None] != list(range(1, stages)) or None in found:
         example = ",".join(f"{stage}.0" for stage in range(1, stages))
-        raise ConfigError(
-            f"{text!r} is not a path through the stages 1 to {stages - 1}", hint=f"Write it as {example}."
-        )
+        raise ConfigError(f"{text!r} is not a path through stages 1 to {stages - 1}", hint=f"Write it as {example}.")
     return tuple(int(word[2]) for word in found if word is not None)
 
 
@@ -97,9 +94,7 @@ def _check(manifest: Manifest, module: ModuleId, parameters: Parameters) -> None
                 f" not {torch.float32} {wanted[name]}"
             )
         if not bool(torch.isfinite(tensor).all()):
-            raise StateError(
-                f"module {module} is useless, because its training diverged: {name} has values that are not finite"
-            )
+            raise StateError(f"module {module} diverged in training: {name} has values that are not finite")
 
 
 def require_memory(manifest: Manifest, modules: Sequence[ModuleId]) -> None:
@@ -109,8 +104,7 @@ def require_memory(manifest: Manifest, modules: Sequence[ModuleId]) -> None:
     there = memory_bytes()
     if there is not None and needed > there:
         raise ResourceExhausted(
-            f"the model of run {manifest.name} needs {needed / 2**30:,.1f} GiB of memory, but this machine has"
-            f" {there / 2**30:,.1f}",
+            f"run {manifest.name} needs {needed / 2**30:,.1f} GiB of memory, but this machine has {there / 2**30:,.1f}",
             hint="Use a machine with more memory.",
         )
 
@@ -221,12 +215,10 @@ class ExportedSource:
         for file, shapes in self._by_file(module).items():
             with opened_tensors(file) as opened:
                 tensors |= {name: opened.get_tensor(name) for name in shapes}
-        # The digest detects damage that the header does not show.
-        if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):
+        if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):  # damage that the header does not show
             files = ", ".join(sorted(file.name for file in self._by_file(module)))
             raise CorruptSnapshot(
-                f"{self._path}: module {module} differs from the exported one. {files} or {ORIGIN} "
-                "was changed or damaged",
+                f"{self._path}: module {module} differs from the exported one. {files} or {ORIGIN} was damaged",
                 hint="Export the model or copy the folder again.",
             )
         return tensors

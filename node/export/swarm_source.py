@@ -70,9 +70,7 @@ class SwarmSource:
             except (NoQuorum, Stalled) as error:
                 log.info("module %s, attempt %d of %d: %s", module, attempt, ATTEMPTS, error)
                 if attempt == ATTEMPTS:
-                    raise type(error)(
-                        f"module {module}: {error}", hint="Try again when its replicas are online."
-                    ) from None
+                    raise type(error)(f"module {module}: {error}", hint="Retry when its replicas are online.") from None
                 await asyncio.sleep(RETRY_AFTER_S)
             else:
                 self.versions[module] = version
@@ -99,8 +97,7 @@ class SwarmSource:
 
     def _came(self, module: ModuleId, done: int) -> None:
         self._here[module] = done
-        manifest = self.signed.manifest
-        total = sum(parameter_bytes(parameter_shapes(manifest, each)) for each in self._downloads)
+        total = sum(parameter_bytes(parameter_shapes(self.signed.manifest, each)) for each in self._downloads)
         self._on_progress(module, sum(self._here.values()), total)
 
 
@@ -135,9 +132,7 @@ def state_to_take(
     `is_model`: whether round 0 counts, because the run started from a trained model.
     """
     if not announced:
-        raise Unreachable(
-            f"no peer serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."
-        )
+        raise Unreachable(f"no peer serves module {module}", hint="Try again when `skipstone status` shows one.")
     chosen = choose_version(announced)
     version = chosen.value
     if version is None:
@@ -145,7 +140,6 @@ def state_to_take(
     if version.round == 0 and not is_model:
         raise NoQuorum(
             f"module {module} has not completed a round, so its replicas only agree on the initial weights",
-            hint=f"Try again after its first round, due after {inner_steps} inner steps."
-            " `skipstone status` shows each peer's progress.",
+            hint=f"Try again after its first round, due after {inner_steps} inner steps (see `skipstone status`).",
         )
     return version, tuple(peer for peer, announced_version in announced.items() if announced_version == version)

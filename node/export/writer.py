@@ -74,14 +74,9 @@ async def export(
         (beside / layout.MANIFEST).write_bytes(source.signed.text)
         origin = layout.origin_json(source.signed, digests, 0 if every else len(shards))
         _write_json(beside / layout.ORIGIN, origin)
-        await asyncio.to_thread(_make_durable, beside)
+        await asyncio.to_thread(lambda: [*map(Storage().sync, (*beside.rglob("*"), beside))])
     size = sum(parameter_bytes(shard.shapes) for shard in shards)
     return Export(target, source.signed.run, len(shards), size)
-
-
-def _make_durable(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        Storage().sync(path)
 
 
 def require_free(target: Path, *, replace: bool) -> None:
@@ -162,8 +157,7 @@ def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> Non
     if isinstance(tokenizer, FileTokenizer):
         assert file is not None, "a tokenizer was opened"
         assert manifest.data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
-        # Read and checked again, because the file may have changed.
-        content = tokenizer_bytes(file, manifest.data.tokenizer_sha256)
+        content = tokenizer_bytes(file, manifest.data.tokenizer_sha256)  # checked again, because it may have changed
         (folder / layout.TOKENIZER).write_bytes(content)
     else:
         _write_json(folder / layout.TOKENIZER, byte_tokenizer())

@@ -45,8 +45,7 @@ class Linear(nn.Module):
     def split(self) -> None:
         """Stores the weight as bfloat16 parts (SplitWeight). `weight` keeps its shape only: one NaN without memory."""
         matrix = self.weight.detach()
-        # Keep a parameter of the same shape, because names, shapes and optimizers refer to it.
-        self.narrow = SplitWeight(matrix)
+        self.narrow = SplitWeight(matrix)  # of the same shape, because names, shapes and optimizers refer to it
         self.weight = nn.Parameter(torch.full((), math.nan, device=matrix.device).expand(matrix.shape))
 
 
@@ -95,8 +94,7 @@ class Rotary(nn.Module):
         """Returns the rotary angles of `tokens` tokens. Positions start at `first`, or at 0 in each document."""
         if isinstance(documents, CutDocuments):
             return self._angles(documents.positions().to(self.cosines.device), dtype)
-        # Blocks computed one at a time ask for the same angles again. Without the cache, this was a third of all kernel
-        # launches.
+        # Blocks computed one at a time ask for the same angles again: a third of all kernel launches without the cache.
         asked = (tokens, documents, first, dtype, self.cosines.device)
         latest = self._latest
         if latest is not None and latest[0] == asked:

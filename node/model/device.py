@@ -38,8 +38,7 @@ def device_errors() -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _NO_MEMORY.search(str(error)):
             raise
         raise OutOfMemory(
-            f"the compute device is out of memory: {str(error)[:200]}",
-            hint="Start the node with a smaller --memory or fewer --slots.",
+            f"the device is out of memory: {str(error)[:200]}", hint="Start with a smaller --memory or fewer --slots."
         ) from None
 
 
@@ -65,8 +64,7 @@ def flushed_denormals() -> Iterator[None]:
 @contextmanager
 def gradual_underflow() -> Iterator[None]:
     """Computes a block with IEEE 754 denormal numbers on this thread, which gives the same bits on every machine."""
-    # The product is denormal unless it was flushed.
-    were_flushed = bool(np.multiply(np.float32(1e-30), np.float32(1e-10)) == 0)
+    were_flushed = bool(np.multiply(np.float32(1e-30), np.float32(1e-10)) == 0)  # denormal unless flushed
     torch.set_flush_denormal(False)
     try:
         yield
@@ -113,11 +111,7 @@ def _named(wish: str) -> torch.device:
         raise ConfigError(f"device {wish!r} is unknown", hint="Use auto, cpu, cuda, cuda:N or mps.") from None
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not there.get(device.type, False):
-        raise ConfigError(
-            f"device {wish!r} is not available", hint="Use --device auto, or install a build of torch that supports it."
-        )
+        raise ConfigError(f"device {wish!r} is not available", hint="Use --device auto, or a build of torch for it.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {wish!r} is not available: this machine has {torch.cuda.device_count()} CUDA devices"
-        )
+        raise ConfigError(f"device {wish!r} is not available: there are {torch.cuda.device_count()} CUDA devices")
     return device

@@ -50,12 +50,9 @@ def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]
         paths = set()
     for path in {".", *paths}:  # inside a container the own group appears as the root
         for group in (Path(path), *Path(path).parents):  # a parent group may have a lower limit
-            yield _left(root / group, "memory.max", "memory.current"), "under this container's memory limit"
+            yield _left(root / group, "memory.max", "memory.current"), "under the container's limit"
             version_1 = root / "memory" / group
-            yield (
-                _left(version_1, "memory.limit_in_bytes", "memory.usage_in_bytes"),
-                "under this container's memory limit",
-            )
+            yield _left(version_1, "memory.limit_in_bytes", "memory.usage_in_bytes"), "under the container's limit"
 
 
 def _left(group: Path, limit: str, used: str) -> int | None:

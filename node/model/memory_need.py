@@ -32,6 +32,7 @@ CPU_BYTES: Final = BYTES_PER_PARAMETER + _CPU_SUM_BYTES + _GRADIENT_BYTES  # The
 _HIDDEN_KEPT: Final = 4
 _FEED_FORWARD_KEPT: Final = 3  # Activations per token in a block's graph, in feed-forward widths: product, two factors
 
+PLAIN: Final = MomentType.FLOAT32
 _MANY: Final = 2**20
 _NAMED: Final = 8
 
@@ -41,31 +42,22 @@ def round_bytes(fragments: int) -> float:
     return _ANCHOR_BYTES + (_ANCHOR_BYTES + _SNAPSHOT_BYTES) / fragments
 
 
-def need_of(
-    manifest: Manifest, modules: Iterable[ModuleId], microbatches: int, moments: MomentType = MomentType.FLOAT32
-) -> Need:
+def need_of(manifest: Manifest, modules: Iterable[ModuleId], microbatches: int, moments: MomentType = PLAIN) -> Need:
     """Returns the memory to train a replica of each of these modules with `microbatches` in flight."""
     blocks = manifest.stages.blocks
     stages = [module.stage for module in modules]
     return _Measure(manifest, moments).need([blocks[stage] for stage in stages], microbatches, ends=stages.count(0))
 
 
-def needs_of(manifest: Manifest, microbatches: int, moments: MomentType = MomentType.FLOAT32) -> Needs:
+def needs_of(manifest: Manifest, microbatches: int, moments: MomentType = PLAIN) -> Needs:
     """Returns the memory to train each module of the run with `microbatches` in flight."""
     measure = _Measure(manifest, moments)
-    each = [
-        measure.need([blocks], microbatches, ends=int(stage == 0))
-        for stage, blocks in enumerate(manifest.stages.blocks)
-    ]
+    each = [measure.need([blocks], microbatches, ends=int(at == 0)) for at, blocks in enumerate(manifest.stages.blocks)]
     return {module: each[module.stage] for module in manifest.modules()}
 
 
 def require_memory(
-    manifest: Manifest,
-    modules: Sequence[ModuleId],
-    device: torch.device,
-    microbatches: int,
-    moments: MomentType = MomentType.FLOAT32,
+    manifest: Manifest, modules: Sequence[ModuleId], device: torch.device, microbatches: int, moments: MomentType
 ) -> None:
     """Raises OutOfMemory if replicas of all these modules do not fit in the free memory together."""
     need = need_of(manifest, modules, microbatches, moments)
@@ -76,11 +68,7 @@ def require_memory(
 
 
 def none_fits(
-    manifest: Manifest,
-    modules: Sequence[ModuleId],
-    free: FreeMemory,
-    microbatches: int,
-    moments: MomentType = MomentType.FLOAT32,
+    manifest: Manifest, modules: Sequence[ModuleId], free: FreeMemory, microbatches: int, moments: MomentType = PLAIN
 ) -> OutOfMemory:
     """Returns the error if no module fits. The error names the smallest one of them, and modules that would fit."""
     needs = needs_of(manifest, microbatches, moments)
@@ -93,9 +81,7 @@ def none_fits(
     return _too_little(what, needs[module], f"{lack}{_instead(manifest, free, microbatches, moments)}")
 
 
-def blocks_that_fit(
-    manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType = MomentType.FLOAT32
-) -> int:
+def blocks_that_fit(manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType = PLAIN) -> int:
     """Returns the most blocks with which a stage after stage 0 fits; all blocks if free memory is unknown."""
     most = sum(manifest.stages.blocks)
 
@@ -104,11 +90,10 @@ def blocks_that_fit(
     def fits(blocks: int) -> bool:
         return free.lacks(measure.need([blocks], microbatches, ends=0)) is None
 
-    # Memory grows with the number of blocks, so bisect.
-    return bisect_left(range(1, most + 1), True, key=lambda blocks: not fits(blocks))
+    return bisect_left(range(1, most + 1), True, key=lambda blocks: not fits(blocks))  # memory grows with blocks
 
 
-def parameters_that_fit(free: FreeMemory, moments: MomentType = MomentType.FLOAT32, fragments: int = 1) -> int | None:
+def parameters_that_fit(free: FreeMemory, moments: MomentType = PLAIN, fragments: int = 1) -> int | None:
     """Returns how many block parameters fit in free memory with AdamW, without activations. None if unknown."""
     kept = (EightBitAdamW if moments is MomentType.EIGHT_BIT else AdamW).state_bytes((_MANY,)) / _MANY
     device, memory = DEVICE_BYTES + kept, round_bytes(fragments)
@@ -119,7 +104,7 @@ def parameters_that_fit(free: FreeMemory, moments: MomentType = MomentType.FLOAT
 
 
 def what_fits(
-    manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType = MomentType.FLOAT32
+    manifest: Manifest, free: FreeMemory, microbatches: int, moments: MomentType = PLAIN
 ) -> Reasoned[tuple[int, ...]]:
     """Returns the stages of the run that fit in free memory, with an explanation for the user."""
     needs = needs_of(manifest, microbatches, moments)
@@ -130,12 +115,9 @@ def what_fits(
     there = free.memory if free.device is None else free.device
     more = "" if there.value is None else f", and {size_text(there.value)} are free {there.reason}"
     if not large:
-        return Reasoned(
-            fitting, f"every stage fits; the largest, {largest}, takes {size_text(sizes[largest].all)}{more}"
-        )
+        return Reasoned(fitting, f"all stages fit; the largest, {largest}, takes {size_text(sizes[largest].all)}{more}")
     smallest = min(large, key=lambda stage: sizes[stage].all)
-    lack = free.lacks(sizes[smallest])
-    takes = f"{smallest} takes {size_text(sizes[smallest].all)}, and {lack}"
+    takes = f"{smallest} takes {size_text(sizes[smallest].all)}, and {free.lacks(sizes[smallest])}"
     if fitting:
         return Reasoned(fitting, f"there is room for {_listed(fitting)}; of the others stage {takes}")
     instead = _instead(manifest, free, microbatches, moments)

@@ -238,13 +238,9 @@ class InnerOptimizer:
 
     def shared_state(self, names: Mapping[str, Tensor]) -> InnerState:
         """Returns the optimizer state on its device, keyed like `export_state`, not copied: steps change it."""
-        by_parameter = {
-            parameter: rule.exported(state) for rule in self.rules for parameter, state in rule.states.items()
-        }
+        states = {weight: rule.exported(state) for rule in self.rules for weight, state in rule.states.items()}
         named = self._named(names).items()
-        return InnerState(
-            self.steps, {name: by_parameter[parameter] for name, parameter in named if parameter in by_parameter}
-        )
+        return InnerState(self.steps, {name: states[weight] for name, weight in named if weight in states})
 
     def moved(self, names: Mapping[str, Tensor]) -> frozenset[str]:
         return frozenset(self._named(names))
@@ -311,9 +307,7 @@ def _state_bytes(inner: InnerSection, accumulators: Sequence[Accumulator], momen
     return sum(optimizer_bytes(inner, name, tuple(p.shape), moments) for p, name in named)
 
 
-def optimizer_bytes(
-    inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType = MomentType.FLOAT32
-) -> int:
+def optimizer_bytes(inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:
     """Returns the bytes of optimizer state for one parameter on the compute device."""
     if moments_of(inner, moments).value is MomentType.EIGHT_BIT and has_eight_bits(name, shape):
         return EightBitAdamW.state_bytes(shape)

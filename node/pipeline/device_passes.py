@@ -295,8 +295,7 @@ class DeferredWeights:
         return True
 
     def _finish(self, waiting: _PutOff) -> None:
-        # Start a new iterator, because a chunk that ran out of memory ended the old one.
-        assert waiting.work is not None
+        assert waiting.work is not None  # a new iterator: a chunk that ran out of memory ended the old one
         waiting.work.cancel()
         deque(self._chunks(waiting), maxlen=0)
 
@@ -441,8 +440,7 @@ class BlockByBlock:
             for place, rows, piece in half.pieces():
                 if added[0] == most:
                     return gradient, are_finite
-                # No synchronisation here: after a bad block, zeros are added.
-                finite = torch.where(are_finite, piece, 0.0)
+                finite = torch.where(are_finite, piece, 0.0)  # no synchronisation: after a bad block, zeros are added
                 sums.add_to(self._firsts[index] + place, rows, finite, weight)
                 added[0] += 1
         return gradient, are_finite

@@ -171,7 +171,7 @@ class LinkCodecs:
 
     Args:
         visit_s: compute time of a microbatch at the slower end of the link to a peer, in seconds; 0 if unknown.
-        goodput: throughput of the link to a peer in bytes per second; 0 if unknown.
+        rate: throughput of the link to a peer in bytes per second; 0 if unknown.
     """
 
     def __init__(
@@ -179,25 +179,24 @@ class LinkCodecs:
         manifest: Manifest,
         tensor: TensorSpec,
         visit_s: Callable[[PeerId], float],
-        goodput: Callable[[PeerId], float],
+        rate: Callable[[PeerId], float],
     ) -> None:
         self._levels = allowed_codecs(manifest)
         self._sizes = {codec: TensorSpec(tensor.shape, tensor.dtype, codec).byte_length for codec in MOST_ERROR}
         self._sizes[Codec.NONE] = tensor.raw_bytes
-        self._visit_s, self._goodput = visit_s, goodput
+        self._visit_s, self._rate = visit_s, rate
         self._chosen: dict[PeerId, dict[Traffic, Reasoned[Codec]]] = {}
         self._too_coarse: set[tuple[Traffic, Codec]] = set()
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
         levels = self._levels[traffic]
-        # Drop levels that were measured to be too inaccurate.
-        while len(levels) > 1 and (traffic, levels[-1]) in self._too_coarse:
+        while len(levels) > 1 and (traffic, levels[-1]) in self._too_coarse:  # measured to be too inaccurate
             levels = levels[:-1]
         while to not in self._chosen and len(self._chosen) >= MAX_LINKS:
             del self._chosen[next(iter(self._chosen))]
         choices = self._chosen.setdefault(to, {})
         current = choices[traffic].value if traffic in choices else None
-        choices[traffic] = choose(levels, self._sizes, current, self._goodput(to), self._visit_s(to))
+        choices[traffic] = choose(levels, self._sizes, current, self._rate(to), self._visit_s(to))
         return choices[traffic].value
 
     def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
@@ -213,7 +212,7 @@ class LinkCodecs:
         links = {}
         for peer, chosen in itertools.islice(self._chosen.items(), DESCRIBED_LINKS):
             codecs = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in chosen.items()}
-            links[short(peer)] = LinkStatus(round(self._goodput(peer)), **codecs)
+            links[short(peer)] = LinkStatus(round(self._rate(peer)), **codecs)
         return CodecStatus(
             {traffic.value: tuple(codec.name.lower() for codec in levels) for traffic, levels in self._levels.items()},
             tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),
@@ -377,8 +376,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         if not self._admission.hosts(message):
             return Refusal(False, "this module is not hosted here")
         is_ours = message.microbatch.data_node == self.custody.own
-        # A leaving peer finishes its entries and, as a data node, its microbatches. Substituting for others is new
-        # work.
+        # A leaving peer finishes its entries and, as a data node, its microbatches. It replaces no other peer.
         is_held = self.custody.get(Key(message.microbatch, message.position)) is not None
         if not (self._takes_new_work or is_held or is_ours):
             return Refusal(False, "this peer is leaving the module")

@@ -41,7 +41,7 @@ from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice, body_passes, head_passes
 from node.pipeline.runner import Job, MicrobatchRunner, Output
 from protocol.codecs import Encoded, decode, encode
-from protocol.codecs.blockwise import Expect, or_violates
+from protocol.codecs.blockwise import Expect, or_fails
 from protocol.codecs.memory import ELEMENT_TYPES, buffer_for, to_device
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest, quadratic_share
@@ -67,7 +67,7 @@ def receive_buffers(device: torch.device) -> Callable[[int], memoryview]:
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
     """Decodes a tensor; an uncompressed one shares memory on the CPU. Raises ProtocolViolation if not finite."""
-    tensor = _decoded(encoded, device, or_violates)
+    tensor = _decoded(encoded, device, or_fails)
     if not are_finite(tensor):
         raise ProtocolViolation(_NOT_FINITE)
     return tensor

@@ -109,8 +109,7 @@ class Evaluator:
                 return await arrival
         finally:
             del self._awaited[microbatch]
-            # Hops release the microbatch; a loss that arrives later is ignored.
-            self._launches.abandon(microbatch, "evaluated")
+            self._launches.abandon(microbatch, "evaluated")  # hops release it; a loss that arrives later is ignored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,9 +135,7 @@ class HeldOut:
             raise Rejected(f"stage {max(stages)} does not exist; the last stage is {len(every)}")
         async with self._turn:
             try:
-                texts = await asyncio.to_thread(
-                    lambda: list(held_out_microbatches(self._manifest, count, self._documents))
-                )
+                texts = await asyncio.to_thread(list, held_out_microbatches(self._manifest, count, self._documents))
             except ConfigError as error:
                 raise Rejected(str(error)) from None
             found = await self._evaluator.evaluate(texts, stages)

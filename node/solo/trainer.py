@@ -111,9 +111,7 @@ class WholeModel:
         with device_errors():
             self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
             self.head: HeadPart = build_head(manifest, self.embedding).to(device)
-            self._stack_of = {
-                module: build_block_stack(manifest, module).to(device) for module in manifest.modules()[1:]
-            }
+            self._stack_of = {of: build_block_stack(manifest, of).to(device) for of in manifest.modules()[1:]}
         self.stacks: list[BlockStack] = list(self._stack_of.values())
         self.all_stages = range(1, manifest.stages.count)
 
@@ -148,9 +146,7 @@ class WholeModel:
         if self._manifest.start is None:
             return
         if start is None:
-            raise ConfigError(
-                "this run starts from an existing model, but its folder is not set", hint="Set it with --model DIR."
-            )
+            raise ConfigError("the run starts from a model whose folder is not set", hint="Set it with --model DIR.")
         for module, parts in self.modules():
             anchor = start.anchor(module)
             saved = tensors_of(anchor.layout, anchor.parameters)
@@ -216,8 +212,7 @@ class SoloTrainer:
         check_run(folder)
         problems: list[str] = []
         saved = [_by_position(whole_snapshots(folder, solo_peer(each.module), problems)) for each in self._hosted]
-        # Modules are saved one after the other: only a position that all share is consistent.
-        common = set(saved[0]).intersection(*saved)
+        common = set(saved[0]).intersection(*saved)  # saved one after the other: all must have the position
         if not common:
             if problems or any(saved):
                 named = "; ".join(problems) or "its modules were saved at different times"

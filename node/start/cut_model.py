@@ -93,8 +93,7 @@ def _require_computed(family: str, config: Config) -> None:
         raise ConfigError("a Mistral model with biases (attention_bias) is not supported")
     if family != "mistral" and _slides(config):
         raise ConfigError("blocks with a sliding window (use_sliding_window) are not supported")
-    # Only LlamaConfig has a default: as many as heads.
-    if config.get("num_key_value_heads") is None and family != "llama":
+    if config.get("num_key_value_heads") is None and family != "llama":  # only LlamaConfig has a default
         raise ConfigError("config.json: num_key_value_heads is missing")
 
 
@@ -187,8 +186,7 @@ class ModelFolder:
             if kind not in TYPES:
                 raise ConfigError(f"{self.path}: {name} has type {kind}, not one of {', '.join(TYPES)}")
         for name in self._files.keys() - wanted.keys():
-            # With tied embeddings a folder may still store the head.
-            if name != HEAD and not name.endswith(_ROTARY_CONSTANT):
+            if name != HEAD and not name.endswith(_ROTARY_CONSTANT):  # a folder may store it although it is tied
                 raise ConfigError(f"{self.path} has a parameter {name}, but its config.json has no place for it")
 
     def read(self, name: str, first: int, out: Vector) -> None:
@@ -202,8 +200,7 @@ class ModelFolder:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self.path}: cannot read {name}: {error}") from error
         skipped = first - first // width * width
-        values = rows.flatten()[skipped : skipped + len(out)]
-        torch.from_numpy(out).copy_(values)
+        torch.from_numpy(out).copy_(rows.flatten()[skipped : skipped + len(out)])
         if not np.isfinite(out).all():
             raise ConfigError(f"{self.path} is unusable: {name} has infinite or NaN values")
 
@@ -239,8 +236,7 @@ class ModelFolder:
         if any(file.suffix in (".bin", ".pt", ".pth") for file in self.path.iterdir()):
             raise ConfigError(
                 f"{self.path} has only pickled weights, which could run code and are not opened",
-                hint="Convert a model that you trust: AutoModelForCausalLM.from_pretrained(DIR)"
-                ".save_pretrained(OTHER).",
+                hint="Convert one that you trust: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER).",
             )
         raise ConfigError(f"{self.path} has no {SINGLE} and no {INDEX}")
 
@@ -254,9 +250,7 @@ class ModelFolder:
             raise ConfigError(f"{self.path / INDEX} names {len(files)} files, not 1 to {MAX_FILES}")
         odd = [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]
         if odd:
-            raise ConfigError(
-                f"{self.path / INDEX} names {odd[0][:80]!r}, which is not a safetensors file of this folder"
-            )
+            raise ConfigError(f"{self.path / INDEX} names {odd[0][:80]!r}, not a safetensors file of this folder")
         return sorted(files)
 
     def _open(self, name: str) -> None:
@@ -354,9 +348,7 @@ class CutModel:
             _read(self._folder, layout, part, array)
         anchor = initial_anchor(layout, parameters)
         if anchor.version != first_version(self._manifest, module):
-            raise ConfigError(
-                f"{self._folder.path} is not the model that this run starts from: module {module} differs", hint=_OTHER
-            )
+            raise ConfigError(f"{self._folder.path} is not this run's model: module {module} differs", hint=_OTHER)
         return anchor
 
     def _hashed(self, stage: int) -> FirstAnchor:

@@ -13,26 +13,8 @@ import torch
 from torch import Tensor
 
 from protocol.codecs import byte_planes as planes
-from protocol.codecs.blockwise import (
-    INT4,
-    INT8,
-    Blockwise,
-    Expect,
-    decode_matrix,
-    encode_matrix,
-    in_slices,
-    or_violates,
-)
-from protocol.codecs.memory import (
-    DTYPES,
-    ELEMENT_TYPES,
-    Vector,
-    octets_of,
-    octets_of_tensor,
-    tensor_of,
-    to_device,
-    to_host,
-)
+from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, decode_matrix, encode_matrix, in_slices, or_fails
+from protocol.codecs.memory import DTYPES, Vector, octets_of, octets_of_tensor, tensor_of, to_device, to_host
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4, TopK
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import StateError
@@ -105,14 +87,14 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     return Encoded(spec, octets_of_tensor(to_host(out)))
 
 
-def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_violates) -> None:
+def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_fails) -> None:
     """Decodes `data` into `out`, a contiguous tensor of the spec's shape and type.
 
     Raises:
         ProtocolViolation: `data` is malformed; `out` is unchanged, or with PLANES partly written.
         ValueError: `data` or `out` do not match the spec.
     """
-    if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or out.dtype is not ELEMENT_TYPES[spec.dtype]:
+    if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or DTYPES.get(out.dtype) is not spec.dtype:
         raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not match {spec}")
     if spec.codec is Codec.PLANES:
         elements = out.view(-1) if out.is_cpu else torch.empty(out.numel(), dtype=out.dtype)

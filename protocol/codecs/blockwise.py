@@ -56,7 +56,7 @@ def or_cannot_express(holds: Tensor, fault: str) -> None:
         raise StateError(fault)
 
 
-def or_violates(holds: Tensor, fault: str) -> None:
+def or_fails(holds: Tensor, fault: str) -> None:
     if not bool(holds):
         raise ProtocolViolation(fault)
 
@@ -96,7 +96,7 @@ class Blockwise:
         check_encoded(scales, self.largest_scale, self.codec.name, expect)
         out[code_bytes:].copy_(scales.to(self.scale_type).view(-1).view(torch.uint8))
 
-    def decode(self, data: Tensor, out: Tensor, expect: Expect = or_violates) -> None:
+    def decode(self, data: Tensor, out: Tensor, expect: Expect = or_fails) -> None:
         """Decodes `data` into `out` [n]. Raises ProtocolViolation for an impossible scale; `out` is then unchanged."""
         elements, device, packed = len(out), out.device, self._is_packed
         scales = data[self._code_bytes(elements) :].clone().view(self.scale_type).float().view(-1, 1)
@@ -189,7 +189,7 @@ def check_encoded(scales: Tensor, largest: float, codec: str, expect: Expect = o
     expect(holds, f"{codec} can express only finite values well below the largest float32; this tensor has others")
 
 
-def check_received(scales: Tensor, largest: float, codec: str, expect: Expect = or_violates) -> None:
+def check_received(scales: Tensor, largest: float, codec: str, expect: Expect = or_fails) -> None:
     """Raises ProtocolViolation, unless `expect` differs, if a scale is not 0 or from SMALLEST_SCALE to `largest`."""
     sizes = scales.masked_fill(scales == 0, SMALLEST_SCALE)
     allowed = sizes.clamp(SMALLEST_SCALE, largest)  # NaN compares unequal
@@ -288,8 +288,7 @@ def _in_float32(x: Tensor, scratch: _Scratch) -> Tensor:
 TIMES_THE_MEDIAN: Final = 8.0  # An outlier channel's largest element, over the median of all channels' largest elements
 SAMPLED_ROWS: Final = 64  # Enough, because the same channels are outliers in all rows. A missed one costs only accuracy
 LARGEST_CHANNEL: Final = 2**16
-# Two int64 after the encoding on a device: number of outliers, and whether the codec can express the rest
-_FIGURES_BYTES: Final = 16
+_FIGURES_BYTES: Final = 16  # Two int64 on a device: number of outliers, and whether the codec can express the rest
 
 
 def encode_matrix(values: Tensor, spec: TensorSpec, codec: Blockwise) -> tuple[TensorSpec, Tensor]:
@@ -346,7 +345,7 @@ def decode_matrix(spec: TensorSpec, octets: Tensor, codec: Blockwise, out: Tenso
         matrix.index_copy_(1, channels, columns.t().to(out.dtype))
 
 
-def _checked_channels(data: Tensor, count: int, channels: int, expect: Expect = or_violates) -> Tensor:
+def _checked_channels(data: Tensor, count: int, channels: int, expect: Expect = or_fails) -> Tensor:
     """Reads the channel numbers and requires them to ascend within range. The result is a valid index in any case."""
     numbers = data[: 2 * count].clone().view(torch.uint16).to(torch.int64)
     if data.is_cpu:

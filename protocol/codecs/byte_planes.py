@@ -65,8 +65,7 @@ def _planes_of(words: Words) -> Iterator[Octets]:
 def decode(data: Tensor, out: Tensor) -> None:
     """Decodes `data` into `out` [n], with memory for two slices. Raises ProtocolViolation; `out` is then undefined."""
     words, octets = _words_of(out), data.numpy()
-    lengths = _checked_lengths(octets, words)
-    bodies = _bodies_of(octets, lengths)
+    bodies = _bodies_of(octets, _checked_lengths(octets, words))
     decompressor = zstandard.ZstdDecompressor()
     for part in _slices_of(words):
         planes = [_plane(next(bodies), len(part), decompressor) for _ in range(words.itemsize)]
@@ -93,9 +92,7 @@ def _checked_lengths(octets: Octets, words: Words) -> list[int]:
     if any(not 0 < length <= most for length, most in zip(lengths, largest, strict=True)):
         raise ProtocolViolation("the length of a byte plane's body is 0, or more than the plane's")
     if table + sum(lengths) != len(octets):
-        raise ProtocolViolation(
-            f"byte planes of {len(octets)} bytes have bodies with a length of {sum(lengths)} in all"
-        )
+        raise ProtocolViolation(f"byte planes of {len(octets)} bytes have bodies with lengths of {sum(lengths)} in all")
     return lengths
 
 

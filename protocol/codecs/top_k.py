@@ -109,9 +109,7 @@ class TopK:
         check_received(both, LARGEST_LEVEL, self.codec.name)
         lowest, highest = both[:, :1], both[:, 1:]
         if bool((lowest < 0).any()) or bool((lowest > highest).any()):
-            raise ProtocolViolation(
-                f"a {self.codec.name} encoding has a negative level, or a lowest level above the highest"
-            )
+            raise ProtocolViolation(f"a {self.codec.name} encoding has a negative level, or lowest above highest")
         numbers = _unpacked(codes, chunk.code_bits, chunk.kept)
         size = self._squares(levels.device)[numbers.bitwise_and(self._highest_code).long()]
         size.mul_(highest - lowest).add_(lowest)
@@ -175,9 +173,7 @@ def _places(low: Tensor, high: Tensor, chunk: SparseChunk) -> Tensor:
     places = bits.nonzero()[:, 1].view(-1, chunk.kept).sub_(order).mul_(_LOW_MASK + 1)
     places.add_(_unpacked(low, PLACE_LOW_BITS, chunk.kept))
     if bool((places[:, -1] >= chunk.elements).any()) or bool((places[:, 1:] <= places[:, :-1]).any()):
-        raise ProtocolViolation(
-            f"the positions of a sparse chunk do not ascend, or exceed its {chunk.elements} elements"
-        )
+        raise ProtocolViolation(f"positions of a sparse chunk do not ascend, or exceed its {chunk.elements} elements")
     return places
 
 

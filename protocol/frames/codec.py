@@ -49,22 +49,18 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
     fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
     parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
     maybe = {name for name in fields if fields[name].message_type and (name in inherited or inner_type(hints[name]))}
-    whole = _field_by_field(kind, fields, parts, maybe, inherited)
+    whole = _by_fields(kind, fields, parts, maybe, inherited)
     bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
     once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
     return _saying_once(whole, once) if once else whole
 
 
-def _field_by_field(
-    kind: Any,
-    fields: dict[str, FieldDescriptor],
-    parts: dict[str, Converter],
-    maybe: set[str],
-    inherited: tuple[str, ...],
+def _by_fields(
+    kind: Any, fields: dict[str, FieldDescriptor], parts: dict[str, Converter], maybe: set[str], outer: tuple[str, ...]
 ) -> Converter:
     """Builds a converter that applies `parts` to the fields. It must be fast, because it runs for each microbatch."""
-    reads = [_inherited(name) if name in inherited else part.read for name, part in parts.items()]
-    kept = [(name, part.write) for name, part in parts.items() if name not in inherited]
+    reads = [_inherited(name) if name in outer else part.read for name, part in parts.items()]
+    kept = [(name, part.write) for name, part in parts.items() if name not in outer]
     writes = [(fields[name].name, None if write is _as_is else write) for name, write in kept]
     of_ours = _getter([name for name, _ in kept], set())
     of_theirs = _getter([fields[name].name for name in parts], {fields[name].name for name in maybe})
@@ -82,9 +78,7 @@ def _field_by_field(
 def _getter(names: list[str], maybe: set[str]) -> Callable[[Any], Sequence[Any]]:
     """Returns a function that reads these attributes of a message, and None for an absent submessage in `maybe`."""
     if maybe:
-        return lambda said: [
-            None if name in maybe and not said.HasField(name) else getattr(said, name) for name in names
-        ]
+        return lambda said: [None if key in maybe and not said.HasField(key) else getattr(said, key) for key in names]
     return attrgetter(*names) if len(names) > 1 else lambda said: (getattr(said, names[0]),)
 
 
@@ -232,9 +226,7 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
         return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
     if kind is float and field.type != field.TYPE_DOUBLE:
         parts = _PARTS_OF_A_SECOND[field.name[-2:]]
-        return Converter(
-            lambda seconds, _: parts_of_a_second(seconds, parts), lambda count, _: check(count / parts, None)
-        )
+        return Converter(lambda value, _: parts_of_a_second(value, parts), lambda count, _: check(count / parts, None))
     if kind not in (int, bool, bytes, float):
         raise TypeError(f"{where}: {kind} has no encoding")
     return Converter(_as_is, check)

@@ -188,9 +188,7 @@ def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFram
     dtype = read_enum(DType, header.dtype, "element type")
     codec = read_enum(Codec, header.codec, "codec")
     if not 1 <= len(header.shape) <= MAX_DIMENSIONS or 0 in header.shape:
-        raise ProtocolViolation(
-            f"a tensor has {len(header.shape)} dimensions, or one of size 0; 1 to 4 are allowed, none 0"
-        )
+        raise ProtocolViolation(f"a tensor has {len(header.shape)} dimensions, or one of size 0; 1 to 4 are allowed")
     tensor = TensorSpec(tuple(header.shape), dtype, codec, header.outliers, header.compressed_bytes)
     fault = tensor.fault() or _misfit(message, tensor)
     if fault is not None:
@@ -290,12 +288,9 @@ class Arrival:
     def add(self, chunk: Chunk) -> None:
         """Checks the index and size of the next chunk and counts it as received. Raises ProtocolViolation."""
         if chunk.index != self._received:
-            raise ProtocolViolation(
-                f"transfer {chunk.transfer}: chunk {chunk.index} arrived instead of {self._received}"
-            )
+            raise ProtocolViolation(f"transfer {chunk.transfer}: chunk {chunk.index} came instead of {self._received}")
         if chunk.index == 0:
-            count = chunk_count_of(self.frame.tensor.byte_length, len(chunk.data))
-            if count != self.frame.chunk_count:
+            if chunk_count_of(self.frame.tensor.byte_length, len(chunk.data)) != self.frame.chunk_count:
                 raise ProtocolViolation(
                     f"transfer {chunk.transfer}: {self.frame.chunk_count} chunks were announced,"
                     f" but chunks of {len(chunk.data)} bytes give a different number"
@@ -619,18 +614,8 @@ class AnnouncementFrame:
     record: Record
 
 
-SmallFrame = (
-    Hello
-    | Ping
-    | Pong
-    | Cancel
-    | Farewell
-    | TensorFrame
-    | ControlMessage
-    | QuestionFrame
-    | AnswerFrame
-    | AnnouncementFrame
-)
+_LinkFrame = Hello | Ping | Pong | Cancel | Farewell
+SmallFrame = _LinkFrame | TensorFrame | ControlMessage | QuestionFrame | AnswerFrame | AnnouncementFrame
 Frame = SmallFrame | Chunk
 
 
@@ -759,6 +744,4 @@ def _kind(field: Any) -> _Kind:
 # Kinds by field name
 _KINDS: Final = {field.name: _kind(field) for field in wire.Frame.DESCRIPTOR.fields if field.name != "chunk"}
 _FIELD_OF: Final = {kind.what: name for name, kind in _KINDS.items()}
-_BY_TAG: Final = {
-    field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _KINDS
-}
+_BY_TAG: Final = {each.number << 3 | _BYTES: each.name for each in wire.Frame.DESCRIPTOR.fields if each.name in _KINDS}

@@ -25,8 +25,7 @@ PEER_ID_CHARACTERS: Final = 52
 MAX_KEY_FILE_BYTES: Final = 4096
 KEYS_KEPT: Final = 4096  # Decoding base58 takes half as long as verifying a signature
 
-# Prefix of libp2p's PublicKey protobuf: type 1 (Ed25519), 32 bytes
-LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")
+LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")  # libp2p PublicKey protobuf: type 1 (Ed25519), 32 bytes
 _LIBP2P_PRIVATE_KEY_PREFIX: Final = bytes.fromhex("08011240")
 _RUN_DOMAIN: Final = b"skipstone-run:1\0"
 _IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
@@ -142,9 +141,7 @@ def _read_private_file(path: Path) -> bytes:
         raise
     except OSError as error:
         if path.is_symlink():
-            raise IdentityError(
-                f"{path} is a symbolic link, which is refused for a key", hint="Name the file itself."
-            ) from None
+            raise IdentityError(f"{path} is a symbolic link, refused for a key", hint="Name the file itself.") from None
         raise _unusable(path, error) from error
     try:
         _check_private(os.fstat(descriptor), path)
@@ -174,9 +171,7 @@ def _parse_key(pem: bytes, path: Path) -> Ed25519PrivateKey:
     try:
         key = load_pem_private_key(pem, password=None)
     except TypeError:
-        raise IdentityError(
-            f"the identity key {path} is encrypted", hint="Store it without a password, mode 600."
-        ) from None
+        raise IdentityError(f"the identity key {path} is encrypted", hint="Store it unencrypted, mode 600.") from None
     except (ValueError, UnsupportedAlgorithm):
         raise IdentityError(f"the identity key {path} is damaged: not a PKCS#8 PEM file", hint=damaged) from None
     if not isinstance(key, Ed25519PrivateKey):

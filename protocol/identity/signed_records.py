@@ -208,9 +208,7 @@ def _check_run_and_time(announcement: Announcement, run: RunId, now: float | Non
         return
     left_s = announcement.expires_at - now
     if not 0 < left_s <= MAX_LIFETIME_S:
-        raise ProtocolViolation(
-            f"record: expires in {left_s:.0f} s; 0 to {MAX_LIFETIME_S:.0f} are allowed; is a clock wrong?"
-        )
+        raise ProtocolViolation(f"record: expires in {left_s:.0f} s; not 0 to {MAX_LIFETIME_S:.0f}; is a clock wrong?")
 
 
 def is_address(address: str) -> bool:
@@ -227,5 +225,4 @@ def _is_host(host: str) -> bool:
     except ValueError:
         # A name of only digits and dots is a misspelt address.
         return not bracketed and bool(_HOST_NAME.fullmatch(host)) and not re.fullmatch(r"[0-9.]+", host)
-    # A zone (`%eth0`) has a meaning on one machine only.
-    return not (ip.is_unspecified or ip.is_multicast or "%" in host)
+    return not (ip.is_unspecified or ip.is_multicast or "%" in host)  # a zone (`%eth0`) is known on one machine only

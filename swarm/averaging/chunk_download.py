@@ -112,19 +112,13 @@ class _Donor:
 
 
 class Download:
-    """State machine of one download. `here`: chunks that we have; `most_owed`: most chunks in flight from one donor."""
+    """State machine of one download. `here`: chunks that we have; `most`: most chunks in flight from one donor."""
 
     def __init__(
-        self,
-        chunks: int,
-        chunk_bytes: int,
-        here: Collection[int],
-        donors: Sequence[PeerId],
-        random: Random,
-        most_owed: int = MOST_OWED,
+        self, chunks: int, chunk_bytes: int, here: Collection[int], donors: Sequence[PeerId], random: Random, most: int
     ) -> None:
         self._chunk_bytes = chunk_bytes
-        self._largest_batch = max(1, min(LARGEST_BATCH, 2 * most_owed // 3))
+        self._largest_batch = max(1, min(LARGEST_BATCH, 2 * most // 3))
         self._random = random
         self._missing = set(range(chunks)) - set(here)
         start = random.randrange(chunks)

@@ -165,11 +165,7 @@ class Leader:
             invitee.answer, invitee.entry = Answer.ENTERED, entry
             return []
         invitee.answer, invitee.entry = Answer.REFUSED, None
-        return [
-            SendMessage(
-                sender, Dissolved(self.round, "your entry has a bad signature, impossible figures or another base")
-            )
-        ]
+        return [SendMessage(sender, Dissolved(self.round, "your entry has a bad signature, figures or base"))]
 
     def advance(self, now: float) -> tuple[list[SendMessage], Verdict | None]:
         """Returns the messages that are due, and the verdict on this attempt; None while the attempt continues."""
@@ -234,9 +230,7 @@ class Leader:
         if not led_there:
             return 2 * len(holders) >= len(list(entries))
         lacking = set(entries) - set(holders)
-        return any(
-            may_be_committed(roster, sum(member.peer in lacking for member in roster.members)) for roster in led_there
-        )
+        return any(may_be_committed(roster, sum(one.peer in lacking for one in roster.members)) for roster in led_there)
 
     def _fix(self, now: float) -> list[SendMessage]:
         own = self._entries()[self._own]
@@ -244,8 +238,7 @@ class Leader:
         signed, self.roster = self._sign(odd)
         # Clipping makes a long update as long as the others. If there are no others, leave it out.
         while self.roster is not None and self.roster.largest_norm > max(self.longest, own.norm):
-            longest = max(self.roster.members, key=lambda member: (member.norm, member.peer)).peer
-            odd.append(longest)
+            odd.append(max(self.roster.members, key=lambda member: (member.norm, member.peer)).peer)
             signed, self.roster = self._sign(odd)
         if self.roster is None:
             return []
@@ -257,10 +250,7 @@ class Leader:
         for peer in late:
             self.invitees[peer].answer = Answer.REFUSED
         excluded = [SendMessage(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
-        excluded += [
-            SendMessage(peer, Dissolved(self.round, "your update is far too small for its work, or too large"))
-            for peer in odd
-        ]
+        excluded += [SendMessage(peer, Dissolved(self.round, "your update is too small or too large")) for peer in odd]
         return excluded + [SendMessage(entry.peer, signed) for entry in signed.entries]
 
     def _sign(self, without: Iterable[PeerId]) -> tuple[SignedRoster, Roster | None]:
@@ -324,8 +314,7 @@ class Leader:
             return None
         if self._accused_since is None:
             self._accused_since = now
-        # Prefer an accused peer that itself waits for no other peer (the others may just pass a delay on), then the
-        # most accused.
+        # Prefer an accused peer that waits for no other (the others may just pass a delay on), then the most accused.
 
         def blame(peer: PeerId) -> tuple[bool, int, bool, bytes]:
             order = precedence(self.round.module, self._base, self.round.number, peer)
@@ -351,9 +340,7 @@ class Leader:
         if now < self._deadline:
             return None
         unprepared = {peer for peer, invitee in members.items() if invitee.prepared is None} - {self._own}
-        return TryAgain(
-            frozenset(unprepared) if len(unprepared) < len(members) - 1 else frozenset(), "it takes too long"
-        )
+        return TryAgain(frozenset(unprepared) if len(unprepared) < len(members) - 1 else frozenset(), "it is too slow")
 
 
 def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:

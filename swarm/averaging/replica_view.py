@@ -99,8 +99,7 @@ REPORT_VALID_S = 30.0
 
 PRESUMED_S = 5.0  # Time for which a member of our committed round is assumed to hold its result, in seconds
 
-# Time for which a lower round counts as a reordered message, in seconds. After that the replica has restarted.
-OVERTAKEN_S = 5.0
+OVERTAKEN_S = 5.0  # Seconds in which a lower round is a reordered message; later, the replica restarted
 NEW_TALLY_S = 30.0  # Time after which other replicas, too, must have the tallies of a data node
 OLD_TALLY_S = 300.0  # Age, compared with ours, at which a roster's tallies are refused
 PATIENCE_PULSES = 2  # Pulses for which versions must differ before we act: most differences are commits in flight
@@ -137,9 +136,8 @@ class OtherReplicas:
     def changed(self, others: Iterable[OtherReplica]) -> frozenset[PeerId]:
         before = self._known
         ordered = sorted(others, key=lambda replica: (not replica.proven, not replica.serving, replica.peer))
-        proven = sum(replica.proven for replica in ordered)
         # Names are free: those without proven work must not be most of a round.
-        listed = ordered[: min(2 * proven or MAX_MEMBERS, MAX_MEMBERS - 1)]
+        listed = ordered[: min(2 * sum(replica.proven for replica in ordered) or MAX_MEMBERS, MAX_MEMBERS - 1)]
         self._known = {r.peer: before.get(r.peer) or _Known(r.serving, r.proven, r.version) for r in listed}
         for replica in listed:
             known = self._known[replica.peer]

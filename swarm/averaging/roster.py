@@ -20,8 +20,7 @@ FASTER = 2  # Shard size of fast members over slow ones. A larger ratio would le
 BELIEVED_TOKENS = 1.5  # Most unproven tokens of one member that the version counts, in medians
 MOST_STEPS = 2**32
 MOST_TOKENS = 2**48
-# Share of members (1/4) that may be unknown to us: enough for partial views, too few for an invented majority
-STRANGERS = 4
+STRANGERS = 4  # Share of members (1/4) that we may not know: enough for partial views, no invented majority
 ASSUMED_BANDWIDTH = 2.0**20  # Bytes per second of an unmeasured link
 SLACK = 8.0
 GRACE_S = 20.0
@@ -153,16 +152,11 @@ def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
 
 
 def codec_of(
-    rules: RoundRules,
-    number: RoundId,
-    base: AnchorVersion,
-    entries: Mapping[PeerId, Entry],
-    interval_s: float,
-    own: float,
+    rules: RoundRules, number: RoundId, base: AnchorVersion, entries: Mapping[PeerId, Entry], every_s: float, own: float
 ) -> Reasoned[RoundCodecs]:
     """Chooses the codec of a round that we lead. `own`: goodput of our best link, if no member measured a rate."""
     slowest = slowest_bytes_per_s(entries) or own
-    return choose(rules.levels, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, interval_s)
+    return choose(rules.levels, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, every_s)
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:

@@ -85,8 +85,7 @@ class SnapshotTaken:
     tokens: int
     norm: float
     bandwidth: float = 0.0  # Goodput of our best link in bytes per second; 0 if unknown. Only our own timeouts use it.
-    # Measured rates of other members' pieces, in bytes per second
-    received: Mapping[PeerId, float] = field(default_factory=dict)
+    received: Mapping[PeerId, float] = field(default_factory=dict)  # Rate of each peer's pieces, in bytes per second
     longest: float = math.inf  # Largest credible norm of this round's mean
 
 

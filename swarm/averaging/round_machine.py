@@ -39,8 +39,7 @@ from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.averaging_messages import DeclineReason, RoundId
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, short
 
-# Pause between two calls, in seconds, after which the process counts as stopped. Calls usually come every 0.1 s.
-GAP_S = 0.5
+GAP_S = 0.5  # Pause between calls that counts as a stopped process, in seconds. Usual: 0.1
 
 
 PIECE_SLACK = 4.0  # Factor on the expected time of a piece before its sender counts as late
@@ -75,8 +74,7 @@ class Participation:
     prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
     reported_at: float = 0.0
     link_lost: bool = False
-    # Member -> time of its last piece, or since when we wait for its first
-    owing: dict[PeerId, float] = field(default_factory=dict)
+    owing: dict[PeerId, float] = field(default_factory=dict)  # Time of the last piece, or since when we wait
     broken: set[PeerId] = field(default_factory=set)
     rejected: set[PeerId] = field(default_factory=set)
 
@@ -216,8 +214,7 @@ class RoundMachine:
     def handle(self, event: events.Event, now: float) -> Actions:
         """Updates the state by an event and returns the actions to take, in order. Ignores events of past attempts."""
         view = self._view
-        # The clock stops while the process is suspended, so that a computer that wakes up does not count others as
-        # silent.
+        # The clock stops while the process is suspended: a computer that wakes up must not count others as silent.
         gap = 0.0 if self._last_call is None else now - self._last_call
         slept = gap if gap > GAP_S else min(gap, 0.0)
         self._last_call, self._slept = now, self._slept + slept
@@ -346,8 +343,7 @@ class RoundMachine:
             return []
         if attempt_log.due_since is None:
             attempt_log.due_since = view.now
-        rank = view.order().index(view.own)
-        if view.now - attempt_log.due_since < rank * view.rules.answer_s:
+        if view.now - attempt_log.due_since < view.order().index(view.own) * view.rules.answer_s:
             return []
         return self._open(due.reason)
 
@@ -356,8 +352,7 @@ class RoundMachine:
         attempt = view.attempt_log.next_attempt(view.module, view.own, view.next_number())
         view.attempt_log.follow(attempt)
         away = view.attempt_log.excluded | view.penalties.excluded(view.now)
-        invitees = {view.own, *(view.others.serving - away)}
-        self._leading = Leader(view, attempt, invitees)
+        self._leading = Leader(view, attempt, {view.own, *(view.others.serving - away)})
         self._latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
         return [*self._leading.open()]
 

@@ -17,8 +17,7 @@ Number = TypeVar("Number", int, float)
 INFORMED = 3  # Number of next leaders to which a replica reports its progress
 LARGEST_LEAD = 2**20
 FIRST_LEAD = 1024
-# Largest round number accepted from one replica: 4x ours, or ours + 1024. A partitioned replica cannot be much faster.
-LEAD_TIMES = 4
+LEAD_TIMES = 4  # Largest round of one replica: 4x ours, or ours + 1024. A partitioned one cannot be much faster
 MOST_ROUNDS = 2**36  # 100 rounds per second for 20 years
 SLACK_ROUNDS = 1024
 SLACK_WORK = 1024  # Largest ratio of steps and tokens of a version to its rounds + SLACK_ROUNDS

@@ -15,15 +15,13 @@ from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_MEMBERS, MAX_R
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
-# Largest norm of a mean, over the norm that all members' norms allow in this piece. Honest means were below 1.1.
-LONGEST: Final = 1.75
+LONGEST: Final = 1.75  # Largest norm of a mean, over what the members' norms allow. Honest means were below 1.1
 ALIGNED: Final = 1.25  # The same ratio for updates that all point in one direction, with a margin
 LONGER_THAN_OURS: Final = 4.0  # Largest factor over the ratio in pieces that we reduce ourselves, beyond ALIGNED
 SHORTEST: Final = 0.1  # Smallest norm of a mean, relative to our own part
 AUDITED_BYTES: Final = 0.11  # Mean bytes that audits fetch, as a share of a round's bytes
 SLACK: Final = 1.5  # Factor on a reducer's expected share of norm in a piece
-# Elements of a piece below which SLACK grows: in small pieces shares differ by up to 1.95 instead of 1.34
-SMALLEST: Final = 4096
+SMALLEST: Final = 4096  # Elements below which SLACK grows: shares of small pieces differ by up to 1.95, not 1.34
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +71,8 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
 
-# Cosine between our contribution and the others' part of a mean below which the piece is audited
-SUSPICIOUS: Final = -0.1
-LEAST_ROUNDS_BETWEEN: Final = 4  # Rounds between such audits: late in training honest contributions differ, too
+SUSPICIOUS: Final = -0.1  # Cosine of our contribution and the others' part of a mean below which we audit the piece
+ROUNDS_BETWEEN: Final = 4  # Rounds between such audits: late in training honest contributions differ, too
 
 
 def suspect(pieces: Sequence[Beside], own: PeerId, coefficient: float) -> PeerId | None:
@@ -150,12 +147,10 @@ def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Co
     )
 
 
-# An update this many times smaller per token than expected is a lie; equal replicas differ by less than 2
-TOO_SHORT: Final = 64.0
+TOO_SHORT: Final = 64.0  # An update this many times smaller per token is a lie; equal replicas differ by less than 2
 FADING: Final = 0.9  # Decay of the usual norm per round, so that it follows a falling learning rate but resists a liar
 
-# Largest distance between anchors, in rounds like ours, with a margin for momentum and faster replicas
-DRIFT_LIMIT: Final = 8.0
+DRIFT_LIMIT: Final = 8.0  # Largest distance between anchors, in rounds like ours; has a margin for momentum
 FEWEST_APART: Final = 2.0  # Rounds by which two anchors may always differ
 LATEST_INTERVALS: Final = 9  # Their median is the usual time between rounds: a cut network makes one of them long
 SHORTEST_ROUND_S: Final = 1e-3
@@ -255,8 +250,7 @@ class AnchorDrift:
         # A replica that we never met counts as the one met last: otherwise a new name could bring any anchor. The upper
         # median, so that one liar among many donors neither widens the limit nor keeps us apart from the others.
         met = sorted(self._shared_at.get(peer, self._latest_shared_at) for peer in donors) or [self._latest_shared_at]
-        apart_s = at - met[len(met) // 2]
-        return DRIFT_LIMIT * self._length * max(FEWEST_APART, self._intervals(apart_s))
+        return DRIFT_LIMIT * self._length * max(FEWEST_APART, self._intervals(at - met[len(met) // 2]))
 
     def _intervals(self, seconds: float) -> float:
         return max(1.0, seconds / max(median(self._between_s), SHORTEST_ROUND_S))
@@ -273,8 +267,7 @@ FOR_FRAUD: Final = ExponentialBackoff(3600.0, 86_400.0)  # Audits without an hon
 FOR_SILENCE: Final = ExponentialBackoff(300.0, 3600.0)
 # Implausibly distant anchors, which honest replicas can have after a long partition
 FOR_STRAYING: Final = ExponentialBackoff(60.0, 600.0)
-# Late data, which may be the fault of a link between honest peers
-FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
+FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)  # Late data, perhaps by the fault of a link
 
 
 class Penalties:

@@ -14,8 +14,7 @@ from swarm.compression.microbatch_codecs import NO_CHOICE
 from swarm.vocabulary.averaging_messages import Contribution, RoundPiece
 from swarm.vocabulary.types import Codec, Reasoned
 
-# Share of the round interval that an exchange may take, because training uses the same links
-MOST_OF_AN_INTERVAL: Final = 0.25
+MOST_OF_AN_INTERVAL: Final = 0.25  # Share of the round interval for an exchange; training uses the same links
 
 _RESULTS: Final[Mapping[Codec, Codec]] = {
     Codec.NONE: Codec.NONE,

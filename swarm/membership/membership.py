@@ -15,8 +15,7 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerStat
 
 MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
-# Pause for a peer that still announces itself, after consecutive failures
-REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)
+REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)  # Pause for a peer that announces itself, after failures
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
 
 

@@ -91,8 +91,7 @@ def allowed_throughput(hosts: Iterable[Host], workload: Workload) -> dict[Module
 
 def draw(peer: PeerId, module: ModuleId) -> float:
     """Returns a hash of peer and module as a number from 0 to 1, to break ties equally at all peers."""
-    digest = hashlib.sha256(f"{peer}/{module}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(f"{peer}/{module}".encode()).digest()[:8], "big") / 2**64
 
 
 NO_NEEDS: Final[Needs] = {}
@@ -259,18 +258,16 @@ def consider_move(
     return _if_it_pays(standing, target, workload, rules)
 
 
-def _if_it_pays(
-    standing: SwarmView, target: ModuleId, workload: Workload, rules: MoveRules
-) -> Reasoned[ModuleId | None]:
+def _if_it_pays(view: SwarmView, target: ModuleId, workload: Workload, rules: MoveRules) -> Reasoned[ModuleId | None]:
     """Decides whether the swarm trains more tokens within `horizon_s` if this peer moves, with its download counted."""
-    hosts = standing.hosts(workload)
+    hosts = view.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
-    own = next(host for host in hosts if host.peer == standing.own.peer)
+    own = next(host for host in hosts if host.peer == view.own.peer)
     away = allowed[own.module] - own.power / workload.work(own.module)
     before = min(allowed[own.module], allowed[target])
     meanwhile = min(away, allowed[target])
     after = min(away, allowed[target] + own.power / workload.work(target))
-    cost_s = standing.move_s[target]
+    cost_s = view.move_s[target]
     gained = (after - before) * (rules.horizon_s - cost_s) - (before - meanwhile) * cost_s
     if gained <= 0:
         return Reasoned(None, f"a move to module {target} takes {cost_s:.0f} s and costs more than it gains")

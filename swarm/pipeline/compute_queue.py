@@ -83,8 +83,7 @@ class ComputeQueue:
 
     def __init__(self, limit: int, idle_limit: int = MOST_WAITING) -> None:
         self._limit, self._idle_limit = limit, idle_limit
-        # Heap ordered by (upkeep or not, position, order of arrival)
-        self._jobs: list[tuple[Priority, int, int, Job]] = []
+        self._jobs: list[tuple[Priority, int, int, Job]] = []  # Heap: (upkeep or not, position, order of arrival)
         self._numbers = itertools.count()
         self._idle: dict[IdleWork, None] = {}
         # Expected arrival times of jobs, by the clock of `take`. Jobs more than CHUNK_S late no longer count.

@@ -285,19 +285,16 @@ Action = Compute | SendOutput | SendControl | KeepGradient | Confirmed | Retract
 DEFAULT_SLOTS = 16
 KEPT_FOR_OTHERS = 4  # Share of slots (1/4) that a single data node, or a single link, cannot use
 KEPT_FOR_HELD = 2  # Share of slots (1/2) that a data node cannot use while others' microbatches are held
-# Share of slots (1/4) for all data nodes without a link together, so that invented data nodes cannot fill us
-UNLINKED_SHARE = 4
+UNLINKED_SHARE = 4  # Share of slots (1/4) for all data nodes without a link: invented ones cannot fill us
 RECEIVED_PER_SLOT = 3  # Receive buffers per slot: for input and gradient, and for unsettled gradients; the rest waits
 
 PATIENCE_S = 5.0  # Time for retries to an unreachable peer without a replacement, in seconds
 RETRY_S = 0.3
-# Outage after which a peer is replaced in the backward pass, in seconds; at once if it is known to be dead
-SUBSTITUTE_AFTER_S = 1.0
+SUBSTITUTE_AFTER_S = 1.0  # Outage of a peer before it is replaced in the backward pass; 0 if it is known to be dead
 MOST_DOUBLINGS = 3
 BUSY_JITTER = 0.5
 
-# Lifetime of microbatches without a link to their data node, extended by every progress, in seconds
-DATA_NODE_GRACE_S = 20.0
+DATA_NODE_GRACE_S = 20.0  # Seconds without a link to the data node; every progress restarts them
 LONGEST_LIFETIME_S = 900.0
 SHORTEST_LIFETIME_S = 60.0
 # Longest lifetime of a microbatch, in mean residence times of its data node's microbatches, within the bounds above
@@ -559,8 +556,7 @@ class Custody:
     def _peer_lost(self, peer: PeerId, detail: str, now: float) -> list[Action]:
         actions: list[Action] = []
         for entry in self.entries():
-            # An entry in RECALLING asks again by its timer instead.
-            if entry.target == peer and entry.phase in OFFERED | GUARDED:
+            if entry.target == peer and entry.phase in OFFERED | GUARDED:  # RECALLING asks again by its timer
                 actions += self._target_failed(entry, detail, now)
         self._note_unlinked(peer)
         for entry in self._moving(peer):
@@ -589,10 +585,7 @@ class Custody:
         if entry.path.data_node != self.own:
             return [gone]
         position = entry.key.position
-        return [
-            gone,
-            SendControl(self.own, Stranded(entry.key.microbatch, Direction.FORWARD, position, "lost on its path")),
-        ]
+        return [gone, SendControl(self.own, Stranded(entry.key.microbatch, Direction.FORWARD, position, "it was lost"))]
 
     # ---- data nodes without a link -----------------------------------------------------------------------------------
 
@@ -671,11 +664,7 @@ class Custody:
             is_early = entry.phase in WITHOUT_OUTPUT
         else:
             return Reasoned(SlotState.REFUSED, "its sender does not host the next module")
-        return (
-            Reasoned(SlotState.BUSY, "this microbatch has not got that far yet")
-            if is_early
-            else Reasoned(SlotState.FREE, "awaited")
-        )
+        return Reasoned(SlotState.BUSY, "it is not that far yet") if is_early else Reasoned(SlotState.FREE, "awaited")
 
     def _gradient_arrived(self, entry: Entry, message: Backward, now: float) -> list[Action]:
         accepted = _answer(message, ReceiptStatus.ACCEPTED)
@@ -690,8 +679,7 @@ class Custody:
             return [_answer(message, status, wanted.reason, RETRY_S)]
         if entry.phase in BEFORE_BACKWARD:
             path = _joined(entry.path, message.path, message.position + 1)
-            # The replicas tried in the forward pass host another module, so no replica is excluded for the backward
-            # pass.
+            # The replicas tried in the forward pass host another module, so none is excluded for the backward pass.
             fresh = replace(entry, path=path, target=None, tried=frozenset(), busy=frozenset(), came=now)
             self._renew(replace(fresh, phase=Phase.BACKWARD, retry_at=None, failing_since=None), now)
             return [accepted, Compute(entry.key, Work.BACKWARD, entry.purpose)]
@@ -950,8 +938,7 @@ class Custody:
         asked: list[Action] = []
         for entry in self.entries():
             if entry.phase is Phase.SETTLING and entry.path.data_node == data_node:
-                # Not counted in `asked`: a link may break any number of times.
-                self._put(replace(entry, retry_at=now + ASK_S))
+                self._put(replace(entry, retry_at=now + ASK_S))  # not in `asked`: a link may break any number of times
                 asked.append(SendControl(data_node, Unsettled(entry.key.microbatch)))
         return asked
 
@@ -987,11 +974,7 @@ class Custody:
         if len(self._completed) > REMEMBERED:
             del self._completed[next(iter(self._completed))]
         peers = dict.fromkeys(hop.peer for hop in path.hops)
-        return [
-            Finished(microbatch, path),
-            *forgotten,
-            *(SendControl(peer, Settled(microbatch, path)) for peer in peers),
-        ]
+        return [Finished(microbatch, path), *forgotten, *(SendControl(to, Settled(microbatch, path)) for to in peers)]
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
         held = self._of(microbatch)

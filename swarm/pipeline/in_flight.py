@@ -159,20 +159,17 @@ class InFlightTable:
 # ---- the window ------------------------------------------------------------------------------------------------------
 
 GAIN: Final = 2.0
-# Fewest microbatches of an epoch. Single round trips vary by 10 to 20 %, the mean of 12 by 5 %.
-LEAST_IN_EPOCH: Final = 12
+LEAST_IN_EPOCH: Final = 12  # Microbatches. Single round trips vary by 10 to 20 %, the mean of 12 by 5 %
 LEAST_IN_PROBE: Final = 6
 LOWERED: Final = 0.9  # The window shrinks after two consecutive targets below this share
 PROBE_AFTER: Final = 8  # Initial epochs between probes of the round trip without queueing
-# Most epochs between probes. The interval doubles each time the round trip is unchanged.
-LONGEST_UNTIL_PROBE: Final = 96
+LONGEST_UNTIL_PROBE: Final = 96  # Epochs between probes. Doubles each time the round trip is unchanged
 # Share of the bandwidth-delay product in flight during a probe, so that queues drain and little throughput is lost
 PROBED_SHARE: Final = 0.6
 HELD: Final = 0.75  # During a probe, throughput drops below this share unless microbatches were queueing
 SAME: Final = 0.15  # Relative difference up to which two round trips count as equal
 UNMOVED: Final = 0.93  # A smaller window keeps this share of the round trip if queues are not the cause
-# Share of the window in flight below which the window is not the limit, so that a larger one is useless
-USED: Final = 0.6
+USED: Final = 0.6  # Share of the window in flight below which the window is not the limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,9 +225,7 @@ class LossOutliers:
         self._remember(loss)
         if loss <= (1 + MARGIN) * self._highest:  # almost always: skips the costly part
             return None
-        found = [
-            excess for hop in path.hops if (excess := self._excess(hop, AT_LEAST)) is not None and excess.is_outlier
-        ]
+        found = [one for hop in path.hops if (one := self._excess(hop, AT_LEAST)) is not None and one.is_outlier]
         if not found:
             return None
         worst = max(found, key=lambda excess: excess.nats)
@@ -264,9 +262,7 @@ class LossOutliers:
 
     def _excess(self, hop: Hop, at_least: int) -> _Excess | None:
         """Compares losses through a replica and through its module's others; None for too few microbatches."""
-        through = [
-            (loss, hop in hops) for hops, loss in self._returned if any(other.module == hop.module for other in hops)
-        ]
+        through = [(loss, hop in hops) for hops, loss in self._returned if any(at.module == hop.module for at in hops)]
         others = [loss for loss, is_own in through if not is_own]
         count = len(through) - len(others)
         if count < at_least or len(others) < AT_LEAST:

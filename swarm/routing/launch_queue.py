@@ -112,8 +112,7 @@ class LaunchQueue(Generic[Text]):
                 queue.remove(launch.text)
                 break
         if launch.route:
-            count = self._turns.pop(launch.route, 0) + 1
-            self._turns[launch.route] = count  # the latest last
+            self._turns[launch.route] = self._turns.pop(launch.route, 0) + 1  # the latest last
             if len(self._turns) > MAX_TURNS:
                 del self._turns[next(iter(self._turns))]
         return launch

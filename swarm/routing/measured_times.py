@@ -122,8 +122,7 @@ class MeasuredTimes:
         known = self._visits.get(peer)
         if known is not None:
             return Reasoned(known.mean, f"measured {known.samples} times")
-        source = "announced" if announced.tokens_per_s > 0 else "unknown"
-        return Reasoned(self._announced_s(announced), source)
+        return Reasoned(self._announced_s(announced), "announced" if announced.tokens_per_s > 0 else "unknown")
 
     def has_completed(self, peer: PeerId) -> bool:
         """Whether the peer has ever completed both passes of one of our microbatches."""

@@ -237,7 +237,7 @@ class Planner:
         awaited = [module for module in lost if module not in left_out and not self._membership.is_served(module, now)]
         if awaited:
             return Reasoned(NoReplica(tuple(awaited)), "; ".join(f"module {each} has no peer left" for each in awaited))
-        costs = self._current_costs(live, modules, in_flight, now)
+        costs = self._costs_now(live, modules, in_flight, now)
         among = self._candidates(modules, live, in_flight, now, proven_only=proven_only)
         found = self._cheapest(costs, among, route, in_flight, self.rules.per_path)
         if found is None and left_out:
@@ -318,8 +318,7 @@ class Planner:
             until = "its documents go to the next best until one joins"
         else:
             until = "waiting for one"
-        several = len(self.rules.modules_at(module.stage)) > 1
-        what = f"expert {module}" if several else f"stage {module.stage}"
+        what = f"expert {module}" if len(self.rules.modules_at(module.stage)) > 1 else f"stage {module.stage}"
         return f"{what} has no peer {'left' if module in self._visited else 'yet'}; {until}"
 
     def leaves_out(self, module: ModuleId, now: float) -> bool:
@@ -361,9 +360,7 @@ class Planner:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _current_costs(
-        self, live: Live, modules: Sequence[ModuleId], in_flight: Mapping[PeerId, int], now: float
-    ) -> Costs:
+    def _costs_now(self, live: Live, modules: Sequence[ModuleId], in_flight: Mapping[PeerId, int], now: float) -> Costs:
         """Returns the costs of all live replicas. Updates costs and stage prices if older than LOOK_S or incomplete."""
         costs = self._costs
         known = costs is not None and all(a.peer in costs.forward_s for module in modules for a in live.get(module, ()))
@@ -524,12 +521,8 @@ def cheapest_route(
             near = heapq.nsmallest(NEAREST, near, key=lambda peer: 2 * from_data_node[peer] + price[peer])
         here: list[_Front] = [[]]
         for visited in range(1, length + 1):
-            before = [
-                entry
-                for front in fronts[max(0, stage - max_jump) : stage]
-                if len(front) >= visited
-                for entry in front[visited - 1]
-            ]
+            fronts_near = (front for front in fronts[max(0, stage - max_jump) : stage] if len(front) >= visited)
+            before = [entry for front in fronts_near for entry in front[visited - 1]]
             here.append(_extended(message, price, before, near) if before else [])
         for cost, peer, route in here[length]:
             total = cost + 2 * from_data_node[peer]
@@ -540,18 +533,15 @@ def cheapest_route(
 
 
 def _extended(
-    message: Mapping[PeerId, Mapping[PeerId, float]],
-    price: Mapping[PeerId, float],
-    before: _Front,
-    peers: Sequence[PeerId],
+    links: Mapping[PeerId, Mapping[PeerId, float]], price: Mapping[PeerId, float], before: _Front, to: Sequence[PeerId]
 ) -> _Front:
-    """Returns the cheapest extension of the routes in `before` to each of `peers`."""
+    """Returns the cheapest extension of the routes in `before` to each of `to`."""
     extended: _Front = []
-    for peer in peers:
+    for peer in to:
         best: PeerRoute = ()
-        links, least = message[peer], math.inf
+        own, least = links[peer], math.inf
         for cost, last, route in before:
-            total = cost + 2 * links[last]
+            total = cost + 2 * own[last]
             if total < least:
                 least, best = total, route
         extended.append((least + price[peer], peer, (*best, peer)))

@@ -23,8 +23,7 @@ from swarm.vocabulary.types import (
 
 MAX_ATTEMPTS = 64
 MAX_MEMBERS = 256
-# Measured links in an entry. With 256 members, each one is measured by 16 others, and the roster fits in a small frame.
-MAX_MEASURED = 16
+MAX_MEASURED = 16  # Measured links in an entry: with 256 members, the roster fits in a small frame
 MAX_RATE = 24  # 280 TB/s
 MAX_TALLIES = 4  # Data nodes whose tallies a roster or an answer carries
 MAX_TALLY_ROWS = 2 * MAX_MEMBERS  # Of all its tallies together
@@ -331,18 +330,7 @@ class StateRefused:
 
 
 AuditControl = AuditRequest | Evidence | AuditRefused | Accusation
-RoundControl = (
-    Progress
-    | Invitation
-    | Accepting
-    | Entry
-    | Declined
-    | SignedRoster
-    | Pulse
-    | Prepared
-    | Commit
-    | Dissolved
-    | AuditControl
-)
+_Attempt = Invitation | Accepting | Entry | Declined | SignedRoster | Pulse | Prepared | Commit | Dissolved
+RoundControl = Progress | _Attempt | AuditControl
 RoundPiece = Contribution | Reduced
 StateControl = StateRequest | StateRefused

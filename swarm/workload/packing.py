@@ -31,6 +31,9 @@ EVEN: Final = 0.01  # Relative difference up to which costs count as equal
 SHORTEST_CUT: Final = 16  # Pieces up to this many tokens are not cut to lower a cost
 
 
+Chance = Callable[[int], Sequence[int]]  # Permutes 0..count-1
+
+
 class DocumentPiece(NamedTuple):
     document: int
     start: int
@@ -87,8 +90,7 @@ class Filling:
             left = self._deal(longest_first)
             if len(self.bins) <= len(aims):
                 break
-            # start again, because the late microbatches have too little
-            aims = [*aims, *[0.0] * (len(self.bins) - len(aims))]
+            aims = [*aims, *[0.0] * (len(self.bins) - len(aims))]  # again, because the late ones have too little
         self._pour([*poured, *left])
         self._even_out()
 
@@ -222,11 +224,7 @@ class Filling:
         while tried < EXCHANGES:
             by_cost = sorted(self.bins, key=lambda found: found.beside)
             rich, poor = by_cost[-1], by_cost[0]
-            pairs = [
-                (rich, poor),
-                *((rich, of) for of in by_cost[1:OTHERS]),
-                *((of, poor) for of in by_cost[-OTHERS:-1]),
-            ]
+            pairs = [(rich, of) for of in (poor, *by_cost[1:OTHERS])] + [(of, poor) for of in by_cost[-OTHERS:-1]]
             for rich, poor in pairs:
                 tried += rich.beside - poor.beside > apart
                 best = self._exchange(rich, poor) if rich.beside - poor.beside > apart else None
@@ -345,11 +343,7 @@ def longest_piece(sequence: int) -> int:
 
 
 def pack(
-    lengths: Sequence[int],
-    cut: Collection[int],
-    capacity: Capacity,
-    level: float = 0.0,
-    chance: Callable[[int], Sequence[int]] = range,
+    lengths: Sequence[int], cut: Collection[int], capacity: Capacity, level: float = 0.0, chance: Chance = range
 ) -> Packing:
     """Packs documents into as few microbatches as possible, with costs as equal as possible. Deterministic.
 
@@ -370,7 +364,7 @@ def pack(
     return packing
 
 
-def _given_out(found: Filling, level: float, natural: float, chance: Callable[[int], Sequence[int]]) -> Packing:
+def _given_out(found: Filling, level: float, natural: float, chance: Chance) -> Packing:
     bins = [one for one in found.bins if one.pieces]
     costs = [one.cost for one in bins]
     turns, ends_at = in_turns(costs, chance(len(bins)), level)
@@ -474,11 +468,7 @@ MOST_TRIED: Final = 3
 
 
 def pack_and_end(
-    lengths: Sequence[int],
-    cut: Sequence[int],
-    capacity: Capacity,
-    level: float = 0.0,
-    chance: Callable[[int], Sequence[int]] = range,
+    lengths: Sequence[int], cut: Sequence[int], capacity: Capacity, level: float = 0.0, chance: Chance = range
 ) -> tuple[Packing, int]:
     """Packs all documents, or fewer if costs are more equal without the last ones. Returns also the number packed."""
     best, taken = pack(lengths, cut, capacity, level, chance), len(lengths)

@@ -234,8 +234,8 @@ def forbidden(targets: Targets, persona: Persona) -> dict[str, list[Frame | byte
         "sent a tensor that only": [header(another, tensor)],
         "its data node has not signed the route": [header(unsigned, tensor)],
         "the route's signature is not its data node's": [header(stolen, tensor)],
-        "arrived instead of 0": [header(message, tensor, chunks=2), encode_chunk(1, 1, memoryview(bytes(4096)))],
-        "arrived instead of 1": [header(message, tensor, chunks=2), piece, piece],
+        "came instead of 0": [header(message, tensor, chunks=2), encode_chunk(1, 1, memoryview(bytes(4096)))],
+        "came instead of 1": [header(message, tensor, chunks=2), piece, piece],
         "frame": [b"\xff" * 1000],
     }
 

@@ -26,7 +26,7 @@ from node.averaging.anchor.shared_vector import (
     cut_vector,
     empty_part,
     empty_vector,
-    squares_of_difference,
+    squared_distance,
 )
 from node.checkpoint.state import AnchorState, TensorsInParts
 from swarm.vocabulary.errors import CorruptSnapshot, ResourceExhausted
@@ -66,7 +66,7 @@ def distance_between(one: Anchor, other: Anchor) -> float:
     for number, (left, right) in enumerate(zip(one.hashes, other.hashes, strict=True)):
         if left != right:
             numbers = (np.frombuffer(anchor.chunk(number), "<f4") for anchor in (one, other))
-            total += squares_of_difference(*numbers)
+            total += squared_distance(*numbers)
     return math.sqrt(total)
 
 
@@ -203,9 +203,7 @@ class AnchorStore:
         """
         with self._lock:
             if self._alive() >= LENT_AT_MOST:
-                raise ResourceExhausted(
-                    f"{LENT_AT_MOST} anchors of this module are unfinished; put one or give it back first"
-                )
+                raise ResourceExhausted(f"{LENT_AT_MOST} anchors of this module are lent; put or give back one first")
             self._older = [anchor for anchor in self._older if self._is_leased(anchor)]
             self._make_room(1)
             empty = partial(empty_vector, self.layout) if part is None else partial(empty_part, part, self._arrays)

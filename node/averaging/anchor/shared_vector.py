@@ -61,8 +61,7 @@ class Layout:
 
 def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
     """Lays out parameters of these shapes as one vector with at most `fragments` fragments."""
-    # By fragment, then by depth.
-    names = sorted(shapes, key=lambda name: (_block(name) % fragments, _block(name), name))
+    names = sorted(shapes, key=lambda name: (_block(name) % fragments, _block(name), name))  # by fragment, then depth
     spans = []
     start = 0
     for name in names:
@@ -157,9 +156,7 @@ class SharedVector:
 
     def sharing(self, other: SharedVector, places: Container[int]) -> SharedVector:
         arrays = zip(self.arrays, other.arrays, strict=True)
-        return SharedVector(
-            [theirs if place in places else own for place, (own, theirs) in enumerate(arrays)], self._starts[0]
-        )
+        return SharedVector([new if at in places else own for at, (own, new) in enumerate(arrays)], self._starts[0])
 
 
 def empty_vector(layout: Layout) -> SharedVector:
@@ -175,9 +172,7 @@ def empty_part(part: slice, arrays: SpareArrays) -> SharedVector:
     try:
         return SharedVector([arrays.empty(part.stop - part.start)], part.start)
     except MemoryError:
-        raise OutOfMemory(
-            f"not enough memory for a fragment of this module ({(part.stop - part.start) * 4} bytes)"
-        ) from None
+        raise OutOfMemory(f"not enough memory for a fragment ({(part.stop - part.start) * 4} bytes)") from None
 
 
 def cut_vector(layout: Layout, values: Vector | SharedVector) -> SharedVector:
@@ -200,7 +195,7 @@ def squares(values: Vector) -> float:
         return sum(float(np.dot(values[part], values[part])) for part in stretches(len(values)))
 
 
-def squares_of_difference(left: Vector, right: Vector) -> float:
+def squared_distance(left: Vector, right: Vector) -> float:
     room = np.empty(min(STRETCH, len(left)), np.float32)
     total = 0.0
     with np.errstate(all="ignore"):

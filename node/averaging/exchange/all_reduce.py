@@ -83,8 +83,7 @@ class ExchangeRecord:
                 self.source.encode(piece.part, codec, data, np.empty(piece.elements, np.float32))
             except StateError:  # the next snapshot overwrites this one
                 return None
-        # The snapshot's memory may already belong to the next round.
-        return data if hash_of(data) == signed.hash else None
+        return data if hash_of(data) == signed.hash else None  # its memory may already belong to the next round
 
 
 @dataclass(eq=False)
@@ -119,8 +118,7 @@ class AllReduce:
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
         self._reported_at: dict[PeerId, float] = {}
-        largest = max(piece.elements for piece in plan.pieces)
-        self._room: Vector = np.empty(largest, np.float32)
+        self._room: Vector = np.empty(max(piece.elements for piece in plan.pieces), np.float32)
         width = min(WINDOW, early_pieces(len(plan.others)))
         self._windows = {peer: asyncio.Semaphore(width) for peer in plan.others}
         self._widths = dict.fromkeys(plan.others, width)

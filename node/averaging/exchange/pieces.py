@@ -154,9 +154,8 @@ class ExchangeProgress:
 
     def owing(self) -> frozenset[PeerId]:
         """Returns the members whose contributions or results are due here and have not arrived."""
-        # While contributions to our shard are missing, late results have no culprit: the same member may delay other
-        # reducers. Only the first incomplete piece counts, because a member sends at most a window ahead of the
-        # results.
+        # While contributions to our shard are missing, late results have no culprit: the member may delay all reducers.
+        # Only the first incomplete piece counts, because a member sends at most a window ahead of the results.
         late = next(iter(self._awaited.values()), ())
         if late:
             return frozenset(late)
@@ -309,7 +308,5 @@ class Arrivals:
             self._deliver(sender, message, piece, buffer)
             return
         if piece is not None:
-            self._rejected(
-                sender, f"a piece of {piece.elements} elements came in {buffer.nbytes} bytes, not as {due.name}"
-            )
+            self._rejected(sender, f"a piece of {piece.elements} elements has {buffer.nbytes} bytes, not as {due.name}")
         self.give_back(buffer)

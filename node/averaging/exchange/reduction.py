@@ -15,14 +15,7 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.shared_vector import (
-    SharedVector,
-    Vector,
-    add_scaled,
-    squares,
-    squares_of_difference,
-    stretches,
-)
+from node.averaging.anchor.shared_vector import SharedVector, Vector, add_scaled, squared_distance, squares, stretches
 from node.averaging.exchange.pieces import Piece, Plan
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from swarm.averaging.trust import Beside, oddities, suspect
@@ -65,7 +58,7 @@ class UpdateSource:
     snapshot: Vector | SharedVector
 
     def squares(self, part: slice) -> float:
-        return squares_of_difference(self.anchor.parameters[part], self.snapshot[part])
+        return squared_distance(self.anchor.parameters[part], self.snapshot[part])
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
         """Writes `factor` * pseudo-gradient to `out`, rounded to float32 after each operation."""
@@ -120,14 +113,11 @@ class Reduction:
     def __init__(self, plan: Plan, source: UpdateSource) -> None:
         self._plan = plan
         self._source = source
-        self._limits = {
-            peer: NormLimit(plan.members[peer].norm, plan.codecs.contribution) for peer in plan.contributors
-        }
+        self._limits = {of: NormLimit(plan.members[of].norm, plan.codecs.contribution) for of in plan.contributors}
         self._sums: dict[Piece, Vector] = {}
         self._sampled = next(iter(plan.shards[plan.own]), None)
         self.samples: dict[PeerId, Vector] = {}  # From the first piece, to compare their directions
-        others = len(set(plan.contributors) - {plan.own})
-        self._to_come = dict.fromkeys(plan.shards[plan.own], others)
+        self._to_come = dict.fromkeys(plan.shards[plan.own], len(set(plan.contributors) - {plan.own}))
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
         """Adds a contribution to a piece. Returns the encoded sum after the last one. Raises ProtocolViolation.
@@ -215,8 +205,7 @@ class Comparison:
         count = piece.elements // width
         # Chosen at random afterwards, so that a reducer cannot know the patches.
         chosen = self._random.sample(range(count), min(count, max(AT_LEAST, count // ONE_IN)))
-        # With a random offset, every element may be compared.
-        start = self._random.randint(0, piece.elements - count * width)
+        start = self._random.randint(0, piece.elements - count * width)  # any element may be compared
 
         def patches(values: Vector) -> Vector:
             rows = values[start : start + count * width].reshape(count, width)

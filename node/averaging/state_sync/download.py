@@ -145,8 +145,7 @@ class PartialState:
         if number not in self._placed:  # a chunk may arrive twice after a retry
             np.copyto(np.asarray(self._slot(number)), np.asarray(data))
             self._placed.add(number)
-            # Without the file, the download continues in memory.
-            if self._file is not None and not self._file.write(number, data):
+            if self._file is not None and not self._file.write(number, data):  # without the file, continue in memory
                 self._file = None
         return True
 
@@ -227,9 +226,7 @@ class KeptChunks:
         return 4 * start
 
     def _give_up(self, error: OSError) -> None:
-        log.warning(
-            "cannot keep the unfinished download in %s, so it would restart from zero: %s", self._path.parent, error
-        )
+        log.warning("cannot keep the unfinished download in %s, so it would restart: %s", self._path.parent, error)
         self.close(remove=True)
 
 
@@ -358,8 +355,7 @@ class StateDownloads:
             raise SkipstoneError("this module already downloads a state")
         self._is_busy = True
         try:
-            transport = self.session.transport
-            arguments = (transport, self.module, self.layout, wanted, donors, self.on_liar)
+            arguments = (self.session.transport, self.module, self.layout, wanted, donors, self.on_liar)
             hash_list, having = await first_hash_list(*arguments)
             return hash_list, await self._fetch_chunks(hash_list, having, chunks, known)
         finally:
@@ -434,8 +430,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
             return Refusal(False, "this chunk was not requested")
         elements = self._elements_of(chunk)
         if not may_come_as(tensor, elements, self._of.codecs):
-            # An honest donor never sends this, so stop using it.
-            self.handle(machine.ChunkArrived(sender, chunk, False))
+            self.handle(machine.ChunkArrived(sender, chunk, False))  # an honest donor never sends this
             raise ProtocolViolation(
                 f"chunk {chunk} of {elements} elements came as {tensor.shape} {tensor.dtype.name} in"
                 f" {tensor.byte_length} bytes of {tensor.codec.name}, which this run does not allow"
@@ -563,8 +558,7 @@ class Donor:
         if not self._tasks.are_running:
             return
         anchor = self._find(request.module, request.digest)
-        # An unknown state, or a chunk number out of range.
-        if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
+        if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:  # unknown, or out of range
             self._refuse(sender, request, StateRefusal.GONE)
             return
         queue = self._askers.get(sender)
@@ -650,8 +644,7 @@ class Donor:
         self.sent_bytes += size
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
-        # A peer that does not read must not make refusals pile up.
-        if self._tasks.are_running and self._refusals < REFUSALS_WAITING:
+        if self._tasks.are_running and self._refusals < REFUSALS_WAITING:  # refusals must not pile up
             self._refusals += 1  # `_send_refusal` decrements it
             refused = StateRefused(request.module, request.digest, request.chunks, reason)
             self._tasks.begin(self._send_refusal(peer, refused))

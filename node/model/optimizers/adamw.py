@@ -77,18 +77,13 @@ class AdamW(InnerRule[Moments]):
 
 
 def apply_adamw(
-    inner: InnerSection,
-    moved: list[Tensor],
-    gradients: list[Tensor],
-    moments: Sequence[Moments],
-    rate: float,
-    decay: float,
+    inner: InnerSection, moved: list[Tensor], grads: list[Tensor], moments: Sequence[Moments], rate: float, decay: float
 ) -> None:
     """Applies one AdamW step to tensors and moments in place, and increments the moments' step counters."""
     # `torch.optim.Optimizer` would import the compiler at first use: up to a second at every node's start.
     adamw(
         moved,
-        gradients,
+        grads,
         [each.mean for each in moments],
         [each.variance for each in moments],
         [],

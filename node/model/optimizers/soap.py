@@ -16,16 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from node.model.optimizers.inner_rule import (
-    FLOAT_BYTES,
-    AtDeadline,
-    Deferred,
-    InnerRule,
-    ParameterState,
-    Shape,
-    Submit,
-    zeros_of,
-)
+from node.model.optimizers.inner_rule import AtDeadline, Deferred, InnerRule, ParameterState, Shape, Submit, zeros_of
 from protocol.manifest.manifest import InnerSection
 from swarm.vocabulary.errors import ResourceExhausted
 
@@ -64,8 +55,7 @@ def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator
         largest = values.max().item()
         if not 0 < largest < math.inf:  # false for NaN as well
             return None
-        # Orthogonal iteration converges to the largest eigenvalues first.
-        turn = values.argsort(descending=True, stable=True)
+        turn = values.argsort(descending=True, stable=True)  # orthogonal iteration finds the largest first
         vectors = torch.empty_like(basis)
         for columns in _panels(basis):
             kept = turn[columns]
@@ -210,7 +200,7 @@ class Soap(InnerRule[Preconditioned]):
     def state_bytes(shape: Shape, largest_side: int) -> int:
         """Returns the largest size of a matrix's SOAP state: two moments, and old and new statistics and bases."""
         squares = sum(length**2 for length in based_sides(shape, largest_side).values())
-        return FLOAT_BYTES * (2 * math.prod(shape) + 4 * squares)
+        return torch.float32.itemsize * (2 * math.prod(shape) + 4 * squares)
 
     def exported(self, state: Preconditioned) -> ParameterState:
         begun = {} if state.refresh is None else state.refresh.statistics

@@ -138,8 +138,7 @@ async def test_other_weights_are_not_taken_and_the_right_ones_waited_for(run: tu
         beginning = asyncio.create_task(begun(context(manifest, joiner, peers, events)))
         await until(
             lambda: any(
-                isinstance(event, Note) and "waiting for a peer that has the weights" in event.message
-                for event in events
+                isinstance(event, Note) and "waiting for a peer with module" in event.message for event in events
             )
         )
         assert liar.faults.sent

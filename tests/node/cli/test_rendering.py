@@ -422,7 +422,7 @@ def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
 
 def test_it_says_why_no_text_is_read_or_which_files_are() -> None:
     run = signed(data__source="path:~/.ssh")
-    assert "reads     no text: another machine's key signed the manifest" in told(run, options())
+    assert "reads     no text: another machine signed the manifest" in told(run, options())
     for asked in (options(reads_text=False), options(stage="1")):
         assert "reads     no text\n" in told(run, asked)
     assert "this machine's Python" in told(signed(), options())

@@ -139,7 +139,7 @@ def test_files_go_with_their_reader_and_those_of_one_that_died_go_later(hub: Loo
 
 def test_a_home_that_cannot_be_written_is_said(hub: LoopbackHub, tmp_path: Path) -> None:
     (tmp_path / "home").write_bytes(b"no folder")
-    with pytest.raises(ConfigError, match="cannot create the data set cache"):
+    with pytest.raises(ConfigError, match="cannot create the cache"):
         opened()
 
 

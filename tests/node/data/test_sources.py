@@ -173,10 +173,10 @@ class TestTheManifestsFiles:
                 "has 3 files with 11 bytes in total, the run's text 2 with 10",
             ),
             (lambda text: (text / "a").unlink(), "has 1 files with 5 bytes in total, the run's text 2 with 10"),
-            (lambda text: (text / "a").rename(text / "z"), "other file names or sizes. Its first files: b, z"),
+            (lambda text: (text / "a").rename(text / "z"), "other names or sizes. Its first files: b, z"),
             (
                 lambda text: [(text / "a").write_bytes(b"1234"), (text / "b").write_bytes(b"123456")],
-                "other file names or sizes",
+                "other names or sizes",
             ),
         ],
     )

@@ -168,7 +168,7 @@ def test_moments_in_8_bits_leave_room_for_more() -> None:
 @pytest.mark.parametrize(
     ("size_bytes", "level", "said"),
     [
-        (NEEDS[ModuleId(2)].all, Level.OK, "every stage fits; the largest, 2, takes"),
+        (NEEDS[ModuleId(2)].all, Level.OK, "all stages fit; the largest, 2, takes"),
         (NEEDS[ModuleId(2)].all - 1, Level.OK, "there is room for stages 0, 1; of the others stage 2 takes"),
         (NEEDS[ModuleId(0)].all, Level.OK, "there is room for stage 0; of the others stage 1 takes"),
         (NEEDS[ModuleId(0)].all - 1, Level.FAIL, "no stage fits; the smallest, 0 takes"),

@@ -108,7 +108,7 @@ def test_held_out_loss_is_of_each_texts_own_path(tmp_path: Path) -> None:
 def test_a_path_is_named_by_a_module_of_each_stage() -> None:
     assert parse_path("1.0,2.1", 3) == (0, 1)
     for text in ("", "1.0", "2.1,1.0", "1.0,2", "1.0,2.1,3.0", "a,b"):
-        with pytest.raises(ConfigError, match="is not a path through the stages 1 to 2"):
+        with pytest.raises(ConfigError, match="is not a path through stages 1 to 2"):
             parse_path(text, 3)
 
 

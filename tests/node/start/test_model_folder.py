@@ -95,8 +95,8 @@ def index(folder: Path, text: str) -> None:
             lambda f: rewrite(f, lambda t: t["model.norm.weight"].fill_(float("nan"))),
             "model.norm.weight has infinite or NaN values",
         ),
-        (lambda f: index(f, '{"weight_map": {"a": "../e.safetensors"}}'), "is not a safetensors file of this"),
-        (lambda f: index(f, '{"weight_map": {"a": "a.bin"}}'), "is not a safetensors file of this"),
+        (lambda f: index(f, '{"weight_map": {"a": "../e.safetensors"}}'), "not a safetensors file of this"),
+        (lambda f: index(f, '{"weight_map": {"a": "a.bin"}}'), "not a safetensors file of this"),
         (lambda f: index(f, "{}"), "does not map parameters to files"),
         (lambda f: configure(f, model_type="gpt2"), "model type 'gpt2'"),
         (lambda f: configure(f, hidden_act="gelu"), "activation 'gelu'"),
@@ -208,7 +208,7 @@ def test_another_folder_is_not_the_runs(folder: Path) -> None:
     assert run_id_of(manifest) != run_id_of(manifest.model_copy(update={"start": None}))
     write_folder(folder, seed=1)
     cut = open_start(manifest, folder)
-    with pytest.raises(ConfigError, match="is not the model that this run starts from: module 1"):
+    with pytest.raises(ConfigError, match="is not this run's model: module 1"):
         cut.anchor(ModuleId(1))
     with pytest.raises(ConfigError, match="does not start from an existing model"):
         open_start(default_manifest(0), folder)

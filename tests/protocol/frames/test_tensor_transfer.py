@@ -68,7 +68,7 @@ def test_only_the_right_order_is_taken(order: list[int], keeps_data: bool) -> No
             arrival.add(chunks[index])
             taken += 1
         else:
-            with pytest.raises(ProtocolViolation, match="arrived instead of"):
+            with pytest.raises(ProtocolViolation, match="came instead of"):
                 arrival.add(chunks[index])
             return
     assert arrival.complete == (taken == 5)

@@ -458,7 +458,7 @@ def chunk_with_wrong_checksum() -> bytes:
     ("bad", "why"),
     [
         (chunk_with_wrong_checksum(), "checksum"),
-        (encode_chunk(1, 1, memoryview(bytes(4096))), "arrived instead of"),
+        (encode_chunk(1, 1, memoryview(bytes(4096))), "came instead of"),
         (encode_chunk(1, 0, memoryview(bytes(4096))), "a different number"),
         (encode_chunk(3, 0, memoryview(bytes(4096))), "not open"),
         (b"\x12\xff\xff", "chunk"),

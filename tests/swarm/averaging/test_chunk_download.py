@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lab.world.world import VirtualTime
 from swarm.averaging import chunk_download as machine
-from swarm.averaging.chunk_download import Ask, Download, Tick
+from swarm.averaging.chunk_download import MOST_OWED, Ask, Download, Tick
 from swarm.averaging.schedule import choose_version
 from swarm.vocabulary.averaging_messages import StateRefusal
 from swarm.vocabulary.types import AnchorVersion, PeerId
@@ -49,7 +49,7 @@ class Joiner:
         self.reports: list[machine.Report] = []
         self.end: machine.Complete | machine.Failed | None = None
         self._world = world
-        self.plan = Download(chunks, CHUNK_BYTES, here, list(world.donors), world.random)
+        self.plan = Download(chunks, CHUNK_BYTES, here, list(world.donors), world.random, MOST_OWED)
 
     def handle(self, event: machine.Event) -> None:
         if self.end is not None:
@@ -155,14 +155,14 @@ def asks(actions) -> dict[PeerId, tuple[int, ...]]:
 def test_joiners_begin_at_different_places_with_donors_in_different_order():
     firsts = set()
     for seed in range(8):
-        action = Download(1000, CHUNK_BYTES, (), [A, B, C], Random(seed)).handle(Tick(), 0.0)[0]
+        action = Download(1000, CHUNK_BYTES, (), [A, B, C], Random(seed), MOST_OWED).handle(Tick(), 0.0)[0]
         firsts.add((action.donor, action.chunks[0]))
     assert len(firsts) > 4
     assert len({donor for donor, _ in firsts}) > 1
 
 
 def test_with_no_donor_left_it_fails_and_says_what_happened_with_each():
-    plan = Download(10, CHUNK_BYTES, (), [A, B], Random(0))
+    plan = Download(10, CHUNK_BYTES, (), [A, B], Random(0), MOST_OWED)
     asked = asks(plan.handle(Tick(), 0.0))
     plan.handle(machine.ChunkArrived(A, asked[A][0], False), 0.1)
     (failed,) = plan.handle(machine.ChunksRefused(B, asked[B], StateRefusal.GONE), 0.2)

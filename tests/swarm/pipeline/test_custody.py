@@ -194,7 +194,7 @@ c accepted back 1           | data < passed_on back 2
 # the end has no deadline once its gradient was passed on
 data: start, computed -1, a passed_on out 0, forward 3, computed 3, c passed_on back 2
 lose c, wait 29, touch -1, wait 29
-wait 1                      | forget -1, no progress for 30 s; data < stranded out -1, lost on its path
+wait 1                      | forget -1, no progress for 30 s; data < stranded out -1, it was lost
 = 3 GUARDING_BACK
 
 == the way out goes wrong
