@@ -219,12 +219,8 @@ class HomeNetwork:
         return ("ip", "netns", "exec", f"{self.hub}-{where}")
 
     def mapped_ports(self) -> list[int]:
-        rules = subprocess.run(
-            (*self.inside("router"), "nft", "list", "chain", "inet", "home", "mapped_in"),
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.split()
+        command = (*self.inside("router"), "nft", "list", "chain", "inet", "home", "mapped_in")
+        rules = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         return [int(rules[at + 1]) for at, word in enumerate(rules) if word == "dport"]
 
     def shut(self, index: int) -> None:

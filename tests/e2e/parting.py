@@ -66,12 +66,5 @@ async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork, logs
     data_nodes = {peer.peer for peer in swarm.peers if peer.stage == 0}
     await commits.until(lambda own, commit: data_nodes <= set(commit.members))
     commits.close()
-    return Parted(
-        (first, second),
-        before,
-        (apart[0], apart[1]),
-        healed - cut,
-        contact - healed,
-        together_s,
-        together.round - leading,
-    )
+    took_s = (healed - cut, contact - healed, together_s)
+    return Parted((first, second), before, (apart[0], apart[1]), *took_s, together.round - leading)

@@ -12,30 +12,20 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from node.local_swarm.local_swarm import LocalSwarm
+from node.observability import events
 from node.observability.event_json import event_from_json
-from node.observability.events import (
-    CaughtUp,
-    Completed,
-    Event,
-    PeerChange,
-    ReplicaAccused,
-    Restored,
-    RoundCommitted,
-    RoundProgress,
-    Step,
-)
 
 PATIENCE_S = 240.0
 LOOK_S = 0.001
 
 Found = TypeVar("Found")
-Kind = TypeVar("Kind", RoundProgress, PeerChange, RoundCommitted, Completed)
+Kind = TypeVar("Kind", events.RoundProgress, events.PeerChange, events.RoundCommitted, events.Completed)
 
 
 @dataclass(frozen=True, slots=True)
 class Stand:
     at: float
-    event: RoundCommitted | CaughtUp | Restored
+    event: events.RoundCommitted | events.CaughtUp | events.Restored
 
     @property
     def peer(self) -> str:
@@ -54,16 +44,16 @@ class RoundWatch:
     module: str
     stands: list[Stand] = field(default_factory=list)
     stepped_at: list[float] = field(default_factory=list)
-    accusations: list[ReplicaAccused] = field(default_factory=list)
+    accusations: list[events.ReplicaAccused] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         match event:
-            case RoundCommitted() | CaughtUp() | Restored() if event.module == self.module:
+            case events.RoundCommitted() | events.CaughtUp() | events.Restored() if event.module == self.module:
                 self.stands.append(Stand(time.monotonic(), event))
-            case Step():
+            case events.Step():
                 self.stepped_at.append(time.monotonic())
-            case ReplicaAccused():
+            case events.ReplicaAccused():
                 self.accusations.append(event)
         self._news.set()
 
@@ -82,8 +72,8 @@ class RoundWatch:
         stand = self.holding().get(peer)
         return 0 if stand is None else stand.event.round
 
-    def commits_of(self, peer: str) -> list[RoundCommitted]:
-        return [s.event for s in self.stands if s.peer == peer and isinstance(s.event, RoundCommitted)]
+    def commits_of(self, peer: str) -> list[events.RoundCommitted]:
+        return [s.event for s in self.stands if s.peer == peer and isinstance(s.event, events.RoundCommitted)]
 
     def first_at(self, peer: str, number: int) -> Stand | None:
         """When it first stood at this round or a later one."""
@@ -98,10 +88,10 @@ class RoundWatch:
 
         return await self.until(find)
 
-    async def all_together(self, peers: frozenset[str], after: int) -> RoundCommitted:
+    async def all_together(self, peers: frozenset[str], after: int) -> events.RoundCommitted:
         """A round after this one that all of them have committed as its members."""
 
-        def find() -> RoundCommitted | None:
+        def find() -> events.RoundCommitted | None:
             common = [
                 {(c.round, c.digest): c for c in self.commits_of(peer) if c.round > after and peers <= set(c.members)}
                 for peer in peers

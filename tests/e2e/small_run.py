@@ -44,29 +44,18 @@ def small_run(
     **training: object,
 ) -> Manifest:
     """A byte-level model of `text` with a step of four microbatches."""
+    model = {"vocabulary": 257, "hidden": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64, "sequence": 32}
+    schedule = {"kind": "constant", "warmup_steps": 5, "total_steps": 1000}
+    learning = {"rows": 2, "inner_tokens": 256, "inner": {"learning_rate": 3e-3}, "schedule": schedule}
     return manifest_from_table(
         {
             "protocol": 2,
             "name": "small",
             "seed": 11,
-            "model": {
-                "vocabulary": 257,
-                "hidden": 32,
-                "heads": 4,
-                "kv_heads": 2,
-                "feed_forward": 64,
-                "sequence": 32,
-                "attention": attention,
-            },
+            "model": {**model, "attention": attention},
             "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
             "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels, "open": is_open},
-            "training": {
-                "rows": 2,
-                "inner_tokens": 256,
-                "inner": {"learning_rate": 3e-3},
-                "schedule": {"kind": "constant", "warmup_steps": 5, "total_steps": 1000},
-                **training,
-            },
+            "training": {**learning, **training},
         }
     )
 
@@ -96,8 +85,7 @@ def write_conversations(folder: Path) -> Path:
     for number in range(200):
         asked = [{"role": "user", "content": f"{'What is ' * (number % 4)}{number}?"} for _ in range(1 + number % 2)]
         answers = [{"role": "assistant", "content": f"word{(number + k) % 5} and so on"} for k in range(len(asked))]
-        messages = [each for pair in zip(asked, answers, strict=True) for each in pair]
-        lines.append(json.dumps({"messages": messages}))
+        lines.append(json.dumps({"messages": [each for pair in zip(asked, answers, strict=True) for each in pair]}))
     (folder / "talk.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -214,11 +202,10 @@ def run_of_experts(folder: Path, experts: tuple[int, ...] = (2, 2)) -> tuple[Man
             (folder / f"{''.join(map(str, route))}{number:02}.txt").write_text(words)
     router = _router_by_letters(experts)
     manifest = small_run(folder, blocks=(0, *(1 for _ in experts)), inner_steps=4, attention="documents")
-    routing = RoutingSection(router=router_digest(router.to_bytes()), prefix=router.prefix)
     changes = {
         "stages": manifest.stages.model_copy(update={"experts": (1, *experts)}),
         "data": manifest.data.model_copy(update={"held_out": 0.0}),
-        "routing": routing,
+        "routing": RoutingSection(router=router_digest(router.to_bytes()), prefix=router.prefix),
     }
     return manifest.model_copy(update=changes), router
 

@@ -21,30 +21,19 @@ STAGE = 1
 
 def heavy_run(text: Path, *, blocks: int, feed_forward: int = 4096, inner_steps: int = 4) -> Manifest:
     """One stage that is much to exchange and little to compute."""
+    sizes = {"vocabulary": 257, "hidden": 256, "heads": 4, "kv_heads": 2, "sequence": 16}
+    optimizers = {"inner": {"learning_rate": 3e-4}, "outer": {"learning_rate": 0.7, "momentum": 0.5}}
+    schedule = {"kind": "constant", "warmup_steps": 5, "total_steps": 1000}
+    steps = {"rows": 1, "inner_tokens": 32, "inner_steps": inner_steps, "staleness": 1}
     return manifest_from_table(
         {
             "protocol": 2,
             "name": "heavy",
             "seed": 11,
-            "model": {
-                "vocabulary": 257,
-                "hidden": 256,
-                "heads": 4,
-                "kv_heads": 2,
-                "feed_forward": feed_forward,
-                "sequence": 16,
-            },
+            "model": {**sizes, "feed_forward": feed_forward},
             "stages": {"blocks": (0, blocks)},
             "data": {"source": f"path:{text}", "held_out": 0.1},
-            "training": {
-                "rows": 1,
-                "inner_tokens": 32,
-                "inner_steps": inner_steps,
-                "staleness": 1,
-                "inner": {"learning_rate": 3e-4},
-                "outer": {"learning_rate": 0.7, "momentum": 0.5},
-                "schedule": {"kind": "constant", "warmup_steps": 5, "total_steps": 1000},
-            },
+            "training": {**steps, **optimizers, "schedule": schedule},
         }
     )
 

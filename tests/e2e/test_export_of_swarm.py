@@ -140,12 +140,10 @@ async def test_a_swarm_killed_as_a_whole_goes_on(tmp_path: Path) -> None:
     assert end.data.completed == STEPS * manifest.microbatches_per_step
     assert abs(end.data.next_number - position.next_number) > 2**20, "numbers of the life before are used again"
     (summary,) = (event for event in second.summaries() if event.module == "0.0")
-    assert summary.microbatches.completed == end.data.completed
-    assert summary.microbatches.duplicated == 0
+    assert (summary.microbatches.completed, summary.microbatches.duplicated) == (end.data.completed, 0)
 
     async with LocalSwarm(manifest, options) as swarm:  # all its steps are done already
         third = Watch(swarm)
         await third.to_the_end(swarm)
         assert {end.exit_code for end in swarm.ends.values()} == {0}, swarm.ends
-    assert third.losses() == []
-    assert newest(folder, peers[0]).steps == STEPS
+    assert (third.losses(), newest(folder, peers[0]).steps) == ([], STEPS)

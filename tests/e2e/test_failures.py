@@ -40,8 +40,7 @@ REPLICATED = 1
 def _account(watch: Watch) -> MicrobatchCounts:
     """The data node's counts, in which nothing is missing and nothing counts twice."""
     [counts] = [summary.microbatches for summary in watch.summaries() if summary.module == "0.0"]
-    assert counts.started == counts.completed + counts.abandoned
-    assert counts.duplicated == 0
+    assert (counts.started, counts.duplicated) == (counts.completed + counts.abandoned, 0)
     return counts
 
 
@@ -50,8 +49,7 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=BLOCKS)
-    options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
-    async with LocalSwarm(manifest, options) as swarm:
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")) as swarm:
         watch = Watch(swarm)
         await watch.under_way(swarm)
         victim = next(peer for peer in swarm.peers if peer.stage == REPLICATED)
@@ -72,8 +70,7 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     lost = report.get("lost with a killed peer", 0)
     assert report["visits"] == 3 * counts.completed - lost
     assert number is signal.SIGKILL or lost == 0
-    events = {event.NAME for event in watch.seen}
-    assert not events & {"visit", "completed", "retracted"}, "they are for the log only"
+    assert not {event.NAME for event in watch.seen} & {"visit", "completed", "retracted"}, "they are for the log only"
 
 
 async def test_a_run_that_skips_stages_goes_round_one_that_has_lost_its_last_peer(tmp_path: Path) -> None:

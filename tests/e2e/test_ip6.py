@@ -48,8 +48,7 @@ async def test_a_node_joins_from_another_namespace(tmp_path: Path) -> None:
         options = LocalSwarmOptions(peers=2, steps=2, threads=1)
         async with LocalSwarm(manifest, options, deployments=network.deployment) as swarm:
             assert str(swarm.link.peers[0]).startswith("/ip6/fd91::1/tcp/")
-            watch = Watch(swarm)
-            await watch.to_the_end(swarm)
+            await Watch(swarm).to_the_end(swarm)
     assert swarm.progress.step == 2
 
 

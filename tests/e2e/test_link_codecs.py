@@ -36,8 +36,7 @@ async def codecs_when(link: str, network: Path, good: Callable[[set[str]], bool]
     """What all links use, as the nodes say when asked, as soon as it is so."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            status = await status_of(link, network)
-            answers = [peer["answered"] for peer in status["peers"]]
+            answers = [peer["answered"] for peer in (await status_of(link, network))["peers"]]
             if len(answers) == PEERS and all(answers) and good(used := chosen(answers)):
                 return used
 

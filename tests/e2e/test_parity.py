@@ -20,16 +20,7 @@ from node.start.cut_model import open_start
 from protocol.manifest.manifest import Manifest
 from swarm.routing.path_rules import ring_stages
 from swarm.vocabulary.types import PeerId
-from tests.e2e.small_run import (
-    Watch,
-    assert_same_parameters,
-    run_of_experts,
-    small_run,
-    solo_losses,
-    write_conversations,
-    write_documents,
-    write_text,
-)
+from tests.e2e import small_run as runs
 from tests.node.start.tiny_models import write_folder
 
 pytestmark = pytest.mark.e2e
@@ -43,7 +34,7 @@ STEPS = 20
 )
 async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> None:
     """Steps wait for each other, so hops put weight gradients off to their idle time; one process does not."""
-    watch = await _compare(small_run(write_text(tmp_path / "text"), inner_steps=inner_steps), tmp_path)
+    watch = await _compare(runs.small_run(runs.write_text(tmp_path / "text"), inner_steps=inner_steps), tmp_path)
     assert all((summary.busy_s.idle_work > 0) == (summary.module != "0.0") for summary in watch.summaries())
 
 
@@ -52,13 +43,13 @@ async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> N
 async def test_a_swarm_with_another_inner_optimizer_equals_one_process(tmp_path: Path, name: str) -> None:
     """SOAP's bases are refreshed in idle time, with the same lag as in one process that has none."""
     inner = {"name": name, "learning_rate": 3e-3}
-    await _compare(small_run(write_text(tmp_path / "text"), inner_steps=4, inner=inner), tmp_path)
+    await _compare(runs.small_run(runs.write_text(tmp_path / "text"), inner_steps=4, inner=inner), tmp_path)
 
 
 @pytest.mark.long
 async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> None:
     """Microbatches of unequal tokens make the same steps everywhere, and every hop masks alike."""
-    manifest = small_run(write_documents(tmp_path / "text"), inner_steps=4, attention="documents")
+    manifest = runs.small_run(runs.write_documents(tmp_path / "text"), inner_steps=4, attention="documents")
     texts = iter(TrainingFeed(manifest, open_documents(manifest), PeerId("a")).next, None)
     assert len({text.size for text in islice(texts, 40)}) > 2
     await _compare(manifest, tmp_path)
@@ -67,8 +58,8 @@ async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> 
 @pytest.mark.parametrize("attention", [pytest.param("causal", marks=pytest.mark.long), "documents"])
 async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, attention: str) -> None:
     """Microbatches with unequal numbers of labels: only what the assistant says is learnt, and told as the loss."""
-    text = write_conversations(tmp_path / "text")
-    manifest = small_run(text, inner_steps=4, attention=attention, labels="assistant")
+    text = runs.write_conversations(tmp_path / "text")
+    manifest = runs.small_run(text, inner_steps=4, attention=attention, labels="assistant")
     texts = list(islice(iter(TrainingFeed(manifest, open_documents(manifest), PeerId("a")).next, None), 40))
     assert len({text.scored for text in texts}) > 5
     assert all(0 < text.scored < text.size for text in texts)
@@ -77,7 +68,7 @@ async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, atten
 
 async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path) -> None:
     """Each of four stages sees every second microbatch."""
-    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2, inner_steps=4)
+    manifest = runs.small_run(runs.write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2, inner_steps=4)
     visited = [ring_stages(path_rules(manifest), number) for number in range(manifest.microbatches_per_step)]
     assert all(sum(stage in stages for stages in visited) == 2 for stage in range(1, 5))
     ring_only = Deployment(command=(sys.executable, "-P", "-m", "tests.e2e.ring_only"))
@@ -86,7 +77,7 @@ async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path) -> None:
 
 async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
     """Four kinds of documents, each a route of its own through two stages of two experts."""
-    manifest, router = run_of_experts(tmp_path / "text")
+    manifest, router = runs.run_of_experts(tmp_path / "text")
     texts = TrainingFeed(manifest, open_documents(manifest, router=router), PeerId("a"))
     routes = [texts.next().route for _ in range(STEPS * manifest.microbatches_per_step)]
     assert all(len(set(routes[at : at + 4])) == 4 for at in range(0, len(routes), 4))
@@ -97,7 +88,7 @@ async def test_a_swarm_that_starts_from_a_model_equals_one_process(tmp_path: Pat
     """With tied embeddings, norms of heads and biases, and with rounds, so that the first anchor is built upon."""
     model = tmp_path / "model"
     write_folder(model, "qwen3, tied, with biases", tie_word_embeddings=True)
-    base = small_run(write_text(tmp_path / "text"), blocks=(0, 2, 2), inner_steps=4)
+    base = runs.small_run(runs.write_text(tmp_path / "text"), blocks=(0, 2, 2), inner_steps=4)
     manifest = starting_from(model, base, is_default=False, keeps_blocks=True)
     watch = await _compare(manifest, tmp_path, model=model, learnt=0.3)
     fetched = {event.module: event.total_bytes for event in watch.seen if isinstance(event, CatchingUp)}
@@ -111,19 +102,19 @@ async def _compare(
     router: Router | None = None,
     model: Path | None = None,
     learnt: float = 0.5,
-) -> Watch:
+) -> runs.Watch:
     start = None if model is None else open_start(manifest, model)
-    solo = solo_losses(manifest, tmp_path / "solo", STEPS, router=router, start=start)
+    solo = runs.solo_losses(manifest, tmp_path / "solo", STEPS, router=router, start=start)
     peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
     options = LocalSwarmOptions(
         peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables, model=model
     )
     async with LocalSwarm(manifest, options, deployments=deployments) as swarm:
-        watch = Watch(swarm)
+        watch = runs.Watch(swarm)
         await watch.to_the_end(swarm)
     assert watch.losses() == pytest.approx(solo, abs=1e-4)
     assert solo[-1] < solo[0] - learnt, "nothing was learnt, so that equal losses would show nothing"
-    assert_same_parameters(manifest, tmp_path / "swarm", tmp_path / "solo")
+    runs.assert_same_parameters(manifest, tmp_path / "swarm", tmp_path / "solo")
     completed = STEPS * manifest.microbatches_per_step
     visits = {str(module): round(completed * demand_of(manifest, module)) for module in manifest.modules()}
     assert {summary.module: summary.accumulated for summary in watch.summaries()} == visits

@@ -46,8 +46,7 @@ async def test_a_running_swarm_tells_of_itself_and_any_part_of_it_can_be_measure
     """Of a run whose own paths skip a stage: the whole model, more than a path of training, and parts of it."""
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), per_path=1)
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1)) as swarm:
-        watch = Watch(swarm)
-        await watch.step(3)
+        await Watch(swarm).step(3)
         status = await query_status(swarm.link)
         assert status.run == swarm.link.run
         assert sorted(str(peer.module) for peer in status.peers) == ["0.0", "1.0", "2.0"]
@@ -61,8 +60,7 @@ async def test_a_running_swarm_tells_of_itself_and_any_part_of_it_can_be_measure
         shown.print(status_headline(status), status_table(status))
         assert all(peer.peer[-6:] in shown.export_text(clear=False) for peer in status.peers)
         whole = await query_evaluation(swarm.link, 2, WHOLE_MODEL)
-        assert whole["microbatches"] == 2
-        assert whole["tokens"] == 2 * manifest.microbatch_tokens
+        assert (whole["microbatches"], whole["tokens"]) == (2, 2 * manifest.microbatch_tokens)
         assert math.isfinite(whole["loss"])
         for paths, stages in ((WHOLE_MODEL, [[1, 2]]), (AskedPaths(1), [[1]]), (AskedPaths(1, True), [[1], [2]])):
             answer = await query_evaluation(swarm.link, 1, paths)
@@ -75,8 +73,7 @@ async def test_a_running_swarm_tells_of_itself_and_any_part_of_it_can_be_measure
 
 
 async def test_a_manifest_of_another_run_is_refused_at_once(tmp_path: Path) -> None:
-    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1))
-    signed = sign_manifest(manifest, Identity.generate())
+    signed = sign_manifest(small_run(write_text(tmp_path / "text"), blocks=(0, 1)), Identity.generate())
     tampered = tmp_path / "tampered.toml"
     tampered.write_bytes(signed.text.replace(b"seed = 11", b"seed = 12"))
     code, _, errors = await skipstone("join", str(tampered), "--identity", str(tmp_path / "key"))

@@ -31,8 +31,7 @@ async def test_survivors_commit_alike_when_the_convener_freezes_and_when_a_reduc
         tail = LogTail(tmp_path / "logs", RoundProgress)
         striker = Striker(swarm, tail)
         frozen = await striker.strike("convener", 50, signal.SIGSTOP)
-        woken = await see_it_through(swarm, watch, frozen, frozen=True)
-        assert woken.caught_up
+        assert (await see_it_through(swarm, watch, frozen, frozen=True)).caught_up
         killed = await striker.strike("reducer", 10, signal.SIGKILL)
         await see_it_through(swarm, watch, killed, frozen=False)
         tail.close()
@@ -60,5 +59,4 @@ async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
             assert [len(side) for side in parted.sides] == [2, 2]
             assert min(parted.apart) >= ROUNDS_APART
     assert {end.exit_code for end in swarm.ends.values()} == {0}
-    report = checked(tmp_path / "logs")
-    assert report["forks healed"] >= 1
+    assert checked(tmp_path / "logs")["forks healed"] >= 1

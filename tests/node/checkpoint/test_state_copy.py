@@ -99,8 +99,7 @@ class Replica:
 def test_it_goes_on_to_the_bit_through_a_file(tmp_path: Path) -> None:
     one, other = Replica(), Replica(seed=8)
     one.steps(0, 5)
-    state = capture_module((one.part,), one.optimizer, visits=5, tokens=5 * 32)
-    save_state(folder_at(tmp_path), PEER, ONE, state)
+    save_state(folder_at(tmp_path), PEER, ONE, capture_module((one.part,), one.optimizer, visits=5, tokens=5 * 32))
     one.steps(5, 5)  # what was captured is a copy, or this would change it
     other.steps(100, 2)
     found = load_newest(folder_at(tmp_path), PEER)
@@ -123,11 +122,9 @@ def test_moments_in_8_bits_go_on_to_the_bit_and_either_form_is_read_as_the_other
         post(lambda: states.append(captured())).result()
         save_state(folder_at(tmp_path), PEER, ONE, states.pop())
     found = load_newest(folder_at(tmp_path), PEER)
-    assert {tensor.dtype for own in found.state.inner.parameters.values() for tensor in own.tensors.values()} == {
-        torch.float32
-    }
-    other = Replica(seed=8, moments=MomentType.EIGHT_BIT)
-    plain = Replica(seed=8, moments=MomentType.EIGHT_BIT)
+    tensors = (tensor for own in found.state.inner.parameters.values() for tensor in own.tensors.values())
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+    other, plain = (Replica(seed=8, moments=MomentType.EIGHT_BIT) for _ in range(2))
     plain.optimizer = InnerOptimizer(small_manifest().training, [plain.total])
     for each in (other, plain):
         restore_module((each.part,), each.optimizer, found.state)
@@ -171,8 +168,7 @@ def test_a_state_of_another_model_changes_nothing() -> None:
         restore_module((one.part,), one.optimizer, state_of(1.0))
     with pytest.raises(StateError, match="another model"):
         one.optimizer.import_state(parameters_of(one.part), state_of(1.0).inner)
-    assert digest_of_tensors(parameters_of(one.part)) == before
-    assert one.optimizer.steps == 1
+    assert (digest_of_tensors(parameters_of(one.part)), one.optimizer.steps) == (before, 1)
 
 
 def at_once(job: Callable[[], None]) -> Future[None]:
@@ -182,8 +178,7 @@ def at_once(job: Callable[[], None]) -> Future[None]:
 
 
 def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
-    manifest = small_manifest()
-    worker, other = (host_hop(manifest, ModuleId(1), CPU, 0) for _ in range(2))
+    worker, other = (host_hop(small_manifest(), ModuleId(1), CPU, 0) for _ in range(2))
     worker.accumulated, worker.accumulated_tokens = 7, 200
     anchor = state_of(1.0, anchor=version(3)).anchor
     state = capture_hop(worker, Agreed(anchor, 2, 64), at_once)
@@ -197,11 +192,9 @@ def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
 
 def test_numbers_keep_away_from_those_of_the_life_before() -> None:
     data = state_of(1.0, cursor=CURSOR).data
-    assert first_number(None, 1000) == 1000
-    assert first_number(data, 2**40) == 2**40
+    assert (first_number(None, 1000), first_number(data, 2**40)) == (1000, 2**40)
     for near in (data.next_number - 1, data.next_number, data.next_number + RESERVED_NUMBERS):
-        number = first_number(data, near)
-        assert number > data.next_number + RESERVED_NUMBERS
+        assert first_number(data, near) > data.next_number + RESERVED_NUMBERS
     last = replace(data, next_number=NUMBERS // 2 - 5)
     for near in (NUMBERS // 2 - RESERVED_NUMBERS, NUMBERS // 2 - 1):
         assert abs(first_number(last, near) - last.next_number) > RESERVED_NUMBERS
@@ -221,8 +214,7 @@ def test_what_was_damaged_is_told_and_when_all_is_damaged_the_node_begins_anew(t
     assert "state-2.safetensors" in notes[0].message
     (folder.of(PEER) / "state-1.json").write_bytes(b"")
     resumed, (note,) = find_own(folder, PEER, None)
-    assert resumed.state is None
-    assert note.level == "warning"
+    assert (resumed.state, note.level) == (None, "warning")
     assert "starts without" in note.message
 
 
@@ -318,8 +310,7 @@ async def test_two_writes_never_overlap_and_the_last_one_waits_for_the_one_befor
         await until(lambda: bench.captures == 2)
         gate.set()
         await last
-    assert overlaps == 0
-    assert bench.newest() == 2
+    assert (overlaps, bench.newest()) == (0, 2)
 
 
 TENSORS = {"local/a": torch.arange(1000.0), "local/b": torch.arange(6.0).view(2, 3).T, "exp_avg/a": torch.ones(())}
@@ -396,8 +387,7 @@ def test_what_is_written_is_the_replica_at_one_moment(compute: ComputeThread, tm
 
     save_state(folder_at(tmp_path, SteppedStorage(disk)), PEER, ONE, captured.pop())
     stepping.pop().result(LONG_S)
-    found = load_newest(folder_at(tmp_path), PEER)
-    assert same(found.state, as_it_was)
+    assert same(load_newest(folder_at(tmp_path), PEER).state, as_it_was)
     assert replica.optimizer.steps == 5
 
 
@@ -414,8 +404,7 @@ def test_the_next_capture_does_not_mix_with_the_one_before(compute: ComputeThrea
     capturing = post(lambda: captured.append(capture()))
     writing = list(first.pieces())
     capturing.result(LONG_S)
-    second = captured[1].copying
-    second.give_up()
+    captured[1].copying.give_up()
     post(lambda: replica.steps(3, 1)).result(LONG_S)
     whole = torch.cat([tensor.reshape(-1) for tensor in expected_first.local.values()])
     assert torch.equal(numbers(writing)[: len(whole)], whole)
@@ -438,8 +427,7 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, state: ReplicaState) -> No
     found = load_newest(folder, PEER)
     assert same(found.state, state)
     assert not same(found.state, state_of(5.0))
-    assert found.header.owner.module == ONE
-    assert found.problems == ()
+    assert (found.header.owner.module, found.problems) == (ONE, ())
     assert read_manifest(folder.path).run == folder.run
 
 
@@ -530,8 +518,7 @@ def test_files_of_another_run_peer_module_or_number_are_refused(
         shutil.copy(foreign / source_peer / f"state-{number}.{kind}", folder.of(PEER) / f"state-2.{kind}")
     found = load_newest(folder, PEER, ONE)
     assert same(found.state, OLD)
-    is_a_state_of_its_own = whose == "module" and len(kinds) == 2  # then it is only not the module asked for
-    assert len(found.problems) == (0 if is_a_state_of_its_own else 1)
+    assert len(found.problems) == int(whose != "module" or len(kinds) == 1), "both: only not the module asked for"
 
 
 def test_an_older_state_of_another_module_is_no_damage(tmp_path: Path) -> None:
@@ -539,8 +526,7 @@ def test_an_older_state_of_another_module_is_no_damage(tmp_path: Path) -> None:
     save_state(folder, PEER, ModuleId(2), OLD)
     assert load_newest(folder, PEER, ONE) is None
     save_state(folder, PEER, ONE, NEW)
-    found = load_newest(folder, PEER, ModuleId(2))
-    assert same(found.state, OLD)
+    assert same(load_newest(folder, PEER, ModuleId(2)).state, OLD)
 
 
 @pytest.mark.parametrize(
@@ -653,14 +639,10 @@ def steps_of_a_save(path: Path) -> list[str]:
 
 def test_a_process_killed_at_any_step_of_a_save(tmp_path: Path) -> None:
     steps = steps_of_a_save(tmp_path / "counted")
-    assert steps.count("rename") == 2
-    assert steps.count("remove") == 2
+    assert (steps.count("rename"), steps.count("remove")) == (2, 2)
     shutil.copytree(tmp_path / "counted", tmp_path / "before")
     # One process forks for every step: importing torch for each would take minutes.
-    code = (
-        "import sys; from tests.node.checkpoint.test_state_copy import die_at_every_step; "
-        "die_at_every_step(sys.argv[1:])"
-    )
+    code = "import sys; from tests.node.checkpoint.test_state_copy import die_at_every_step as die; die(sys.argv[1:])"
     folders = [str(tmp_path / f"at-{step}") for step in range(1, len(steps) + 1)]
     for folder in folders:
         saved(Path(folder), state_of(1.0), state_of(2.0))
@@ -672,8 +654,7 @@ def test_a_process_killed_at_any_step_of_a_save(tmp_path: Path) -> None:
         assert same(found.state, state_of(2.0)) or same(found.state, state_of(3.0))
         outcomes.append(same(found.state, state_of(3.0)))
         save_state(folder_at(folder), PEER, ONE, state_of(4.0))  # and it goes on from there
-        again = load_newest(folder_at(folder), PEER)
-        assert same(again.state, state_of(4.0))
+        assert same(load_newest(folder_at(folder), PEER).state, state_of(4.0))
         assert len(list((folder / PEER).iterdir())) == 4, "what the crash left behind is gone"
     assert outcomes == sorted(outcomes), "once there, a snapshot stays"
     assert {True, False} == set(outcomes)
@@ -705,9 +686,8 @@ def test_a_disk_that_fails_at_any_step(tmp_path: Path) -> None:
         if step == "remove":  # the snapshot is whole, only an old file stays a while longer
             save_state(folder_at(folder, storage), PEER, ONE, expected)
         else:
-            with pytest.raises(
-                ResourceExhausted if number == errno.ENOSPC else StateError, match="cannot write the checkpoint"
-            ):
+            kind = ResourceExhausted if number == errno.ENOSPC else StateError
+            with pytest.raises(kind, match="cannot write the checkpoint"):
                 save_state(folder_at(folder, storage), PEER, ONE, expected)
         found = load_newest(folder_at(folder), PEER)
         assert found.problems == ()

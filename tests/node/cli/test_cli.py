@@ -121,8 +121,7 @@ class TestNew:
         result = ran("new", str(file), *words, "--stages-per-path", "1", "--visit-ratio", "1.5")
         signed = read_signed_manifest(file.read_bytes(), None)
         assert (signed.manifest.name, signed.manifest.seed) == ("mine", 7)
-        assert signed.manifest.stages.blocks == (0, 1, 1)
-        assert signed.manifest.stages.per_path == 1
+        assert (signed.manifest.stages.blocks, signed.manifest.stages.per_path) == ((0, 1, 1), 1)
         assert signed.manifest.stages.visit_ratio == 1.5
         assert signed.manifest.training.inner.name == "soap"
         assert signed.manifest.data.source == f"path:{text}"
@@ -157,15 +156,13 @@ class TestNew:
     def test_a_run_with_experts_has_a_router_beside_it(self, tmp_path: Path) -> None:
         file, text = tmp_path / "run.toml", corpus(tmp_path, *[b"some prose " * 40, b"int i = 0;\n" * 40] * 20)
         source = f"path:{text}"
-        result = ran(
-            "new", str(file), "--data", source, "--stages", "0,1,1", "--experts", "1,2,1", "--route-from", source
-        )
+        words = ("--stages", "0,1,1", "--experts", "1,2,1", "--route-from", source)
+        result = ran("new", str(file), "--data", source, *words)
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         assert manifest.stages.experts == (1, 2, 1)
         router = load_router(file, manifest)
         openings = [ByteTokenizer().encode((text / f"{number}.txt").read_bytes()) for number in (0, 1)]
-        routes = {best_route(router.affinity("", opening)) for opening in openings}
-        assert routes == {(0, 0), (1, 0)}
+        assert {best_route(router.affinity("", opening)) for opening in openings} == {(0, 0), (1, 0)}
         assert "4 modules; documents are routed to experts by" in result.stdout
         ran("new", str(tmp_path / "again.toml"), "--from", str(file), "--seed", "2")
         assert (tmp_path / "again.router").read_bytes() == router.to_bytes()
@@ -182,8 +179,7 @@ class TestNew:
         ran("solo", str(file), "--steps", "1", "--json", "--model", str(model))
         assert "--model DIR" in refused("solo", "--manifest", str(file), "--steps", "1")
         assert "--from-model" in refused("new", str(tmp_path / "again.toml"), "--from", str(file), "--stages", "0,2,2")
-        again = ("new", str(tmp_path / "again.toml"), *f"--from {file} --stages 0,2,2 --from-model {model}".split())
-        ran(*again)
+        ran("new", str(tmp_path / "again.toml"), *f"--from {file} --stages 0,2,2 --from-model {model}".split())
         refused("new", str(tmp_path / "odd.toml"), "--from-model", str(text))
 
     def test_experts_without_a_router_are_dealt_by_chance(self, tmp_path: Path) -> None:
@@ -240,8 +236,7 @@ class TestNew:
         assert "for cards of 4 GB" in " ".join(result.stdout.split())
         assert "500,000,000" in result.stdout
         assert manifest.training.schedule.total_tokens == 500_000_000
-        assert (manifest.seed, manifest.training.inner.name) == (5, "muon")
-        assert manifest.name == "run"
+        assert (manifest.seed, manifest.training.inner.name, manifest.name) == (5, "muon", "run")
 
 
 class TestJoin:
@@ -281,8 +276,7 @@ class TestJoin:
         assert "neither a join link nor a manifest" in refused("join", "nowhere")
         refused("join", "skipstone:short@x")
         refused("join", LINK, "--memory", "much")
-        assert run("join", LINK, "--no-such-option").exit_code == 2
-        assert run("join").exit_code == 2
+        assert (run("join", LINK, "--no-such-option").exit_code, run("join").exit_code) == (2, 2)
 
 
 WAITING_NODE = """
@@ -322,8 +316,7 @@ class TestSignals:
                 until(process, "up")
                 process.send_signal(number)
             out, err = process.communicate()
-        assert "stopped in good order" in out
-        assert "warning: careful" in out
+        assert all(words in out for words in ("stopped in good order", "warning: careful"))
         assert "careful" not in err
         assert ("once more to stop at once" in err) is (number is not None)
         assert process.returncode == 0
@@ -365,8 +358,7 @@ class TestUp:
         assert "starting a local swarm" in result.stderr
 
     def test_plain_lines(self, stand_ins: None) -> None:
-        result = run("up", "--steps", "2")
-        lines = result.stdout.splitlines()
+        lines = run("up", "--steps", "2").stdout.splitlines()
         assert lines[0] == "skipstone up: starting a local swarm"
         assert any(line.startswith("  skipstone join skipstone:") for line in lines)
         assert sum(line.startswith("step ") for line in lines) == 2
@@ -402,29 +394,12 @@ class TestUp:
         assert [path.name for path in tmp_path.iterdir()] == ["home"], "which has the link"
 
 
+FIGURES: dict[str, Any] = {"tokens_per_s": 1500.0, "slots": 4, "free_slots": 1, "steps": 12}
+OF_PEER: dict[str, Any] = {"peer": "12D3KooWabcdef", "module": "0.0", "addresses": ("127.0.0.1:5000",), **FIGURES}
+PEER = PeerStatus(state="serving\x1b[2J", answered=Status(steps=12), **OF_PEER)
+OF_RUN: dict[str, Any] = {"loss": 3.25, "tokens": 1000, "tokens_per_s": 1500.0, "microbatches": MicrobatchCounts(1, 1)}
 STATUS = SwarmStatus(
-    run="9f86d081884c7d65",
-    name="demo",
-    stages=2,
-    step=12,
-    loss=3.25,
-    tokens=1000,
-    tokens_per_s=1500.0,
-    microbatches=MicrobatchCounts(started=1, completed=1),
-    waiting_for=("1.0",),
-    peers=(
-        PeerStatus(
-            peer="12D3KooWabcdef",
-            module="0.0",
-            state="serving\x1b[2J",
-            addresses=("127.0.0.1:5000",),
-            tokens_per_s=1500.0,
-            slots=4,
-            free_slots=1,
-            steps=12,
-            answered=Status(steps=12),
-        ),
-    ),
+    run="9f86d081884c7d65", name="demo", stages=2, step=12, waiting_for=("1.0",), peers=(PEER,), **OF_RUN
 )
 
 
@@ -499,10 +474,8 @@ class TestModels:
     def test_generate(self, tmp_path: Path, checkpoint: Path) -> None:
         ran("export", str(checkpoint), str(tmp_path / "folder"))
         asked = ("the cat", "--tokens", "30", "--seed", "5", "--device", "cpu")
-        answers = [
-            json.loads(run("generate", str(path), *asked, "--json").stdout)
-            for path in (checkpoint, checkpoint, tmp_path / "folder")
-        ]
+        models = (checkpoint, checkpoint, tmp_path / "folder")
+        answers = [json.loads(run("generate", str(path), *asked, "--json").stdout) for path in models]
         assert answers[0] == answers[1] == answers[2]
         assert (answers[0]["prompt_tokens"], answers[0]["seed"]) == (7, 5)
         result = run("generate", str(checkpoint), *asked)
@@ -517,8 +490,7 @@ class TestModels:
             json.loads(run(*asked, *more).stdout)
             for more in ((), ("--stages-per-path", "2"), ("--stages-per-path", "1"))
         )
-        assert whole == every
-        assert (whole["stages"], part["stages"]) == ([1, 2], [1])
+        assert (whole, whole["stages"], part["stages"]) == (every, [1, 2], [1])
         assert whole["tokens"] != part["tokens"]
         assert "through stages 0 and 1" in run(*asked, "--stages-per-path", "1").stderr
         assert run(*asked, "--stages-per-path", "3").exit_code == ConfigError.exit_code
@@ -564,8 +536,7 @@ def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
     made = ran("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}", "--shard-tokens", "5")
     assert "2 documents, 10 tokens, 2 shards" in made.output
     ran("new", str(tmp_path / "run.toml"), "--data", f"tokens:{tmp_path / 'shards'}")
-    manifest = read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest
-    assert manifest.data.files.count == 4
+    assert read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest.data.files.count == 4
     assert "not empty" in refused("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}")
 
 

@@ -43,41 +43,16 @@ from tests.node.small_manifest import small_manifest
 PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 LINK = f"skipstone:{'0' * 64}@/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
 OTHER_LINK = f"skipstone:{'1' * 64}@/dns4/bootstrap/tcp/4001/p2p/{PEER}"
-OTHER_VALUES: dict[str, Any] = {
-    "stage": "2.2",
-    "moving": False,
-    "reads_text": False,
-    "invitation": "word",
-    "text": Path("/text"),
-    "tokenizer": Path("/tokenizer.json"),
-    "model": Path("/model"),
-    "allow_hub": True,
-    "yes": True,
-    "identity_path": Path("other"),
-    "listen": "127.0.0.1",
-    "advertise": "bootstrap",
-    "port": 4001,
-    "dht_port": 4002,
-    "reach": ReachMode.DIRECT,
-    "relay_megabytes_per_hour": 50,
-    "device": "cpu",
-    "threads": 3,
-    "slots": 5,
-    "window": 6,
-    "memory": "512MiB",
-    "memory_limit": "8GB",
-    "moments": MomentType.EIGHT_BIT,
-    "steps": 7,
-    "checkpoint_dir": Path("/saved"),
-    "checkpoint_every_s": 5.0,
-    "log_dir": Path("/events"),
-    "link_file": Path("link"),
-    "qr": True,
-    "patience_s": 1.5,
-    "as_json": True,
-    "stop_on_eof": True,
-    "log_level": LogLevel.DEBUG,
-}
+OTHER_VALUES: dict[str, Any] = (
+    {"moving": False, "reads_text": False, "allow_hub": True, "yes": True, "qr": True, "as_json": True}
+    | {"text": Path("/text"), "tokenizer": Path("/tokenizer.json"), "model": Path("/model")}
+    | {"identity_path": Path("other"), "log_dir": Path("/events"), "link_file": Path("link")}
+    | {"checkpoint_dir": Path("/saved"), "checkpoint_every_s": 5.0, "patience_s": 1.5, "stop_on_eof": True}
+    | {"port": 4001, "dht_port": 4002, "relay_megabytes_per_hour": 50, "threads": 3, "slots": 5, "window": 6}
+    | {"stage": "2.2", "invitation": "word", "listen": "127.0.0.1", "advertise": "bootstrap", "device": "cpu"}
+    | {"reach": ReachMode.DIRECT, "moments": MomentType.EIGHT_BIT, "log_level": LogLevel.DEBUG}
+    | {"memory": "512MiB", "memory_limit": "8GB", "steps": 7}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -144,8 +119,7 @@ class TestNodeSettings:
         variables = {"SKIPSTONE_LINK": OTHER_LINK, "SKIPSTONE_STAGE": "2", "SKIPSTONE_DATA": "0"}
         options = joined(monkeypatch, LINK, "--stage", "1", "--data", **variables)
         assert (str(options.link), options.stage, options.reads_text) == (LINK, "1", True)
-        empty = {variable(setting): "" for setting in SETTINGS}
-        assert joined(monkeypatch, LINK, **empty) == joined(monkeypatch, LINK)
+        assert joined(monkeypatch, LINK, **dict.fromkeys(map(variable, SETTINGS), "")) == joined(monkeypatch, LINK)
 
     def test_the_nodes_of_a_local_swarm_are_told_everything_else_themselves(
         self, monkeypatch: pytest.MonkeyPatch

@@ -216,8 +216,7 @@ def test_what_is_in_flight_or_not_applied_is_read_again() -> None:
 def test_a_text_that_sets_out_again_counts_under_its_new_name_and_a_dropped_one_not_at_all() -> None:
     position = position_after(3, 0)
     position.sent(text(0), named(7))
-    assert position.resume_at(among(0, 1, 2)) == at(0)
-    assert position.resume_at(among(7, 1, 2)) == at(3)
+    assert (position.resume_at(among(0, 1, 2)), position.resume_at(among(7, 1, 2))) == (at(0), at(3))
     position.dropped(text(1))
     assert position.resume_at(among(7)) == at(2)
 
@@ -227,8 +226,7 @@ def test_no_text_is_left_out_in_whatever_order_they_come_back(order: list[int], 
     position = position_after(8, 0)
     for index in order:
         position.came_back(text(index))
-    resumed = position.resume_at(among(*order[:applied]))
-    assert resumed == at(min(order[applied:], default=8))
+    assert position.resume_at(among(*order[:applied])) == at(min(order[applied:], default=8))
 
 
 def test_what_waits_while_others_set_out_is_read_again() -> None:
@@ -343,8 +341,7 @@ def test_a_cursor_brings_one_back(lengths: list[int], block: int, taken: int, ro
 
 def test_a_short_text_is_not_read_again_and_again_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BLOCK_TOKENS", 2**20)
-    texts = texts_of([30] * 40)
-    packer = DocumentPacker(MANIFEST, texts.endless(StreamPosition(), everything), Cursor())
+    packer = DocumentPacker(MANIFEST, texts_of([30] * 40).endless(StreamPosition(), everything), Cursor())
     first = packer.next()
     while first.start.block == packer.cursor.block:
         packer.next()
@@ -381,8 +378,7 @@ def test_a_block_that_was_packed_in_another_way_is_begun_anew() -> None:
     older = replace(packer.cursor, packing=1)
     assert older.taken == 2
     again = packer_of(texts, 400, older, endless=True)
-    assert again.cursor == begin
-    assert again.next().tokens.tolist() == first.tokens.tolist()
+    assert (again.cursor, again.next().tokens.tolist()) == (begin, first.tokens.tolist())
 
 
 def test_documents_that_would_not_fill_a_microbatch_are_of_the_next_block() -> None:
@@ -471,8 +467,7 @@ def test_no_token_is_lost_or_repeated(lengths: list[int], rows: int, sequence: i
     microbatches = all_of(row_packer(fragments_of(lengths), rows, sequence, block))
     tokens = sorted(token for microbatch in microbatches for token in microbatch.tokens.flatten().tolist())
     whole = (sum(lengths) - 1) // (rows * sequence)  # the last token is nobody's input: nothing follows it
-    assert len(microbatches) == whole
-    assert tokens == list(range(whole * rows * sequence))
+    assert (len(microbatches), tokens) == (whole, list(range(whole * rows * sequence)))
     for microbatch in microbatches:
         assert microbatch.tokens.shape == microbatch.labels.shape == (rows, sequence)
         assert microbatch.size == rows * sequence
@@ -489,8 +484,7 @@ def test_a_cursor_brings_rows_back(lengths: list[int], rows: int, sequence: int,
     cursor = first.cursor
     second = row_packer(documents.endless(cursor.block, everything), rows, sequence, block, cursor)
     for _ in range(6):
-        assert state_of(second.next()) == state_of(first.next())
-        assert second.cursor == first.cursor
+        assert (state_of(second.next()), second.cursor) == (state_of(first.next()), first.cursor)
 
 
 def test_rows_of_a_block_are_shuffled() -> None:

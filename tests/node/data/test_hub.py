@@ -42,8 +42,7 @@ def test_a_file_is_fetched_when_it_is_due_and_once(hub: LoopbackHub) -> None:
     assert hub.fetched == []
     assert stream.files == tuple(f"data/train-{number}.jsonl" for number in range(8))
     assert texts(stream, "data/train-3.jsonl") == [b"3a", b"3b"]
-    assert texts(stream, "data/train-3.jsonl", 1) == [b"3b"]
-    assert hub.fetched == ["data/train-3.jsonl"]
+    assert (texts(stream, "data/train-3.jsonl", 1), hub.fetched) == ([b"3b"], ["data/train-3.jsonl"])
     assert hub.tokens == []
 
 
@@ -86,8 +85,7 @@ def test_a_hub_that_fails_is_asked_again_so_often_and_no_more(hub: LoopbackHub) 
     pauses: list[float] = []
     stream = opened(pauses=pauses)
     hub.failures["data/train-0.jsonl"] = 2
-    assert texts(stream, "data/train-0.jsonl") == [b"0a", b"0b"]
-    assert pauses == [*WAITS[:2]]
+    assert (texts(stream, "data/train-0.jsonl"), pauses) == ([b"0a", b"0b"], [*WAITS[:2]])
     pauses.clear()
     hub.failures["data/train-1.jsonl"] = 1000
     with pytest.raises(ConfigError, match=r"cannot get data/train-1.jsonl of some/set from the hub: .*500"):
@@ -103,8 +101,7 @@ def test_a_hub_that_fails_is_asked_again_so_often_and_no_more(hub: LoopbackHub) 
 def test_a_list_of_files_is_asked_for_again_too(hub: LoopbackHub) -> None:
     pauses: list[float] = []
     hub.unlisted = 2
-    assert len(opened(pauses=pauses).files) == 8
-    assert pauses == [*WAITS[:2]]
+    assert (len(opened(pauses=pauses).files), pauses) == (8, [*WAITS[:2]])
 
 
 def test_a_file_of_another_size_than_the_listing_says_is_not_read(hub: LoopbackHub, tmp_path: Path) -> None:

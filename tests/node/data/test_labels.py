@@ -19,14 +19,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.data.documents import (
-    UNSCORED,
-    Documents,
-    MalformedDocumentError,
-    StreamPosition,
-    conversation,
-    everything,
-)
+from node.data.documents import UNSCORED, Documents, MalformedDocumentError, StreamPosition, conversation, everything
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents, sample_text
 from node.data.tokenizers import ByteTokenizer, FileTokenizer
 from protocol.manifest.manifest import Manifest
@@ -64,8 +57,7 @@ def test_labels_are_the_tokens_at_their_places(talk: list[tuple[str, str]]) -> N
     assert marked.tokens.dtype == marked.wanted.dtype == np.int64
     assert np.all((marked.wanted == marked.tokens) | (marked.wanted == UNSCORED))
     answers = [content.encode(errors="replace") + b"<|im_end|>" for role, content in talk if role == "assistant"]
-    assert said(marked.wanted) == b"".join(answers)
-    assert marked.is_of_use == bool(answers)
+    assert (said(marked.wanted), marked.is_of_use) == (b"".join(answers), bool(answers))
 
 
 @pytest.mark.parametrize(

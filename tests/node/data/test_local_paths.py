@@ -25,8 +25,7 @@ def test_no_path_of_somebody_else_s_manifest_is_opened(source: str) -> None:
 def test_the_person_s_word_counts_whoever_signed_and_whatever_the_manifest_says() -> None:
     for own in (True, False):
         place = local_paths(DataSection(source="path:/elsewhere"), LocalPathOptions(text=HERE), own=own)
-        assert place.value == LocalPaths(HERE)
-        assert place.reason == "given by --text"
+        assert (place.value, place.reason) == (LocalPaths(HERE), "given by --text")
 
 
 def test_one_s_own_manifest_is_believed() -> None:

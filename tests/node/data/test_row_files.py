@@ -102,8 +102,7 @@ def texts(place: Path | str, **changes: Any) -> list[str]:
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_each_kind_of_rows_gives_its_column(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(OF_ROWS[name])
-    assert texts(tmp_path / name) == TEXTS
-    assert texts(f"{tmp_path / name}:text") == TEXTS
+    assert (texts(tmp_path / name), texts(f"{tmp_path / name}:text")) == (TEXTS, TEXTS)
     for start in (0, 1, 7, 39, 40):
         assert len([*rows_of(tmp_path / name, "text", start, is_chat=False)]) == 40 - start
 

@@ -176,8 +176,7 @@ PANICS_ON = b"a" * 60 + b"b"
 def panicking(tmp_path: Path) -> FileTokenizer:
     """The Rust library ends an endless search by a panic, which is no `Exception` in Python."""
     tokenizer = tokenizers.Tokenizer.from_str(word_tokenizer("<unk>", "a", "</s>").decode())
-    pattern = tokenizers.Regex(r"^(a|aa|a?)+$")
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"^(a|aa|a?)+$"), "isolated")
     content = tokenizer.to_str().encode()
     (tmp_path / "t.json").write_bytes(content)
     return FileTokenizer(tmp_path / "t.json", hashlib.sha256(content).hexdigest())

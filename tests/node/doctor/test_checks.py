@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,12 +86,8 @@ def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() ->
     wanted = WantedVersions(">=3.11", {"torch": "==2.13.*", "hivemind": "==1.1.12", "grpcio": ">=1.80"})
     there = {"torch": "2.12.1", "grpcio": "1.85.1"}
     found = {finding.check: finding for finding in versions(wanted, "3.11.7", there.get)}
-    assert {name: finding.level for name, finding in found.items()} == {
-        "python": Level.OK,
-        "torch": Level.FAIL,
-        "hivemind": Level.FAIL,
-        "grpcio": Level.OK,
-    }
+    levels = {"python": Level.OK, "torch": Level.FAIL, "hivemind": Level.FAIL, "grpcio": Level.OK}
+    assert {name: finding.level for name, finding in found.items()} == levels
     assert found["torch"].fix == "pip install 'torch==2.13.*'"
     assert "not installed" in found["hivemind"].found
 
@@ -130,8 +127,7 @@ def test_a_folder_that_is_still_to_be_made_is_looked_at_where_it_will_be(tmp_pat
 
 @pytest.mark.parametrize("free", [GIB // 2, 2 * GIB, 50 * GIB])
 def test_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    usage = type("Usage", (), {"free": free})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     expected = Level.FAIL if free < GIB else Level.WARN if free < 5 * GIB else Level.OK
     assert look_at_disk([("logs", tmp_path)])[0].level is expected
 
@@ -208,10 +204,8 @@ def test_a_port_that_is_taken_fails_and_a_free_one_does_not() -> None:
     with socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
         finding = look_at_port(HERE, port)[0]
-        assert finding.level is Level.FAIL
-        assert str(port) in finding.found
-    assert look_at_port(HERE, port)[0].level is Level.OK
-    assert look_at_port(HERE, 0)[0].level is Level.OK
+        assert (finding.level, str(port) in finding.found) == (Level.FAIL, True)
+    assert [look_at_port(HERE, free)[0].level for free in (port, 0)] == [Level.OK, Level.OK]
     assert look_at_port("203.0.113.1", 0)[0].level is Level.FAIL, "no address of this machine"
 
 
@@ -238,8 +232,7 @@ async def test_an_offset_is_taken_at_half_the_round_trip() -> None:
         clock.now += 2.0
         return said
 
-    offset = await clock_offset(answer, clock)
-    assert offset == pytest.approx(7.0, abs=0.01)
+    assert await clock_offset(answer, clock) == pytest.approx(7.0, abs=0.01)
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"no json", b'{"unix_ms": "now"}', b'{"unix_ms": true}', None])
@@ -253,14 +246,9 @@ async def test_a_peer_that_does_not_tell_its_time_is_left_out(answer: bytes | No
 
 
 def test_a_node_that_nobody_can_dial_fails_and_says_what_to_do() -> None:
-    levels = {step: reach_finding(Standing(step, "because", fix="forward it")).level for step in ReachStep}
-    assert levels == {
-        ReachStep.DIRECT: Level.OK,
-        ReachStep.MAPPED: Level.OK,
-        ReachStep.REVERSE: Level.WARN,
-        ReachStep.UNKNOWN: Level.WARN,
-        ReachStep.UNREACHABLE: Level.FAIL,
-    }
+    levels = {step.name: reach_finding(Standing(step, "because", fix="forward it")).level.name for step in ReachStep}
+    expected = {"DIRECT": "OK", "MAPPED": "OK", "REVERSE": "WARN", "UNKNOWN": "WARN", "UNREACHABLE": "FAIL"}
+    assert levels == expected
     finding = reach_finding(Standing(ReachStep.UNREACHABLE, "because", fix="forward it"))
     assert (finding.found, finding.fix) == ("unreachable: because", "forward it")
 
@@ -318,8 +306,7 @@ def test_the_command_ends_with_1_only_when_a_check_fails(tmp_path: Path) -> None
 
 
 def test_the_report_is_well_with_warnings() -> None:
-    findings = [Finding("a", Level.WARN, "so so", "better"), Finding("b", Level.SKIP, "not looked at")]
-    said = report(findings)
+    said = report([Finding("a", Level.WARN, "so so", "better"), Finding("b", Level.SKIP, "not looked at")])
     assert said["ok"]
     assert said["checks"][0] == {"check": "a", "level": "warn", "found": "so so", "fix": "better"}
 

@@ -11,23 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.experts.router import (
-    BUCKETS,
-    MAX_ROUTER_BYTES,
-    SLACK,
-    ChanceRouter,
-    Router,
-    StageTable,
-    Tokens,
-    balanced,
-    buckets,
-    document_router,
-    even_bias,
-    fit_router,
-    read_router,
-    router_digest,
-    shares_of_tokens,
-)
+from node.experts import router as routing
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, StateError
@@ -37,24 +21,24 @@ from tests.node.small_manifest import small_manifest
 PREFIX = 8
 
 
-def some_router(experts: tuple[int, ...] = (1, 2, 3), prefix: int = PREFIX, seed: int = 0) -> Router:
+def some_router(experts: tuple[int, ...] = (1, 2, 3), prefix: int = PREFIX, seed: int = 0) -> routing.Router:
     random = np.random.default_rng(seed)
 
-    def table(count: int) -> StageTable:
-        return StageTable(
-            random.integers(-127, 128, (count, BUCKETS)).astype(np.int8),
+    def table(count: int) -> routing.StageTable:
+        return routing.StageTable(
+            random.integers(-127, 128, (count, routing.BUCKETS)).astype(np.int8),
             random.integers(-200, 201, count).astype(np.int32),
             tuple([1 / count] * count),
         )
 
-    return Router(tuple(table(count) if count > 1 else None for count in experts[1:]), prefix)
+    return routing.Router(tuple(table(count) if count > 1 else None for count in experts[1:]), prefix)
 
 
-def manifest_with(router: Router, **changes: Any) -> Manifest:
+def manifest_with(router: routing.Router, **changes: Any) -> Manifest:
     return small_manifest(
         model__attention="documents",
         stages__experts=router.experts,
-        routing={"router": router_digest(router.to_bytes()), "prefix": router.prefix},
+        routing={"router": routing.router_digest(router.to_bytes()), "prefix": router.prefix},
         **changes,
     )
 
@@ -62,7 +46,7 @@ def manifest_with(router: Router, **changes: Any) -> Manifest:
 ROUTER = some_router()
 
 
-def tokens(text: bytes) -> Tokens:
+def tokens(text: bytes) -> routing.Tokens:
     return np.frombuffer(text, np.uint8).astype(np.int64)
 
 
@@ -73,7 +57,8 @@ def test_a_score_is_the_sum_of_the_pairs_entries_and_the_bias() -> None:
         for expert, score in enumerate(scores):
             pairs = zip(opening[: PREFIX - 1].tolist(), opening[1:PREFIX].tolist(), strict=True)
             entries = [
-                int(table.entries[expert, (31 * after + 1009 * before + 7) % BUCKETS]) for before, after in pairs
+                int(table.entries[expert, (31 * after + 1009 * before + 7) % routing.BUCKETS])
+                for before, after in pairs
             ]
             assert score == sum(entries) + int(table.bias[expert])
     assert len(best_route(found)) == 2
@@ -85,16 +70,16 @@ def test_what_follows_the_prefix_has_no_say(text: bytes) -> None:
 
 
 def test_buckets_are_in_range_for_any_vocabulary() -> None:
-    found = buckets(np.array([999_999, 0, 256, 999_999], dtype=np.int64))
+    found = routing.buckets(np.array([999_999, 0, 256, 999_999], dtype=np.int64))
     assert found.min() >= 0
-    assert found.max() < BUCKETS
+    assert found.max() < routing.BUCKETS
 
 
 @pytest.mark.parametrize("experts", [(1, 2, 3), (1, 1, 4), (1, 2, 1)])
 def test_its_bytes_give_it_back(experts: tuple[int, ...]) -> None:
     router = some_router(experts)
     data = router.to_bytes()
-    back = read_router(data, manifest_with(router))
+    back = routing.read_router(data, manifest_with(router))
     assert back.to_bytes() == data
     scores = back.affinity("", tokens(b"some text"))
     assert scores == router.affinity("", tokens(b"some text"))
@@ -104,9 +89,9 @@ def test_its_bytes_give_it_back(experts: tuple[int, ...]) -> None:
 
 def test_another_router_than_the_manifest_names_is_refused() -> None:
     with pytest.raises(StateError, match="this is not the router"):
-        read_router(some_router(seed=1).to_bytes(), manifest_with(ROUTER))
+        routing.read_router(some_router(seed=1).to_bytes(), manifest_with(ROUTER))
     with pytest.raises(StateError, match="this is not the router"):
-        read_router(bytes(MAX_ROUTER_BYTES + 1), manifest_with(ROUTER))
+        routing.read_router(bytes(routing.MAX_ROUTER_BYTES + 1), manifest_with(ROUTER))
 
 
 DATA = ROUTER.to_bytes()
@@ -129,36 +114,37 @@ DATA = ROUTER.to_bytes()
 )
 def test_bytes_that_make_no_router_are_refused_though_the_manifest_names_them(data: bytes, why: str) -> None:
     table = manifest_with(ROUTER).model_dump()
-    table["routing"]["router"] = router_digest(data)
+    table["routing"]["router"] = routing.router_digest(data)
     with pytest.raises(StateError, match=why):
-        read_router(data, manifest_from_table(table))
+        routing.read_router(data, manifest_from_table(table))
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_end_in_a_router_or_a_state_error(data: bytes) -> None:
     table = manifest_with(ROUTER).model_dump()
-    table["routing"]["router"] = router_digest(data)
+    table["routing"]["router"] = routing.router_digest(data)
     with pytest.raises(StateError):
-        read_router(data, manifest_from_table(table))
+        routing.read_router(data, manifest_from_table(table))
 
 
 def test_chance_deals_evenly_and_by_name_and_seed() -> None:
-    router = ChanceRouter(3, (1, 2, 3))
+    router = routing.ChanceRouter(3, (1, 2, 3))
     routes = [best_route(router.affinity(str(number), tokens(b""))) for number in range(3000)]
     assert routes == [best_route(router.affinity(str(number), tokens(b"other"))) for number in range(3000)]
-    assert routes != [best_route(ChanceRouter(4, (1, 2, 3)).affinity(str(n), tokens(b""))) for n in range(3000)]
+    assert routes != [best_route(routing.ChanceRouter(4, (1, 2, 3)).affinity(str(n), tokens(b""))) for n in range(3000)]
     for route in {(first, second) for first in range(2) for second in range(3)}:
         assert routes.count(route) == pytest.approx(500, abs=100)
 
 
 def test_a_run_has_the_router_that_its_manifest_names() -> None:
-    assert document_router(small_manifest(), None) is None
-    assert document_router(manifest_with(ROUTER), ROUTER) is ROUTER
+    assert routing.document_router(small_manifest(), None) is None
+    assert routing.document_router(manifest_with(ROUTER), ROUTER) is ROUTER
     assert isinstance(
-        document_router(small_manifest(stages__experts=2, model__attention="documents"), None), ChanceRouter
+        routing.document_router(small_manifest(stages__experts=2, model__attention="documents"), None),
+        routing.ChanceRouter,
     )
     with pytest.raises(ConfigError, match=r"the router of run .* is missing"):
-        document_router(manifest_with(ROUTER), None)
+        routing.document_router(manifest_with(ROUTER), None)
 
 
 @pytest.mark.parametrize("experts", [2, 3, 8])
@@ -166,23 +152,23 @@ def test_no_expert_has_much_more_than_its_share(experts: int) -> None:
     random = np.random.default_rng(experts)
     scores = random.integers(-1000, 1000, (600, experts)) + np.arange(experts) * 500
     sizes = np.rint(random.lognormal(6, 1, 600)).astype(np.int64)
-    assert shares_of_tokens(scores, sizes).max() * experts > 1.3
-    assert shares_of_tokens(scores + even_bias(scores, sizes, 1.1), sizes).max() * experts <= 1.1
+    assert routing.shares_of_tokens(scores, sizes).max() * experts > 1.3
+    assert routing.shares_of_tokens(scores + routing.even_bias(scores, sizes, 1.1), sizes).max() * experts <= 1.1
 
 
 def test_shares_that_are_even_enough_stay() -> None:
     scores = np.array([[5, 1], [5, 1], [1, 5]])
-    assert even_bias(scores, np.array([4, 1, 5]), 1.0).tolist() == [0, 0]
-    assert even_bias(scores, np.array([4, 5, 5]), 1.3).tolist() == [0, 0]
+    assert routing.even_bias(scores, np.array([4, 1, 5]), 1.0).tolist() == [0, 0]
+    assert routing.even_bias(scores, np.array([4, 5, 5]), 1.3).tolist() == [0, 0]
     scores = np.array([[9, 1], [1, 9], [1, 9]])
-    bias = even_bias(scores, np.array([100, 3, 3]), 1.1)
+    bias = routing.even_bias(scores, np.array([100, 3, 3]), 1.1)
     assert (scores + bias).argmax(axis=1).tolist() == [0, 1, 1], "one large document cannot be evened"
 
 
 KINDS = (b"abcd ", b"0123,", b"xyz;\n", b"(){}=")
 
 
-def documents(of_each: int) -> tuple[list[tuple[Tokens, int]], list[int]]:
+def documents(of_each: int) -> tuple[list[tuple[routing.Tokens, int]], list[int]]:
     """Openings of four kinds, of documents as long as each other, and the kind of each."""
     random = np.random.default_rng(5)
     kinds = [kind for kind in range(len(KINDS)) for _ in range(of_each)]
@@ -190,13 +176,13 @@ def documents(of_each: int) -> tuple[list[tuple[Tokens, int]], list[int]]:
     return [(opening, 100) for opening in openings], kinds
 
 
-def routes_of(router: Router, documents: list[tuple[Tokens, int]]) -> list[Route]:
+def routes_of(router: routing.Router, documents: list[tuple[routing.Tokens, int]]) -> list[Route]:
     return [best_route(router.affinity("", opening)) for opening, _ in documents]
 
 
 def test_each_kind_of_document_has_a_route_of_its_own() -> None:
     openings, kinds = documents(12)
-    fitted = fit_router(openings, (1, 2, 2), 64, seed=1, restarts=3)
+    fitted = routing.fit_router(openings, (1, 2, 2), 64, seed=1, restarts=3)
     routes = {(kind, route) for kind, route in zip(kinds, routes_of(fitted, openings), strict=True)}
     assert len(routes) == 4
     assert {route for _, route in routes} == {(0, 0), (0, 1), (1, 0), (1, 1)}
@@ -206,7 +192,7 @@ def test_each_kind_of_document_has_a_route_of_its_own() -> None:
 
 def test_stages_of_one_expert_are_shared() -> None:
     openings, _ = documents(8)
-    fitted = fit_router(openings, (1, 1, 4), 64, seed=1, restarts=2)
+    fitted = routing.fit_router(openings, (1, 1, 4), 64, seed=1, restarts=2)
     assert fitted.tables[0] is None
     assert set(routes_of(fitted, openings)) == {(0, expert) for expert in range(4)}
 
@@ -214,16 +200,16 @@ def test_stages_of_one_expert_are_shared() -> None:
 def test_what_a_router_cannot_tell_apart_is_refused() -> None:
     openings, _ = documents(4)
     with pytest.raises(ConfigError, match=r"16 non-empty documents are too few to fit 4 routes"):
-        fit_router(openings, (1, 2, 2), 64, seed=1)
+        routing.fit_router(openings, (1, 2, 2), 64, seed=1)
     with pytest.raises(ConfigError, match="18 experts on 18 routes"):
-        fit_router(openings, (1, 18), 64, seed=1)
+        routing.fit_router(openings, (1, 18), 64, seed=1)
 
 
 def test_experts_have_equal_shares_of_the_tokens_and_not_of_the_documents() -> None:
     random = np.random.default_rng(6)
     sizes = np.rint(random.lognormal(6, 1.5, 400)).astype(int).tolist()
     fitted_to = [(random.integers(97, 123, 64), size) for size in sizes]
-    fitted = fit_router(fitted_to, (1, 1, 2), 64, seed=1, restarts=1)
+    fitted = routing.fit_router(fitted_to, (1, 1, 2), 64, seed=1, restarts=1)
     table = fitted.tables[1]
     assert max(table.shares) <= 0.52
     of_tokens = [0, 0]
@@ -242,13 +228,12 @@ SCORES = st.integers(2, 5).flatmap(
 @given(SCORES)
 def test_no_cluster_has_more_than_its_share_and_a_twentieth_unless_there_is_room(scores: list[list[float]]) -> None:
     clusters = len(scores[0])
-    chosen = balanced(scores, clusters)
+    chosen = routing.balanced(scores, clusters)
     assert len(chosen) == len(scores)
-    assert max(Counter(chosen).values()) <= math.ceil(SLACK * len(scores) / clusters)
-    best = balanced(scores, clusters, slack=clusters)
+    assert max(Counter(chosen).values()) <= math.ceil(routing.SLACK * len(scores) / clusters)
+    best = routing.balanced(scores, clusters, slack=clusters)
     assert all(of[cluster] == max(of) for of, cluster in zip(scores, best, strict=True))
 
 
 def test_who_would_lose_the_most_chooses_first() -> None:
-    scores = [[1.0, 0.9], [5.0, 0.0], [3.0, 2.0], [4.0, 4.0]]
-    assert balanced(scores, 2, slack=1.0) == [1, 0, 0, 1]
+    assert routing.balanced([[1.0, 0.9], [5.0, 0.0], [3.0, 2.0], [4.0, 4.0]], 2, slack=1.0) == [1, 0, 0, 1]

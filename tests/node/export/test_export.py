@@ -29,16 +29,7 @@ from node.solo.trainer import WholeModel
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest
-from swarm.vocabulary.errors import (
-    ConfigError,
-    CorruptSnapshot,
-    ManifestError,
-    NoQuorum,
-    ResourceExhausted,
-    SkipstoneError,
-    StateError,
-    Unreachable,
-)
+from swarm.vocabulary import errors
 from swarm.vocabulary.types import ModuleId, PeerId
 from tests.node.checkpoint.saved_states import (
     CPU,
@@ -102,8 +93,7 @@ def test_an_export_of_an_export_is_the_same(tmp_path: Path, folder: Path) -> Non
 
 
 def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
-    manifest = small_manifest(stages__per_path=1)
-    checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", small_manifest(stages__per_path=1))
     (tmp_path / "folder").mkdir()  # an empty folder is taken
     done = exported(checkpoint, tmp_path / "folder")
     origin = json.loads((tmp_path / "folder" / "skipstone.json").read_text())
@@ -118,20 +108,18 @@ def test_a_downloaded_folder_opens_nothing_here_and_one_s_own_does(
     """Its manifest names text and a tokenizer that may be anybody's; who has signed it with this machine's key has
     named them himself."""
     monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
-    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
-    manifest = small_manifest(
-        data__source=f"path:{tmp_path / 'text'}",
-        data__tokenizer=f"file:{tmp_path / 'text'}",
-        data__tokenizer_sha256="0" * 64,
-    )
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    tokenizer = {"data__tokenizer": f"file:{text}", "data__tokenizer_sha256": "0" * 64}
+    manifest = small_manifest(data__source=f"path:{text}", **tokenizer)
     checkpoint = save_checkpoint(tmp_path / "downloaded", manifest)
-    with pytest.raises(ConfigError, match="--text"):
+    with pytest.raises(errors.ConfigError, match="--text"):
         asyncio.run(evaluate_model(str(checkpoint), 3))
-    with pytest.raises(ConfigError, match="--tokenizer"):
+    with pytest.raises(errors.ConfigError, match="--tokenizer"):
         exported(checkpoint, tmp_path / "folder")
     own = Identity.create(tmp_path / "identity.key")
     (checkpoint / "manifest.toml").write_bytes(sign_manifest(manifest, own).text)
-    with pytest.raises(ConfigError, match="has SHA-256"):  # it was opened, and is another one
+    with pytest.raises(errors.ConfigError, match="has SHA-256"):  # it was opened, and is another one
         exported(checkpoint, tmp_path / "folder")
 
 
@@ -141,9 +129,8 @@ def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
     model = noisy_model(manifest)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
     told = LocalPathOptions(text=tmp_path / "text")
-    measured = asyncio.run(
-        evaluate_model(str(checkpoint), 3, paths=AskedPaths(1, every_subset=True), local_path_options=told)
-    )
+    every = AskedPaths(1, every_subset=True)
+    measured = asyncio.run(evaluate_model(str(checkpoint), 3, paths=every, local_path_options=told))
     texts = list(held_out_microbatches(manifest, 3))
     expected = [sum(loss_of(model, text, (stage,)) for text in texts) / 3 for stage in (1, 2)]
     assert [subset["stages"] for subset in measured["subsets"]] == [[1], [2]]
@@ -158,7 +145,7 @@ class TestTarget:
     def test_an_export_gives_way_only_when_asked_for(self, tmp_path: Path, folder: Path) -> None:
         other = save_checkpoint(tmp_path / "other", small_manifest(seed=9))
         before = contents(folder)
-        with pytest.raises(ConfigError, match="already has an export"):
+        with pytest.raises(errors.ConfigError, match="already has an export"):
             exported(other, folder)
         exported(folder, folder, replace=True, shard_bytes=A_FEW_TENSORS)
         assert contents(folder) == before, "it may replace itself"
@@ -170,7 +157,7 @@ class TestTarget:
         (tmp_path / "file").write_text("precious")
         (tmp_path / "link").symlink_to(tmp_path / "nowhere")
         for name, message in (("checkpoint", "not empty"), ("file", "not a folder"), ("link", "not a folder")):
-            with pytest.raises(ConfigError, match=message):
+            with pytest.raises(errors.ConfigError, match=message):
                 exported(checkpoint, tmp_path / name, replace=True)
         assert (tmp_path / "file").read_text() == "precious"
 
@@ -185,7 +172,7 @@ class TestTarget:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("os.fsync", disk_full)
-        with pytest.raises(StateError, match="No space left") as caught:
+        with pytest.raises(errors.StateError, match="No space left") as caught:
             exported(tmp_path / "checkpoint", target, replace=replace)
         assert "free space" in caught.value.hint
         assert contents(folder) == before
@@ -193,7 +180,7 @@ class TestTarget:
 
     def test_a_damaged_source_leaves_nothing(self, tmp_path: Path, checkpoint: Path) -> None:
         flip(file_of(checkpoint, "2.0"))
-        with pytest.raises(CorruptSnapshot, match=r"module 2\.0"):
+        with pytest.raises(errors.CorruptSnapshot, match=r"module 2\.0"):
             exported(checkpoint, tmp_path / "folder")
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
@@ -202,19 +189,19 @@ class TestCheckpointSource:
     def test_a_changed_manifest_is_said(self, checkpoint: Path) -> None:
         manifest = checkpoint / "manifest.toml"
         manifest.write_text(manifest.read_text().replace("seed = 3", "seed = 4"))
-        with pytest.raises(ManifestError, match="changed after signing"):
+        with pytest.raises(errors.ManifestError, match="changed after signing"):
             decoder_of(checkpoint)
 
     def test_a_manifest_of_a_huge_model_costs_no_memory(self, checkpoint: Path) -> None:
         huge = small_manifest(model__hidden=65_536, model__heads=512, model__kv_heads=512, model__vocabulary=1_000_000)
         (checkpoint / "manifest.toml").write_bytes(sign_manifest(huge, Identity.generate()).text)
-        with pytest.raises(StateError):
+        with pytest.raises(errors.StateError):
             decoder_of(checkpoint)
 
     def test_a_folder_with_nothing_of_ours(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="not a checkpoint"):
+        with pytest.raises(errors.ConfigError, match="not a checkpoint"):
             decoder_of(tmp_path)
-        with pytest.raises(ConfigError, match="not a join link, a checkpoint or"):
+        with pytest.raises(errors.ConfigError, match="not a join link, a checkpoint or"):
             decoder_of(tmp_path / "none")
 
 
@@ -226,7 +213,7 @@ class TestExportedSource:
     def test_a_config_that_is_not_the_manifests_is_refused(self, folder: Path, key: str, value: float) -> None:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
-        with pytest.raises(StateError, match=f"config.json: {key} is {value}") as caught:
+        with pytest.raises(errors.StateError, match=f"config.json: {key} is {value}") as caught:
             decoder_of(folder)
         assert "Export the model again" in caught.value.hint
 
@@ -234,13 +221,13 @@ class TestExportedSource:
         for file in sorted(folder.glob("*.safetensors")):
             whole = file.read_bytes()
             flip(file)
-            with pytest.raises(CorruptSnapshot, match=file.name):
+            with pytest.raises(errors.CorruptSnapshot, match=file.name):
                 decoder_of(folder)
             file.write_bytes(whole[:-1])
-            with pytest.raises(CorruptSnapshot, match=file.name):
+            with pytest.raises(errors.CorruptSnapshot, match=file.name):
                 decoder_of(folder)
             file.unlink()
-            with pytest.raises(StateError, match=file.name):
+            with pytest.raises(errors.StateError, match=file.name):
                 decoder_of(folder)
             file.write_bytes(whole)
 
@@ -249,30 +236,30 @@ class TestExportedSource:
         tensors = load_file(file)
         name = min(tensors)
         save_file({**tensors, name: tensors[name].to(torch.float16)}, file)
-        with pytest.raises(StateError, match=f"{name} is F16"):
+        with pytest.raises(errors.StateError, match=f"{name} is F16"):
             decoder_of(folder)
         del tensors[name]
         save_file(tensors or {"other": torch.zeros(1)}, file)
-        with pytest.raises(StateError, match=f"no file has parameter {name}"):
+        with pytest.raises(errors.StateError, match=f"no file has parameter {name}"):
             decoder_of(folder)
 
     @pytest.mark.parametrize("name", ["config.json", "manifest.toml"])
     def test_a_missing_file_is_named(self, folder: Path, name: str) -> None:
         (folder / name).unlink()
-        with pytest.raises(ConfigError, match=f"cannot read .*{name}"):
+        with pytest.raises(errors.ConfigError, match=f"cannot read .*{name}"):
             decoder_of(folder)
 
     @pytest.mark.parametrize(
         ("text", "error"),
         [
-            ("", CorruptSnapshot),
-            ("[]", CorruptSnapshot),
-            ("[" * 100_000, CorruptSnapshot),
-            ('{"format": 2, "run": "x"}', StateError),
-            ('{"format": 1, "run": "x"}', ManifestError),
+            ("", errors.CorruptSnapshot),
+            ("[]", errors.CorruptSnapshot),
+            ("[" * 100_000, errors.CorruptSnapshot),
+            ('{"format": 2, "run": "x"}', errors.StateError),
+            ('{"format": 1, "run": "x"}', errors.ManifestError),
         ],
     )
-    def test_an_origin_that_is_none(self, folder: Path, text: str, error: type[SkipstoneError]) -> None:
+    def test_an_origin_that_is_none(self, folder: Path, text: str, error: type[errors.SkipstoneError]) -> None:
         (folder / "skipstone.json").write_text(text)
         with pytest.raises(error):
             decoder_of(folder)
@@ -281,14 +268,13 @@ class TestExportedSource:
     def test_a_changed_origin(self, folder: Path, change: dict[str, Any]) -> None:
         origin = json.loads((folder / "skipstone.json").read_text())
         (folder / "skipstone.json").write_text(json.dumps(origin | change))
-        with pytest.raises(StateError):
+        with pytest.raises(errors.StateError):
             decoder_of(folder)
 
     def test_a_header_of_many_megabytes_is_not_parsed(self, folder: Path) -> None:
-        file = next(folder.glob("*.safetensors"))
-        with file.open("r+b") as opened:
+        with next(folder.glob("*.safetensors")).open("r+b") as opened:
             opened.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
-        with pytest.raises(CorruptSnapshot, match="header"):
+        with pytest.raises(errors.CorruptSnapshot, match="header"):
             decoder_of(folder)
 
 
@@ -324,9 +310,9 @@ class TestAnySource:
             modules = self.modules()
             del modules[ModuleId(1)][name]
             modules[ModuleId(1)] |= replacement
-            with pytest.raises(StateError, match=message):
+            with pytest.raises(errors.StateError, match=message):
                 self.read(modules)
-            with pytest.raises(StateError, match=message):
+            with pytest.raises(errors.StateError, match=message):
                 asyncio.run(export(OneSource(small_manifest(), modules), tmp_path / "folder"))
         assert list(tmp_path.iterdir()) == []
 
@@ -336,7 +322,7 @@ class TestAnySource:
     ) -> None:
         monkeypatch.setattr(source_module, "memory_bytes", lambda: 16 * 2**20)
         rows = {"training__rows": 1, "training__inner_tokens": change.get("model__sequence", 16)}
-        with pytest.raises(ResourceExhausted, match="GiB of memory"):
+        with pytest.raises(errors.ResourceExhausted, match="GiB of memory"):
             self.read({}, small_manifest(**change, **rows))
 
 
@@ -348,14 +334,14 @@ def test_the_newest_state_that_replicas_agree_on_is_taken() -> None:
     announced = {A: version(7), B: version(8), C: version(8)}
     assert state_to_take(MODULE, announced, 50) == (version(8), (B, C))
     assert state_to_take(MODULE, {A: version(7), B: version(8)}, 50) == (version(8), (B,))
-    with pytest.raises(NoQuorum, match=r"module 2\.0: 3 replicas have 3 states"):
+    with pytest.raises(errors.NoQuorum, match=r"module 2\.0: 3 replicas have 3 states"):
         state_to_take(MODULE, announced | {C: version(8, 2)}, 50)
-    with pytest.raises(Unreachable, match=r"no peer serves module 2\.0"):
+    with pytest.raises(errors.Unreachable, match=r"no peer serves module 2\.0"):
         state_to_take(MODULE, {}, 50)
 
 
 def test_initial_weights_are_not_handed_out_as_a_model() -> None:
-    with pytest.raises(NoQuorum, match="not completed a round") as caught:
+    with pytest.raises(errors.NoQuorum, match="not completed a round") as caught:
         state_to_take(MODULE, {A: version(0), B: version(0)}, 50)
     assert "after 50 inner steps" in caught.value.hint
     assert state_to_take(MODULE, {A: version(0), B: version(0)}, 50, is_model=True) == (version(0), (A, B))

@@ -55,19 +55,10 @@ def main() -> int:
             done += 1
             emit(event="step", step=done, loss=5.0 / done, tokens=100 * done, tokens_per_s=10.0, peer=peer)
         stop.wait(0.01)
-    emit(
-        event="node_summary",
-        peer=peer,
-        module=module,
-        steps=done,
-        loss_first=None,
-        loss_last=None,
-        tokens=100 * done,
-        tokens_per_s=1,
-        microbatches={"started": done, "completed": done, "abandoned": 0, "duplicated": 0},
-        accumulated=done,
-        busy_s={"compute": 0, "codec": 0, "wire": 0, "wait": 0},
-    )
+    counts = {"started": done, "completed": done, "abandoned": 0, "duplicated": 0}
+    figures = {"loss_first": None, "loss_last": None, "tokens": 100 * done, "tokens_per_s": 1, "microbatches": counts}
+    busy = {"compute": 0, "codec": 0, "wire": 0, "wait": 0}
+    emit(event="node_summary", peer=peer, module=module, steps=done, accumulated=done, busy_s=busy, **figures)
     return 0
 
 

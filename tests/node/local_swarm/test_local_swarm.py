@@ -16,38 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from node.local_swarm import local_swarm
+from node.local_swarm import local_swarm, swarm_progress
 from node.local_swarm.child_process import MAX_STDERR_LINES, ChildEnd, ChildProcess, SpawnedProcess
 from node.local_swarm.forked_nodes import ForkServer, may_fork
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import Deployment, LocalSetup, LocalSwarmOptions, assign_modules, match_limits, node_command
-from node.local_swarm.swarm_progress import (
-    MAX_CURVE,
-    MAX_LAG,
-    MAX_NOTES,
-    Curve,
-    SwarmProgress,
-    apply,
-    noted,
-    peer_exited,
-    peer_started,
-    summarize,
-)
+from node.observability import events
 from node.observability.events import BusySeconds as Busy
-from node.observability.events import (
-    Event,
-    InnerStep,
-    LastPeer,
-    Load,
-    MicrobatchCounts,
-    NodeStatus,
-    NodeSummary,
-    Note,
-    PeerChange,
-    Resumed,
-    Step,
-    Waiting,
-)
 from protocol.libp2p.child_process import with_packages
 from protocol.manifest.join_link import parse_link
 from protocol.manifest.manifest import Manifest, manifest_from_table
@@ -59,15 +34,9 @@ STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "
 
 
 def manifest(blocks: tuple[int, ...] = (0, 1, 1)) -> Manifest:
-    return manifest_from_table(
-        {
-            "protocol": 2,
-            "name": "test",
-            "model": {"vocabulary": 257, "hidden": 16, "heads": 2, "kv_heads": 1, "feed_forward": 32, "sequence": 16},
-            "stages": {"blocks": blocks},
-            "training": {"rows": 1, "inner_tokens": 16},
-        }
-    )
+    model = {"vocabulary": 257, "hidden": 16, "heads": 2, "kv_heads": 1, "feed_forward": 32, "sequence": 16}
+    parts = {"model": model, "stages": {"blocks": blocks}, "training": {"rows": 1, "inner_tokens": 16}}
+    return manifest_from_table({"protocol": 2, "name": "test", **parts})
 
 
 def local_swarm_of(peers: int, *, steps: int | None = None, stop_limit_s: float = 20.0) -> LocalSwarm:
@@ -75,16 +44,16 @@ def local_swarm_of(peers: int, *, steps: int | None = None, stop_limit_s: float 
     return LocalSwarm(manifest(), options, command=STAND_IN, stop_limit_s=stop_limit_s)
 
 
-async def until_step(swarm: LocalSwarm, step: int) -> list[Event]:
-    seen: list[Event] = []
+async def until_step(swarm: LocalSwarm, step: int) -> list[events.Event]:
+    seen: list[events.Event] = []
     async for event in swarm.events():
         seen.append(event)
-        if isinstance(event, Step) and event.step >= step:
+        if isinstance(event, events.Step) and event.step >= step:
             break
     return seen
 
 
-async def rest(swarm: LocalSwarm) -> list[Event]:
+async def rest(swarm: LocalSwarm) -> list[events.Event]:
     return [event async for event in swarm.events()]
 
 
@@ -108,8 +77,15 @@ def test_every_stage_has_a_peer_and_the_others_go_where_most_blocks_are(
     peers: int, blocks: tuple[int, ...], expected: list[int]
 ) -> None:
     assert [module.stage for module in assign_modules(peers, blocks)] == expected
-    experts = assign_modules(7, (0, 1, 2), (1, 2, 2))
-    assert list(map(str, experts)) == ["0.0", "1.0", "1.1", "2.0", "2.1", "2.0", "2.1"]
+    assert [str(module) for module in assign_modules(7, (0, 1, 2), (1, 2, 2))] == [
+        "0.0",
+        "1.0",
+        "1.1",
+        "2.0",
+        "2.1",
+        "2.0",
+        "2.1",
+    ]
 
 
 def test_too_few_peers_are_refused_with_the_number_needed() -> None:
@@ -125,9 +101,8 @@ def test_the_largest_memory_is_where_most_is_needed() -> None:
     modules = [ModuleId(0), ModuleId(1), ModuleId(2), ModuleId(3), ModuleId(2)]
     assert match_limits(run, modules, []) == [None] * 5
     assert match_limits(run, modules, [10**8]) == [10**8] * 5
-    large = 10**8
-    limits = match_limits(run, modules, [large + each for each in (90, 10, 30, 20, 80)])
-    assert limits == [large + each for each in (30, 10, 80, 20, 90)]
+    limits = match_limits(run, modules, [10**8 + each for each in (90, 10, 30, 20, 80)])
+    assert limits == [10**8 + each for each in (30, 10, 80, 20, 90)]
     with pytest.raises(OutOfMemory, match=r"module 1\.0 takes .* under --memory-limit"):
         match_limits(run, modules, [7])
     with pytest.raises(ConfigError, match="2 memory limits do not match 5 peers"):
@@ -135,16 +110,13 @@ def test_the_largest_memory_is_where_most_is_needed() -> None:
 
 
 def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> None:
-    options = LocalSwarmOptions(peers=4, steps=7)
-    setup = LocalSetup(manifest(), options)
+    setup = LocalSetup(manifest(), LocalSwarmOptions(peers=4, steps=7))
     first, second, *_, last = setup.peers
     (folder,) = tmp_path.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    target = setup.arguments(first)[1]
-    assert read_signed_manifest(Path(target).read_bytes(), setup.run).author == first.peer
-    link = parse_link(setup.arguments(second)[1])
-    assert link == setup.link
-    assert link.peers[0] == f"/ip4/127.0.0.1/tcp/{first.dht_port}/p2p/{first.peer}"
+    assert read_signed_manifest(Path(setup.arguments(first)[1]).read_bytes(), setup.run).author == first.peer
+    assert parse_link(setup.arguments(second)[1]) == setup.link
+    assert setup.link.peers[0] == f"/ip4/127.0.0.1/tcp/{first.dht_port}/p2p/{first.peer}"
     assert len({port for peer in setup.peers for port in (peer.port, peer.dht_port)}) == 8
     assert "--steps" in setup.arguments(first)
     assert "--steps" not in setup.arguments(second)
@@ -172,8 +144,7 @@ def test_with_a_checkpoint_folder_the_peers_are_the_same_every_time(tmp_path: Pa
         assert arguments[arguments.index("--checkpoint-every") + 1] == "5.0"
     first, second = ([peer.peer for peer in setup.peers] for setup in setups)
     assert first == second
-    keys = [stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out" / "identities").iterdir()]
-    assert keys == [0o600] * 4
+    assert [stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out" / "identities").iterdir()] == [0o600] * 4
 
 
 def test_its_ports_are_those_of_the_last_time_or_as_asked(tmp_path: Path) -> None:
@@ -184,20 +155,19 @@ def test_its_ports_are_those_of_the_last_time_or_as_asked(tmp_path: Path) -> Non
         setup.remove()
         return [port for peer in setup.peers for port in (peer.port, peer.dht_port)]
 
-    assert ports() == ports()
-    assert ports(port_base=4001) == [*range(4001, 4007)]
+    assert (ports(), ports(port_base=4001)) == (ports(), [*range(4001, 4007)])
 
 
 async def test_it_runs_to_its_steps_and_leaves_nothing_behind(tmp_path: Path) -> None:
     async with local_swarm_of(4, steps=5) as swarm:
         steps = []
         async for event in swarm.events():
-            if isinstance(event, Step):
+            if isinstance(event, events.Step):
                 steps.append(event.step)
             if swarm.progress.is_over:
                 swarm.request_stop()
     assert steps == [1, 2, 3, 4, 5]
-    summary = summarize(swarm.progress)
+    summary = swarm_progress.summarize(swarm.progress)
     assert (summary.steps, summary.loss_first, summary.loss_last, summary.tokens) == (5, 5.0, 1.0, 500)
     assert summary.microbatches.completed == 5
     assert [peer.exit_code for peer in summary.peers] == [0, 0, 0, 0]
@@ -250,7 +220,7 @@ async def test_a_node_that_is_killed_is_reported_and_the_others_go_on() -> None:
         seen += await rest(swarm)
     assert swarm.ends[1].exit_code == 137
     assert {index: end.exit_code for index, end in swarm.ends.items() if index != 1} == {0: 0, 2: 0, 3: 0}
-    assert any(isinstance(event, Note) and "exit code 137" in event.message for event in seen)
+    assert any(isinstance(event, events.Note) and "exit code 137" in event.message for event in seen)
     with pytest.raises(Exception, match="stopping"):
         swarm.start_peer(1)
 
@@ -263,7 +233,7 @@ async def test_what_a_crashed_node_said_and_lines_that_are_no_events_are_noted(m
             await asyncio.wait([swarm._nodes[2]])
         swarm.request_stop()
         seen += await rest(swarm)
-    messages = [event.message for event in seen if isinstance(event, Note)]
+    messages = [event.message for event in seen if isinstance(event, events.Note)]
     assert any("ended with exit code 71" in message for message in messages)
     assert any("the cat is on fire" in message for message in messages)
     assert any("not JSON: b'hello there'" in message for message in messages)
@@ -286,7 +256,7 @@ async def test_a_command_that_cannot_be_started_is_a_failed_node() -> None:
     async with LocalSwarm(manifest(), LocalSwarmOptions(peers=3), command=["/nonexistent"]) as swarm:
         seen = await rest(swarm)
     assert {end.exit_code for end in swarm.ends.values()} == {71}
-    assert any(isinstance(event, Note) and "cannot start" in event.message for event in seen)
+    assert any(isinstance(event, events.Note) and "cannot start" in event.message for event in seen)
 
 
 async def test_unread_events_are_bounded_and_progress_is_not_hurt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +266,7 @@ async def test_unread_events_are_bounded_and_progress_is_not_hurt(monkeypatch: p
         await swarm.stop()
         assert len(await rest(swarm)) == 3
     assert swarm.progress.step == 20
-    assert not any(isinstance(event, InnerStep) for event in swarm._unread)
+    assert not any(isinstance(event, events.InnerStep) for event in swarm._unread)
 
 
 OWNER = """
@@ -360,15 +330,13 @@ async def test_it_stops_when_asked_and_its_output_is_read() -> None:
         child.ask_to_stop()
 
     end = await child.follow(on_line)
-    assert lines == [b"hello", b"bye"]
-    assert end.exit_code == 3
+    assert (lines, end.exit_code) == ([b"hello", b"bye"], 3)
     child.signal_group(signal.SIGKILL)  # too late, and harmless
 
 
 async def test_stderr_is_kept_bounded() -> None:
     end = await python("import sys; [print(n, 'x' * 5000, file=sys.stderr) for n in range(500)]; 1/0").follow(print)
-    assert end.exit_code == 1
-    assert len(end.stderr) == MAX_STDERR_LINES
+    assert (end.exit_code, len(end.stderr)) == (1, MAX_STDERR_LINES)
     assert end.stderr[-1].startswith("ZeroDivisionError")
     assert max(map(len, end.stderr)) <= 1000
 
@@ -415,34 +383,34 @@ class Swarm:
     """Feeds events and keeps the state and what was told outward."""
 
     def __init__(self, *stages: int, target: int | None = None) -> None:
-        self.state = SwarmProgress(stages=max(stages) + 1, target=target)
-        self.told: list[Event] = []
+        self.state = swarm_progress.SwarmProgress(stages=max(stages) + 1, target=target)
+        self.told: list[events.Event] = []
         for index, stage in enumerate(stages):
-            self.state = peer_started(self.state, index, stage, f"peer-{index}")
+            self.state = swarm_progress.peer_started(self.state, index, stage, f"peer-{index}")
 
-    def take(self, index: int, event: Event, now: float = 0.0) -> None:
-        progressed = apply(self.state, index, event, now)
+    def take(self, index: int, event: events.Event, now: float = 0.0) -> None:
+        progressed = swarm_progress.apply(self.state, index, event, now)
         self.state = progressed.state
         self.told += progressed.events
 
     def step(self, index: int, step: int, loss: float, tokens: int, now: float = 0.0) -> None:
-        self.take(index, Step(step, loss, tokens, 10.0, f"peer-{index}"), now)
+        self.take(index, events.Step(step, loss, tokens, 10.0, f"peer-{index}"), now)
 
     def exits(self, index: int, code: int) -> None:
-        progressed = peer_exited(self.state, index, code)
+        progressed = swarm_progress.peer_exited(self.state, index, code)
         self.state = progressed.state
         self.told += progressed.events
 
     @property
-    def steps(self) -> list[Step]:
-        return [event for event in self.told if isinstance(event, Step)]
+    def steps(self) -> list[events.Step]:
+        return [event for event in self.told if isinstance(event, events.Step)]
 
 
 def test_a_step_is_done_when_every_data_node_has_reported_it_and_its_loss_is_weighted_by_tokens() -> None:
     swarm = Swarm(0, 1)
     swarm.step(0, 1, 5.0, 100, now=10.0)
     swarm.step(0, 2, 4.0, 200, now=12.0)
-    assert swarm.steps == [Step(1, 5.0, 100, 10.0, "peer-0"), Step(2, 4.0, 200, 50.0, "peer-0")]
+    assert swarm.steps == [events.Step(1, 5.0, 100, 10.0, "peer-0"), events.Step(2, 4.0, 200, 50.0, "peer-0")]
     assert (swarm.state.loss_first, swarm.state.loss_last) == (5.0, 4.0)
     swarm = Swarm(0, 1, 0)
     swarm.step(0, 1, 5.0, 300)
@@ -459,24 +427,23 @@ def test_a_data_node_that_dies_is_not_waited_for_but_its_work_counts() -> None:
     swarm.step(1, 2, 2.0, 200)
     swarm.exits(0, 137)
     assert [step.step for step in swarm.steps] == [1, 2]
-    assert swarm.state.tokens == 300
-    assert swarm.state.peers[0].state == "failed"
+    assert (swarm.state.tokens, swarm.state.peers[0].state) == (300, "failed")
     swarm.step(1, 3, 1.0, 300)
     assert swarm.steps[-1].step == 3
 
 
 def test_a_silent_data_node_is_left_behind_after_max_lag_and_taken_up_again() -> None:
     swarm = Swarm(0, 0)
-    for step in range(1, MAX_LAG + 3):
+    for step in range(1, swarm_progress.MAX_LAG + 3):
         swarm.step(0, step, 3.0, 10 * step)
-    assert swarm.steps[-1].step == MAX_LAG + 2
+    assert swarm.steps[-1].step == swarm_progress.MAX_LAG + 2
     swarm.step(1, 1, 9.0, 10)
-    assert swarm.state.tokens == 10 * (MAX_LAG + 2) + 10
-    swarm.step(1, MAX_LAG + 2, 9.0, 20)
-    swarm.step(0, MAX_LAG + 3, 3.0, 10 * (MAX_LAG + 3))
-    assert swarm.steps[-1].step == MAX_LAG + 2, "now it keeps up, so it is waited for"
-    swarm.step(1, MAX_LAG + 3, 1.0, 30)
-    assert (swarm.steps[-1].step, swarm.steps[-1].loss) == (MAX_LAG + 3, 2.0)
+    assert swarm.state.tokens == 10 * (swarm_progress.MAX_LAG + 2) + 10
+    swarm.step(1, swarm_progress.MAX_LAG + 2, 9.0, 20)
+    swarm.step(0, swarm_progress.MAX_LAG + 3, 3.0, 10 * (swarm_progress.MAX_LAG + 3))
+    assert swarm.steps[-1].step == swarm_progress.MAX_LAG + 2, "now it keeps up, so it is waited for"
+    swarm.step(1, swarm_progress.MAX_LAG + 3, 1.0, 30)
+    assert (swarm.steps[-1].step, swarm.steps[-1].loss) == (swarm_progress.MAX_LAG + 3, 2.0)
     assert not swarm.state.pending
 
 
@@ -507,43 +474,43 @@ def test_the_run_is_over_at_its_target_or_without_data_nodes() -> None:
 
 def test_what_a_peer_says_of_itself_is_kept() -> None:
     swarm = Swarm(0, 1)
-    swarm.take(1, NodeStatus("12D3x", "1.0", "serving", "127.0.0.1:1", "link"))
-    swarm.take(1, InnerStep("12D3x", "1.0", 7, 4, 1.0, 1e-3))
-    swarm.take(1, Load("12D3x", "1.0", 4, 3, math.nan))
+    swarm.take(1, events.NodeStatus("12D3x", "1.0", "serving", "127.0.0.1:1", "link"))
+    swarm.take(1, events.InnerStep("12D3x", "1.0", 7, 4, 1.0, 1e-3))
+    swarm.take(1, events.Load("12D3x", "1.0", 4, 3, math.nan))
     peer = swarm.state.peers[1]
     assert (peer.peer, peer.module, peer.state, peer.inner_steps) == ("12D3x", "1.0", "serving", 7)
     assert (peer.slots, peer.busy_slots, peer.tokens_per_s) == (4, 3, None)
-    swarm.take(1, NodeStatus("12D3x", "2.0", "joining", "127.0.0.1:1", "link"))
+    swarm.take(1, events.NodeStatus("12D3x", "2.0", "joining", "127.0.0.1:1", "link"))
     assert swarm.state.peers[1].stage == 2, "it has moved"
-    swarm.take(1, NodeStatus("12D3x", None, "visiting", "127.0.0.1:1", "link"))
+    swarm.take(1, events.NodeStatus("12D3x", None, "visiting", "127.0.0.1:1", "link"))
     assert swarm.state.peers[1].stage == 2
 
 
 def test_several_data_nodes_wait_for_one_module_once() -> None:
     swarm = Swarm(0, 0)
-    swarm.take(0, Waiting("2.0", "no peer"))
-    swarm.take(1, Waiting("2.0", "no peer"))
-    swarm.take(0, Resumed("2.0"))
-    swarm.take(1, Resumed("2.0"))
-    assert swarm.told == [Waiting("2.0", "no peer"), Resumed("2.0")]
+    swarm.take(0, events.Waiting("2.0", "no peer"))
+    swarm.take(1, events.Waiting("2.0", "no peer"))
+    swarm.take(0, events.Resumed("2.0"))
+    swarm.take(1, events.Resumed("2.0"))
+    assert swarm.told == [events.Waiting("2.0", "no peer"), events.Resumed("2.0")]
     assert not swarm.state.waiting
 
 
 def test_other_events_pass_through_and_notes_are_bounded() -> None:
     swarm = Swarm(0)
-    change = PeerChange("12D3y", "down", "gone")
+    change = events.PeerChange("12D3y", "down", "gone")
     swarm.take(0, change)
     assert swarm.told == [change]
-    for number in range(MAX_NOTES + 3):
-        swarm.state = noted(swarm.state, Note("info", str(number)), 0.0).state
-    assert [note.message for _, note in swarm.state.notes] == [str(n) for n in range(3, MAX_NOTES + 3)]
+    for number in range(swarm_progress.MAX_NOTES + 3):
+        swarm.state = swarm_progress.noted(swarm.state, events.Note("info", str(number)), 0.0).state
+    assert [note.message for _, note in swarm.state.notes] == [str(n) for n in range(3, swarm_progress.MAX_NOTES + 3)]
 
 
 def test_the_curve_stays_bounded_and_spans_the_run() -> None:
-    curve = Curve()
+    curve = swarm_progress.Curve()
     for step in range(1, 5000):
         curve = curve.with_point(step, float(step))
-    assert MAX_CURVE / 4 < len(curve.points) < MAX_CURVE
+    assert swarm_progress.MAX_CURVE / 4 < len(curve.points) < swarm_progress.MAX_CURVE
     assert curve.points[0] < 50
     assert curve.points[-1] > 4900
     assert list(curve.points) == sorted(curve.points)
@@ -556,25 +523,25 @@ def test_the_summary_adds_up() -> None:
         swarm.step(0, step, 6.0 - step, 100 * step, now=float(step))
         swarm.step(2, step, 6.0 - step, 100 * step, now=float(step))
     for index in (0, 2):
-        counts = MicrobatchCounts(10, 9, 1, 0)
-        swarm.take(index, NodeSummary(f"peer-{index}", "0.0", 3, 5.0, 3.0, 300, 1.0, counts, 9, Busy()))
+        counts = events.MicrobatchCounts(10, 9, 1, 0)
+        swarm.take(index, events.NodeSummary(f"peer-{index}", "0.0", 3, 5.0, 3.0, 300, 1.0, counts, 9, Busy()))
         swarm.exits(index, 0)
     swarm.exits(1, 137)
-    summary = summarize(swarm.state)
+    summary = swarm_progress.summarize(swarm.state)
     assert (summary.steps, summary.loss_first, summary.loss_last, summary.tokens) == (3, 5.0, 3.0, 600)
     assert summary.tokens_per_s == pytest.approx(200.0)
-    assert summary.microbatches == MicrobatchCounts(20, 18, 2, 0)
+    assert summary.microbatches == events.MicrobatchCounts(20, 18, 2, 0)
     peers = [(peer.peer, peer.accumulated, peer.exit_code) for peer in summary.peers]
     assert peers == [("peer-0", 9, 0), ("peer-1", 0, 137), ("peer-2", 9, 0)]
-    empty = summarize(SwarmProgress(stages=2))
+    empty = swarm_progress.summarize(swarm_progress.SwarmProgress(stages=2))
     assert (empty.steps, empty.loss_first, empty.tokens_per_s, empty.peers) == (0, None, 0.0, ())
 
 
 def test_what_is_lost_with_its_last_peers_is_counted_once_a_module() -> None:
     swarm = Swarm(0, 1, 1)
-    swarm.take(0, LastPeer("peer-0", "0.0", "saved"))
-    swarm.take(1, LastPeer("peer-1", "1.0", None))
-    swarm.take(2, LastPeer("peer-2", "1.0", None))
+    swarm.take(0, events.LastPeer("peer-0", "0.0", "saved"))
+    swarm.take(1, events.LastPeer("peer-1", "1.0", None))
+    swarm.take(2, events.LastPeer("peer-2", "1.0", None))
     assert swarm.state.lost == {"1.0"}
     assert not swarm.state.notes
 
@@ -603,8 +570,7 @@ async def forked(server: ForkServer, *arguments: str) -> ChildProcess:
 
 async def run(server: ForkServer, *arguments: str) -> tuple[ChildEnd, list[bytes]]:
     said: list[bytes] = []
-    child = await forked(server, *arguments)
-    return await child.follow(said.append), said
+    return await (await forked(server, *arguments)).follow(said.append), said
 
 
 @FORKS

@@ -27,18 +27,7 @@ from protocol.interfaces.transport import (
     Topic,
 )
 from swarm.membership.membership import Membership
-from swarm.vocabulary.averaging_messages import (
-    Accepting,
-    Contribution,
-    Progress,
-    Reduced,
-    RoundControl,
-    RoundId,
-    RoundPiece,
-    StateChunk,
-    StateControl,
-    StateRequest,
-)
+from swarm.vocabulary import averaging_messages
 from swarm.vocabulary.errors import ManifestError, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Backward,
@@ -57,7 +46,7 @@ A, B = PeerId("a"), PeerId("b")
 MODULE = ModuleId(1)
 MICROBATCH = MicrobatchId(A, 1)
 PATH = Path(A, (Hop(MODULE, B),))
-ROUND = RoundId(MODULE, 1, 0, A)
+ROUND = averaging_messages.RoundId(MODULE, 1, 0, A)
 DIGEST = bytes(32)
 TENSOR = TensorSpec((4,), DType.FLOAT32)
 BUFFER = memoryview(bytearray(16))
@@ -67,11 +56,15 @@ MICROBATCH_TENSORS: list[TensorMessage] = [
     Forward(MICROBATCH, PATH, 0, Purpose.TRAIN, 1.0),
     Backward(MICROBATCH, PATH, 0),
 ]
-ROUND_TENSORS: list[TensorMessage] = [Contribution(ROUND, 0, 1), Reduced(ROUND, 0, 1), StateChunk(MODULE, DIGEST, 0)]
+ROUND_TENSORS: list[TensorMessage] = [
+    averaging_messages.Contribution(ROUND, 0, 1),
+    averaging_messages.Reduced(ROUND, 0, 1),
+    averaging_messages.StateChunk(MODULE, DIGEST, 0),
+]
 ROUND_WORDS = [
-    Accepting(ROUND),
-    Progress(MODULE, AnchorVersion(0, 0, 0, 0, DIGEST), 1, 1),
-    StateRequest(MODULE, DIGEST, (0,)),
+    averaging_messages.Accepting(ROUND),
+    averaging_messages.Progress(MODULE, AnchorVersion(0, 0, 0, 0, DIGEST), 1, 1),
+    averaging_messages.StateRequest(MODULE, DIGEST, (0,)),
 ]
 
 
@@ -114,8 +107,8 @@ def at_work(receives: Dispatcher) -> Iterator[tuple[Noted, Noted]]:
             link_down=microbatches.link_down,
         ),
         receives.registered(
-            tensors={RoundPiece: rounds, StateChunk: rounds},
-            messages={RoundControl: rounds.receive, StateControl: rounds.receive},
+            tensors={averaging_messages.RoundPiece: rounds, averaging_messages.StateChunk: rounds},
+            messages={averaging_messages.RoundControl: rounds.receive, averaging_messages.StateControl: rounds.receive},
             link_down=rounds.link_down,
         ),
     ):
@@ -143,9 +136,8 @@ def test_pieces_of_rounds_are_taken_from_replicas_only_and_state_from_anybody(se
     receives = dispatcher()
     with at_work(receives) as (_, rounds):
         for piece in ROUND_TENSORS[:2]:
-            assert receives.admit(sender, piece, TENSOR) == Refusal(
-                False, "only replicas of this module take part in its rounds"
-            )
+            refused = Refusal(False, "only replicas of this module take part in its rounds")
+            assert receives.admit(sender, piece, TENSOR) == refused
         assert not rounds.calls
         assert receives.admit(sender, ROUND_TENSORS[2], TENSOR) is BUFFER
 
@@ -278,8 +270,7 @@ async def test_the_one_whose_hash_is_right_is_taken_and_who_lies_is_asked_once()
         await fetch_tokenizer(peers, SHA256, 0.4)
     assert peers.asked["none"] > PIECES_AT_ONCE, "it may have it later"
     assert peers.asked["lie"] == peers.asked["shorter"] == 2 * PIECES_AT_ONCE
-    honest = FilePeers({"none": None, "lie": lie, "other": b"", "good": FILE})
-    assert await fetch_tokenizer(honest, SHA256, 0.0) == FILE
+    assert await fetch_tokenizer(FilePeers({"none": None, "lie": lie, "other": b"", "good": FILE}), SHA256, 0.0) == FILE
 
 
 async def test_a_file_without_an_end_is_not_read_for_ever() -> None:

@@ -203,9 +203,7 @@ async def test_a_peer_that_is_not_known_yet_is_looked_up_at_once(there: Place) -
     assert there.membership_sync._look_now.is_set()
     there.store.found = [other.state.announcement()]
     await until(lambda: there.may_use(other))
-    assert there.links.asked == []
-    contact = there.book.contact(other.peer)
-    assert contact.addresses == other.state.addresses
+    assert (there.links.asked, there.book.contact(other.peer).addresses) == ([], other.state.addresses)
 
 
 async def test_what_has_run_out_leaves_the_view_and_the_book(there: Place) -> None:
@@ -238,8 +236,7 @@ async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with
     there.membership_sync.announced(other.peer, other.record())
     assert not there.may_use(other)
     there.membership_sync.link_down(other.peer, GONE)
-    assert there.membership.get(other.peer) is None
-    assert there.book.contact(other.peer) is None
+    assert (there.membership.get(other.peer), there.book.contact(other.peer)) == (None, None)
     assert there.links.asked == [], "nobody asks whether it is still there"
 
 
@@ -345,7 +342,6 @@ def test_a_data_node_that_leaves_announces_no_visits() -> None:
 
 
 def test_a_machine_that_thinks_it_is_1969_says_something_that_can_be_said() -> None:
-    clock = ManualClock(set_by_s=-1_000_100.0 - 86_400.0)
-    own = state(clock)
+    own = state(ManualClock(set_by_s=-1_000_100.0 - 86_400.0))
     assert own.incarnation == 1
     assert own.announcement().sequence >= 1

@@ -51,8 +51,7 @@ class Asked:
 
 
 def says(data_node: Identity, *proven: PeerId, at: float = 1.0, module: ModuleId = MODULE) -> bytes:
-    rows = tuple(WorkRow(peer, 1, 100, 100) for peer in proven)
-    tally = WorkTally(data_node.peer, module, 1, at, 30.0, rows)
+    tally = WorkTally(data_node.peer, module, 1, at, 30.0, tuple(WorkRow(peer, 1, 100, 100) for peer in proven))
     return encode_tallies((EntrySigner(data_node, RUN).sign_tally(tally),))
 
 
@@ -90,8 +89,7 @@ async def test_a_data_node_answers_with_its_own_tally() -> None:
     for second in (0.0, MARK_S):
         session.proofs.ledger.settled(MicrobatchId(IDENTITY.peer, 7), (Hop(MODULE, OTHER),), 100, second)
         session.own.clock.now += MARK_S
-    question = Question(QuestionAbout.WORK, module=MODULE)
-    [tally] = decode_tallies(await session.proofs.answer(OTHER, question))
+    [tally] = decode_tallies(await session.proofs.answer(OTHER, Question(QuestionAbout.WORK, module=MODULE)))
     assert (tally.data_node, tally.rows) == (IDENTITY.peer, (WorkRow(OTHER, 2, 200, 200),))
     assert EntrySigner(IDENTITY, RUN, Guests(RUN, IDENTITY.peer, (), is_open=False)).vouches(tally)
 

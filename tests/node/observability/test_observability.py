@@ -42,6 +42,8 @@ from tests.kit.events import KeptEvents
 from tests.kit.waiting import ManualClock
 from tests.test_project import ROOT
 
+TUNNELS = {"attached": 3, "tunnels": 4, "opened": 5, "refused": 6, "cut_off": 7}
+SPREADS = {"tokens": 8190.5, "tokens_spread": 0.012, "cost": 12_300.25, "cost_spread": 0.004}
 RECORDED: dict[str, Any] = {
     "peer": "12D3KooWa",
     "module": "0.0",
@@ -49,16 +51,7 @@ RECORDED: dict[str, Any] = {
     "addresses": ["192.0.2.1:4002"],
     "via": ["12D3KooWb"],
     "reach": {"step": "direct", "reason": "2 of 2 peers connected"},
-    "relay": {
-        "at": "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooWa",
-        "carried_bytes": 1,
-        "left_bytes": 2,
-        "attached": 3,
-        "tunnels": 4,
-        "opened": 5,
-        "refused": 6,
-        "cut_off": 7,
-    },
+    "relay": {"at": "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooWa", "carried_bytes": 1, "left_bytes": 2, **TUNNELS},
     "relays": [{"relay": "/ip4/192.0.2.2/tcp/4001/p2p/12D3KooWb", "standing": True, "reason": ""}],
     "unix_ms": 1_795_000_000_000,
     "slots": 8,
@@ -90,15 +83,7 @@ RECORDED: dict[str, Any] = {
         "stages": {"1": {"launched": 50, "share": 0.5, "ahead": -1.5, "price_s": -0.25}},
         "waiting_s": {"12D3KooWb": 0.0125},
     },
-    "sizes": {
-        "microbatches": 64,
-        "tokens": 8190.5,
-        "tokens_spread": 0.012,
-        "cost": 12_300.25,
-        "cost_spread": 0.004,
-        "documents": 17.5,
-        "padding": 0.013,
-    },
+    "sizes": {"microbatches": 64, "documents": 17.5, "padding": 0.013, **SPREADS},
 }
 
 TYPED = parse_status(json.dumps(RECORDED).encode())
@@ -114,8 +99,7 @@ def parsed(table: Any) -> Status:
 
 
 def test_its_keys_are_those_of_before() -> None:
-    assert to_json(TYPED) == RECORDED
-    assert parsed(RECORDED) == TYPED
+    assert (to_json(TYPED), parsed(RECORDED)) == (RECORDED, TYPED)
 
 
 def test_versions_mix() -> None:
@@ -136,8 +120,7 @@ def test_malformed_fields_have_their_defaults(odd: Any) -> None:
         read = parsed({**RECORDED, key: odd})
         assert to_json(read) | {key: None} == to_json(TYPED) | {key: None}
         assert type(getattr(read, key)) in (type(getattr(TYPED, key)), type(None))
-    assert parsed({"tokens_per_s": odd}).tokens_per_s == 0.0
-    assert parsed({"steps": odd}).steps == 0
+    assert (parsed({"tokens_per_s": odd}).tokens_per_s, parsed({"steps": odd}).steps) == (0.0, 0)
     assert parsed({"loss_last": odd}).loss_last is None
 
 
@@ -149,8 +132,7 @@ def test_of_lists_and_maps_what_is_well_formed_is_taken() -> None:
 
 @given(st.dictionaries(st.sampled_from(sorted(RECORDED)) | st.text(max_size=8), JSON))
 def test_whatever_a_peer_sends_can_be_read_summed_up_and_written(answer: dict[str, Any]) -> None:
-    said = parsed(answer)
-    peer = PeerStatus(peer="p", module="0.0", state="serving", answered=said)
+    peer = PeerStatus(peer="p", module="0.0", state="serving", answered=parsed(answer))
     for modules in (None, ("0.0", "1.0", "1.1")):
         swarm = SwarmStatus.of("9f86", "demo", 2, (peer, peer), modules)
         json.dumps(to_json(swarm), allow_nan=False)
@@ -203,17 +185,14 @@ EVENTS = st.one_of([st.from_type(kind) for kind in get_args(Event)])
 def test_an_event_comes_back_as_it_was(event: Event) -> None:
     line = event_to_json(event)
     assert "\n" not in line
-    assert event_from_json(line) == event
-    assert json.loads(line)["event"] == event.NAME
+    assert (event_from_json(line), json.loads(line)["event"]) == (event, event.NAME)
 
 
 def test_keys_are_the_documented_ones() -> None:
     step = json.loads(event_to_json(events.Step(1, 5.5, 4096, 1000.0, "12D3")))
     assert step == {"event": "step", "step": 1, "loss": 5.5, "tokens": 4096, "tokens_per_s": 1000.0, "peer": "12D3"}
-    summary = events.Summary(
-        1, 5.5, 5.5, 9, 1.0, events.MicrobatchCounts(3, 2, 1), (events.PeerSummary("p", "0.0", 1, 2, 0),)
-    )
-    table = json.loads(event_to_json(summary))
+    peers = (events.PeerSummary("p", "0.0", 1, 2, 0),)
+    table = json.loads(event_to_json(events.Summary(1, 5.5, 5.5, 9, 1.0, events.MicrobatchCounts(3, 2, 1), peers)))
     assert table["microbatches"] == {"started": 3, "completed": 2, "abandoned": 1, "duplicated": 0}
     assert table["peers"] == [{"peer": "p", "module": "0.0", "steps": 1, "accumulated": 2, "exit_code": 0}]
 
@@ -221,8 +200,7 @@ def test_keys_are_the_documented_ones() -> None:
 def test_a_loss_that_is_not_finite_travels_as_null() -> None:
     line = event_to_json(events.Step(1, math.nan, 1, math.inf, ""))
     assert json.loads(line)["loss"] is None
-    read = event_from_json(line)
-    assert math.isnan(read.loss)
+    assert math.isnan(event_from_json(line).loss)
 
 
 def test_what_a_newer_node_adds_is_ignored_and_what_an_older_one_lacks_has_its_default() -> None:
@@ -275,9 +253,8 @@ def events_in(path: Path) -> list[Event | None]:
 def test_everything_is_logged_and_what_nobody_watches_is_kept_from_the_stream(tmp_path: Path) -> None:
     stream, note = KeptEvents(), Note("info", "hello")
     with EventLog(tmp_path / "deep" / "er", "peer", lambda: 12.345) as event_log:
-        both = Tee(stream, event_log)
         for event in (note, VISIT, Abandoned("aaaaaa#2", "lost"), Ended("peer", 1)):
-            both.emit(event)
+            Tee(stream, event_log).emit(event)
     logged = events_in(tmp_path / "deep" / "er" / "peer-12345.jsonl")
     assert logged == [Started("peer", 12345, 1), note, VISIT, Abandoned("aaaaaa#2", "lost"), Ended("peer", 1)]
     assert stream.events == [note, Abandoned("aaaaaa#2", "lost")]
@@ -302,16 +279,14 @@ def test_a_file_that_is_full_is_followed_by_another_and_nothing_is_lost(tmp_path
     assert len(files) > 2
     assert all(file.stat().st_size < 500 for file in files)
     assert sum(event == VISIT for file in files for event in events_in(file)) == 20
-    assert [event.part for file in files for event in events_in(file)[:1] if isinstance(event, Started)] == list(
-        range(1, len(files) + 1)
-    )
+    starts = [event for file in files for event in events_in(file)[:1] if isinstance(event, Started)]
+    assert [event.part for event in starts] == list(range(1, len(files) + 1))
 
 
 def test_a_log_that_cannot_be_written_falls_silent(tmp_path: Path) -> None:
     with EventLog(tmp_path, "peer", lambda: 0.001) as event_log:
         os.close(event_log._file)
-        read_only = os.open(tmp_path / "peer-1.jsonl", os.O_RDONLY)
-        event_log._file = read_only
+        event_log._file = os.open(tmp_path / "peer-1.jsonl", os.O_RDONLY)
         event_log.emit(VISIT)
         event_log.emit(VISIT)
         assert event_log._file is None

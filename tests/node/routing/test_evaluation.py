@@ -73,9 +73,7 @@ async def test_losses_come_in_the_order_of_the_texts_and_only_so_many_are_under_
         asyncio.get_running_loop().call_later(0.001 * (number % 3), evaluator.loss_known, microbatch, float(number))
 
     road.meets = arrives_out_of_turn
-    assert await evaluator.evaluate(texts(3 * EVALUATED_AT_ONCE), (1,)) == [
-        float(number) for number in range(3 * EVALUATED_AT_ONCE)
-    ]
+    assert await evaluator.evaluate(texts(3 * EVALUATED_AT_ONCE), (1,)) == [*range(3 * EVALUATED_AT_ONCE)]
     assert road.most_away == EVALUATED_AT_ONCE
     assert not road.away
     assert not road.texts
@@ -95,8 +93,7 @@ async def test_what_gets_stuck_is_sent_again(monkeypatch: pytest.MonkeyPatch) ->
             evaluator.loss_known(microbatch, float(text))
 
     road.meets = meets
-    assert await evaluator.evaluate(texts(5), (1,)) == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert stuck == {1, 3}
+    assert (await evaluator.evaluate(texts(5), (1,)), stuck) == ([0.0, 1.0, 2.0, 3.0, 4.0], {1, 3})
 
 
 async def test_what_never_comes_back_is_given_up_and_nothing_of_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +121,4 @@ async def test_each_text_goes_by_its_route_or_to_the_expert_that_is_served() -> 
         road = Road()
         evaluator = evaluator_on(road, [ModuleId(1, expert) for expert in served], experts=2)
         road.meets = lambda microbatch, evaluator=evaluator: evaluator.loss_known(microbatch, 1.0)  # type: ignore[misc]
-        assert await evaluator.evaluate(routed, (1,)) == [1.0] * 4
-        assert road.visited == expected
+        assert (await evaluator.evaluate(routed, (1,)), road.visited) == ([1.0] * 4, expected)

@@ -66,8 +66,7 @@ async def chosen(
 ) -> Reasoned[ModuleId]:
     session: Any = Session(announcement("data", 0))
     fitting = FittingModules(MANIFEST, options, CPU)
-    found = resumed or ResumedState()
-    return await fitting.choose(session, found, NO_TEXT, events or KeptEvents())
+    return await fitting.choose(session, resumed or ResumedState(), NO_TEXT, events or KeptEvents())
 
 
 async def test_the_largest_module_that_fits_is_taken_of_those_nobody_serves() -> None:
@@ -102,8 +101,7 @@ def test_who_needs_less_than_others_reckon_announces_what_they_would_look_for() 
     limit = packed[second].all - 1
     fitting = FittingModules(wide, told(limit, moments=MomentType.EIGHT_BIT), CPU)
     assert fitting.of([first, second]) == [first]
-    announced = fitting.announced()[0]
-    assert announced == -(-plain[first].all // STEP_BYTES) * STEP_BYTES
+    assert fitting.announced()[0] == -(-plain[first].all // STEP_BYTES) * STEP_BYTES
     assert FittingModules(wide, told(limit), CPU).of([first, second]) == []
 
 
@@ -116,8 +114,7 @@ async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() 
 async def test_the_module_of_a_checkpoint_gives_way_where_it_has_become_too_large() -> None:
     events = KeptEvents()
     assert await chosen(told(), ResumedState(SMALL)) == Reasoned(SMALL, "resumed from the checkpoint")
-    found = await chosen(told(NEEDS[LARGE].all - 1), ResumedState(LARGE), events)
-    assert found.value == MIDDLE
+    assert (await chosen(told(NEEDS[LARGE].all - 1), ResumedState(LARGE), events)).value == MIDDLE
     assert events.events[0].message.startswith("cannot resume the checkpoint's module: module 2.0 takes")
 
 
@@ -139,8 +136,7 @@ async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> No
 
 @pytest.mark.parametrize("changes", [{"stage": "2"}, {"link": None, "manifest_path": Path("run.toml")}])
 async def test_who_was_told_its_module_takes_no_other(changes: dict[str, Any]) -> None:
-    options = told(**changes)
-    fitting = FittingModules(MANIFEST, options, CPU)
+    fitting = FittingModules(MANIFEST, told(**changes), CPU)
     session: Any = Session()
     with pytest.raises(OutOfMemory):
         await fitting.choose_smaller(OutOfMemory("none left"), LARGE, session)

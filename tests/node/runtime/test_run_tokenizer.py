@@ -53,8 +53,7 @@ async def test_who_has_named_none_gets_it_from_peers_once(tmp_path: Path, fetche
     assert first.text.value == LocalPaths(Path("text"), kept)
     assert (first.content, kept.read_bytes()) == (FILE, FILE)
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
-    assert await found(tmp_path) == first
-    assert fetched == [SHA256]
+    assert (await found(tmp_path), fetched) == (first, [SHA256])
     kept.write_bytes(b"something else")
     assert await found(tmp_path) == first, "what is kept is hashed again"
     assert kept.read_bytes() == FILE
@@ -76,8 +75,7 @@ async def test_a_file_that_is_named_is_given_away_only_if_it_is_the_runs(tmp_pat
 @pytest.mark.parametrize("options", [{"reads_text": False}, {"stage": "1"}])
 async def test_who_reads_no_text_asks_nobody(tmp_path: Path, fetched: list[str], options: dict[str, Any]) -> None:
     assert await found(tmp_path, **options) == RunTokenizer(TEXT)
-    assert await found(tmp_path, NO_TEXT) == RunTokenizer(NO_TEXT)
-    assert fetched == []
+    assert (await found(tmp_path, NO_TEXT), fetched) == (RunTokenizer(NO_TEXT), [])
 
 
 async def test_where_nobody_gives_it_the_option_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +86,5 @@ async def test_where_nobody_gives_it_the_option_is_named(tmp_path: Path, monkeyp
     first: dict[str, Any] = {"link": None, "manifest_path": tmp_path / "run.toml"}
     for options in ({}, first):
         refused = await found(tmp_path, **options)
-        assert refused.content is None
-        assert refused.text.value is None
+        assert (refused.content, refused.text.value) == (None, None)
         assert "--tokenizer" in refused.text.reason

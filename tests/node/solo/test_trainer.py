@@ -66,16 +66,10 @@ def test_the_loss_falls_and_every_step_is_reported(manifest: Manifest) -> None:
     assert {event["event"] for event in steps} == {"step"}
     assert steps[0]["tokens_per_s"] == pytest.approx(64)  # the clock goes on by one second a step
     assert events[-1] == summary
-    assert summary == {
-        "event": "summary",
-        "steps": 40,
-        "loss_first": steps[0]["loss"],
-        "loss_last": steps[-1]["loss"],
-        "tokens": 2560,
-        "tokens_per_s": pytest.approx(64),
-        "microbatches": {"started": 80, "completed": 80, "abandoned": 0, "duplicated": 0},
-        "peers": [],
-    }
+    counts = {"started": 80, "completed": 80, "abandoned": 0, "duplicated": 0}
+    losses = {"loss_first": steps[0]["loss"], "loss_last": steps[-1]["loss"]}
+    sums = {"tokens": 2560, "tokens_per_s": pytest.approx(64), "microbatches": counts}
+    assert summary == {"event": "summary", "steps": 40, "peers": [], **losses, **sums}
     assert summary["loss_first"] == pytest.approx(5.55, abs=0.1)
     assert summary["loss_last"] < 4
 
@@ -123,12 +117,10 @@ def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Man
     for module, parts in trained.modules():
         for name, parameter in parameters_of(*parts).items():
             parameter.copy_(gathered.module(module)[name])
-    assert digest_of_tensors(parameters_of(trained.head)) != digest_of_tensors(
-        parameters_of(WholeModel(manifest, CPU).head)
-    )
-    measured = asyncio.run(
-        evaluate_model(str(folder.path), 5, local_path_options=LocalPathOptions(text=tmp_path / "text"))
-    )
+    untrained = WholeModel(manifest, CPU).head
+    assert digest_of_tensors(parameters_of(trained.head)) != digest_of_tensors(parameters_of(untrained))
+    told = LocalPathOptions(text=tmp_path / "text")
+    measured = asyncio.run(evaluate_model(str(folder.path), 5, local_path_options=told))
     expected = evaluate(partial(loss_of, trained), held_out_microbatches(manifest, 5))
     sizes = measured.pop("sizes")
     assert measured == {**expected, "subsets": [{"stages": [1, 2], "loss": expected["loss"]}]}
@@ -161,8 +153,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(7, 17))
     assert [*before, *(event["loss"] for event in steps)] == pytest.approx(whole, abs=1e-6)
-    assert summary["tokens"] == 16 * 64
-    assert summary["microbatches"]["completed"] == 32
+    assert (summary["tokens"], summary["microbatches"]["completed"]) == (16 * 64, 32)
     assert any(event.get("message") == "resumes at step 6, 384 tokens" for event in events)
 
 
@@ -294,9 +285,8 @@ def test_the_held_out_loss_of_experts_is_told_by_route_and_leaves_the_prefix_out
     assert all(0 < text.scored <= text.size for text in texts)
     report = evaluate(partial(loss_of, WholeModel(routed, CPU)), texts)
     assert report["routes"].keys() == {"1.0,2.0", "1.1,2.0"}
-    assert (
-        report["tokens"] == sum(text.scored for text in texts) == sum(of["tokens"] for of in report["routes"].values())
-    )
+    by_route = sum(of["tokens"] for of in report["routes"].values())
+    assert report["tokens"] == sum(text.scored for text in texts) == by_route
     assert report["loss"] == pytest.approx(5.55, abs=0.1)
     assert "routes" not in evaluate(partial(loss_of, WholeModel(manifest, CPU)), held_out_microbatches(manifest, 2))
 

@@ -40,9 +40,12 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(tensors, folder / SINGLE)
 
 
+def norm(folder: Path, value: torch.Tensor) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": value}))
+
+
 def configure(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
 
 
 HUGE_HEADER = (2**40).to_bytes(8, "little")
@@ -83,18 +86,9 @@ def index(folder: Path, text: str) -> None:
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda f: rewrite(f, lambda t: t.pop("model.norm.weight")), "has no parameter model.norm.weight"),
         (lambda f: rewrite(f, lambda t: t.update({"model.extra": torch.ones(1)})), "has a parameter model.extra"),
-        (
-            lambda f: rewrite(f, lambda t: t.update({"model.norm.weight": torch.ones(31)})),
-            r"model.norm.weight is \(31,\), but config.json needs \(32,\)",
-        ),
-        (
-            lambda f: rewrite(f, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
-            "model.norm.weight has type I8",
-        ),
-        (
-            lambda f: rewrite(f, lambda t: t["model.norm.weight"].fill_(float("nan"))),
-            "model.norm.weight has infinite or NaN values",
-        ),
+        (lambda f: norm(f, torch.ones(31)), r"model.norm.weight is \(31,\), but config.json needs \(32,\)"),
+        (lambda f: norm(f, torch.ones(32, dtype=torch.int8)), "model.norm.weight has type I8"),
+        (lambda f: norm(f, torch.full((32,), float("nan"))), "model.norm.weight has infinite or NaN values"),
         (lambda f: index(f, '{"weight_map": {"a": "../e.safetensors"}}'), "not a safetensors file of this"),
         (lambda f: index(f, '{"weight_map": {"a": "a.bin"}}'), "not a safetensors file of this"),
         (lambda f: index(f, "{}"), "does not map parameters to files"),
@@ -127,8 +121,7 @@ def test_sizes_that_no_manifest_allows_are_refused(folder: Path) -> None:
 
 
 def test_a_row_is_never_longer_than_a_sliding_window(folder: Path) -> None:
-    mistral = {"model_type": "mistral", "sliding_window": 64}
-    configure(folder, **mistral)
+    configure(folder, model_type="mistral", sliding_window=64)
     assert started(folder).model.sequence == 64
     table = default_manifest(0).model_dump()
     table["model"] |= model_table(json.loads((folder / "config.json").read_text()), 96)

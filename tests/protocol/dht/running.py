@@ -33,24 +33,11 @@ def certificate_of(identity: Identity, run: RunId) -> bytes:
 
 def announced(identity: Identity, *, run: RunId = RUN, **changes: object) -> Announcement:
     now = time.time()
-    announcement = Announcement(
-        run=run,
-        peer=identity.peer,
-        state=PeerState.SERVING,
-        module=MODULE,
-        addresses=("127.0.0.1:4000",),
-        certificate=certificate_of(identity, run),
-        versions=VersionRange(3, 3),
-        tokens_per_second=10.0,
-        slots=2,
-        free_slots=1,
-        steps=3,
-        anchor=None,
-        incarnation=int(now * 1000),
-        sequence=int(now * 1000),
-        expires_at=now + 60,
-    )
-    return dataclasses.replace(announcement, **changes)
+    peer = {"run": run, "peer": identity.peer, "certificate": certificate_of(identity, run)}
+    place = {"state": PeerState.SERVING, "module": MODULE, "addresses": ("127.0.0.1:4000",)}
+    figures = {"tokens_per_second": 10.0, "slots": 2, "free_slots": 1, "steps": 3, "anchor": None}
+    life = {"incarnation": int(now * 1000), "sequence": int(now * 1000), "expires_at": now + 60}
+    return Announcement(**{**peer, **place, **figures, **life, "versions": VersionRange(3, 3), **changes})
 
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -63,8 +63,7 @@ def test_a_flood_of_new_records_costs_few_signatures(monkeypatch: pytest.MonkeyP
     looking = DhtDirectory(DirectorySettings(), FIRST, RUN, SystemClock())
     known = encode_record(announced(SECOND), SECOND)
     assert len(looking._decoded([known], time.time())) == 1
-    owners = [Identity.generate() for _ in range(8)]
-    flood = [encode_record(announced(owner), owner) for owner in owners]
+    flood = [encode_record(announced(owner), owner) for owner in (Identity.generate() for _ in range(8))]
     decoded = [each.peer for each in looking._decoded([*flood, known], time.time())]
     assert len(decoded) == 4
     assert SECOND.peer in decoded, "a verified record costs nothing"
@@ -91,8 +90,7 @@ async def test_two_directories_see_each_other() -> None:
         visitor = announced(SECOND, module=None, state=PeerState.VISITING, sequence=theirs.sequence + 1)
         await one.publish(ours)
         await two.publish(theirs)
-        assert await one.look_up([ModuleId(3, 1)]) == [theirs]
-        assert await two.look_up([MODULE]) == [ours]
+        assert (await one.look_up([ModuleId(3, 1)]), await two.look_up([MODULE])) == ([theirs], [ours])
         assert await two.look_up([ModuleId(2)]) == []
         await two.publish(visitor)
         assert await one.look_up([]) == [visitor]
@@ -125,8 +123,7 @@ async def test_it_listens_on_ip6_and_for_all_interfaces_on_both(host: str, kinds
 async def test_a_client_need_not_listen_anywhere() -> None:
     async with directory(FIRST) as one, directory(SECOND, one, client=True, host="") as client:
         sequence = await published_again(client, SECOND)
-        assert await found(one, MODULE) == {SECOND.peer: sequence}
-        assert client.multiaddrs() == []
+        assert (await found(one, MODULE), client.multiaddrs()) == ({SECOND.peer: sequence}, [])
         assert client.port == 0
 
 
@@ -193,8 +190,7 @@ async def test_without_a_child_callers_are_told(marked: Marked) -> None:
 @needs_proc
 async def test_a_dead_network_daemon_is_replaced(marked: Marked) -> None:
     async with directory(FIRST) as one:
-        daemons = marked.network_daemons()
-        os.kill(daemons.pop(), signal.SIGKILL)
+        os.kill(marked.network_daemons().pop(), signal.SIGKILL)
         await until(lambda: one.restarts == 1)
         await one.publish(announced(FIRST))
     assert marked.processes() == {}
@@ -219,8 +215,7 @@ async def test_a_killed_node_takes_the_dht_with_it(marked: Marked) -> None:
         stdout=asyncio.subprocess.PIPE,
     )
     assert node.stdout is not None
-    assert await node.stdout.readline() == b"up\n"
-    assert len(marked.processes()) == 3
+    assert (await node.stdout.readline(), len(marked.processes())) == (b"up\n", 3)
     node.kill()
     await node.wait()
     await until(lambda: marked.processes() == {})
@@ -305,13 +300,8 @@ class Stranger:
     async def stores(
         self, value: bytes, expires_at: float, *, subkey: bytes, key: str = KEY, in_cache: bool = False
     ) -> bool:
-        request = dht_pb2.StoreRequest(
-            keys=[bytes(DHTID.generate(key))],
-            subkeys=[subkey],
-            values=[value],
-            expiration_time=[expires_at],
-            in_cache=[in_cache],
-        )
+        place = {"keys": [bytes(DHTID.generate(key))], "subkeys": [subkey], "in_cache": [in_cache]}
+        request = dht_pb2.StoreRequest(values=[value], expiration_time=[expires_at], **place)
         try:
             return list((await self.stub.rpc_store(request, timeout=10)).store_ok) == [True]
         except P2PHandlerError:
@@ -326,14 +316,8 @@ class Stranger:
 async def network_to(target: DhtDirectory, folder: Path) -> AsyncIterator[P2P]:
     key = folder / "stranger"
     key.write_bytes(Identity.generate().libp2p_private_key())
-    p2p = await P2P.create(
-        initial_peers=target.multiaddrs(),
-        identity_path=str(key),
-        check_if_identity_free=False,
-        use_relay=False,
-        auto_nat=False,
-        nat_port_map=False,
-    )
+    switched_off = dict.fromkeys(("check_if_identity_free", "use_relay", "auto_nat", "nat_port_map"), False)
+    p2p = await P2P.create(initial_peers=target.multiaddrs(), identity_path=str(key), **switched_off)
     try:
         yield p2p
     finally:
@@ -375,10 +359,8 @@ async def test_only_honest_records_are_kept(tmp_path: Path) -> None:
 async def test_a_dictionary_of_good_and_bad_loses_the_bad_only(tmp_path: Path) -> None:
     async with directory(NEIGHBOUR) as target, stranger_to(target, tmp_path) as stranger:
         announcement = announced(OWNER)
-        dictionary = DictionaryDHTValue()
-        dictionary.store(
-            str(OWNER.peer), MSGPackSerializer.dumps(encode_record(announcement, OWNER)), announcement.expires_at
-        )
+        dictionary, record = DictionaryDHTValue(), MSGPackSerializer.dumps(encode_record(announcement, OWNER))
+        dictionary.store(str(OWNER.peer), record, announcement.expires_at)
         dictionary.store("junk", b"junk", math.inf)
         await stranger.stores(MSGPackSerializer.dumps(dictionary), math.inf, subkey=b"")
         assert await target.look_up([MODULE]) == [announcement]

@@ -17,22 +17,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.dht.guards import (
-    BUDGET_BURST_BYTES,
-    BUDGET_BYTES_PER_S,
-    MAX_KEYS_OF_OWNER,
-    MAX_PACKED_BYTES,
-    GuardedProtocol,
-    GuardedStorage,
-    RecordRules,
-    SourceBudgets,
-    guard_serializer,
-    node_id_of,
-    owners_per_key,
-    plausible,
-    recomputed,
-    unpack_bytes,
-)
+from protocol.dht import guards
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import directory_key, encode_record
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
@@ -42,12 +27,12 @@ from tests.protocol.dht.running import MODULE, OTHER_RUN, RUN, announced
 
 OWNER = Identity.generate()
 STRANGER = Identity.generate()
-RULES = RecordRules(RUN, experts=(1, 2, 2, 2), now=time.time)
+RULES = guards.RecordRules(RUN, experts=(1, 2, 2, 2), now=time.time)
 
 
 @pytest.fixture(autouse=True)
 def _guarded() -> None:
-    guard_serializer()
+    guards.guard_serializer()
 
 
 def stored(identity: Identity = OWNER, **changes: object) -> DHTRecord:
@@ -108,7 +93,7 @@ def test_no_value_raises_anything_else(value: bytes) -> None:
 
 @given(st.binary(max_size=3000))
 def test_unpacking_is_the_inverse_of_packing(data: bytes) -> None:
-    assert unpack_bytes(msgpack.packb(data)) == data
+    assert guards.unpack_bytes(msgpack.packb(data)) == data
 
 
 @pytest.mark.parametrize(
@@ -116,7 +101,7 @@ def test_unpacking_is_the_inverse_of_packing(data: bytes) -> None:
 )
 def test_other_encodings_of_a_value_are_refused(packed: bytes) -> None:
     with pytest.raises(ProtocolViolation):
-        unpack_bytes(packed)
+        guards.unpack_bytes(packed)
 
 
 def test_nested_extensions_are_refused_before_they_overflow_the_stack() -> None:
@@ -130,11 +115,11 @@ def test_nested_extensions_are_refused_before_they_overflow_the_stack() -> None:
 
 def test_long_values_are_refused_before_they_are_decoded() -> None:
     with pytest.raises(ValueError, match="more than"):
-        MSGPackSerializer.loads(b"\x90" * (MAX_PACKED_BYTES + 1))
+        MSGPackSerializer.loads(b"\x90" * (guards.MAX_PACKED_BYTES + 1))
 
 
 def test_storage_keeps_no_value_without_an_owner_and_hands_out_copies() -> None:
-    storage = GuardedStorage(time.time)
+    storage = guards.GuardedStorage(time.time)
     soon = time.time() + 60
     assert not storage.store(1, b"value", soon)
     assert storage.store(1, b"value", soon, subkey="owner")
@@ -150,13 +135,13 @@ def test_storage_keeps_no_value_without_an_owner_and_hands_out_copies() -> None:
 
 def test_one_source_cannot_spend_what_another_has() -> None:
     now = 0.0
-    budgets = SourceBudgets(lambda: now)
-    budgets.spend("greedy", BUDGET_BURST_BYTES)
+    budgets = guards.SourceBudgets(lambda: now)
+    budgets.spend("greedy", guards.BUDGET_BURST_BYTES)
     with pytest.raises(ResourceExhausted):
         budgets.spend("greedy", 1)
     budgets.spend("other", 1000)
     now = 1.0
-    budgets.spend("greedy", BUDGET_BYTES_PER_S)
+    budgets.spend("greedy", guards.BUDGET_BYTES_PER_S)
     with pytest.raises(ResourceExhausted):
         budgets.spend("greedy", 1)
 
@@ -167,39 +152,36 @@ def test_an_answer_does_not_outlive_its_records() -> None:
     with dictionary.freeze():
         dictionary.store("one", b"", soon)
         dictionary.store("two", b"", soon + 1)
-    answer = recomputed(ValueWithExpiration(dictionary, math.inf))
+    answer = guards.recomputed(ValueWithExpiration(dictionary, math.inf))
     assert answer is not None
     assert answer.expiration_time == soon + 1, "an endless answer would end the search with itself"
-    assert set(answer.value.data) == {"one", "two"}
-    assert answer.value.maxsize == math.inf
-    assert recomputed(ValueWithExpiration(DictionaryDHTValue(), math.inf)) is None
-    assert recomputed(ValueWithExpiration(b"regular", math.inf)) is None
-    assert recomputed(None) is None
+    assert (set(answer.value.data), answer.value.maxsize) == ({"one", "two"}, math.inf)
+    assert guards.recomputed(ValueWithExpiration(DictionaryDHTValue(), math.inf)) is None
+    assert (guards.recomputed(ValueWithExpiration(b"regular", math.inf)), guards.recomputed(None)) == (None, None)
 
 
 def test_neighbours_must_sit_where_their_ids_put_them() -> None:
     peers = [PeerID.from_base58(Identity.generate().peer) for _ in range(4)]
-    honest = {node_id_of(peer): peer for peer in peers}
-    assert plausible(honest, 10) == honest
-    assert len(plausible(honest, 3)) == 3
-    assert plausible({DHTID.generate(): peer for peer in peers}, 10) == {}
+    honest = {guards.node_id_of(peer): peer for peer in peers}
+    assert (guards.plausible(honest, 10), len(guards.plausible(honest, 3))) == (honest, 3)
+    assert guards.plausible({DHTID.generate(): peer for peer in peers}, 10) == {}
 
 
 async def test_a_node_with_a_place_of_its_own_choice_is_not_remembered() -> None:
-    protocol = GuardedProtocol(_initialized_with_create=True)
+    protocol = guards.GuardedProtocol(_initialized_with_create=True)
     protocol.node_id, protocol.bucket_size, protocol.num_replicas = DHTID.generate(), 20, 5
-    protocol.storage = GuardedStorage(time.time)
+    protocol.storage = guards.GuardedStorage(time.time)
     protocol.routing_table = RoutingTable(protocol.node_id, 20, 5)
     peer = PeerID.from_base58(OWNER.peer)
     await protocol.update_routing_table(DHTID.generate(), peer)
     assert not protocol.routing_table.uid_to_peer_id
-    await protocol.update_routing_table(node_id_of(peer), peer)
-    assert protocol.routing_table.uid_to_peer_id == {node_id_of(peer): peer}
+    await protocol.update_routing_table(guards.node_id_of(peer), peer)
+    assert protocol.routing_table.uid_to_peer_id == {guards.node_id_of(peer): peer}
 
 
 def test_a_newer_record_replaces_and_an_older_one_changes_nothing() -> None:
     clock = ManualClock(1000.0)
-    store = GuardedStorage(clock.monotonic)
+    store = guards.GuardedStorage(clock.monotonic)
     assert store.store_subkey("key", "owner", b"new", 1090.0)
     assert not store.store_subkey("key", "owner", b"old", 1010.0)
     assert not store.store_subkey("key", "owner", b"same", 1090.0)
@@ -212,7 +194,7 @@ def test_a_newer_record_replaces_and_an_older_one_changes_nothing() -> None:
 
 def test_a_full_key_refuses_newcomers_and_serves_incumbents() -> None:
     clock = ManualClock(1000.0)
-    store = GuardedStorage(clock.monotonic, owners_of_key=2)
+    store = guards.GuardedStorage(clock.monotonic, owners_of_key=2)
     assert store.store_subkey("key", "a", b"", 1010.0)
     assert store.store_subkey("key", "b", b"", 1020.0)
     assert not store.store_subkey("key", "c", b"", 1599.0)
@@ -224,18 +206,17 @@ def test_a_full_key_refuses_newcomers_and_serves_incumbents() -> None:
 
 
 def test_an_owner_pushes_out_only_itself() -> None:
-    store = GuardedStorage(ManualClock(1000.0).monotonic)
+    store = guards.GuardedStorage(ManualClock(1000.0).monotonic)
     store.store_subkey(0, "honest", b"", 1001.0)
-    for key in range(MAX_KEYS_OF_OWNER + 1):
+    for key in range(guards.MAX_KEYS_OF_OWNER + 1):
         assert store.store_subkey(key, "greedy", b"", 1010.0 + key)
-    assert set(store.of_key(0)) == {"honest"}
-    assert len(store) == MAX_KEYS_OF_OWNER + 1
+    assert (set(store.of_key(0)), len(store)) == ({"honest"}, guards.MAX_KEYS_OF_OWNER + 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abcdefgh"), st.integers(-5, 30), st.integers(0, 3))))
 def test_it_stays_within_its_bounds(steps: list[tuple[int, str, int, int]]) -> None:
     clock = ManualClock(1000.0)
-    store = GuardedStorage(clock.monotonic, owners_of_key=3, max_records=9)
+    store = guards.GuardedStorage(clock.monotonic, owners_of_key=3, max_records=9)
     for key, owner, life, passes in steps:
         taken = store.store_subkey(key, owner, b"", clock.now + life)
         assert not taken or (life > 0 and store.of_key(key)[owner] == (b"", clock.now + life))
@@ -247,15 +228,13 @@ def test_it_stays_within_its_bounds(steps: list[tuple[int, str, int, int]]) -> N
 
 
 def test_room_is_shared_out_among_the_runs_keys() -> None:
-    assert owners_per_key(5) == 256
-    assert owners_per_key(1024) == 16
-    assert owners_per_key(1_000_000) == 8
+    assert (guards.owners_per_key(5), guards.owners_per_key(1024), guards.owners_per_key(1_000_000)) == (256, 16, 8)
 
 
 def test_what_was_kept_while_our_clock_was_ahead_does_not_stand_in_its_owners_way() -> None:
     clock = ManualClock(1000.0)
     clock.now += 300.0
-    store = GuardedStorage(clock.monotonic, longest_s=120.0)
+    store = guards.GuardedStorage(clock.monotonic, longest_s=120.0)
     assert store.store_subkey("key", "owner", b"ahead", clock.monotonic() + 60.0)
     assert not store.store_subkey("key", "other", b"for ever", clock.monotonic() + 121.0)
     clock.now -= 300.0
@@ -264,5 +243,4 @@ def test_what_was_kept_while_our_clock_was_ahead_does_not_stand_in_its_owners_wa
     assert store.store_subkey("key", "owner", *right)
     assert store.of_key("key") == {"owner": right}
     clock.now -= 300.0
-    assert list(store.items()) == []
-    assert len(store) == 0
+    assert (list(store.items()), len(store)) == ([], 0)

@@ -151,15 +151,8 @@ async def node(
 ) -> AsyncIterator[Node]:
     persona = persona or Persona()
     handler = handler or Recorder()
-    transport = GrpcTransport(
-        persona.credentials,
-        persona.book,
-        handler,
-        SystemClock(),
-        settings,
-        own_record=lambda: record,
-        ways=ways or Ways(),
-    )
+    needs = (persona.credentials, persona.book, handler, SystemClock(), settings)
+    transport = GrpcTransport(*needs, own_record=lambda: record, ways=ways or Ways())
     async with transport:
         yield Node(persona, handler, transport)
 
@@ -227,8 +220,7 @@ def forward(sender: PeerId, receiver: PeerId, number: int = 0) -> Forward:
 
 
 def pattern(tensor: TensorSpec, seed: int) -> bytes:
-    words = tensor.byte_length // 4
-    return b"".join(((seed << 24) + i).to_bytes(4, "little") for i in range(words))
+    return b"".join(((seed << 24) + i).to_bytes(4, "little") for i in range(tensor.byte_length // 4))
 
 
 def with_settings(**changes: object) -> TransportSettings:

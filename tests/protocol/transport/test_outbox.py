@@ -99,8 +99,7 @@ async def test_transfers_take_turns_and_small_frames_go_first() -> None:
     box.finish(b"farewell", ERROR)
     await wire.let(1)
     await pump
-    assert wire.story()[-1] == "farewell"
-    assert box.committed_bytes == 0
+    assert (wire.story()[-1], box.committed_bytes) == ("farewell", 0)
 
 
 async def test_the_budget_holds_later_transfers_back_in_order() -> None:
@@ -215,8 +214,7 @@ async def test_ending_a_transfer_in_the_middle_tells_the_receiver(by_receiver: b
         await asyncio.wait((task,))
     await wire.let(2)  # the chunk that was on its way to the stream, then the word
     await settled()
-    assert decode(wire.frames[-1]) == Cancel(1)
-    assert len(wire.frames) == 4
+    assert (decode(wire.frames[-1]), len(wire.frames)) == (Cancel(1), 4)
     pump.cancel()
 
 
@@ -289,8 +287,7 @@ def test_goodput_is_told_by_the_pongs_behind_whole_tensors() -> None:
     token = meter.ping_after(1)
     clock.now += 1.0
     assert not meter.pong(token), "it is no round trip"
-    assert meter.figures().goodput_bytes_per_s == 500
-    assert meter.figures().sent_bytes == 1000
+    assert (meter.figures().goodput_bytes_per_s, meter.figures().sent_bytes) == (500, 1000)
     assert meter.figures().round_trip_s == 0
 
 
@@ -459,11 +456,9 @@ def test_after_the_longest_frame_the_link_is_not_silent_for_too_long(serves: boo
 
 def test_who_serves_nothing_has_no_part_in_what_is_common() -> None:
     common = CommonPatience(0.0)
-    strangers = [Patience(common, 0.0) for _ in range(64)]
-    for stranger in strangers:
+    for stranger in [Patience(common, 0.0) for _ in range(64)]:
         assert frames_in(stranger, 0.0, serves=False) <= IN_ADVANCE / STRANGERS + PAUSE_AFTER + 1
-    member = Patience(common, 0.0)
-    assert frames_in(member, 0.0) >= IN_ADVANCE + COMMON_SAVED
+    assert frames_in(Patience(common, 0.0), 0.0) >= IN_ADVANCE + COMMON_SAVED
 
 
 @pytest.mark.parametrize("hops", [1, 16, 256])

@@ -15,23 +15,7 @@ import numpy as np
 import pytest
 
 from protocol.codecs import decode_into, encode_into
-from protocol.frames.frames import (
-    MAX_CHUNK_BYTES,
-    AnswerFrame,
-    Cancel,
-    Farewell,
-    FarewellReason,
-    Frame,
-    Hello,
-    Ping,
-    Pong,
-    QuestionFrame,
-    SmallFrame,
-    TensorFrame,
-    checksum_of,
-    encode,
-    encode_chunk,
-)
+from protocol.frames import frames
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Ask, Contact, Question, QuestionAbout, Refusal, Topic
@@ -42,16 +26,8 @@ from protocol.transport.grpc_transport import MAX_STREAMS_PER_PEER
 from protocol.transport.link import MAX_WAITING_BYTES
 from protocol.transport.rate_limits import COMMON_A_SECOND, COMMON_SAVED, FRAMES_A_SECOND, IN_ADVANCE, PAUSE_AFTER
 from protocol.transport.settings import MAX_OPEN_TRANSFERS, TransportSettings
+from swarm.vocabulary import errors
 from swarm.vocabulary.averaging_messages import Accepting, Contribution, RoundId, StateChunk
-from swarm.vocabulary.errors import (
-    ConfigError,
-    PeerError,
-    ProtocolViolation,
-    Rejected,
-    StaleVersion,
-    Stalled,
-    Unreachable,
-)
 from swarm.vocabulary.pipeline_messages import Close, Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, VersionRange
 from tests.protocol.dht.running import Marked, needs_proc, until
@@ -102,8 +78,7 @@ async def test_tensors_travel_both_ways_at_once_and_arrive_whole() -> None:
             got = {message.microbatch.number: data for _, message, _, data in own.handler.tensors}
             assert got == {n: sent[n] for n in numbers}
             assert {sender for sender, *_ in own.handler.tensors} == {other.peer}
-        assert left.handler.ups == [right.peer]
-        assert right.handler.ups == [left.peer]
+        assert (left.handler.ups, right.handler.ups) == ([right.peer], [left.peer])
 
 
 async def test_a_caller_nobody_has_heard_of_is_let_in_and_its_records_are_handed_on() -> None:
@@ -115,8 +90,7 @@ async def test_a_caller_nobody_has_heard_of_is_let_in_and_its_records_are_handed
         left.transport.announce(b"left, later")
         await right.handler.until(lambda: len(right.handler.records) == 2)
         assert right.handler.records == [(left.peer, b"left"), (left.peer, b"left, later")]
-        assert left.handler.records == [(right.peer, b"right")]
-        assert right.handler.ups == [left.peer]
+        assert (left.handler.records, right.handler.ups) == ([(right.peer, b"right")], [left.peer])
         assert right.handler.messages == [(left.peer, close_of(left.peer))]
 
 
@@ -125,13 +99,13 @@ async def test_questions_are_answered_refused_and_time_out() -> None:
         assert await left.transport.ask(right.peer, Question(QuestionAbout.STATUS), 10) == b"status"
         assert await left.transport.ask(right.peer, Question(QuestionAbout.EVALUATE, 3), 10) == b"evaluate"
         right.handler.answering = refuse_to_answer
-        with pytest.raises(Rejected, match="no manifest for you"):
+        with pytest.raises(errors.Rejected, match="no manifest for you"):
             await left.transport.ask(right.peer, Question(QuestionAbout.MANIFEST), 10)
         right.handler.answering = lambda question: bytes(68 * 1024 + 1)
-        with pytest.raises(Rejected, match="69633 bytes"):
+        with pytest.raises(errors.Rejected, match="69633 bytes"):
             await left.transport.ask(right.peer, Question(QuestionAbout.STATUS), 10)
         right.handler.answer_gate = asyncio.Event()
-        with pytest.raises(Stalled, match="did not answer a status question"):
+        with pytest.raises(errors.Stalled, match="did not answer a status question"):
             await left.transport.ask(right.peer, Question(QuestionAbout.STATUS), 0.1)
         right.handler.answer_gate.set()
         right.handler.answering = lambda question: b"again"
@@ -142,9 +116,8 @@ async def test_questions_are_answered_refused_and_time_out() -> None:
 async def test_more_questions_than_may_be_open_wait_for_a_place() -> None:
     async with two_nodes() as (left, right):
         right.handler.answer_gate = asyncio.Event()
-        asked = [
-            asyncio.create_task(left.transport.ask(right.peer, Question(QuestionAbout.STATUS), 10)) for _ in range(20)
-        ]
+        status = Question(QuestionAbout.STATUS)
+        asked = [asyncio.create_task(left.transport.ask(right.peer, status, 10)) for _ in range(20)]
         await left.handler.until(lambda: left.handler.ups)
         right.handler.answer_gate.set()
         assert await asyncio.gather(*asked) == [b"status"] * 20
@@ -165,8 +138,7 @@ async def test_a_refused_tensor_is_answered_with_a_receipt_and_the_link_goes_on(
         right.handler.refusal = None
         await send_pattern(left, right, refused)
         await right.handler.until(lambda: right.handler.tensors)
-        assert len(right.handler.tensors) == 1
-        assert left.handler.ups == [right.peer]
+        assert (len(right.handler.tensors), left.handler.ups) == (1, [right.peer])
 
 
 async def test_cancelling_a_send_breaks_it_off_and_leaves_the_link_usable() -> None:
@@ -179,12 +151,11 @@ async def test_cancelling_a_send_breaks_it_off_and_leaves_the_link_usable() -> N
         sending.cancel()
         await right.handler.until(lambda: right.handler.broken)
         assert [broken for broken, _ in right.handler.broken] == [message]
-        assert isinstance(right.handler.broken[0][1], Unreachable)
+        assert isinstance(right.handler.broken[0][1], errors.Unreachable)
         assert sending.cancelled()
         whole = await send_pattern(left, right, 2)
         await right.handler.until(lambda: right.handler.tensors)
-        assert right.handler.tensors[0][3] == whole
-        assert left.handler.ups == [right.peer]
+        assert (right.handler.tensors[0][3], left.handler.ups) == (whole, [right.peer])
 
 
 async def test_figures_measure_the_link() -> None:
@@ -209,11 +180,11 @@ async def test_leaving_tells_the_peers_and_ends_what_was_under_way() -> None:
             left.handler.answer_gate = asyncio.Event()
             asked = asyncio.create_task(right.transport.ask(left.peer, Question(QuestionAbout.STATUS), 30))
             await right.handler.until(lambda: right.handler.ups)
-        with pytest.raises(Unreachable, match="leaves"):
+        with pytest.raises(errors.Unreachable, match="leaves"):
             await asked
         assert [peer for peer, _ in right.handler.downs] == [left.peer]
         assert right.transport.figures() == {}
-        with pytest.raises(Unreachable):
+        with pytest.raises(errors.Unreachable):
             await right.transport.send_control(left.peer, close_of(right.peer))
 
 
@@ -232,8 +203,7 @@ async def test_peers_that_dial_each_other_at_once_end_up_with_one_link(attempt: 
         await asyncio.gather(send_pattern(left, right, 1), send_pattern(right, left, 2))
         await right.handler.until(lambda: right.handler.tensors)
         await left.handler.until(lambda: left.handler.tensors)
-        assert left.handler.ups == [right.peer]
-        assert right.handler.ups == [left.peer]
+        assert (left.handler.ups, right.handler.ups) == ([right.peer], [left.peer])
         assert left.handler.downs == right.handler.downs == []
 
 
@@ -262,7 +232,7 @@ async def test_a_second_stream_from_the_peer_that_loses_is_a_duplicate() -> None
         await left.transport.send_control(right.peer, close_of(left.peer))
         async with bare_stream(larger, left, introduced=False) as stream:
             await stream.say(replace(hello_of(larger), incarnation=right.transport.incarnation))
-            assert await stream.farewell() == Farewell(FarewellReason.DUPLICATE)
+            assert await stream.farewell() == frames.Farewell(frames.FarewellReason.DUPLICATE)
         await left.transport.send_control(right.peer, close_of(left.peer, 1))
         await right.handler.until(lambda: len(right.handler.messages) == 2)
 
@@ -304,7 +274,7 @@ async def test_a_peer_that_has_lost_its_end_replaces_the_link() -> None:
 
 async def test_a_port_in_use_is_a_configuration_error() -> None:
     async with node() as first:
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
+        with pytest.raises(errors.ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
             async with node(settings=with_settings(listen_port=first.port)):
                 pass
 
@@ -314,9 +284,9 @@ async def test_links_are_limited() -> None:
         introduce(server, first)
         introduce(server, second)
         await first.transport.send_control(server.peer, close_of(first.peer))
-        with pytest.raises(Unreachable, match="no room"):
+        with pytest.raises(errors.Unreachable, match="no room"):
             await second.transport.send_control(server.peer, close_of(second.peer))
-        with pytest.raises(Unreachable, match="links are in use"):
+        with pytest.raises(errors.Unreachable, match="links are in use"):
             await server.transport.send_control(second.peer, close_of(server.peer))
         await server.transport.send_control(first.peer, close_of(server.peer))
 
@@ -338,7 +308,7 @@ async def test_a_broken_handler_ends_the_transport() -> None:
 
 
 def test_an_impossible_port_is_refused() -> None:
-    with pytest.raises(ConfigError, match="listen_port"):
+    with pytest.raises(errors.ConfigError, match="listen_port"):
         TransportSettings(listen_port=65536)
 
 
@@ -348,13 +318,13 @@ LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
 @pytest.mark.parametrize(
     ("change", "reason", "detail"),
     [
-        ({"run": OTHER_RUN}, FarewellReason.WRONG_RUN, ""),
-        ({"peer": Persona().peer}, FarewellReason.NOT_YOU, ""),
-        ({"versions": VersionRange(4, 5)}, FarewellReason.WRONG_VERSION, "3 to 3"),
+        ({"run": OTHER_RUN}, frames.FarewellReason.WRONG_RUN, ""),
+        ({"peer": Persona().peer}, frames.FarewellReason.NOT_YOU, ""),
+        ({"versions": VersionRange(4, 5)}, frames.FarewellReason.WRONG_VERSION, "3 to 3"),
     ],
 )
 async def test_a_hello_of_another_run_name_or_version_is_refused(
-    change: dict[str, Any], reason: FarewellReason, detail: str
+    change: dict[str, Any], reason: frames.FarewellReason, detail: str
 ) -> None:
     caller = Persona()
     async with node() as server, bare_stream(caller, server, introduced=False) as stream:
@@ -372,7 +342,7 @@ async def test_a_certificate_that_carries_anothers_name_is_turned_away_at_the_do
     impostor.credentials = credentials_for(der, key, like=impostor.credentials)
     async with node() as server:
         async with bare_stream(impostor, server, introduced=False) as stream:
-            with pytest.raises(Rejected, match="refused the connection: certificate: the common name"):
+            with pytest.raises(errors.Rejected, match="refused the connection: certificate: the common name"):
                 await stream.hear()
         assert server.handler.ups == []
 
@@ -390,8 +360,7 @@ async def server_and_honest(**settings: Any) -> AsyncIterator[tuple[Node, Node]]
         server.handler.admit_error = server.handler.refusal = None
         await send_pattern(honest, server, 99)
         await server.handler.until(lambda: any(sender == honest.peer for sender, *_ in server.handler.tensors))
-        assert server.handler.ups.count(honest.peer) == 1
-        assert honest.handler.downs == []
+        assert (server.handler.ups.count(honest.peer), honest.handler.downs) == (1, [])
 
 
 @asynccontextmanager
@@ -401,13 +370,13 @@ async def attack(server: Node, **how: Any) -> AsyncIterator[tuple[Persona, BareS
         yield hostile, stream
 
 
-def header_of(hostile: Persona, server: Node, transfer: int = 1, tensor: TensorSpec = QUARTER_MB) -> TensorFrame:
-    chunks = -(-tensor.byte_length // MAX_CHUNK_BYTES)
-    return TensorFrame(forward(hostile.peer, server.peer, transfer), tensor, transfer, chunks)
+def header_of(hostile: Persona, server: Node, transfer: int = 1, tensor: TensorSpec = QUARTER_MB) -> frames.TensorFrame:
+    chunks = -(-tensor.byte_length // frames.MAX_CHUNK_BYTES)
+    return frames.TensorFrame(forward(hostile.peer, server.peer, transfer), tensor, transfer, chunks)
 
 
 def wire_header(hostile: Persona, server: Node, **lie: Any) -> bytes:
-    frame = wire.Frame.FromString(encode(header_of(hostile, server)))
+    frame = wire.Frame.FromString(frames.encode(header_of(hostile, server)))
     for name, value in lie.items():
         if name == "shape":
             frame.forward.tensor.shape[:] = value
@@ -432,25 +401,25 @@ def wire_header(hostile: Persona, server: Node, **lie: Any) -> bytes:
 async def test_a_lying_header_ends_the_link_before_anything_is_admitted(lie: dict[str, Any]) -> None:
     async with server_and_honest() as (server, _), attack(server) as (hostile, stream):
         await stream.say(wire_header(hostile, server, **lie))
-        assert (await stream.farewell()).reason is FarewellReason.VIOLATION
+        assert (await stream.farewell()).reason is frames.FarewellReason.VIOLATION
         await server.handler.until(lambda: server.handler.downs)
         [(peer, error)] = server.handler.downs
         assert peer == hostile.peer
-        assert isinstance(error, ProtocolViolation)
+        assert isinstance(error, errors.ProtocolViolation)
         assert server.handler.admitted == []
 
 
 async def test_what_contradicts_the_manifest_is_told_why() -> None:
     async with server_and_honest() as (server, _), attack(server) as (hostile, stream):
-        server.handler.admit_error = ProtocolViolation("hidden states are [4, 64, 32] in this run")
+        server.handler.admit_error = errors.ProtocolViolation("hidden states are [4, 64, 32] in this run")
         await stream.say(header_of(hostile, server))
         farewell = await stream.farewell()
-        assert farewell == Farewell(FarewellReason.VIOLATION, "hidden states are [4, 64, 32] in this run")
+        assert farewell == frames.Farewell(frames.FarewellReason.VIOLATION, "hidden states are [4, 64, 32] in this run")
 
 
 def chunk_with_wrong_checksum() -> bytes:
     data = bytes(QUARTER_MB.byte_length)
-    chunk = wire.Chunk(transfer=1, checksum=checksum_of(memoryview(data)) ^ 1, data=data)
+    chunk = wire.Chunk(transfer=1, checksum=frames.checksum_of(memoryview(data)) ^ 1, data=data)
     return wire.Frame(chunk=chunk).SerializeToString()
 
 
@@ -458,13 +427,13 @@ def chunk_with_wrong_checksum() -> bytes:
     ("bad", "why"),
     [
         (chunk_with_wrong_checksum(), "checksum"),
-        (encode_chunk(1, 1, memoryview(bytes(4096))), "came instead of"),
-        (encode_chunk(1, 0, memoryview(bytes(4096))), "a different number"),
-        (encode_chunk(3, 0, memoryview(bytes(4096))), "not open"),
+        (frames.encode_chunk(1, 1, memoryview(bytes(4096))), "came instead of"),
+        (frames.encode_chunk(1, 0, memoryview(bytes(4096))), "a different number"),
+        (frames.encode_chunk(3, 0, memoryview(bytes(4096))), "not open"),
         (b"\x12\xff\xff", "chunk"),
         (b"no frame at all", "not a frame"),
         (b"", "not a frame"),
-        (encode(hello_of(Persona())), "second Hello"),
+        (frames.encode(hello_of(Persona())), "second Hello"),
     ],
 )
 async def test_a_bad_frame_gives_the_buffer_back_and_ends_the_link(bad: bytes, why: str) -> None:
@@ -472,26 +441,25 @@ async def test_a_bad_frame_gives_the_buffer_back_and_ends_the_link(bad: bytes, w
         await stream.say(header_of(hostile, server))
         await stream.say(bad)
         farewell = await stream.farewell()
-        assert farewell.reason is FarewellReason.VIOLATION
+        assert farewell.reason is frames.FarewellReason.VIOLATION
         assert why in farewell.detail
         await server.handler.until(lambda: server.handler.downs)
         [(message, error)] = server.handler.broken
         assert message == forward(hostile.peer, server.peer, 1)
-        assert isinstance(error, ProtocolViolation)
+        assert isinstance(error, errors.ProtocolViolation)
         assert server.handler.tensors == []
 
 
 async def test_a_frame_beyond_all_bounds_is_cut_off_by_grpc() -> None:
     async with server_and_honest() as (server, _):
         hostile = Persona()
-        channel = open_channel(
-            server.persona.contact(server.port), f"127.0.0.1:{server.port}", hostile.credentials, max_frame_bytes=2**26
-        )
+        contact = server.persona.contact(server.port)
+        channel = open_channel(contact, contact.addresses[0], hostile.credentials, max_frame_bytes=2**26)
         stream = BareStream(DialledStream(channel))
         await stream.say(hello_of(hostile))
-        assert isinstance(await stream.hear(), Hello)
+        assert isinstance(await stream.hear(), frames.Hello)
         await stream.say(bytes(2**25))
-        with pytest.raises(PeerError):
+        with pytest.raises(errors.PeerError):
             await hear_until(stream, lambda frame: False)
         await stream.stream.close()
         await server.handler.until(lambda: server.handler.downs)
@@ -499,14 +467,13 @@ async def test_a_frame_beyond_all_bounds_is_cut_off_by_grpc() -> None:
 
 async def test_a_stream_that_breaks_off_in_mid_tensor_is_no_success() -> None:
     async with server_and_honest() as (server, _), attack(server) as (hostile, stream):
-        tensor = TensorSpec((2048, 1024), DType.FLOAT32)
-        await stream.say(header_of(hostile, server, tensor=tensor))
-        await stream.say(encode_chunk(1, 0, memoryview(bytes(MAX_CHUNK_BYTES))))
+        await stream.say(header_of(hostile, server, tensor=TensorSpec((2048, 1024), DType.FLOAT32)))
+        await stream.say(frames.encode_chunk(1, 0, memoryview(bytes(frames.MAX_CHUNK_BYTES))))
         await server.handler.until(lambda: server.handler.admitted)
         await stream.stream.half_close()
         await server.handler.until(lambda: server.handler.downs)
-        assert isinstance(server.handler.broken[0][1], Unreachable)
-        assert isinstance(server.handler.downs[0][1], Unreachable)
+        assert isinstance(server.handler.broken[0][1], errors.Unreachable)
+        assert isinstance(server.handler.downs[0][1], errors.Unreachable)
         assert server.handler.tensors == []
 
 
@@ -526,8 +493,8 @@ async def test_a_refused_sender_that_goes_on_is_swallowed_but_not_beyond_its_cou
         receipt = await hear_until(stream, lambda frame: isinstance(frame, Receipt))
         assert isinstance(receipt, Receipt)
         assert receipt.status is ReceiptStatus.BUSY
-        await stream.say(encode_chunk(1, 0, memoryview(bytes(QUARTER_MB.byte_length))))
-        await stream.say(encode_chunk(1, 1, memoryview(bytes(4096))))
+        await stream.say(frames.encode_chunk(1, 0, memoryview(bytes(QUARTER_MB.byte_length))))
+        await stream.say(frames.encode_chunk(1, 1, memoryview(bytes(4096))))
         assert "not open" in (await stream.farewell()).detail
 
 
@@ -535,10 +502,10 @@ async def test_a_transfer_that_stands_still_gives_its_buffer_back() -> None:
     async with server_and_honest(stall_after_s=0.5) as (server, _), attack(server) as (hostile, stream):
         await stream.say(header_of(hostile, server))
         while not server.handler.broken:
-            await stream.say(Ping(1))
+            await stream.say(frames.Ping(1))
             await asyncio.sleep(0.05)
-        assert isinstance(server.handler.broken[0][1], Stalled)
-        await hear_until(stream, lambda frame: frame == Cancel(1))
+        assert isinstance(server.handler.broken[0][1], errors.Stalled)
+        await hear_until(stream, lambda frame: frame == frames.Cancel(1))
         assert server.handler.downs == []
 
 
@@ -549,14 +516,14 @@ async def test_a_transfer_that_trickles_cannot_hold_its_buffer_for_ever() -> Non
         await stream.say(replace(header_of(hostile, server), chunk_count=64))
         index = 0
         while not server.handler.broken:
-            await stream.say(encode_chunk(1, index, memoryview(bytes(4096))))
+            await stream.say(frames.encode_chunk(1, index, memoryview(bytes(4096))))
             index += 1
             await asyncio.sleep(0.1)
         assert index < 64
-        assert isinstance(server.handler.broken[0][1], Stalled)
+        assert isinstance(server.handler.broken[0][1], errors.Stalled)
 
 
-async def hear_until(stream: BareStream, wanted: Callable[[Frame], bool]) -> Frame:
+async def hear_until(stream: BareStream, wanted: Callable[[frames.Frame], bool]) -> frames.Frame:
     while (frame := await stream.hear()) is not None:
         if wanted(frame):
             return frame
@@ -568,16 +535,17 @@ async def test_a_silent_peer_is_taken_for_dead() -> None:
         await server.handler.until(lambda: server.handler.downs)
         [(peer, error)] = server.handler.downs
         assert peer == hostile.peer
-        assert isinstance(error, Stalled)
+        assert isinstance(error, errors.Stalled)
 
 
 async def test_who_says_no_hello_is_dropped() -> None:
     async with server_and_honest(hello_timeout_s=0.2) as (server, _):
         async with attack(server, introduced=False) as (_, stream):
-            await stream.say(Ping(1))
-            assert (await stream.farewell()).reason is FarewellReason.VIOLATION
+            await stream.say(frames.Ping(1))
+            assert (await stream.farewell()).reason is frames.FarewellReason.VIOLATION
         async with attack(server, introduced=False) as (_, stream):
-            assert await stream.farewell() == Farewell(FarewellReason.UNSPECIFIED, "no Hello arrived in time")
+            late = frames.Farewell(frames.FarewellReason.UNSPECIFIED, "no Hello arrived in time")
+            assert await stream.farewell() == late
         assert server.handler.downs == []
 
 
@@ -585,12 +553,12 @@ async def test_who_asks_more_than_may_be_open_is_refused() -> None:
     async with server_and_honest() as (server, _), attack(server) as (_, stream):
         server.handler.answer_gate = asyncio.Event()
         for number in range(9):
-            await stream.say(QuestionFrame(number, Question(QuestionAbout.STATUS)))
-        refused = await hear_until(stream, lambda frame: isinstance(frame, AnswerFrame))
-        assert refused == AnswerFrame(8, None, b"8 questions are open already")
+            await stream.say(frames.QuestionFrame(number, Question(QuestionAbout.STATUS)))
+        refused = await hear_until(stream, lambda frame: isinstance(frame, frames.AnswerFrame))
+        assert refused == frames.AnswerFrame(8, None, b"8 questions are open already")
         server.handler.answer_gate.set()
-        answered = await hear_until(stream, lambda frame: isinstance(frame, AnswerFrame))
-        assert answered == AnswerFrame(0, QuestionAbout.STATUS, b"status")
+        answered = await hear_until(stream, lambda frame: isinstance(frame, frames.AnswerFrame))
+        assert answered == frames.AnswerFrame(0, QuestionAbout.STATUS, b"status")
 
 
 TELLS = 16_000
@@ -603,13 +571,13 @@ async def test_who_says_more_than_its_due_is_read_later_and_loses_nothing() -> N
 
         async def shout() -> None:
             for token in range(many):
-                await stream.say(Ping(token))
+                await stream.say(frames.Ping(token))
 
         async with asyncio.timeout(LONG), asyncio.TaskGroup() as tasks:
             tasks.create_task(shout())
             for token in range(many):
-                while not isinstance(answer := await stream.hear(), Pong):
-                    assert isinstance(answer, Ping), answer
+                while not isinstance(answer := await stream.hear(), frames.Pong):
+                    assert isinstance(answer, frames.Ping), answer
                 assert answer.token == token
 
 
@@ -617,15 +585,14 @@ async def test_what_nobody_minds_is_left_out_unread_and_the_link_stays() -> None
     async with server_and_honest() as (server, _), attack(server) as (hostile, stream):
         server.handler.minded = (Topic.MICROBATCHES,)
         for kind in ("prepared", "roster", "state_refused"):
-            number = wire.Frame.DESCRIPTOR.fields_by_name[kind].number
-            tag = number << 3 | 2
+            tag = wire.Frame.DESCRIPTOR.fields_by_name[kind].number << 3 | 2
             await stream.say(bytes((tag & 0x7F | 0x80, tag >> 7, 9)) + b"\xff" * 9)  # no protobuf at all
         await stream.say(close_of(hostile.peer, 1))
         await server.handler.until(lambda: server.handler.messages)
         assert server.handler.downs == []
         server.handler.minded = tuple(Topic)
         await stream.say(bytes((30 << 3 & 0x7F | 0x82, 30 << 3 >> 7, 9)) + b"\xff" * 9)
-        assert (await stream.farewell()).reason is FarewellReason.VIOLATION
+        assert (await stream.farewell()).reason is frames.FarewellReason.VIOLATION
 
 
 async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory() -> None:
@@ -635,19 +602,10 @@ async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory(
     settings = {"send_budget_bytes": budget, "stall_after_s": 60.0, "chunk_bytes": 256 * 1024}
     async with server_and_honest(**settings) as (server, _), attack(server) as (hostile, stream):
         outbox = server.transport._links[hostile.peer].outbox
-        sends = [
-            asyncio.create_task(
-                server.transport.send(hostile.peer, forward(server.peer, hostile.peer, n), tensor, data)
-            )
-            for n in range(64)
-        ]
+        own, to, send, tell = server.peer, hostile.peer, server.transport.send, server.transport.send_control
+        sends = [asyncio.create_task(send(to, forward(own, to, n), tensor, data)) for n in range(64)]
         await standstill(lambda: server.transport.figures()[hostile.peer].sent_bytes)
-        tells = [
-            asyncio.create_task(
-                server.transport.send_control(hostile.peer, Close(MicrobatchId(server.peer, n), "x" * 256))
-            )
-            for n in range(TELLS)
-        ]
+        tells = [asyncio.create_task(tell(to, Close(MicrobatchId(own, n), "x" * 256))) for n in range(TELLS)]
         await standstill(lambda: outbox.waiting_bytes)
         assert outbox.committed_bytes <= budget
         assert outbox.waiting_bytes <= MAX_WAITING_BYTES
@@ -677,13 +635,13 @@ async def test_a_peer_that_asks_and_does_not_read_loses_its_link() -> None:
         async def ask_for_ever() -> None:
             number = 0
             while True:
-                await stream.say(QuestionFrame(number, Question(QuestionAbout.STATUS)))
+                await stream.say(frames.QuestionFrame(number, Question(QuestionAbout.STATUS)))
                 number += 1
 
         asking = asyncio.create_task(ask_for_ever())
         await server.handler.until(lambda: server.handler.downs)
         assert server.handler.downs[0][0] == hostile.peer
-        assert isinstance(server.handler.downs[0][1], Stalled)
+        assert isinstance(server.handler.downs[0][1], errors.Stalled)
         asking.cancel()
         await asyncio.wait((asking,))
 
@@ -697,11 +655,11 @@ async def test_one_peer_gets_few_streams_even_when_it_reads_none() -> None:
             streams = server.transport._streams
             await server.handler.until(lambda: streams[hostile.peer] == MAX_STREAMS_PER_PEER)
             async with bare_stream(hostile, server, introduced=False) as fourth:
-                with pytest.raises(Unreachable, match="too many streams"):
+                with pytest.raises(errors.Unreachable, match="too many streams"):
                     await fourth.hear()
         await server.handler.until(lambda: server.transport._streams[hostile.peer] == 1)
         await first.say(hello_of(hostile))
-        assert isinstance(await first.hear(), Hello)
+        assert isinstance(await first.hear(), frames.Hello)
 
 
 async def test_garbage_on_the_port_is_hung_up_on() -> None:
@@ -719,14 +677,14 @@ async def test_garbage_on_the_port_is_hung_up_on() -> None:
 
 
 @asynccontextmanager
-async def scripted_server(own: Persona, *answer: SmallFrame, ends: bool) -> AsyncIterator[int]:
+async def scripted_server(own: Persona, *answer: frames.SmallFrame, ends: bool) -> AsyncIterator[int]:
     """A gRPC server with the persona's certificate that reads a Hello, answers, and is silent or `ends` the stream."""
 
     async def serve(_requests: object, context: Any) -> None:
         stream = AcceptedStream(context)
         await stream.read()
         for frame in answer:
-            await stream.write(encode(frame))
+            await stream.write(frames.encode(frame))
         if not ends:
             await stream.read()
 
@@ -744,28 +702,32 @@ DIALLED = Persona()
 @pytest.mark.parametrize(
     ("first", "kind"),
     [
-        (Farewell(FarewellReason.WRONG_VERSION, "9 only"), StaleVersion),
-        (Farewell(FarewellReason.WRONG_RUN), Rejected),
-        (Farewell(FarewellReason.NOT_YOU), Rejected),
-        (Farewell(FarewellReason.VIOLATION), Rejected),
-        (Farewell(FarewellReason.LEAVING), Unreachable),
-        (Farewell(FarewellReason.UNSPECIFIED), Unreachable),
-        (Ping(1), ProtocolViolation),
-        (replace(hello_of(DIALLED), versions=VersionRange(9, 9)), StaleVersion),
-        (replace(hello_of(DIALLED), run=OTHER_RUN), Rejected),
-        (replace(hello_of(DIALLED), peer=Persona().peer), Rejected),
+        (frames.Farewell(frames.FarewellReason.WRONG_VERSION, "9 only"), errors.StaleVersion),
+        (frames.Farewell(frames.FarewellReason.WRONG_RUN), errors.Rejected),
+        (frames.Farewell(frames.FarewellReason.NOT_YOU), errors.Rejected),
+        (frames.Farewell(frames.FarewellReason.VIOLATION), errors.Rejected),
+        (frames.Farewell(frames.FarewellReason.LEAVING), errors.Unreachable),
+        (frames.Farewell(frames.FarewellReason.UNSPECIFIED), errors.Unreachable),
+        (frames.Ping(1), errors.ProtocolViolation),
+        (replace(hello_of(DIALLED), versions=VersionRange(9, 9)), errors.StaleVersion),
+        (replace(hello_of(DIALLED), run=OTHER_RUN), errors.Rejected),
+        (replace(hello_of(DIALLED), peer=Persona().peer), errors.Rejected),
     ],
 )
-async def test_what_the_dialled_peer_says_instead_of_a_good_hello(first: SmallFrame, kind: type[PeerError]) -> None:
+async def test_what_the_dialled_peer_says_instead_of_a_good_hello(
+    first: frames.SmallFrame, kind: type[errors.PeerError]
+) -> None:
     await dialling_raises(kind, first)
 
 
 @pytest.mark.parametrize("ends", [True, False])
 async def test_a_dialled_peer_that_says_nothing_is_given_up(ends: bool) -> None:
-    await dialling_raises(Unreachable, ends=ends, dial_timeout_s=5.0 if ends else 0.3)
+    await dialling_raises(errors.Unreachable, ends=ends, dial_timeout_s=5.0 if ends else 0.3)
 
 
-async def dialling_raises(kind: type[PeerError], *answer: SmallFrame, ends: bool = False, **settings: Any) -> None:
+async def dialling_raises(
+    kind: type[errors.PeerError], *answer: frames.SmallFrame, ends: bool = False, **settings: Any
+) -> None:
     async with node(settings=with_settings(**settings)) as own, scripted_server(DIALLED, *answer, ends=ends) as port:
         own.persona.knows(DIALLED, port)
         with pytest.raises(kind) as raised:
@@ -777,7 +739,7 @@ async def dialling_raises(kind: type[PeerError], *answer: SmallFrame, ends: bool
 async def test_an_unknown_peer_and_oneself_cannot_be_reached() -> None:
     async with node() as own:
         for peer in (Persona().peer, own.peer):
-            with pytest.raises(Unreachable):
+            with pytest.raises(errors.Unreachable):
                 await own.transport.send_control(peer, close_of(own.peer))
 
 
@@ -795,7 +757,7 @@ async def test_addresses_are_tried_one_after_the_other() -> None:
     ["unix:/tmp/x", "xds:///a:1", "a:1,b:2", "host", "host:0", "host:65536", ":1", "-h:1", "a b:1", "[::1]x:1"],
 )
 def test_addresses_are_host_and_port_only(address: str) -> None:
-    with pytest.raises(Unreachable):
+    with pytest.raises(errors.Unreachable):
         target_of(address)
 
 
@@ -841,7 +803,7 @@ async def both_hidden() -> AsyncIterator[tuple[Node, Node, Three]]:
 
 async def test_a_link_through_a_tunnel_carries_tensors_both_ways_at_once() -> None:
     async with both_hidden() as (near, far, peers):
-        with pytest.raises(Unreachable, match="cannot be dialled"):
+        with pytest.raises(errors.Unreachable, match="cannot be dialled"):
             await far.transport.send_control(near.peer, close_of(far.peer))
         await near.transport.send_control(far.peer, close_of(near.peer))
         data, _ = await asyncio.gather(send_pattern(near, far, 3, TUNNELLED), send_pattern(far, near, 3, TUNNELLED))
@@ -873,8 +835,7 @@ class InProcess(NoTunnels):
         return f"127.0.0.1:{await self._opened.open('the relay', contact.peer)}"
 
     def attach(self, port: int) -> None:
-        attachment = Attachment("the relay", RUN, self.dial, Incoming(("127.0.0.1", port)))
-        self._tasks.create_task(attachment.keep())
+        self._tasks.create_task(Attachment("the relay", RUN, self.dial, Incoming(("127.0.0.1", port))).keep())
 
 
 async def test_two_that_open_tunnels_to_each_other_at_once_end_with_one_link() -> None:
@@ -901,8 +862,7 @@ async def meet(service: RelayService, personas: tuple[Persona, Persona], ways: l
         await asyncio.gather(*(end.transport.send_control(far.peer, close_of(end.peer)) for end, far in pairs))
         for end, far in pairs:
             await end.handler.until(lambda end=end: end.handler.messages)  # type: ignore[misc]
-            assert end.handler.messages == [(far.peer, close_of(far.peer))]
-            assert end.handler.downs == []
+            assert (end.handler.messages, end.handler.downs) == ([(far.peer, close_of(far.peer))], [])
             assert end.transport.figures().keys() == {far.peer}
 
 
@@ -913,7 +873,7 @@ async def test_when_the_relay_dies_in_mid_transfer_the_sender_is_told(marked: Ma
         sending = asyncio.create_task(near.transport.send(far.peer, forward(near.peer, far.peer), LARGE, data))
         await far.handler.until(lambda: far.handler.admitted)
         os.kill(marked.network_daemon_of(peers.relaying.process_id), signal.SIGKILL)
-        with pytest.raises(Unreachable):
+        with pytest.raises(errors.Unreachable):
             await sending
         await far.handler.until(lambda: far.handler.downs)
         await near.handler.until(lambda: near.handler.downs)
