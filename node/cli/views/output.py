@@ -75,7 +75,7 @@ def plain_line(event: events.Event) -> str | None:
             line = f"this was the last peer of module {module}; its state is"
             if event.saved_in is not None:
                 return f"{line} saved in {harmless(event.saved_in, 400)}"
-            return f"warning: {line} lost; a folder that can be written, as --checkpoint-dir, keeps it next time"
+            return f"warning: {line} lost; a folder that can be written keeps it: --checkpoint-dir DIR"
         case events.NodeSummary():
             return f"{replica}  {_node_figures(event)}"
         case events.Summary():
