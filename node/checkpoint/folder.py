@@ -376,7 +376,7 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
 
 
 def keep_left(place: Path) -> bool:
-    """Links a peer's newest snapshot into `place`/left, where it stays for LEFT_KEPT_S; False if there is none."""
+    """Keeps a peer's newest snapshot in the subfolder `left` for LEFT_KEPT_S. Returns whether one is kept."""
     left, number = place / "left", max(_numbers(Storage(), place), default=0)
     try:
         there = os.listdir(left) if left.is_dir() else []

@@ -109,10 +109,15 @@ def _local_files(listing: Listing, wanted: Wanted, *, is_new: bool) -> FileSourc
         logger.warning("%d files of the text are not used; %s is %s", len(left_out), name, why)
     kinds = {(found.kind, found.is_plain) for found in formats.values()}
     if kinds <= {(Kind.TEXT, True)} and not wanted.needs_rows:
-        return FileSource(listing, DOCUMENT_BYTES if listing.is_folder else PIECE_BYTES, [*formats])
+        return FileSource(listing, piece_bytes(listing), [*formats])
     if kinds <= {(Kind.LINES, True), (Kind.TEXT, True)} and wanted.column is None:
         return LineSource(listing, [*formats])
     return FileStream(listing, [*formats], wanted)
+
+
+def piece_bytes(listing: Listing) -> int:
+    """Returns the largest document: a single file is cut into small ones, files of a folder only if they are long."""
+    return DOCUMENT_BYTES if listing.is_folder else PIECE_BYTES
 
 
 class FileStream:
@@ -127,8 +132,7 @@ class FileStream:
         try:
             with self.listing.open(file) as opened:
                 try:
-                    size = DOCUMENT_BYTES if self.listing.is_folder else PIECE_BYTES
-                    yield from rows_in(opened, file, self._wanted, start, size)
+                    yield from rows_in(opened, file, self._wanted, start, piece_bytes(self.listing))
                     opened.seek(0, os.SEEK_END)
                 finally:
                     self.bytes_read += opened.tell()
@@ -211,11 +215,6 @@ def python_standard_library() -> FileSource:
         lambda file: file.endswith(".py") and not file.startswith("_sysconfigdata"),  # differs between machines
     )
     return FileSource(found, DOCUMENT_BYTES)
-
-
-def files_at(path: Path) -> FileSource:
-    """Opens one file cut into small documents, or all visible files below a folder. Raises ConfigError."""
-    return source_at(path, lambda listing: FileSource(listing, DOCUMENT_BYTES if path.is_dir() else PIECE_BYTES))
 
 
 def source_at(path: Path, kind: Callable[[Listing], FromListing]) -> FromListing:

@@ -69,9 +69,9 @@ class FileTokenizer:
     def __init__(
         self, path: Path, sha256: str | None, data: DataSection = UNSET, files: TokenFiles = MappingProxyType({})
     ) -> None:
-        """Without ends in `data`, takes those that a model folder's `files` state, else finds one by its name."""
+        """Takes the ends from `data`, else from a model folder's `files`, else the end that has a usual name."""
         content = tokenizer_bytes(path, sha256)
-        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.sha256 = sha256 or hashlib.sha256(content).hexdigest()
         self._tokenizer = _parse(path, content.decode(errors="replace"))
         self._tokenizer.no_truncation()  # trainers save these settings, which would cut or fill each document
         self._tokenizer.no_padding()

@@ -159,9 +159,9 @@ def _rope_scaling(model: ModelSection) -> Json | None:
 
 
 def token_files(manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the contents of config.json and of the files about tokens: those of the start model, or our own.
+    """Returns config.json and the files about tokens, with the start model's settings if the run has one.
 
-    In any case, `generate` stops at the token with which this run teaches the model to end.
+    Adds to them the token with which this run teaches the model to end, so that `generate` stops there.
     """
     files, end, ends = unpacked(manifest.data.token_files), tokenizer.end_of_document, list(tokenizer.ends)
     beginning = end if tokenizer.beginning is None else tokenizer.beginning

@@ -365,7 +365,7 @@ class NetworkSession:
 
     @property
     def link(self) -> Link:
-        """Returns a join link with our addresses, or those of two other peers if we cannot be dialled."""
+        """Returns a join link with our addresses. If nobody can dial us, it has the addresses of two other peers."""
         others = [known.addresses[0] for known in self.others() if known.addresses]
         if addresses := self.own.addresses or tuple(others[:2]):
             return short_link(self.run, addresses)

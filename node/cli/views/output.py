@@ -22,6 +22,7 @@ from node.cli.views.text import MAX_OWN_CHARACTERS, count, counted, duration, ha
 from node.observability import events
 from node.observability.event_json import LineSink
 from protocol.manifest.join_link import MAX_LINK_CHARACTERS
+from protocol.transport.settings import host_of
 from swarm.vocabulary.errors import LEAVING
 from swarm.vocabulary.types import ModuleId
 
@@ -99,7 +100,7 @@ class NodeLog(logging.StreamHandler[TextIO]):
 
 
 class NodeLines:
-    """Lines for the person at one node: `plain_line`, a new run's link once others can use it, and what was done."""
+    """Formats events for the person at one node. Adds the link of a new run and, at the end, what the node has done."""
 
     def __init__(self, *, tells_link: bool, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._tells_link, self._link = tells_link, ""
@@ -133,8 +134,7 @@ def join_lines(link: str, advice: str = "Advertise another address: --advertise 
     said = f"Others join with:\n\n  skipstone join {harmless(link, MAX_LINK_CHARACTERS)}\n"
     addresses = link.partition("@")[2].partition("?")[0].split(",")
     hosts = dict.fromkeys(
-        each.split("/")[2] if each.startswith("/") and each.count("/") > 2 else each.rpartition(":")[0].strip("[]")
-        for each in addresses
+        each.split("/")[2] if each.startswith("/") and each.count("/") > 2 else host_of(each) for each in addresses
     )
     narrow = {host: where for host in hosts if (where := _who_reaches(host))}
     if narrow:

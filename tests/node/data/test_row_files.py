@@ -23,10 +23,11 @@ from node.__main__ import app
 from node.data.documents import StreamPosition, everything
 from node.data.feed import TrainingFeed, open_documents, sample_text
 from node.data.row_files import rows_of
-from node.data.sources import PIECE_BYTES, FileStream, files_at, open_source
+from node.data.sources import PIECE_BYTES, FileStream, open_source
 from protocol.manifest.manifest import DataSection, Manifest
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
+from tests.kit.texts import files_at
 from tests.node.small_manifest import small_manifest
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow, of the extras `datasets` and `dev`")

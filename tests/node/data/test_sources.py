@@ -16,9 +16,10 @@ from node.cli.manifests import ManifestChanges, changed_manifest
 from node.data import files as listing
 from node.data.files import LINE_BYTES, MAX_DOCUMENTS, files_below
 from node.data.hub import newest_commit
-from node.data.sources import DOCUMENT_BYTES, PIECE_BYTES, FileSource, LineSource, files_at, open_source, source_at
+from node.data.sources import DOCUMENT_BYTES, PIECE_BYTES, FileSource, LineSource, open_source, source_at
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError, ManifestError
+from tests.kit.texts import files_at
 from tests.node.hub_on_loopback import COMMIT, NAME, LoopbackHub, serving
 from tests.node.small_manifest import small_manifest
 
