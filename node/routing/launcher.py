@@ -206,6 +206,7 @@ log = logging.getLogger(__name__)
 LIFETIME_IN_PATHS = 20  # A microbatch without a sign of life for this many times its path's usual duration is abandoned
 TRIAL_IN_PATHS = 3  # The same for a path with an unproven replica, after which it is launched again
 LEAST_TRIAL_S = 1.0
+LATE_TRIAL = "an unproven replica on its path was too slow"
 LOOK_AGAIN_S = 0.5
 
 
@@ -326,7 +327,7 @@ class DataNode(PathEnds):
         now = self._clock.monotonic()
         self._trials = {each: until for each, until in self._trials.items() if self.in_flight.get(each) is not None}
         for microbatch in [each for each, until in self._trials.items() if until <= now]:
-            self.lost(microbatch, "an unproven replica on its path was too slow")
+            self.lost(microbatch, LATE_TRIAL)
 
     def _tell_who_is_missing(self) -> None:
         """Reports each module without a serving peer once, and once more when a peer serves it again."""

@@ -12,6 +12,7 @@ from node.context.options import NodeOptions
 from node.local_swarm.local_swarm import STOP_LIMIT_S, LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import (
+    Abandoned,
     LastPeer,
     MicrobatchCounts,
     Move,
@@ -21,6 +22,7 @@ from node.observability.events import (
     Resumed,
     Waiting,
 )
+from node.routing.launcher import LATE_TRIAL
 from node.runtime.leave_socket import ask_to_leave, endpoint_path
 from node.runtime.module_choice import NextModule
 from node.runtime.node import run_node
@@ -64,7 +66,10 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
         await watch.to_the_end(swarm)
     counts, report = _account(watch), checked(tmp_path / "logs")
     assert counts.completed == report["completed"] > 0
-    assert counts.abandoned == report.get("abandoned", 0) <= 2
+    reasons = [event.reason for event in watch.seen if isinstance(event, Abandoned)]
+    assert counts.abandoned == report.get("abandoned", 0) == len(reasons)
+    # Under load, trials of the returned replica may be late. The data node ends them by design.
+    assert sum(reason != LATE_TRIAL for reason in reasons) <= 2, reasons
     assert (report["logs"], report["ended_well"]) == (4, 3 if number is signal.SIGKILL else 4)
     # Each of the two stages after 0, and the data node's own, count every completed microbatch.
     lost = report.get("lost with a killed peer", 0)
