@@ -15,7 +15,7 @@ import torch
 
 from node.concurrency.task_groups import settle
 from node.model.device import device_errors, flush_denormals
-from swarm.pipeline.compute_queue import GIVEN_WAY, ComputeQueue, IdleWork, Priority
+from swarm.pipeline.compute_queue import GIVEN_WAY, ArrivalForecast, ComputeQueue, IdleWork, Priority
 from swarm.vocabulary.errors import StateError
 
 __all__ = ["GIVEN_WAY", "ComputeThread", "Priority"]
@@ -36,6 +36,7 @@ class ComputeThread:
         self._set_up = set_up
         self._settle = settle
         self._queue = ComputeQueue(limit)
+        self.forecast = ArrivalForecast()  # Of the tensors for all modules that compute here
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -82,9 +83,9 @@ class ComputeThread:
         """Queues chunks of work for idle time. Call it only on the compute thread. Raises ResourceExhausted."""
         return self._queue.submit(chunks, name)
 
-    def expect(self, jobs: tuple[float, ...]) -> None:
-        """Sets when jobs should arrive (`time.monotonic`). Idle work that would last beyond one does not start."""
-        self._queue.expected = jobs
+    def expect(self) -> None:
+        """Takes over when jobs should arrive (`forecast`). Idle work that would last beyond one does not start."""
+        self._queue.expected = self.forecast.expected
 
     def give_up_idle_work(self) -> None:
         """Cancels all submitted idle work. Call it in a job on the compute thread."""

@@ -29,6 +29,7 @@ from swarm.vocabulary.types import PeerId, Reasoned
 # Binary units have an `i`, as in MiB.
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MEGABYTE = 10**6
+MOST_HOSTED: Final = 64  # Modules of one node
 
 
 class LogLevel(enum.Enum):
@@ -52,6 +53,9 @@ POSITIVE = Check(lambda value: value > 0, "must be more than 0, not {}")
 NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative, but is {}")
 MODULE = Check(
     lambda text: re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) is not None, "must be a stage or STAGE.EXPERT, not {}"
+)
+STAGES = Check(
+    lambda text: bool(_stages(text)), "must be stages as 2-4 or 0,3, each once and at most 64 of them, not {}"
 )
 ADVERTISE = Check(
     lambda host: not host or is_address(joined(host, 65_535)),
@@ -106,6 +110,16 @@ class NodeOptions:
             metavar="N|N.E",
         ),
         MODULE,
+    ] = None
+    stages: Annotated[
+        str | None,
+        setting("stages", "Stages to host at the same time, such as 2-4 or 0,3 [default: one]", metavar="N-N|N,N"),
+        STAGES,
+    ] = None
+    modules: Annotated[
+        int | None,
+        setting("modules", "Most modules to host at a time. Beyond one, only those that no other peer serves."),
+        SOME,
     ] = None
     moving: Annotated[
         bool | None,
@@ -229,8 +243,24 @@ class NodeOptions:
 
     @property
     def may_move(self) -> bool:
-        """Returns `--move`; by default a node moves unless --stage is given."""
-        return self.stage is None if self.moving is None else self.moving
+        """Returns `--move`; by default a node moves unless --stage or --stages is given."""
+        return self.stage is None and self.stages is None if self.moving is None else self.moving
+
+    @property
+    def may_host_more(self) -> bool:
+        """Whether the node may host modules that no other peer serves, beside its first one."""
+        return self.stage is None and self.stages is None and self.modules != 1
+
+    def of_each_module(self) -> list[NodeOptions]:
+        """Returns the options of each module that the node hosts from the start."""
+        if self.stages is None:
+            return [self]
+        return [self.for_module(str(stage), number) for number, stage in enumerate(_stages(self.stages))]
+
+    def for_module(self, stage: str, number: int) -> NodeOptions:
+        """Returns the options of the node's module with this number, from 0, for the stage or expert `stage`."""
+        port = self.port and self.port + number
+        return dataclasses.replace(self, stage=stage, stages=None, port=port)
 
     @property
     def local_path_options(self) -> LocalPathOptions:
@@ -255,6 +285,8 @@ class NodeOptions:
             raise ConfigError("neither a join link nor a manifest is given")
         object.__setattr__(self, "listen", self.listen.strip("[]"))
         object.__setattr__(self, "advertise", self.advertise and self.advertise.strip("[]"))
+        if self.stages is not None and (self.stage is not None or self.modules is not None):
+            raise ConfigError("--stages already says what to host", hint="Leave --stage and --modules out.")
         # Options may also come from the environment or from code, so check them here.
         for name, (_, *checks) in SETTINGS.items():
             value = getattr(self, name)
@@ -284,6 +316,17 @@ SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     if typing.get_origin(hint) is Annotated
 }
 VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
+
+
+def _stages(text: str) -> list[int]:
+    """Parses `--stages`, in ascending order; empty if it is not valid."""
+    if re.fullmatch(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*", text) is None or len(text) > 1024:
+        return []
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return sorted(found) if len(set(found)) == len(found) <= MOST_HOSTED else []
 
 
 def parse_size(text: str) -> int:

@@ -203,9 +203,10 @@ class MembershipSync:
             wait = RECORD_LIFETIME_S / 3  # two publications may fail before the record expires
             try:
                 announcement = self.own.announcement()
-                self.transport.announce(self.record.of(announcement))
+                record = self.record.of(announcement)
+                self.transport.announce(record)
                 if self.record.is_encodable:
-                    await self.directory.publish(announcement)
+                    await self.directory.publish(announcement, record)
                 else:
                     wait = PUBLISH_RETRY_S
             except Unreachable as error:
@@ -358,6 +359,7 @@ class NetworkSession:
     book: KnownPeers
     local_address: str  # `host:port` for this machine's own programs
     introduced: frozenset[PeerId]  # Peers in the join link
+    first: NetworkSession | None = None  # Of the node's first module, if this is a further one
 
     @property
     def membership(self) -> Membership:
@@ -366,6 +368,8 @@ class NetworkSession:
     @property
     def link(self) -> Link:
         """Returns a join link with our addresses. If nobody can dial us, it has the addresses of two other peers."""
+        if self.first is not None:
+            return self.first.link
         others = [known.addresses[0] for known in self.others() if known.addresses]
         if addresses := self.own.addresses or tuple(others[:2]):
             return short_link(self.run, addresses)
@@ -384,11 +388,13 @@ class NetworkSession:
     async def withdraw(self, limit_s: float) -> None:
         """Announces to linked peers and the directory that this node no longer hosts a module."""
         self.own.state, self.own.module = PeerState.VISITING, None
-        self.transport.announce(self.membership_sync.record.fresh())
+        announcement = self.own.announcement()
+        record = self.membership_sync.record.of(announcement)
+        self.transport.announce(record)
         try:
             async with asyncio.timeout(limit_s):
-                await self.directory.publish(self.own.announcement())
-        except (Unreachable, ProtocolViolation, TimeoutError) as error:
+                await self.directory.publish(announcement, record)
+        except (Unreachable, TimeoutError) as error:
             log.info("the directory drops this node only when its record expires: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
@@ -433,9 +439,18 @@ class NetworkSession:
 
 @asynccontextmanager
 async def present(
-    identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
+    identity: Identity,
+    run: RunId,
+    where: Whereabouts,
+    settings: DirectorySettings,
+    clock: Clock,
+    events: EventSink,
+    first: NetworkSession | None = None,
 ) -> AsyncIterator[NetworkSession]:
-    """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken."""
+    """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken.
+
+    `first`: the session of the node's first module, whose DHT process a further module uses.
+    """
     # The certificate has the port of the DHT, which starts later.
     if settings.host and not (where.port and settings.port):
         port, dht_port = free_ports(settings.host, f"{identity.peer}{run}", 2)
@@ -446,7 +461,7 @@ async def present(
     membership, book = Membership(run, identity.peer), KnownPeers()
     record, dispatcher = OwnRecord(own, identity), Dispatcher(own, membership)
     async with AsyncExitStack() as stack:
-        directory = DhtDirectory(settings, identity, run, clock)
+        directory = DhtDirectory(settings, identity, run, clock) if first is None else first.directory
         tunnels = RelayTunnels(directory, book.relay_of)
         ways = Ways(Calls(book, clock, record.fresh, lambda: bool(own.addresses)), tunnels)
         listen = TransportSettings(listen_host=where.listen, listen_port=where.port)
@@ -456,13 +471,14 @@ async def present(
         await stack.enter_async_context(transport)
         hosts = await asyncio.to_thread(where.advertised_hosts, settings.initial_peers)  # may need DNS
         own.addresses = tuple(joined(host, transport.port) for host in hosts)
-        await stack.enter_async_context(directory)
+        if first is None:
+            await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(sync.run())
         try:
             # A multiaddr ends with its peer id.
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
-            ends = where.local(transport.port), introduced
+            ends = where.local(transport.port), introduced, first
             yield NetworkSession(run, identity, own, sync, dispatcher, directory, transport, tunnels, book, *ends)
         finally:
             running.cancel()

@@ -29,7 +29,6 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic, choose
-from swarm.pipeline.compute_queue import ArrivalForecast
 from swarm.pipeline.custody import (
     RECEIVED_PER_SLOT,
     Action,
@@ -77,6 +76,7 @@ MAX_WAITING_MESSAGES = 256  # Unsent messages per peer. Further ones are dropped
 MOST_SHORT_OF_MEMORY = 32  # Consecutive computations that may run out of memory before the module counts as too large
 MAX_LINKS: Final = 1024  # Links whose codecs are remembered. The transport keeps fewer open.
 DESCRIBED_LINKS: Final = 64
+FASTEST: Final = 1e12  # Throughput that the status shows for a peer of this process, in bytes per second
 
 
 # ---- worker ----------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class LinkCodecs:
         links = {}
         for peer, chosen in itertools.islice(self._chosen.items(), DESCRIBED_LINKS):
             codecs = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in chosen.items()}
-            links[short(peer)] = LinkStatus(round(self._rate(peer)), **codecs)
+            links[short(peer)] = LinkStatus(round(min(FASTEST, self._rate(peer))), **codecs)
         return CodecStatus(
             {traffic.value: tuple(codec.name.lower() for codec in levels) for traffic, levels in self._levels.items()},
             tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),
@@ -328,7 +328,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._tensors: dict[Key, Tensors] = {}
         self._arrived: dict[Slot, Encoded] = {}  # Tensors that await a decision by custody
         self._tickets = itertools.count()
-        self._forecast = ArrivalForecast()
+        self._forecast = worker.thread.forecast
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
         """Receives the dispatcher's microbatch tensors, microbatch messages and link changes within the block."""
@@ -396,13 +396,13 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self.handle(BrokenOff(message))
             return Refusal(True, str(error), BUSY_RETRY_S)
         self._forecast.announced(sender, slot_of(message), tensor.byte_length, now)
-        self._worker.thread.expect(self._forecast.expected)
+        self._worker.thread.expect()
         return buffer
 
     def received(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec, buffer: memoryview) -> None:
         crash_point("arrived")
         self._forecast.arrived(sender, slot_of(message), self.clock.monotonic())
-        self._worker.thread.expect(self._forecast.expected)
+        self._worker.thread.expect()
         self._arrived[slot_of(message)] = Encoded(tensor, buffer)
         self.handle(TensorArrived(message))
         # Custody did not use the tensor if it is a second copy or its entry no longer exists.
@@ -413,7 +413,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     def broken_off(self, sender: PeerId, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._pool.give_back(buffer)
         self._forecast.broken_off(sender, slot_of(message))
-        self._worker.thread.expect(self._forecast.expected)
+        self._worker.thread.expect()
         self.handle(BrokenOff(message))
 
     # ---- arriving messages -------------------------------------------------------------------------------------------
@@ -477,8 +477,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
                 self._begin_with(tensors, partial(self._compute, action))
             case SendOutput(key):  # the output may be sent again, so it is kept until the next peer has passed it on
                 self._begin_with(self._tensors[key], partial(self._send_output, action))
-            case SendControl(to, message) if to == self.custody.own:
-                asyncio.get_running_loop().call_soon(self.receive, to, message)
             case SendControl(to, message):
                 self.send(to, message)
             case Confirmed(key):  # a hop's gradient is confirmed, or must be subtracted

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from node.context.options import NodeOptions
 from node.data.local_paths import LocalPaths
 from node.model.memory_need import free_memory_on, needs_of, none_fits, what_fits
 from node.model.moments import MomentType
+from node.network.local_peer import LocalPeer
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Note
@@ -29,7 +31,15 @@ LOOK_AROUND_S = 2.0  # Announcements of other newcomers should arrive before the
 class FittingModules:
     """The modules that fit this machine's memory, now or after the hosted module is freed."""
 
-    def __init__(self, manifest: Manifest, options: NodeOptions, device: torch.device) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        options: NodeOptions,
+        device: torch.device,
+        beside: Callable[[], Sequence[LocalPeer]] = tuple,
+    ) -> None:
+        """`beside`: the peers of this process that host other modules."""
+        self._beside = beside
         self.needs = needs_of(manifest, options.slots_held, options.moments)
         # Needs as other peers assume them: with float32 moments.
         self._reckoned = needs_of(manifest, options.slots_held)
@@ -42,7 +52,17 @@ class FittingModules:
         free = free_memory_on(self._device)
         if held is not None:
             free = free.and_back(self.needs[held])
-        free = free.within(self._options.memory_limit_bytes)
+        # Modules allocate their optimizer state at the first step. A limit is for all modules together.
+        others = [(peer.module, peer.steps) for peer in self._beside() if peer.module not in (None, held)]
+        for module, steps in others:
+            free = free if steps else free.beside(self.needs[module])
+        limit = self._options.memory_limit_bytes
+        if limit is not None:
+            taken = sum(
+                self.needs[module].all if free.device is None else self.needs[module].device for module, _ in others
+            )
+            limit = replace(limit, value=max(0, limit.value - taken))
+        free = free.within(limit)
         if self._too_large is not None:
             tried = self._too_large.all if free.device is None else self._too_large.device
             free = free.within(Reasoned(tried - 1, "below the module that ran out of memory"))

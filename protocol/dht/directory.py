@@ -17,7 +17,7 @@ from typing import Final, Self
 from protocol.dht.child import KEYS_PER_FIND, DhtChild, running_child
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
-from protocol.identity.signed_records import decode_announced, directory_key, encode_record, is_verified
+from protocol.identity.signed_records import decode_announced, directory_key, is_verified
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
 from swarm.vocabulary.announcement import Announcement
@@ -124,15 +124,15 @@ class DhtDirectory:
         else:
             await self._tasks.__aexit__(None, None, None)  # do not wrap the caller's error in a group
 
-    async def publish(self, announcement: Announcement) -> None:
-        """Signs our announcement and stores it under its module's key. Raises Unreachable, ProtocolViolation."""
+    async def publish(self, announcement: Announcement, record: bytes) -> None:
+        """Stores a signed announcement of a peer of this process under its module's key. Raises Unreachable."""
         store = dht_process_pb2.DhtStore(
             key=directory_key(announcement.run, announcement.module),
             owner=announcement.peer,
-            record=encode_record(announcement, self._identity),
+            record=record,
             expires_at=announcement.expires_at,
         )
-        await self.keep("record", dht_process_pb2.DhtRequest(store=store))
+        await self.keep(f"record of {announcement.peer}", dht_process_pb2.DhtRequest(store=store))
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
         """Finds the newest records of these modules' replicas and of peers without a module. Raises Unreachable."""

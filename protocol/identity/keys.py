@@ -28,6 +28,7 @@ KEYS_KEPT: Final = 4096  # Decoding base58 takes half as long as verifying a sig
 LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")  # libp2p PublicKey protobuf: type 1 (Ed25519), 32 bytes
 _LIBP2P_PRIVATE_KEY_PREFIX: Final = bytes.fromhex("08011240")
 _RUN_DOMAIN: Final = b"skipstone-run:1\0"
+_MODULE_DOMAIN: Final = b"skipstone-module:1\0"
 _IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
 
 
@@ -84,7 +85,14 @@ class Identity:
 
     def for_run(self, run: RunId) -> Identity:
         """Derives the key of one run with HKDF (RFC 5869), so that peers do not recognize it in other runs."""
-        hkdf = HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=_RUN_DOMAIN + bytes.fromhex(run))
+        return self._derived(_RUN_DOMAIN + bytes.fromhex(run))
+
+    def for_module(self, number: int) -> Identity:
+        """Derives the key of the module that a node hosts as its `number`th, from 1, beside its first one."""
+        return self._derived(_MODULE_DOMAIN + bytes((number,)))
+
+    def _derived(self, purpose: bytes) -> Identity:
+        hkdf = HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=purpose)
         return Identity(Ed25519PrivateKey.from_private_bytes(hkdf.derive(self._key.private_bytes_raw())))
 
     def sign(self, data: bytes) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import secrets
 from collections import Counter
@@ -26,6 +27,7 @@ from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, W
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.transport.handshake import SameKey, expect_hello, objection_to, proven_peer
 from protocol.transport.link import Link, LinkSurroundings
+from protocol.transport.local_link import LocalLink
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings, joined
 from swarm.vocabulary.errors import LEAVING, ConfigError, PeerError, ProtocolViolation, Rejected, Unreachable
@@ -72,6 +74,8 @@ class GrpcTransport:
         self._undialled = Exclusions(waits, jitter=random.random, remembered=MAX_REMEMBERED_PEERS)
         self._dialler = Dialler(credentials, self._own_hello, self.ask, clock, settings, ways)
         self._links: dict[PeerId, Link] = {}
+        # To ourselves, for paths without hops, and to peers of this process
+        self._local = {self._peer: LocalLink(self._peer, handler, self._peer, handler)}
         self._dials: dict[PeerId, _Dial] = {}
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
@@ -116,12 +120,28 @@ class GrpcTransport:
         """Opens a link to the peer unless a link exists. Raises as `send`."""
         await self._link_to(peer)
 
+    def link_locally(self, other: GrpcTransport) -> None:
+        """Links this peer and another one of this process without a stream, until `unlink_locally`."""
+        for here, there in ((self, other), (other, self)):
+            here._local[there._peer] = LocalLink(here._peer, here._handler, there._peer, there._handler)
+        for here, there in ((self, other), (other, self)):
+            here._handler.link_up(there._peer)
+            here._handler.announced(there._peer, there._own_record())
+
+    def unlink_locally(self, other: GrpcTransport) -> None:
+        for here, there in ((self, other), (other, self)):
+            del here._local[there._peer]
+            here._handler.link_down(there._peer, Unreachable(LEAVING))
+
     def is_linked(self, peer: PeerId) -> bool:
-        return peer in self._links
+        return peer in self._links or peer in self._local
 
     def announce(self, record: bytes) -> None:
         for link in list(self._links.values()) if record else ():
             link.say(AnnouncementFrame(record))
+        for near in list(self._local.values()) if record else ():
+            if near.peer != self._peer:
+                near.handler.announced(self._peer, record)
 
     def figures(self) -> dict[PeerId, LinkFigures]:
         return {peer: link.figures() for peer, link in self._links.items()}
@@ -129,7 +149,9 @@ class GrpcTransport:
     def goodput_bytes_per_s(self, peer: PeerId) -> float:
         """Returns the measured goodput of the link to `peer`, in the sending direction; 0 if unknown."""
         link = self._links.get(peer)
-        return 0.0 if link is None else link.figures().goodput_bytes_per_s
+        if link is None:
+            return math.inf if peer in self._local else 0.0
+        return link.figures().goodput_bytes_per_s
 
     def far_end(self, peer: PeerId) -> FarEnd | None:
         link = self._links.get(peer)
@@ -137,12 +159,12 @@ class GrpcTransport:
 
     # ---- the table of links -------------------------------------------------------------------------------------
 
-    async def _link_to(self, peer: PeerId) -> Link:
-        link = self._links.get(peer)
+    async def _link_to(self, peer: PeerId) -> Link | LocalLink:
+        link = self._links.get(peer) or self._local.get(peer)
         if link is not None:
             return link
-        if self._closing or peer == self._peer:
-            raise Unreachable(LEAVING if self._closing else "a node has no link to itself")
+        if self._closing:
+            raise Unreachable(LEAVING)
         attempt = self._dials.get(peer) or self._start_dial(peer)
         return await asyncio.shield(attempt.outcome)
 
@@ -295,6 +317,8 @@ class GrpcTransport:
         if self._closing:
             return Farewell(FarewellReason.LEAVING)
         link = self._links.get(peer)
+        if peer in self._local:
+            return Farewell(FarewellReason.UNSPECIFIED, "this peer is in our own process")
         if link is None:
             full = Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
             return None if self._has_room_for(peer) else full

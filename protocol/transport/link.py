@@ -256,7 +256,7 @@ class Inbox:
         if isinstance(admitted, Refusal):
             self._arrivals[number] = frames.Arrival(frame)
             if isinstance(frame.message, Forward | Backward):
-                self.reply(_receipt_of(frame.message, admitted))
+                self.reply(receipt_of(frame.message, admitted))
             self.reply(frames.Cancel(number))
             return
         if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
@@ -314,7 +314,8 @@ class Inbox:
         self.handler.broken_off(self.peer, arrival.frame.message, arrival.buffer, error)
 
 
-def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
+def receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
+    """Returns the receipt that tells a sender of its refused tensor."""
     return Receipt(
         message.microbatch,
         Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD,

@@ -49,6 +49,10 @@ class FreeMemory:
         """Returns the free memory after a module that needs `need` is unloaded."""
         return self._changed(need, lambda there, back: there + back)
 
+    def beside(self, need: Need) -> FreeMemory:
+        """Returns the free memory after a module that needs `need` is loaded."""
+        return self._changed(need, lambda there, taken: max(0, there - taken))
+
     def within(self, limit: Reasoned[int] | None) -> FreeMemory:
         """Returns the free memory with the compute device's part capped at a limit, if any."""
         if limit is None:

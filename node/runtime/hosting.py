@@ -1,0 +1,317 @@
+"""The modules that one node hosts: its first one, those of --stages, and modules that no other peer serves.
+
+Each module is a peer of its own, with key, port, rounds and checkpoints; the process, the devices and the DHT process
+are shared. Peers of one node pass microbatches to each other by a call (`protocol.transport.local_link`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.saver import SaveRequests
+from node.checkpoint.state import ResumedState
+from node.concurrency.compute_thread import ComputeThread, DeviceThreads, Priority
+from node.concurrency.task_groups import task_scope, unless
+from node.context.module_context import ModuleContext
+from node.context.options import MOST_HOSTED, NodeOptions
+from node.experts.router import Router
+from node.network.local_peer import LocalPeer
+from node.network.peer_files import router_given, tokenizer_given
+from node.network.proofs import Proofs
+from node.network.session import NetworkSession, Whereabouts, present
+from node.observability.event_json import EventLog, Tee
+from node.observability.events import Ended, EventSink, Note
+from node.reachability.monitor import reachable
+from node.runtime.module_choice import FittingModules, Mover, NextModule, asked_modules, stay_for_ever
+from node.runtime.resume import find_own
+from node.runtime.run_tokenizer import RunTokenizer
+from node.runtime.serving import Moving, others_serve, serve_module
+from node.start.cut_model import CutModel
+from protocol.dht.directory import DirectorySettings
+from protocol.identity.invitations import Grant
+from protocol.identity.keys import Identity
+from protocol.identity.signatures import EntrySigner, Routes
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.manifest.signing import SignedManifest
+from swarm.vocabulary.errors import OutOfMemory, SkipstoneError
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
+
+WITHDRAW_S: Final = 2.0
+LOOK_S: Final = 2.0
+ALONE_S: Final = (
+    20.0  # A module that nobody serves for this long is hosted beside others. Newcomers and moves are first.
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A run that the node has entered, with everything that its modules share."""
+
+    options: NodeOptions
+    identity: Identity  # Of the first module
+    signed: SignedManifest
+    grant: Grant | None
+    router: Router | None
+    tokenizer: RunTokenizer
+    start: CutModel | None
+    devices: Sequence[torch.device]
+    events: EventSink
+    stop: asyncio.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One or several devices that compute together, the first of which holds a module's state."""
+
+    threads: DeviceThreads
+    thread: ComputeThread
+
+
+@contextmanager
+def computing(devices: Sequence[torch.device]) -> Iterator[Compute]:
+    with DeviceThreads(devices) as threads, ComputeThread(set_up=threads.set_up, settle=threads.settle) as thread:
+        yield Compute(threads, thread)
+
+
+class Hosting:
+    """The modules of one node, each served by a task."""
+
+    def __init__(self, entered: Entered, moving: Moving | None) -> None:
+        self._entered = entered
+        self._moving = moving
+        self._sessions: list[NetworkSession] = []  # One for each hosted module
+        self._computes: list[Compute] = []
+        self._hosted = 0  # Modules so far, also those given up
+
+    async def run(self, session: NetworkSession, events: EventSink) -> None:
+        """Hosts the first module until the node stops, and others beside it. `session`: of the first module."""
+        entered = self._entered
+        first, *others = entered.options.of_each_module()
+        groups = [(device,) for device in entered.devices] if others else [tuple(entered.devices)]
+        with ExitStack() as stack:
+            self._computes = [stack.enter_context(computing(group)) for group in groups]
+            async with task_scope() as tasks:
+                beside = [tasks.create_task(self._host_beside(session, each, entered.stop)) for each in others]
+                if entered.options.may_host_more:
+                    beside.append(tasks.create_task(self._host_unserved(session, first, events)))
+                await self._host(session, events, first, entered.stop, self._moving)
+                for task in beside if not entered.stop.is_set() else ():
+                    task.cancel()
+
+    async def _host_unserved(self, first: NetworkSession, options: NodeOptions, events: EventSink) -> None:
+        """Hosts a module that nobody serves, one at a time, while memory lasts and until another peer serves it."""
+        entered, clock = self._entered, first.own.clock
+        alone_since: dict[ModuleId, float] = {}
+        more: list[asyncio.Task[None]] = []
+        async with task_scope() as tasks:
+            while await unless(entered.stop, asyncio.sleep(LOOK_S, result=True)):
+                now, here = clock.monotonic(), [each.own for each in self._sessions]
+                # If no peer is reachable, this node is probably partitioned, unless it is the first one.
+                sees = first.membership.reaches_somebody() and bool(first.others())
+                unserved = self._unserved(first, now) if sees or options.link is None else set()
+                jitter_s = ALONE_S * random.random() / 2  # noqa: S311 - other nodes look at the same time
+                alone_since = {module: alone_since.get(module, now + jitter_s) for module in unserved}
+                due = [module for module, since in alone_since.items() if now - since >= ALONE_S]
+                more = [task for task in more if not task.done()]
+                # Free memory is known once all modules that were begun are loaded.
+                all_serve = len(here) == 1 + len(more) and all(own.state is PeerState.SERVING for own in here)
+                if not due or not all_serve or len(here) >= (options.modules or MOST_HOSTED):
+                    continue
+                module = random.choice(due)  # noqa: S311 - not a secret
+                if not self._fitting(options, self._computes[0]).of([module]):
+                    alone_since[module] = now
+                    continue
+                events.emit(Note("info", f"module {module}: nobody serves it, so this node hosts it as well"))
+                place = options.for_module(f"{module.stage}.{module.expert}", self._hosted + 1)
+                more.append(tasks.create_task(self._until_replaced(first, place, events)))
+
+    def _unserved(self, first: NetworkSession, now: float) -> set[ModuleId]:
+        """Returns the modules after stage 0 that no known peer announces."""
+        known = {a.module for a in first.others() if not first.membership.is_given_up(a.peer)}
+        hosted = {session.own.module for session in self._sessions}
+        return {module for module in self._entered.signed.manifest.modules() if module.stage > 0} - known - hosted
+
+    async def _until_replaced(self, first: NetworkSession, options: NodeOptions, events: EventSink) -> None:
+        """Hosts a module until a peer that started later serves it, or the node stops."""
+        stop = asyncio.Event()
+
+        async def follow() -> None:
+            await self._entered.stop.wait()
+            stop.set()
+
+        async with task_scope() as tasks:
+            following = tasks.create_task(follow())
+            try:
+                await self._host_beside(first, options, stop, partial(_until_others_serve, stop))
+            except SkipstoneError as error:  # the node goes on with its other modules
+                events.emit(Note("warning", f"module {options.stage} is not hosted as well: {error}"))
+            following.cancel()
+
+    async def _host_beside(
+        self, first: NetworkSession, options: NodeOptions, stop: asyncio.Event, moving: Moving | None = None
+    ) -> None:
+        """Hosts one more module as a peer with a key and a port of its own, until `stop` is set."""
+        entered = self._entered
+        self._hosted += 1
+        identity = entered.identity.for_module(self._hosted)
+        where = Whereabouts(options.listen, options.advertise, options.port)
+        settings = DirectorySettings(options.listen, first.directory.port)
+        with logged_to(options, identity.peer, entered.events) as events:
+            async with present(identity, entered.signed.run, where, settings, SystemClock(), events, first) as session:
+                await self._host(session, events, options, stop, moving or self._moving)
+
+    async def _host(
+        self,
+        session: NetworkSession,
+        events: EventSink,
+        options: NodeOptions,
+        stop: asyncio.Event,
+        moving: Moving | None,
+    ) -> None:
+        """Hosts a module of this session, or one after another, until `stop` is set."""
+        entered, identity = self._entered, session.identity
+        signed, run = entered.signed, entered.signed.run
+        guests, own = signed.guests(), session.own
+        invitation = b"" if entered.grant is None else entered.grant.invitation(run, identity.peer)
+        compute = self._computes[len(self._sessions) % len(self._computes)]
+
+        async def manifest(asker: PeerId, question: Question) -> bytes:
+            return signed.text
+
+        async with reachable(options.reach, options.advertise, session, events):
+            with (
+                session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest}),
+                router_given(session, entered.router),
+                tokenizer_given(session, entered.tokenizer.content),
+                self._linked(session),
+            ):
+                session.membership_sync.watch(signed.manifest.modules())
+                resumed = await _find_own(options, session, signed, events)
+                fitting = self._fitting(options, compute, session)
+                own.memory_bytes, own.device_bytes = fitting.announced()
+                chosen = await fitting.choose(session, resumed, entered.tokenizer.text, events)
+                events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
+                context = ModuleContext(
+                    options=options,
+                    session=session,
+                    routes=Routes(identity, run, guests, invitation),
+                    manifest=signed.manifest,
+                    module=chosen.value,
+                    device=compute.threads.devices[0],
+                    threads=compute.threads,
+                    compute=compute.thread,
+                    events=events,
+                    finished=entered.stop.set,
+                    saves=SaveRequests(),
+                    proofs=Proofs(session, chosen.value, EntrySigner(identity, run, guests, invitation)),
+                    resumed=resumed if resumed.module == chosen.value else ResumedState(),
+                    start=entered.start,
+                    router=entered.router,
+                    text=entered.tokenizer.text,
+                )
+                await self._serve(context, fitting, moving or partial(readiness_to_move, fitting), stop)
+
+    async def _serve(
+        self, context: ModuleContext, fitting: FittingModules, moving: Moving, stop: asyncio.Event
+    ) -> None:
+        """Serves one module after another; after OutOfMemory, serves a smaller module if possible."""
+        session, signed, folder = context.session, self._entered.signed, None
+        if context.options.checkpoint_dir is not None:
+            router = b"" if context.router is None else context.router.to_bytes()
+            folder = CheckpointFolder(context.options.checkpoint_dir, signed.run, signed.text, router=router)
+        while not stop.is_set():
+            shortage = None
+            module = None
+            try:
+                module = await serve_module(context, moving, folder, stop)
+            except OutOfMemory as error:
+                shortage = OutOfMemory(str(error), hint=error.hint)  # the frames of `error` keep the module alive
+            if len(self._sessions) == 1:
+                # Deferred work holds tensors of the last module, so drop it before the free memory is measured.
+                await context.compute.run(Priority.UPKEEP, context.compute.give_up_idle_work)
+            if shortage is not None:
+                chosen = await fitting.choose_smaller(shortage, context.module, session)
+                session.own.memory_bytes, session.own.device_bytes = fitting.announced()
+                context.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
+                module = chosen.value
+            if module is None:
+                break
+            proofs = Proofs(session, module, context.proofs.signer)
+            context = replace(context, module=module, saves=SaveRequests(), proofs=proofs, resumed=ResumedState())
+        await session.withdraw(WITHDRAW_S)
+
+    @contextmanager
+    def _linked(self, session: NetworkSession) -> Iterator[None]:
+        """Links the session with those of the node's other modules within the block."""
+        for other in self._sessions:
+            session.transport.link_locally(other.transport)
+        self._sessions.append(session)
+        try:
+            yield
+        finally:
+            self._sessions.remove(session)
+            for other in self._sessions:
+                session.transport.unlink_locally(other.transport)
+
+    def _fitting(self, options: NodeOptions, compute: Compute, session: NetworkSession | None = None) -> FittingModules:
+        def beside() -> list[LocalPeer]:
+            return [other.own for other in self._sessions if other is not session]
+
+        return FittingModules(self._entered.signed.manifest, options, compute.threads.devices[0], beside)
+
+
+def _until_others_serve(stop: asyncio.Event, context: ModuleContext) -> NextModule:
+    """Returns a wait that sets `stop` once a peer that started later serves the module, and never returns."""
+
+    async def wait() -> Reasoned[ModuleId]:
+        session = context.session
+        while True:
+            await asyncio.sleep(LOOK_S)
+            replicas = session.membership.replicas(context.module, session.own.clock.monotonic())
+            # Of two nodes that host the module beside others, only one may give it up.
+            if any(a.incarnation > session.own.incarnation for a in replicas) and await others_serve(context):
+                stop.set()
+
+    return wait
+
+
+def readiness_to_move(fitting: FittingModules, context: ModuleContext) -> NextModule:
+    if context.module.stage == 0 or not context.options.may_move:
+        return stay_for_ever
+    return Mover(context.session, context.manifest, context.proofs, fitting).next_module
+
+
+@contextmanager
+def logged_to(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
+    """Yields an event sink that writes to `stream` and, with --log-dir, to a log file of the peer."""
+    if options.log_dir is None:
+        yield Tee(stream, None)
+        return
+    with EventLog(options.log_dir, peer) as event_log:
+        yield Tee(stream, event_log)
+        # Reached only after a clean end; `skipstone check` relies on it.
+        event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
+
+
+async def _find_own(
+    options: NodeOptions, session: NetworkSession, signed: SignedManifest, events: EventSink
+) -> ResumedState:
+    if options.checkpoint_dir is None:
+        return ResumedState()
+    folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
+    asked = asked_modules(options, signed.manifest)
+    wanted = asked[0] if len(asked) == 1 else None
+    resumed, notes = await asyncio.to_thread(find_own, folder, session.own.peer, wanted)
+    for note in notes:
+        events.emit(note)
+    return resumed
