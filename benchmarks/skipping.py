@@ -1,10 +1,12 @@
 """What skipping stages costs in loss at equal tokens and at equal time, and how well half of the model does alone.
 
 One model of 12 stages, trained by the product's own loop on the same text in the same order; a token is a byte.
-`tokens`: an arm called by a fraction has paths through that share of the stages, stage 0 always, as the planner chooses
-them. `spread` chooses half of the stages evenly over the depth, `swap` visits two neighbouring stages in reverse order
-(SkipPipe). `behind`: the full model's perplexity over that of `full`, minus 1. `half_spread_drop`, `half_random_drop`:
-the same for half of the stages (evenly spread; 8 random draws) over the same full model.
+`tokens`: an arm called by a fraction has paths through that share of the stages, stage 0 always, skipped in a ring.
+`spread` chooses half of the stages evenly over the depth, `swap` visits two neighbouring stages in reverse order
+(SkipPipe). `trap` has 12 stages after stage 0 and 6 on a path, where ring and `spread` know two sets of stages only.
+`rules` are those of `skipstone new`; `varied` is the same without full paths. `behind`: the full model's perplexity
+over that of `full`, minus 1. `half_spread_drop`, `half_random_drop`: the same for half of the stages (evenly spread; 8
+random draws) over the same full model.
 
 `time`: all arms get the emulated seconds in which full paths make `--steps` steps. Each stage after stage 0 has two
 replicas of 1 to 4 visits a second, log-uniform by seed; the first full stage sets the pace, and a faster arm trains on
@@ -35,11 +37,11 @@ from benchmarks.kit import Solo, curve_of, medians, reached, run_of, size_of, so
 from node.pipeline.admission import path_rules
 from node.solo.trainer import ChooseStages, planned_stages
 from protocol.manifest.manifest import Manifest
-from swarm.routing.path_rules import PathRules, ring_of_subsets, spread_stages
+from swarm.routing.path_rules import PathRules, ring_of_subsets, ring_stages, spread_stages
 from swarm.routing.planner import visit_shares
 
 STAGES: Final = 12
-HALF: Final = PathRules(STAGES, STAGES // 2 - 1)
+TRAP_STAGES: Final = 13
 RANDOM_PARTS: Final = 8
 REPLICAS: Final = 2
 FASTEST: Final = 4.0  # visits per second of a replica; the slowest may serve 1
@@ -67,14 +69,15 @@ class Task:
         return self.steps * self.microbatches
 
 
-def manifest_of(task: Task, seed: int, visited: int) -> Manifest:
+def manifest_of(task: Task, seed: int, visited: int, stages: int = STAGES, full_every: int = 0) -> Manifest:
     """A run whose paths have `visited` stages, stage 0 included; its rounds change nothing."""
     return run_of(
         "skipping",
-        [1] * STAGES,
+        [1] * stages,
         seed=seed,
         **size_of(task),
         stages={"per_path": visited - 1},
+        sections={"paths": {"max_jump": 3, "full_every": full_every}},
         data={"source": task.source, "held_out": 0.15},
         inner={"learning_rate": task.learning_rate},
         outer={"learning_rate": 1.0, "momentum": 0.0},
@@ -83,6 +86,11 @@ def manifest_of(task: Task, seed: int, visited: int) -> Manifest:
 
 
 # ---- equal tokens ----------------------------------------------------------------------------------------------------
+
+
+def ring(manifest: Manifest) -> ChooseStages:
+    rules = path_rules(manifest)
+    return lambda number: ring_stages(rules, number)
 
 
 def spread(manifest: Manifest) -> ChooseStages:
@@ -94,7 +102,7 @@ def swapped(manifest: Manifest) -> ChooseStages:
     """Two neighbours of each path change places, another pair for each microbatch."""
 
     def choose(number: int) -> Sequence[int]:
-        path = list(planned_stages(manifest)(number))
+        path = list(ring(manifest)(number))
         first = number % (len(path) - 1)
         path[first : first + 2] = reversed(path[first : first + 2])
         return path
@@ -102,31 +110,44 @@ def swapped(manifest: Manifest) -> ChooseStages:
     return choose
 
 
-ARMS: Final[dict[str, tuple[int, Callable[[Manifest], ChooseStages]]]] = {
-    "full": (STAGES, planned_stages),
-    "3/4": (STAGES * 3 // 4, planned_stages),
-    "2/3": (STAGES * 2 // 3, planned_stages),
-    "1/2": (STAGES // 2, planned_stages),
-    "spread": (STAGES // 2, spread),
-    "swap": (STAGES // 2, swapped),
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """`visited` stages of a path, stage 0 included, and how they are chosen."""
+
+    visited: int
+    choose: Callable[[Manifest], ChooseStages]
+    stages: int = STAGES
+    full_every: int = 0
+
+
+ARMS: Final = {
+    "full": Arm(STAGES, ring),
+    "3/4": Arm(STAGES * 3 // 4, ring),
+    "2/3": Arm(STAGES * 2 // 3, ring),
+    "1/2": Arm(STAGES // 2, ring),
+    "spread": Arm(STAGES // 2, spread),
+    "swap": Arm(STAGES // 2, swapped),
+    "rules": Arm(STAGES // 2, planned_stages, full_every=10),
 }
-"""Stages of a path, stage 0 included, and how they are chosen."""
+TRAP_ARMS: Final = {
+    "full": Arm(TRAP_STAGES, ring, TRAP_STAGES),
+    "ring": Arm(7, ring, TRAP_STAGES),
+    "spread": Arm(7, spread, TRAP_STAGES),
+    "varied": Arm(7, planned_stages, TRAP_STAGES),
+    "rules": Arm(7, planned_stages, TRAP_STAGES, full_every=10),
+}
 
 
-def random_parts(seed: int) -> list[tuple[int, ...]]:
-    generator = Random(seed)
-    return [tuple(sorted(generator.sample(range(1, STAGES), HALF.per_path))) for _ in range(RANDOM_PARTS)]
-
-
-def at_equal_tokens(task: Task, seed: int, name: str) -> dict[str, Any]:
+def trained_arm(arms: dict[str, Arm], task: Task, seed: int, name: str) -> dict[str, Any]:
     """Trains one arm and measures the whole model and its halves."""
-    visited, choose = ARMS[name]
-    manifest = manifest_of(task, seed, visited)
-    trained = Solo(manifest, task.held_out_microbatches, choose(manifest))
+    arm = arms[name]
+    manifest = manifest_of(task, seed, arm.visited, arm.stages, arm.full_every)
+    trained = Solo(manifest, task.held_out_microbatches, arm.choose(manifest))
     for _ in range(task.steps):
         trained.step()
-    full, halves = trained.loss(), trained.loss(ring_of_subsets(HALF))
-    drawn = trained.loss(random_parts(seed))
+    half, random = PathRules(arm.stages, (arm.stages - 1) // 2), Random(seed)
+    parts = [tuple(sorted(random.sample(range(1, arm.stages), half.per_path))) for _ in range(RANDOM_PARTS)]
+    full, halves, drawn = trained.loss(), trained.loss(ring_of_subsets(half)), trained.loss(parts)
     return {
         "loss": full,
         "perplexity": math.exp(full),
@@ -140,6 +161,7 @@ def at_equal_tokens(task: Task, seed: int, name: str) -> dict[str, Any]:
 TIMED_ARMS: Final = {
     "full": (STAGES, 1.0),
     "3/4": (STAGES * 3 // 4, 1.0),
+    "3/4, ring": (STAGES * 3 // 4, 1.0),
     "3/4, r 1.5": (STAGES * 3 // 4, 1.5),
     "2/3": (STAGES * 2 // 3, 1.0),
     "2/3, r 1.5": (STAGES * 2 // 3, 1.5),
@@ -181,7 +203,8 @@ def at_equal_time(task: Task, seed: int, name: str) -> dict[str, Any]:
     rate, seconds = rate_of(shares, speeds), task.paths / rate_of(full, speeds)
     steps = int(seconds * rate / task.microbatches)
     manifest = manifest_of(dataclasses.replace(task, steps=steps), seed, TIMED_ARMS[name][0])
-    trained = Solo(manifest, task.held_out_microbatches, partial(stages_at, shares))
+    choose = ring(manifest) if name.endswith("ring") else partial(stages_at, shares)
+    trained = Solo(manifest, task.held_out_microbatches, choose)
 
     def look(step: int) -> list[float]:
         return [round(step * task.microbatches / rate, 2), trained.loss()]
@@ -211,7 +234,11 @@ def measure(options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     size = {"hidden": 8, "feed_forward": 16, "sequence": 16, "held_out_microbatches": 2} if options.quick else {}
     task = Task(options.steps, warmup_steps=min(40, options.steps // 2), source=source_of(options.text), **size)
-    parts = {"tokens": (at_equal_tokens, options.arms), "time": (at_equal_time, options.timed_arms)}
+    parts = {
+        "tokens": (partial(trained_arm, ARMS), options.arms),
+        "trap": (partial(trained_arm, TRAP_ARMS), options.trap_arms),
+        "time": (at_equal_time, options.timed_arms),
+    }
     found: dict[str, Any] = {}
     for part in options.parts:
         measured, names = parts[part]
@@ -226,6 +253,6 @@ def measure(options: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    usual = {"parts": ("tokens", "time"), "arms": tuple(ARMS), "timed_arms": tuple(TIMED_ARMS), "steps": 1000}
-    quick = {"seeds": [1], "steps": 2, "arms": ["full", "1/2"], "timed_arms": ["full", "2/3, r 1.5"]}
-    kit.run(__doc__, measure, quick, seeds=[1, 2, 3], text=Path, **usual)
+    arms = {"arms": tuple(ARMS), "trap_arms": tuple(TRAP_ARMS), "timed_arms": tuple(TIMED_ARMS)}
+    quick = {"seeds": [1], "steps": 2, "arms": ["full", "1/2"], "trap_arms": ["rules"], "timed_arms": ["2/3, r 1.5"]}
+    kit.run(__doc__, measure, quick, seeds=[1, 2, 3], text=Path, parts=("tokens", "trap", "time"), **arms, steps=1000)

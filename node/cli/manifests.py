@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # Defaults of `new --from-model`: rows per step, and the learning rate.
 FINE_TUNING_ROWS: Final = 16
 FINE_TUNING_RATE: Final = 3e-5
+# Rules of new runs that skip stages, by SkipPipe (arXiv 2502.19913 and its code).
+MOST_SKIPPED: Final = 3
+FULL_EVERY: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,16 @@ class ManifestChanges:
     ] = None
     stages_per_path: Annotated[int | None, "stages.per_path", VisitedPerPath] = None
     visit_ratio: Annotated[float | None, "stages.visit_ratio", VisitRatio] = None
+    max_jump: Annotated[
+        int | None,
+        "paths.max_jump",
+        typer.Option(help="With --stages-per-path: most stages that a path skips in a row [default: 3]"),
+    ] = None
+    full_every: Annotated[
+        int | None,
+        "paths.full_every",
+        typer.Option(help="With --stages-per-path: every path of this number visits all stages [default: 10; 0: none]"),
+    ] = None
     experts: Annotated[
         str | None,
         "stages.experts",
@@ -197,6 +210,8 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
         table["data"] |= source_keys(changes.source, changes.revision)
     if changes.blocks is not None:
         table["stages"]["per_path"] = None  # the old value may exceed the new number of stages
+    if changes.stages_per_path is not None and table["paths"]["max_jump"] is None:
+        table["paths"] = {"max_jump": MOST_SKIPPED, "full_every": FULL_EVERY}
     if changes.experts is not None:
         table["routing"] = None  # a router fits one layout of experts only
     if changes.total_tokens is not None:

@@ -46,8 +46,7 @@ def has_eight_bits(name: str, shape: Shape) -> bool:
 
 def demand_of(manifest: Manifest, module: ModuleId) -> float:
     """Returns the module's share of the run's tokens, assuming that all stages are visited equally often."""
-    stages = manifest.stages
-    return stages.visited_per_path / (stages.count - 1) / stages.experts_at(module.stage) if module.stage else 1.0
+    return manifest.visit_share / manifest.stages.experts_at(module.stage) if module.stage else 1.0
 
 
 def parameter_bytes(shapes: Mapping[str, Shape]) -> int:

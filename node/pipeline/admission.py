@@ -8,20 +8,24 @@ from itertools import pairwise
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import Traffic, codec_levels
-from swarm.routing.path_rules import PathRules
+from swarm.routing.path_rules import FAR, PathRules
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 
 
 def path_rules(manifest: Manifest) -> PathRules:
-    """Returns the run's rules for paths: number of stages, stages visited per path, and experts per stage."""
-    stages = manifest.stages
+    """Returns the run's rules for paths: number of stages, stages visited per path, jumps, and experts per stage."""
+    stages, paths = manifest.stages, manifest.paths
+    jump = FAR if paths.max_jump is None else paths.max_jump + 1
     return PathRules(
         stages.count,
         stages.visited_per_path,
+        max_forward_jump=jump,
+        max_end_jump=jump,
         visit_ratio=stages.visit_ratio,
         experts=stages.experts_of_each if stages.has_experts else (),
+        full_every=paths.full_every,
     )
 
 

@@ -43,7 +43,7 @@ from node.pipeline.admission import path_rules
 from node.start.cut_model import CutModel
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import module_at
-from swarm.routing.path_rules import ring_stages
+from swarm.routing.planner import AlikeStages
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhausted, StateError
 from swarm.vocabulary.statistics import Ewma
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Route
@@ -159,8 +159,7 @@ ChooseStages = Callable[[int], Sequence[int]]  # Maps a microbatch's number to t
 
 def planned_stages(manifest: Manifest) -> ChooseStages:
     """Returns a function that chooses each microbatch's stages as the planner of a data node does."""
-    rules = path_rules(manifest)
-    return lambda number: ring_stages(rules, number)
+    return AlikeStages(path_rules(manifest))
 
 
 class SoloTrainer:

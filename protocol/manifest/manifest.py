@@ -333,6 +333,15 @@ class StagesSection(Section):
         return self
 
 
+class PathsSection(Section):
+    """SkipPipe's rules for paths that skip stages, which keep the stages one model."""
+
+    max_jump: Annotated[int, Field(ge=1, le=MAX_STAGES)] | None = None
+    """Most stages that a path skips in a row. Default: any number; `skipstone new` sets 3."""
+    full_every: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Every path of this number visits all stages. 0: none does; `skipstone new` sets 10."""
+
+
 class FilesSection(Section):
     """Identifies the text files. A data node refuses to read different files."""
 
@@ -476,6 +485,7 @@ class Manifest(Section):
     """Determines initial weights, order of documents, and held-out documents."""
     model: ModelSection
     stages: StagesSection
+    paths: PathsSection = PathsSection()
     data: DataSection = DataSection()
     training: TrainingSection
     codecs: CodecSection = CodecSection()
@@ -483,7 +493,7 @@ class Manifest(Section):
     """For a run with experts. Without it, documents are assigned to experts by a hash of name and seed."""
     start: StartSection | None = None
     """For a run that starts from an existing model. Without it, the seed determines the initial weights."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"routing", "start"})
+    added_later: ClassVar[frozenset[str]] = frozenset({"routing", "start", "paths"})
 
     @property
     def route_prefix(self) -> int:
@@ -501,6 +511,12 @@ class Manifest(Section):
     def tells_labels(self) -> bool:
         """Whether only some tokens are labels (have a loss), so that a signed route contains the number of labels."""
         return self.data.labels != "all"
+
+    @property
+    def visit_share(self) -> float:
+        """Share of the microbatches that visits each stage after stage 0, in the mean over these stages."""
+        every, share = self.paths.full_every, self.stages.visited_per_path / max(1, self.stages.count - 1)
+        return share + (1 - share) / every if every else share
 
     @property
     def packs_documents(self) -> bool:
@@ -538,6 +554,14 @@ class Manifest(Section):
     def _sections_agree(self) -> Self:
         if self.stages.has_experts and not self.packs_documents:
             raise ValueError('stages.experts above 1 needs model.attention = "documents": whole documents are routed')
+        jump, visited, skippable = self.paths.max_jump, self.stages.visited_per_path, self.stages.count - 1
+        if jump is not None and visited * (jump + 1) < skippable:
+            # Of jump + 1 stages in a row each path visits one, so with equal visits it visits every (jump + 1)th.
+            skipped, least = -(-skippable // visited) - 1, -(-skippable // (jump + 1))
+            raise ValueError(
+                f"paths.max_jump ({jump}): a path of {visited} of {skippable} stages skips {skipped} in a row; visit at"
+                f" least {least} stages, or allow longer jumps"
+            )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
         if self.start is not None and len(self.start.modules) != self.stages.count:

@@ -2,6 +2,7 @@
 
 With f the highest stage visited so far, the next stage is at most f + `max_forward_jump`. A step back goes to f - 1;
 the number and the summed distance of steps back are bounded. Stage 0, the data node, is at both ends of every path.
+Every `full_every`th path visits all stages: that takes a quarter off the distance to full paths (docs/results.md).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class PathRules:
     max_back_distance: int = 0  # Largest sum of steps back
     visit_ratio: float = 1.0  # Largest ratio of visits between two stages after stage 0; 1: equal visits
     experts: tuple[int, ...] = ()  # Modules of each stage, with stage 0; empty: one each
+    max_end_jump: int = FAR  # Largest step from the highest stage visited to the head behind the last stage
+    full_every: int = 0  # Every such path visits all stages; 0: none does
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_path < max(1, self.stages):
@@ -55,9 +58,14 @@ class PathRules:
         """Number of stages that a path may visit while a stage has no peer: one fewer, in a run that skips stages."""
         return self.per_path - 1 if 1 < self.per_path < self.skippable else self.per_path
 
+    def length(self, number: int) -> int:
+        """Returns how many stages after stage 0 microbatch `number` should visit."""
+        return self.skippable if self.full_every and number % self.full_every == 0 else self.per_path
+
     def fault(self, order: Sequence[int]) -> str | None:
         """Returns why a path may not visit these stages in this order, or None."""
-        if len(order) != self.per_path or len(set(order)) != len(order):
+        is_full = self.full_every > 0 and len(order) == self.skippable
+        if not (is_full or len(order) == self.per_path) or len(set(order)) != len(order):
             return f"not {self.per_path} different stages: {list(order)}"
         if any(not 1 <= stage < self.stages for stage in order):
             return f"a stage outside 1 to {self.stages - 1}: {list(order)}"
@@ -71,12 +79,20 @@ class PathRules:
                 is_legal = stage == highest - 1 and stops <= self.max_back_stops and distance <= self.max_back_distance
             if not is_legal:
                 return f"stage {stage} may not follow in {list(order)}"
+        if order and self.stages - highest > self.max_end_jump:
+            return f"too many stages are skipped after stage {highest} in {list(order)}"
         return None
 
     def fault_as_taken(self, order: Sequence[int]) -> str | None:
-        """Returns why a path in flight is illegal, or None. A repair may have removed one stage."""
-        rules = replace(self, per_path=self.fewest) if len(order) == self.fewest else self
-        return rules.fault(order)
+        """Returns why a path in flight is illegal, or None. A repair may have removed stages."""
+        fault = self.fault(order)
+        longest = self.skippable if self.full_every else self.per_path
+        return self.repaired(len(order)).fault(order) if fault and self.fewest <= len(order) < longest else fault
+
+    def repaired(self, length: int) -> PathRules:
+        """Returns the rules of a path of `length` stages from which a lost one was removed: two jumps become one."""
+        jump, end = 2 * self.max_forward_jump, 2 * self.max_end_jump
+        return replace(self, per_path=length, max_forward_jump=jump, max_end_jump=end)
 
 
 # ---- sets of stages --------------------------------------------------------------------------------------------------

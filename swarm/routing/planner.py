@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from random import Random
 from statistics import median_low
 from typing import Final
 
@@ -239,9 +240,13 @@ class Planner:
             return Reasoned(NoReplica(tuple(awaited)), "; ".join(f"module {each} has no peer left" for each in awaited))
         costs = self._costs_now(live, modules, in_flight, now)
         among = self._candidates(modules, live, in_flight, now, proven_only=proven_only)
-        found = self._cheapest(costs, among, route, in_flight, self.rules.per_path)
+        rules, whims = self.rules, stage_whims(self.rules, self._membership.own, number)
+        found = self._cheapest(costs, among, route, in_flight, rules, rules.length(number), whims)
+        if found is None and rules.length(number) != rules.per_path:
+            found = self._cheapest(costs, among, route, in_flight, rules, rules.per_path, whims)
         if found is None and left_out:
-            found = self._cheapest(costs, among, route, in_flight, self.rules.fewest)
+            rules = rules.repaired(rules.fewest)
+            found = self._cheapest(costs, among, route, in_flight, rules, rules.per_path, whims)
         if found is None:
             return Reasoned(NoReplica(tuple(lost)), f"too few stages have a reachable replica: {len(lost)} have none")
         stage_of = {peer: stage for stage, peers in enumerate(among) for peer in peers}
@@ -253,7 +258,7 @@ class Planner:
             oldest = self._times.longest_unmeasured(sorted(among[tried]))
             same: list[Sequence[PeerId]] = [among[stage] if stage in stages else () for stage in range(len(among))]
             same[tried] = [oldest]
-            found = self._cheapest(costs, same, route, in_flight, len(stages)) or found
+            found = self._cheapest(costs, same, route, in_flight, rules, len(stages)) or found
             why = f"{short(oldest)} of stage {tried} to measure it again; {why}"
         hops = tuple(Hop(modules[stage - 1], peer) for stage, peer in zip(stages, found.route, strict=True))
         self.prices.launch(stages, route, [stage for stage in range(1, len(among)) if among[stage]])
@@ -376,7 +381,8 @@ class Planner:
         self._taken = {a.peer: self._mean_taken(a, in_flight) for announced in by_stage for a in announced}
         self.prices.look(live.get(ModuleId(0), ()), served, now)
         among = self._candidates(modules, live, in_flight, now, proven_only=True)
-        cheapest = self._cheapest(costs, among, None, in_flight, min(self.rules.per_path, len(served)))
+        length = min(self.rules.per_path, len(served))
+        cheapest = self._cheapest(costs, among, None, in_flight, self.rules, length)
         self._route_s = 0.0 if cheapest is None else cheapest.price
         return costs
 
@@ -412,7 +418,9 @@ class Planner:
         among: Sequence[Sequence[PeerId]],
         route: Route | None,
         in_flight: Mapping[PeerId, int],
+        rules: PathRules,
         length: int,
+        whims: Sequence[float] | None = None,
     ) -> Priced | None:
         """Returns the cheapest peers for `length` stages; without prices of stages and slots if `route` is None."""
         if not length:
@@ -421,12 +429,14 @@ class Planner:
             price = {peer: self._residence_s(costs, peer, in_flight) for peers in among for peer in peers}
         else:
             extra = [0.0, *self.prices.prices(route, self._route_s)]
+            if whims is not None:
+                extra = [each + self._route_s * whim for each, whim in zip(extra, whims, strict=True)]
             price = {
                 peer: extra[stage] + self._residence_s(costs, peer, in_flight) + self._slot_s(costs, peer, in_flight)
                 for stage, peers in enumerate(among)
                 for peer in peers
             }
-        return cheapest_route(costs, self._membership.own, price, among, length, self.rules.max_forward_jump)
+        return cheapest_route(costs, self._membership.own, price, among, length, rules)
 
     def _residence_s(self, costs: Costs, peer: PeerId, in_flight: Mapping[PeerId, int]) -> float:
         """Returns the expected time of both passes at a replica, service and waiting, weighted by AT_PEERS."""
@@ -479,6 +489,40 @@ def _at_least(count: int, mean: float) -> float:
     return max(0.0, 1.0 - below)
 
 
+WHIM: Final = 0.1  # Largest random preference for a stage, in routes
+
+
+def stage_whims(rules: PathRules, own: PeerId, number: int) -> list[float] | None:
+    """Returns a microbatch's random preferences for stages, in routes, from stage 0; None if it visits all stages."""
+    # With few different sets of stages, the sets become models that never meet: half of one is worthless then.
+    if rules.per_path in (0, rules.skippable):
+        return None
+    draw = Random(f"{own} {number}").random  # noqa: S311 - not a secret
+    return [0.0, *(WHIM * draw() for _ in range(rules.skippable))]
+
+
+class AlikeStages:
+    """Stages that a data node visits whose peers are all alike, for a model in one process."""
+
+    def __init__(self, rules: PathRules) -> None:
+        self._rules, self._own = rules, PeerId("0")
+        self._prices = StagePrices(rules)
+        self._among = [(), *((PeerId(str(stage)),) for stage in range(1, rules.stages))]
+        peers = dict.fromkeys([self._own, *chain.from_iterable(self._among)], 0.0)
+        self._costs = Costs(peers, dict.fromkeys(peers, peers), {})
+
+    def __call__(self, number: int) -> tuple[int, ...]:
+        """Returns the stages of the next microbatch, which has this number."""
+        whims = stage_whims(self._rules, self._own, number) or [0.0] * self._rules.stages
+        extra = zip(self._prices.prices((), 1.0), whims[1:], strict=True)
+        price = {peers[0]: sum(each) for peers, each in zip(self._among[1:], extra, strict=True)}
+        length = self._rules.length(number)
+        found = cheapest_route(self._costs, self._own, price, self._among, length, self._rules) if length else None
+        stages = () if found is None else tuple(map(int, found.route))
+        self._prices.launch(stages, (), range(1, self._rules.stages))
+        return stages
+
+
 def in_flight_by_peer(paths: Sequence[Path]) -> dict[PeerId, int]:
     return Counter(hop.peer for path in paths for hop in path.hops)
 
@@ -505,9 +549,9 @@ def cheapest_route(
     price: Mapping[PeerId, float],
     among: Sequence[Sequence[PeerId]],
     length: int,
-    max_jump: int,
+    rules: PathRules,
 ) -> Priced | None:
-    """Returns the cheapest route through `length` stages, with steps up to `max_jump`, or None.
+    """Returns the cheapest route through `length` stages whose jumps the rules allow, or None.
 
     `price`: seconds of a visit to each peer, without links. `among`: replicas by stage; entry 0 is not read.
     """
@@ -521,10 +565,11 @@ def cheapest_route(
             near = heapq.nsmallest(NEAREST, near, key=lambda peer: 2 * from_data_node[peer] + price[peer])
         here: list[_Front] = [[]]
         for visited in range(1, length + 1):
-            fronts_near = (front for front in fronts[max(0, stage - max_jump) : stage] if len(front) >= visited)
+            first = max(0, stage - rules.max_forward_jump)
+            fronts_near = (front for front in fronts[first:stage] if len(front) >= visited)
             before = [entry for front in fronts_near for entry in front[visited - 1]]
             here.append(_extended(message, price, before, near) if before else [])
-        for cost, peer, route in here[length]:
+        for cost, peer, route in here[length] if len(among) - stage <= rules.max_end_jump else ():
             total = cost + 2 * from_data_node[peer]
             if best is None or total < best.price:
                 best = Priced(total, route)

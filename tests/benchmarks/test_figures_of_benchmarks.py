@@ -51,8 +51,8 @@ def text(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", skipping.ARMS)
 def test_every_stage_is_visited_equally_often(name: str) -> None:
     task = skipping.Task(steps=40, microbatches=11, warmup_steps=1)
-    visited, chosen = skipping.ARMS[name]
-    choose = chosen(skipping.manifest_of(task, 1, visited))
+    arm = skipping.ARMS[name]
+    choose = arm.choose(skipping.manifest_of(task, 1, arm.visited))
     visits = Counter(stage for number in range(task.paths) for stage in choose(number))
     assert len(visits) == skipping.STAGES - 1
     assert len(set(visits.values())) == 1
