@@ -43,6 +43,7 @@ from protocol.identity.signatures import EntrySigner, Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.signing import SignedManifest
+from protocol.transport.settings import host_of
 from swarm.vocabulary.errors import OutOfMemory, SkipstoneError
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 
@@ -104,7 +105,7 @@ class Hosting:
                 beside = [tasks.create_task(self._host_beside(session, each, entered.stop)) for each in others]
                 if entered.options.may_host_more:
                     beside.append(tasks.create_task(self._host_unserved(session, first, events)))
-                await self._host(session, events, first, entered.stop, self._moving)
+                await self._host(session, events, first, self._computes[0], entered.stop, self._moving)
                 for task in beside if not entered.stop.is_set() else ():
                     task.cancel()
 
@@ -164,17 +165,20 @@ class Hosting:
         entered = self._entered
         self._hosted += 1
         identity = entered.identity.for_module(self._hosted)
-        where = Whereabouts(options.listen, options.advertise, options.port)
+        compute = self._computes[self._hosted % len(self._computes)]
+        host = host_of(first.own.addresses[0]) if first.own.addresses else options.advertise
+        where = Whereabouts(options.listen, host, options.port)
         settings = DirectorySettings(options.listen, first.directory.port)
         with logged_to(options, identity.peer, entered.events) as events:
             async with present(identity, entered.signed.run, where, settings, SystemClock(), events, first) as session:
-                await self._host(session, events, options, stop, moving or self._moving)
+                await self._host(session, events, options, compute, stop, moving or self._moving)
 
     async def _host(
         self,
         session: NetworkSession,
         events: EventSink,
         options: NodeOptions,
+        compute: Compute,
         stop: asyncio.Event,
         moving: Moving | None,
     ) -> None:
@@ -183,7 +187,6 @@ class Hosting:
         signed, run = entered.signed, entered.signed.run
         guests, own = signed.guests(), session.own
         invitation = b"" if entered.grant is None else entered.grant.invitation(run, identity.peer)
-        compute = self._computes[len(self._sessions) % len(self._computes)]
 
         async def manifest(asker: PeerId, question: Question) -> bytes:
             return signed.text

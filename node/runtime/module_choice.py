@@ -121,6 +121,12 @@ class FittingModules:
         if options.link is None and reads_text and not asked:  # a new run cannot start without stage 0
             return Reasoned(self._only(ModuleId(0)), "the first node of a run is a data node")
         allowed = asked or [module for module in self._manifest.modules() if module.stage > 0 or reads_text]
+        if not allowed:
+            why = text.reason if options.reads_text else "--no-data is set"
+            hint = (
+                "Every node of it trains the whole model on text. Ask for an invitation, or name the text with --text."
+            )
+            raise ConfigError(f"this run has one stage, and this node cannot take it: {why}", hint=hint)
         candidates = self.of(allowed)
         if not candidates:
             raise self._refusal(allowed)
