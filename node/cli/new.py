@@ -213,7 +213,8 @@ def new(
         typer.echo(line)
     modules = len(manifest.modules())
     each = "module" if manifest.stages.has_experts else "stage"
-    typer.echo(f"It trains once {counted(modules, 'node')} have joined, one for each {each}.")
+    served = f"once its {modules} {each}s are served, by as many nodes or fewer"
+    typer.echo(f"It trains {'as soon as a node has joined' if modules == 1 else served}.")
     command = ["skipstone", "join", str(file), *(() if model is None else ("--model", str(model)))]
     typer.echo(f"Start the first node with: {shlex.join(command)}")
 
