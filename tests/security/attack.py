@@ -82,6 +82,7 @@ class Record:
     watch: RoundWatch
     roles: dict[str, str]
     honest: frozenset[str]
+    module: ModuleId = MODULE  # With the liars
     begun: float = 0.0
     losses: list[tuple[float, int, float]] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)
@@ -118,7 +119,7 @@ async def evaluate(session: NetworkSession, signed: SignedManifest, texts: list[
     try:
         async with asyncio.timeout(EVALUATION_S):
             await session.membership_sync.alive(signed.manifest.modules())
-            version, _ = await source.agreed(MODULE)
+            version, _ = await source.agreed(record.module)
             made = {commit.digest for commit in record.commits()}
             record.figures[EXPORTED_ELSEWHERE] += version.digest.hex() not in made
             source.agreed = agreed  # type: ignore[method-assign]
@@ -340,18 +341,21 @@ async def intruder(mode: str, manifest: Manifest, record: Record, options: Any) 
 
 async def run(options: Any, mode: str, folder: Path, until_tokens: int = 0) -> Record:
     """Runs the swarm under `mode` for `--seconds`, or until it was evaluated after `until_tokens` tokens, if given."""
-    plain = small_run(Path("text"), blocks=(0, 2), inner_steps=5, staleness=1, is_open=options.open)
+    shape = {"blocks": (2,), "staleness": 0} if options.whole else {"blocks": (0, 2), "staleness": 1}
+    plain = small_run(Path("text"), inner_steps=5, is_open=options.open, **shape)
+    module = ModuleId(len(plain.stages.blocks) - 1)
     data = plain.data.model_copy(update={"source": "python-stdlib"})
     manifest = plain.model_copy(update={"seed": options.seed, "data": data})
     documents = await asyncio.to_thread(open_documents, manifest)
     texts = await asyncio.to_thread(lambda: list(held_out_microbatches(manifest, HELD_OUT, documents)))
     liars = 0 if mode in (*INTRUDERS, "honest") else options.liars
     async with (
-        with_liars(manifest, mode, folder, options.replicas - liars, liars) as (swarm, lying, honest),
-        watching(swarm, str(MODULE)) as watch,
+        with_liars(manifest, mode, folder, options.replicas - liars - options.whole, liars) as (swarm, lying, honest),
+        watching(swarm, str(module)) as watch,
     ):
         roles = {peer.peer: f"honest {peer.index}" if peer.index else "data node" for peer in swarm.peers}
-        record = Record(watch, roles | dict.fromkeys(lying, "liar"), honest)
+        honest |= {swarm.peers[0].peer} if options.whole else frozenset()
+        record = Record(watch, roles | dict.fromkeys(lying, "liar"), honest, module)
         async with asyncio.timeout(START_S):
             while min(p.inner_steps for p in swarm.progress.peers.values()) < 1 or not record.commits():
                 await asyncio.sleep(0.1)
@@ -455,6 +459,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     for key, value in numbers.items():
         parser.add_argument(f"--{key}", type=type(value), default=value, help=f"default: {value}")
     parser.add_argument("--open", action="store_true", help="a run that takes anyone's data")
+    parser.add_argument("--whole", action="store_true", help="a run of one stage: each replica trains the whole model")
     for key in ("calm", "out", "keep"):
         parser.add_argument(f"--{key}", type=Path)
     options = parser.parse_args(words)
