@@ -18,7 +18,7 @@ from node.cli.manifests import ManifestChanges, changed_manifest, chosen_manifes
 from node.cli.options import with_options
 from node.cli.views.output import write_whole
 from node.cli.views.text import count, counted, harmless
-from node.context.options import parse_size
+from node.context.options import MOST_HOSTED, parse_size
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Reasoned
 
@@ -43,8 +43,9 @@ class DialOptions:
         str | None, typer.Option(help="Number of parameters, such as 160m or 7b: choose the whole run for it.")
     ] = None
     card: Annotated[str | None, typer.Option(help="With --size: memory of each peer's GPU [default: 12GB]")] = None
-    peers: Annotated[
-        int | None, typer.Option(help="With --size: number of peers, one stage each [default: as few as fit the card]")
+    peers: Annotated[int | None, typer.Option(help="With --size: number of peers [default: as few as fit]")] = None
+    mbit: Annotated[
+        int | None, typer.Option(min=1, max=10**6, help="With --size: Mbit/s that each peer can send [default: 20]")
     ] = None
     tokenizer: Annotated[
         Path | None, typer.Option(help="With --size: a tokenizer.json [default: raw bytes are the tokens]")
@@ -52,7 +53,7 @@ class DialOptions:
 
     def __post_init__(self) -> None:
         if self.size is None:
-            for option in ("card", "peers", "tokenizer"):
+            for option in ("card", "peers", "mbit", "tokenizer"):
                 if getattr(self, option) is not None:
                     raise ConfigError(f"--{option} goes with --size", hint="Add the model's size: --size 160m.")
 
@@ -75,6 +76,8 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
         tokens=tokens,
         total_tokens=changes.total_tokens,
         inner=changes.inner or "adamw",
+        blocks=changes.keys().get("stages.blocks"),
+        may_be_whole=changes.stages_per_path is None and changes.experts is None,
     )
     dialed = turn(wish, name)
     if data is None:
@@ -87,18 +90,20 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
 
 def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> Iterator[str]:
     """Yields lines for the terminal: each choice with its reason, and the forecast for the manifest."""
-    from node.dial.dial import COMMON_CARD, LARGE_CARD, LINKS_MBIT_S, forecast
+    from node.dial.dial import LARGE_CARD, LINKS_MBIT_S, forecast
+    from node.model.memory_need import need_of
     from swarm.membership.memory_fit import size_text
+    from swarm.pipeline.custody import DEFAULT_SLOTS
 
     for name, choice in dialed.choices:
         value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
         line = f"  {name:<{_NAME_WIDTH}}  {value} ({choice.reason})"
         yield textwrap.fill(line, _LINE_WIDTH, subsequent_indent=" " * (_NAME_WIDTH + 4), break_on_hyphens=False)
-    card = _peers(dial).card or COMMON_CARD
-    seen = forecast(manifest, card)
-    kind = "an RTX 3090" if card >= LARGE_CARD else "an RTX 3060"
-    yield "Expected with one peer per stage (estimated, not measured):"
-    for who, need in (("data node", seen.data_node), ("stage peer", seen.stage)):
+    peers, stages = _peers(dial), manifest.stages.count
+    seen = forecast(manifest, peers.card_bytes)
+    kind = "an RTX 3090" if peers.card_bytes >= LARGE_CARD else "an RTX 3060"
+    yield f"Expected with one peer{' per stage' if stages > 1 else ''} (estimated, not measured):"
+    for who, need in (("data node", seen.data_node), ("stage peer", seen.stage))[:stages]:
         card_and_machine = f"{size_text(need.device)} of GPU memory, {size_text(need.memory)} of main memory"
         yield f"  {who:<{_NAME_WIDTH}}  {card_and_machine}"
     if seen.stage_8bit.device < seen.stage.device:
@@ -106,10 +111,14 @@ def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> It
     yield f"  {'a token':<{_NAME_WIDTH}}  each peer sends {count(seen.token_bytes)} bytes and receives as many"
     yield f"  {'a round':<{_NAME_WIDTH}}  a replica sends at most {size_text(seen.round_bytes)} and receives as much"
     yield f"  {'computing':<{_NAME_WIDTH}}  {count(seen.computed_per_s)} tokens/s at the slowest stage on {kind}"
-    for mbit in LINKS_MBIT_S:
-        speed = f"{count(seen.tokens_per_s[mbit])} tokens/s"
-        yield f"  {f'{mbit} Mbit/s':<{_NAME_WIDTH}}  {speed}: {_time(seen.seconds(mbit))} for the whole run"
-    yield "  Another peer for every stage adds the same throughput."
+    for mbit in sorted({*LINKS_MBIT_S, peers.mbit_s}):
+        pace = seen.tokens_per_s(mbit)
+        lasts = _time(seen.total_tokens / pace)
+        yield f"  {f'{mbit} Mbit/s':<{_NAME_WIDTH}}  {count(pace)} tokens/s: {lasts} for the whole run"
+    yield f"  Another peer{' for every stage' if stages > 1 else ''} adds the same throughput."
+    if 1 < stages <= MOST_HOSTED and not manifest.stages.has_experts:
+        room = f"{size_text(need_of(manifest, manifest.modules(), DEFAULT_SLOTS).device)} of GPU memory"
+        yield f"  A data node with {room} may host all (`join --stages 0-{stages - 1}`): only rounds cross links."
 
 
 def _time(seconds: float) -> str:
@@ -126,9 +135,9 @@ def parse_parameters(text: str) -> int:
 
 
 def _peers(dial: DialOptions) -> Peers:
-    from node.dial.dial import Peers
+    from node.dial.dial import SLOW_LINK_MBIT_S, Peers
 
-    return Peers(None if dial.card is None else parse_size(dial.card), dial.peers)
+    return Peers(None if dial.card is None else parse_size(dial.card), dial.peers, dial.mbit or SLOW_LINK_MBIT_S)
 
 
 @with_options(DialOptions, ManifestChanges)
@@ -166,7 +175,7 @@ def new(
     if dial.size is None:
         manifest = chosen_manifest(base, changes)
     else:
-        for option, value in {"--from": base, "--from-model": model, "--stages": changes.blocks}.items():
+        for option, value in {"--from": base, "--from-model": model}.items():
             if value is not None:
                 raise ConfigError(f"--size and {option} both set the size of the model", hint="Give one of them.")
         dialed = dialed_run(dial, changes, changes.name or "run")
@@ -215,6 +224,10 @@ def new(
     each = "module" if manifest.stages.has_experts else "stage"
     served = f"once its {modules} {each}s are served, by as many nodes or fewer"
     typer.echo(f"It trains {'as soon as a node has joined' if modules == 1 else served}.")
+    if modules == 1:
+        typer.echo("Each node trains the whole model on text of its own and averages it with the others in rounds.")
+        if not manifest.data.open:
+            typer.echo("Other people's nodes need an invitation (`skipstone invite`), or a run made with --open-data.")
     command = ["skipstone", "join", str(file), *(() if model is None else ("--model", str(model)))]
     typer.echo(f"Start the first node with: {shlex.join(command)}")
 

@@ -24,14 +24,21 @@ from swarm.vocabulary.types import MAX_STAGES, Codec, ModuleId, Reasoned
 
 FILLED: Final = 0.75  # Share of a card that a stage may fill; kept graphs and the driver need the rest
 COMMON_CARD: Final = 12 * 10**9  # Bytes; an RTX 3060
+SLOW_LINK_MBIT_S: Final = 20
+MBIT: Final = 1e6 / 8  # Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Assumed peers of a run: memory of each GPU in bytes, and number of peers; None if unknown."""
+    """Assumed peers of a run: memory of each GPU in bytes, number of peers, and Mbit/s that each sends."""
 
     card: int | None = None
     number: int | None = None
+    mbit_s: int = SLOW_LINK_MBIT_S
+
+    @property
+    def card_bytes(self) -> int:
+        return COMMON_CARD if self.card is None else self.card
 
 
 def spread(blocks: int, stages: int) -> tuple[int, ...]:
@@ -41,8 +48,8 @@ def spread(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
-    """Chooses the number of blocks per stage. Raises ConfigError if peers are too few or their memory is too small."""
-    blocks = uncut.stages.blocks[1]
+    """Chooses the blocks of several stages. Raises ConfigError if peers are too few or their memory is too small."""
+    blocks = sum(uncut.stages.blocks)
     if peers.number is not None and peers.number < 2:
         raise ConfigError("a run needs at least two peers", hint="Set --peers to 2 or more, or use `skipstone solo`.")
     if peers.number is not None and peers.card is None:
@@ -51,7 +58,7 @@ def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
             return Reasoned(cut, f"each stage needs a block, so {peers.number - len(cut)} of the peers are replicas")
         return Reasoned(cut, f"one for each of {peers.number} peers; the first has embedding and head")
     # Each further stage costs two more hidden states per token on a link, so take the fewest.
-    card = COMMON_CARD if peers.card is None else peers.card
+    card = peers.card_bytes
     most = _most_blocks(uncut, card)
     stages = 1 + -(-blocks // most)
     if stages > MAX_STAGES:
@@ -70,7 +77,7 @@ def choose_blocks(uncut: Manifest, peers: Peers) -> Reasoned[tuple[int, ...]]:
 
 
 def _most_blocks(uncut: Manifest, card: int) -> int:
-    free = FreeMemory(Reasoned(None, ""), Reasoned(int(FILLED * card), f"of a card of {_card(card)}"))
+    free = _free(card)
     ends = need_of(uncut, (ModuleId(0),), DEFAULT_SLOTS)
     if free.lacks(ends) is not None:
         raise ConfigError(
@@ -85,6 +92,10 @@ def _most_blocks(uncut: Manifest, card: int) -> int:
             hint="Set a larger --card or a smaller --size.",
         )
     return most
+
+
+def _free(card: int) -> FreeMemory:
+    return FreeMemory(Reasoned(None, ""), Reasoned(int(FILLED * card), f"of a card of {_card(card)}"))
 
 
 def _card(size_bytes: int) -> str:
@@ -201,14 +212,13 @@ LONGEST: Final = 2048
 WARM_UP: Final = 0.02
 LONGEST_WARM_UP_STEPS: Final = 2000
 INNER_STEPS: Final = (10, 20, 50, 100, 200, 500)
-ROUND_SHARE: Final = 0.05  # Most traffic that rounds may add to a replica's own
-# Seconds between rounds at least; bytes per second of the link that rounds are sized for (20 Mbit/s).
+LEAST_ROUNDS: Final = 10  # In a run
+ROUND_SHARE: Final = 0.05  # Most traffic that rounds may add to a replica's own, or most of a link
 SHORTEST_ROUND_S: Final = 900
-SLOW_LINK_BYTES_PER_S: Final = 2.5e6
 FRAGMENTS: Final = 8
 LARGE_STAGE: Final = 100 * 10**6  # Parameters from which a stage is averaged in fragments
-ACTIVATIONS: Final = Codec.INT8
-PSEUDO_GRADIENTS: Final = Codec.INT4
+ACTIVATIONS: Final = "int8"
+PSEUDO_GRADIENTS: Final = "int4"
 
 
 def choose_rows(parameters: int) -> Choices:
@@ -223,16 +233,16 @@ def choose_rows(parameters: int) -> Choices:
     }
 
 
-def choose_recipe(
-    parameters: int, largest_stage: int, hidden: int, stages: int, replicas: int, total_tokens: int | None
-) -> Choices:
-    """Chooses the training settings of a model with this many parameters and `replicas` per stage."""
-    chosen = choose_rows(parameters)
-    microbatch = chosen["sequence"].value * chosen["rows"].value
+def choose_recipe(parameters: int, cut: Manifest, wish: Wish) -> Choices:
+    """Chooses the training settings of a model with this many parameters and the stages of `cut`."""
+    peers, chosen = wish.peers, choose_rows(parameters)
+    microbatch = cut.microbatch_tokens
     wanted = f"{TOKENS_A_PARAMETER} per parameter; more compute is better spent on a larger model (Chinchilla)"
-    total = TOKENS_A_PARAMETER * parameters if total_tokens is None else total_tokens
+    total = TOKENS_A_PARAMETER * parameters if wish.total_tokens is None else wish.total_tokens
     compute = 6.0 * parameters * total
     best = 0.2920 * compute**0.3271
+    stages = cut.stages.count
+    replicas = max(1, (peers.number or max(2, stages)) // stages)
     least = 2 * stages
     step = max(least, round(best / replicas / microbatch)) * microbatch
     shared = f", shared by {replicas} replicas" if replicas > 1 else ""
@@ -242,44 +252,43 @@ def choose_recipe(
     warm = min(warm_steps * step * replicas, total // 2)
     warming = f"{WARM_UP:.0%} of the tokens, at most {LONGEST_WARM_UP_STEPS:,} steps; then a cosine down to a tenth"
     rate = float(f"{min(1e-2, 0.3118 * compute**-0.1250):.2g}")
+    seen = forecast(cut, peers.card_bytes)
+    beside = Reasoned(seen.token_bytes, "a replica's other traffic")
+    if stages == 1:  # no other traffic
+        carried = peers.mbit_s * MBIT / seen.computed_per_s
+        beside = Reasoned(carried, f"what a {peers.mbit_s} Mbit/s link carries meanwhile")
     return chosen | {
-        "tokens": Reasoned(total, wanted if total_tokens is None else "set by --total-tokens"),
+        "tokens": Reasoned(total, wanted if wish.total_tokens is None else "set by --total-tokens"),
         "step": Reasoned(step, said),
         "rate": Reasoned(rate, "best for this compute (DeepSeek LLM)"),
         "warm-up": Reasoned(warm, warming),
-        "inner steps": _inner_steps(largest_stage, hidden, step),
-        "round after": _round_seconds(largest_stage),
+        "inner steps": _inner_steps(seen.round_bytes, step, beside, steps),
+        "round after": _round_seconds(seen.round_bytes, peers.mbit_s),
         "fragments": Reasoned(1, "stages are small enough to average at once")
-        if largest_stage < LARGE_STAGE
+        if seen.parameters < LARGE_STAGE
         else Reasoned(FRAGMENTS, "a large stage is averaged in parts, so that rounds never fill the links"),
-        "staleness": Reasoned(1, "the pipeline stays full between steps"),
+        "staleness": Reasoned(1, "the pipeline stays full between steps") if stages > 1 else Reasoned(0, "no pipeline"),
         "codecs": Reasoned(
-            f"{ACTIVATIONS.name.lower()}, {PSEUDO_GRADIENTS.name.lower()} in rounds",
+            f"{ACTIVATIONS}, {PSEUDO_GRADIENTS} in rounds",
             "the strongest compression allowed; fast links send hidden states uncompressed",
         ),
     }
 
 
-def _inner_steps(largest_stage: int, hidden: int, step: int) -> Reasoned[int]:
-    """Chooses the fewest inner steps per averaging round for which rounds add at most `ROUND_SHARE` of traffic."""
-    a_round = _round_bytes(largest_stage)
-    a_step = 2 * TensorSpec((step, hidden), DType.BFLOAT16, ACTIVATIONS).byte_length
-    shares = {steps: a_round / (steps * a_step) for steps in INNER_STEPS}
-    chosen = next((steps for steps in INNER_STEPS if shares[steps] <= ROUND_SHARE), INNER_STEPS[-1])
-    reason = f"rounds add {shares[chosen]:.1%} to a replica's traffic; more frequent rounds learn better"
+def _inner_steps(round_bytes: int, step: int, beside: Reasoned[float], run_steps: int) -> Reasoned[int]:
+    """Chooses the fewest inner steps so that rounds send at most `ROUND_SHARE` of `beside` per token, if it can be."""
+    shares = {steps: round_bytes / (steps * step * beside.value) for steps in INNER_STEPS}
+    allowed = [steps for steps in INNER_STEPS if steps * LEAST_ROUNDS <= run_steps] or INNER_STEPS[:1]
+    chosen = next((steps for steps in allowed if shares[steps] <= ROUND_SHARE), allowed[-1])
+    reason = f"rounds send {shares[chosen]:.1%} of {beside.reason}; more frequent rounds learn better"
     return Reasoned(chosen, reason)
 
 
-def _round_seconds(largest_stage: int) -> Reasoned[int]:
+def _round_seconds(round_bytes: int, mbit_s: int) -> Reasoned[int]:
     """Chooses the longest time between averaging rounds, in seconds, even if fewer inner steps were taken."""
-    carried = SLOW_LINK_BYTES_PER_S * ROUND_SHARE
-    seconds = max(SHORTEST_ROUND_S, -(-round(_round_bytes(largest_stage) / carried) // 100) * 100)
-    return Reasoned(seconds, f"at the latest; on a 20 Mbit/s link a round takes at most {ROUND_SHARE:.0%} of that time")
-
-
-def _round_bytes(largest_stage: int) -> int:
-    """Returns the most bytes that a replica sends in a round: its pseudo-gradient, and the means that it computed."""
-    return 2 * TensorSpec((largest_stage,), DType.FLOAT32, PSEUDO_GRADIENTS).byte_length
+    seconds = max(SHORTEST_ROUND_S, -(-round(round_bytes / (mbit_s * MBIT * ROUND_SHARE)) // 100) * 100)
+    said = f"at the latest; on a {mbit_s} Mbit/s link a round takes at most {ROUND_SHARE:.0%} of that time"
+    return Reasoned(seconds, said)
 
 
 BYTES: Reasoned[int] = Reasoned(257, "all bytes and an end mark, without --tokenizer")
@@ -287,13 +296,15 @@ BYTES: Reasoned[int] = Reasoned(257, "all bytes and an end mark, without --token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """Options from which a run is chosen: parameters, peers, vocabulary, training tokens and inner optimizer."""
+    """Options from which a run is chosen."""
 
     parameters: int
     peers: Peers = field(default_factory=Peers)
     tokens: Reasoned[int] = BYTES
     total_tokens: int | None = None
     inner: str = "adamw"
+    blocks: tuple[int, ...] | None = None  # Of each stage; None lets the dial choose
+    may_be_whole: bool = True  # Whether one stage is a choice. Paths that skip stages or have experts need several
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,24 +318,55 @@ class DialedRun:
 def turn(wish: Wish, name: str) -> DialedRun:
     """Chooses all settings of a run. Raises ConfigError if no run is possible."""
     sizes = choose_shape(wish.parameters, -(-wish.tokens.value // GRID) * GRID)
-    of_rows = choose_rows(sizes.parameters)
-    sequence, rows = of_rows["sequence"].value, of_rows["rows"].value
-    uncut = _manifest(name, sizes, wish, {"sequence": sequence}, {"rows": rows, "inner_tokens": rows * sequence})
+    uncut = _manifest(name, sizes, wish)
+    if wish.blocks is not None and sum(wish.blocks) != sizes.blocks:
+        raise ConfigError(
+            f"--size and --stages both set the size of the model: {sizes.blocks} blocks, and {sum(wish.blocks)}",
+            hint=f"Leave one of them out, or cut {sizes.blocks} blocks (--stages {sizes.blocks}: one stage).",
+        )
     # The blocks per stage depend on the memory of a block, so the first manifest is uncut.
-    blocks = choose_blocks(uncut, wish.peers)
-    stages = len(blocks.value)
-    replicas = max(1, (wish.peers.number or stages) // stages)
-    largest = max(blocks.value) * sizes.block
-    recipe = choose_recipe(sizes.parameters, largest, sizes.hidden, stages, replicas, wish.total_tokens)
-    manifest = _cut(uncut, blocks.value, {name: choice.value for name, choice in recipe.items()})
-    least, most = min(blocks.value[1:]), max(blocks.value[1:])
-    told = Reasoned(f"{stages}, of {least if least == most else f'{least} to {most}'} blocks", blocks.reason)
+    blocks, compared = choose_cut(uncut, sizes.parameters, wish)
+    manifest, recipe = _trained(uncut, blocks.value, sizes.parameters, wish)
+    least, most = min(blocks.value[1:] or blocks.value), max(blocks.value)
+    told = Reasoned(f"{len(blocks.value)}, of {least if least == most else f'{least} to {most}'} blocks", blocks.reason)
     recipe["round after"] = replace(recipe["round after"], value=f"{recipe['round after'].value:,} s")
-    return DialedRun(manifest, tuple((_shape_choices(sizes, wish) | {"stages": told} | recipe).items()))
+    return DialedRun(manifest, tuple((_shape_choices(sizes, wish) | compared | {"stages": told} | recipe).items()))
 
 
-def _manifest(name: str, sizes: Shape, wish: Wish, rows: dict[str, Any], training: dict[str, Any]) -> Manifest:
+def choose_cut(uncut: Manifest, parameters: int, wish: Wish) -> tuple[Reasoned[tuple[int, ...]], Choices]:
+    """Chooses between one stage and several, by speed; also returns the forecast of each."""
+    if wish.blocks is not None:
+        return Reasoned(wish.blocks, "set by --stages"), {}
+    cut = choose_blocks(uncut, wish.peers)
+    if not wish.may_be_whole:
+        return cut, {}
+    need, peers = need_of(uncut, uncut.modules(), DEFAULT_SLOTS), wish.peers
+    if _free(peers.card_bytes).lacks(need) is not None:
+        too_large = f"one needs {size_text(need.device)}, more than {FILLED:.0%} of a card of {_card(peers.card_bytes)}"
+        return cut, {"whole models": Reasoned("too large", too_large)}
+    whole, stages = (sum(cut.value),), len(cut.value)
+    runs = (_trained(uncut, blocks, parameters, wish)[0] for blocks in (whole, cut.value))
+    alone, piped = (forecast(run, peers.card_bytes).tokens_per_s(peers.mbit_s) for run in runs)
+    number = peers.number or max(2, stages)
+    alone, piped = alone * number, piped * (number // stages)
+    where = f"{number} peers at {peers.mbit_s} Mbit/s"
+    compared: Choices = {
+        "whole models": Reasoned(f"{alone:,.0f} tokens/s", f"{where}: each trains the whole model, averaged in rounds"),
+        "pipeline": Reasoned(f"{piped:,.0f} tokens/s", f"{where}: {stages} stages, {cut.reason}"),
+    }
+    ratio = alone / piped
+    why, is_whole = f"whole models are {ratio:,.1f} times as fast as a pipeline", ratio > 1
+    if 1 / NEAR_PACE <= ratio <= NEAR_PACE:
+        is_whole = peers.mbit_s < FAST_LINK_MBIT_S
+        favour = "slow links favour whole models" if is_whole else "on fast links all peers share each step"
+        why = f"both are about as fast; {favour}"
+    return Reasoned(whole if is_whole else cut.value, why), compared
+
+
+def _manifest(name: str, sizes: Shape, wish: Wish) -> Manifest:
     """Builds a manifest with all blocks in stage 1, from which `choose_blocks` cuts the stages."""
+    chosen = choose_rows(sizes.parameters)
+    sequence, rows = chosen["sequence"].value, chosen["rows"].value
     return manifest_from_table(
         {
             "protocol": 2,
@@ -335,38 +377,39 @@ def _manifest(name: str, sizes: Shape, wish: Wish, rows: dict[str, Any], trainin
                 "heads": sizes.heads,
                 "kv_heads": sizes.kv_heads,
                 "feed_forward": sizes.feed_forward,
+                "sequence": sequence,
                 "tied_embeddings": sizes.tied,
                 "dtype": "bfloat16",
                 "attention": "documents",
-                **rows,
             },
             "stages": {"blocks": (0, sizes.blocks)},
-            "training": {**training, "staleness": 1, "inner": {"name": wish.inner}},
-            "codecs": {
-                "activations": ACTIVATIONS.name.lower(),
-                "gradients": ACTIVATIONS.name.lower(),
-                "pseudo_gradients": PSEUDO_GRADIENTS.name.lower(),
-            },
+            "training": {"rows": rows, "inner_tokens": rows * sequence, "inner": {"name": wish.inner}},
+            "codecs": {"activations": ACTIVATIONS, "gradients": ACTIVATIONS, "pseudo_gradients": PSEUDO_GRADIENTS},
         }
     )
 
 
-def _cut(uncut: Manifest, blocks: tuple[int, ...], recipe: dict[str, Any]) -> Manifest:
+def _trained(uncut: Manifest, blocks: tuple[int, ...], parameters: int, wish: Wish) -> tuple[Manifest, Choices]:
+    """Cuts the model into stages of these blocks and chooses their training."""
     table = uncut.model_dump()
     table["stages"]["blocks"] = blocks
-    training = table["training"]
-    training["schedule"] |= {"warmup_tokens": recipe["warm-up"], "total_tokens": recipe["tokens"]}
-    training["inner"]["learning_rate"] = recipe["rate"]
+    recipe = choose_recipe(parameters, manifest_from_table(table), wish)
+    chosen, training = {name: choice.value for name, choice in recipe.items()}, table["training"]
+    training["schedule"] |= {"warmup_tokens": chosen["warm-up"], "total_tokens": chosen["tokens"]}
+    training["inner"]["learning_rate"] = chosen["rate"]
     training |= {
-        "inner_tokens": recipe["step"],
-        "inner_steps": recipe["inner steps"],
-        "round_seconds": float(recipe["round after"]),
-        "fragments": recipe["fragments"],
+        "inner_tokens": chosen["step"],
+        "inner_steps": chosen["inner steps"],
+        "round_seconds": float(chosen["round after"]),
+        "fragments": chosen["fragments"],
+        "staleness": chosen["staleness"],
     }
-    return manifest_from_table(table)
+    return manifest_from_table(table), recipe
 
 
-LINKS_MBIT_S: Final = (20, 100, 1000)
+LINKS_MBIT_S: Final = (SLOW_LINK_MBIT_S, 100, 1000)
+FAST_LINK_MBIT_S: Final = 100
+NEAR_PACE: Final = 1.1  # Ratio of two speeds up to which they count as equal
 LARGE_CARD: Final = 24 * 10**9
 ASSUMED_FLOPS: Final = (20e12, 55e12)  # bfloat16, below and from LARGE_CARD: 4/5 of the peak of an RTX 3060 and 3090
 OPERATIONS: Final = 8  # Per parameter and token: two forward, four backward, two to recompute forward
@@ -379,33 +422,36 @@ class Forecast:
     data_node: Need
     stage: Need
     stage_8bit: Need
-    token_bytes: float
-    round_bytes: int
-    tokens_per_s: dict[int, float]  # By the Mbit/s that each peer can send
-    computed_per_s: float
+    parameters: int  # Of the largest stage
+    token_bytes: float  # Sent by each peer, in hops or, if the run has one stage, in rounds
+    round_bytes: int  # Most that a replica sends in a round: its pseudo-gradient, and the means that it computed
+    computed_per_s: float  # Tokens, at the slowest stage
     total_tokens: int
 
-    def seconds(self, mbit_s: int) -> float:
-        """Returns the duration of the whole run in seconds, if each peer can send `mbit_s` Mbit/s."""
-        return self.total_tokens / self.tokens_per_s[mbit_s]
+    def tokens_per_s(self, mbit_s: int) -> float:
+        """Returns the tokens per second if each peer can send `mbit_s` Mbit/s."""
+        return min(self.computed_per_s, mbit_s * MBIT / self.token_bytes)
 
 
 def forecast(manifest: Manifest, card: int) -> Forecast:
     """Forecasts memory, traffic and speed of a run on peers with `card` bytes of GPU memory each."""
-    blocks = manifest.stages.blocks
-    largest = max(range(1, len(blocks)), key=lambda stage: blocks[stage])
+    model, training, blocks = manifest.model, manifest.training, manifest.stages.blocks
+    largest = max(range(len(blocks))[1:] or (0,), key=lambda stage: blocks[stage])
     data_node, stage = (need_of(manifest, (ModuleId(each),), DEFAULT_SLOTS) for each in (0, largest))
     stage_8bit = need_of(manifest, (ModuleId(largest),), DEFAULT_SLOTS, MomentType.EIGHT_BIT)
-    parameters = parameter_bytes(parameter_shapes(manifest, ModuleId(largest))) // BYTES_PER_PARAMETER
-    head = manifest.model.vocabulary * manifest.model.hidden
-    # A peer sends a hidden state forward and a gradient back.
-    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
-    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
-    sizes = (TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
-    token_bytes = sum(sizes) / manifest.microbatch_tokens
+    first, parameters = (
+        parameter_bytes(parameter_shapes(manifest, ModuleId(each))) // BYTES_PER_PARAMETER for each in (0, largest)
+    )
+    # Matrix products take the time, so the embedding counts only if it is the head as well.
+    first -= 0 if model.tied_embeddings else model.vocabulary * model.hidden
+    computed = ASSUMED_FLOPS[card >= LARGE_CARD] / OPERATIONS / (max(first, parameters) if largest else first)
     pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
-    flops = ASSUMED_FLOPS[card >= LARGE_CARD]
-    computed = flops / OPERATIONS / max(parameters, head)
-    links = {mbit: min(computed, mbit * 1e6 / 8 / token_bytes) for mbit in LINKS_MBIT_S}
-    total = manifest.training.schedule_tokens[1]
-    return Forecast(data_node, stage, stage_8bit, token_bytes, 2 * pseudo.byte_length, links, computed, total)
+    round_bytes = 2 * pseudo.byte_length
+    # A peer sends a hidden state forward and a gradient back.
+    dtype = DType.BFLOAT16 if model.dtype == "bfloat16" else DType.FLOAT32
+    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
+    hops = sum(TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
+    in_rounds = round_bytes / (training.inner_steps * training.inner_tokens)
+    token_bytes = hops / manifest.microbatch_tokens if largest else in_rounds
+    total = training.schedule_tokens[1]
+    return Forecast(data_node, stage, stage_8bit, parameters, token_bytes, round_bytes, computed, total)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from node.dial.dial import FILLED, LARGEST, SMALLEST, Peers, Wish, choose_recipe, choose_shape, forecast, spread, turn
+from node.dial.dial import FILLED, LARGEST, SMALLEST, Peers, Wish, choose_shape, forecast, spread, turn
 from node.model.memory_need import need_of
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
@@ -57,8 +58,8 @@ def test_every_stage_fits_the_card_and_one_block_more_would_not(size: int, card:
     blocks = manifest.stages.blocks
     needs = [need_of(manifest, (ModuleId(stage),), DEFAULT_SLOTS).device for stage in range(manifest.stages.count)]
     assert max(needs) <= FILLED * card
-    if len(blocks) > 2:
-        fewer = spread(sum(blocks), len(blocks) - 1)
+    if len(blocks) > 1:
+        fewer = spread(sum(blocks), len(blocks) - 1) if len(blocks) > 2 else (sum(blocks),)
         table = manifest.model_dump()
         table["stages"]["blocks"] = fewer
         cut = Manifest.model_validate(table)
@@ -76,7 +77,7 @@ def test_an_optimizer_that_keeps_more_takes_more_stages() -> None:
 
 @pytest.mark.parametrize(("peers", "stages"), [(2, 2), (5, 5), (7, 7), (40, 7)])
 def test_each_peer_gets_a_stage_as_long_as_there_are_blocks(peers: int, stages: int) -> None:
-    turned = turn(Wish(parameters=10 * MILLION, peers=Peers(number=peers)), "run")
+    turned = turn(Wish(parameters=10 * MILLION, peers=Peers(number=peers), may_be_whole=False), "run")
     assert turned.manifest.stages.count == stages
     assert sum(turned.manifest.stages.blocks) == 6
 
@@ -101,6 +102,7 @@ def test_peers_beyond_the_stages_share_the_tokens_of_a_step() -> None:
         (Wish(parameters=7 * BILLION, peers=Peers(card=12 * GB), tokens=tokens(LLAMA_3)), "stage 0, with a vocabulary"),
         (Wish(parameters=7 * BILLION, peers=Peers(card=12 * GB, number=4)), "needs 19 peers, not 4"),
         (Wish(parameters=10 * MILLION, peers=Peers(number=1)), "at least two peers"),
+        (Wish(parameters=10 * MILLION, blocks=(0, 4)), "--stages both set the size of the model: 6 blocks, and 4"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_would_help(wish: Wish, said: str) -> None:
@@ -110,10 +112,48 @@ def test_what_cannot_be_is_refused_with_what_would_help(wish: Wish, said: str) -
 
 
 def test_step_and_rate_are_those_of_the_fits() -> None:
-    recipe = choose_recipe(7 * BILLION, 10**8, 4096, 10, 1, 2 * 10**12)
+    recipe = dict(turn(Wish(parameters=7 * BILLION, total_tokens=2 * 10**12), "run").choices)
     assert recipe["step"].value == pytest.approx(2304 * 4096, rel=0.15)
     assert recipe["rate"].value == pytest.approx(4.2e-4, rel=0.15)
     assert recipe["tokens"] == Reasoned(2 * 10**12, "set by --total-tokens")
+
+
+@pytest.mark.parametrize("size", [10 * MILLION, 160 * MILLION])
+@pytest.mark.parametrize("number", [2, 8])
+def test_a_model_that_fits_the_card_is_trained_whole_on_slow_links(size: int, number: int) -> None:
+    wish = Wish(parameters=size, peers=Peers(number=number))
+    turned = turn(wish, "run")
+    whole, told = turned.manifest, dict(turned.choices)
+    cut = turn(replace(wish, may_be_whole=False), "run").manifest
+    assert whole.stages.blocks == (sum(cut.stages.blocks),)
+    assert (whole.training.staleness, cut.training.staleness) == (0, 1)
+    alone, piped = forecast(whole, 12 * GB), forecast(cut, 12 * GB)
+    assert told["whole models"].value == f"{number * alone.tokens_per_s(20):,.0f} tokens/s"
+    assert told["pipeline"].value == f"{piped.tokens_per_s(20) * (number // cut.stages.count):,.0f} tokens/s"
+    assert told["stages"].reason.startswith("whole models are ")
+    assert alone.tokens_per_s(20) == alone.computed_per_s
+    assert alone.token_bytes < piped.token_bytes / 8
+    steps = alone.total_tokens // (number * whole.training.inner_tokens)
+    assert 10 * whole.training.inner_steps <= steps
+    # Rounds leave the link mostly free, unless the run has hardly more than ten.
+    assert alone.token_bytes * alone.computed_per_s <= 0.05 * 20e6 / 8 or 26 * whole.training.inner_steps > steps
+    faster = turn(replace(wish, peers=Peers(number=number, mbit_s=1000)), "run").manifest
+    assert faster.stages.count == 1
+    assert faster.training.inner_steps < whole.training.inner_steps
+
+
+def test_stages_are_chosen_where_they_are_as_fast_or_wanted_or_the_model_is_too_large() -> None:
+    depth = choose_shape(160 * MILLION, 320).blocks
+    fast = Wish(parameters=160 * MILLION, peers=Peers(number=depth + 1, mbit_s=100_000))
+    near = turn(fast, "run")
+    assert near.manifest.stages.blocks == spread(depth, depth + 1)
+    assert "about as fast" in dict(near.choices)["stages"].reason
+    for blocks in ((depth,), spread(depth, 4), (4, *spread(depth - 4, 3)[1:])):
+        wanted = turn(replace(fast, blocks=blocks), "run")
+        assert (wanted.manifest.stages.blocks, dict(wanted.choices)["stages"].reason) == (blocks, "set by --stages")
+    large = turn(Wish(parameters=BILLION), "run")
+    assert large.manifest.stages.count > 1
+    assert dict(large.choices)["whole models"].value == "too large"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -130,9 +170,9 @@ def test_the_forecast_adds_up() -> None:
     manifest = turn(Wish(parameters=BILLION, peers=Peers(card=12 * GB)), "run").manifest
     seen = forecast(manifest, 12 * GB)
     assert seen.token_bytes == pytest.approx(2 * manifest.model.hidden * (1 + 4 / 128))
-    assert seen.tokens_per_s[20] == pytest.approx(20e6 / 8 / seen.token_bytes)
-    assert seen.tokens_per_s[20] <= seen.tokens_per_s[100] <= seen.tokens_per_s[1000] <= seen.computed_per_s
-    assert seen.seconds(20) == pytest.approx(20 * parameters_of(manifest) / seen.tokens_per_s[20])
+    assert seen.tokens_per_s(20) == pytest.approx(20e6 / 8 / seen.token_bytes)
+    assert seen.tokens_per_s(20) <= seen.tokens_per_s(100) <= seen.tokens_per_s(1000) <= seen.computed_per_s
+    assert seen.total_tokens == 20 * parameters_of(manifest)
     assert seen.stage.device > seen.data_node.device
     faster = forecast(manifest, 24 * GB)
     assert faster.computed_per_s > seen.computed_per_s
