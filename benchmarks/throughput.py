@@ -2,7 +2,7 @@
 
 The model is large enough that computing dominates. All sides get all cores: one process as torch's threads, so does
 `whole`, one node that hosts all modules, and the swarm as one process a stage. Rates are between the first and the last
-step, so that neither start-up counts. `split` is each kind of time as a share of the wall time of the peers that compute
+step, so that neither start-up counts. `split` is each kind of time as a share of the wall time of the peers with
 blocks; sending overlaps with computing.
 """
 
