@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.routing.path_rules import PathRules, chosen_subsets, ring_of_subsets, ring_stages, spread_stages
+from swarm.routing.path_rules import (
+    PathRules,
+    chosen_subsets,
+    evenly_chosen,
+    ring_of_subsets,
+    ring_stages,
+    spread_stages,
+)
 from swarm.vocabulary.errors import ConfigError, ManifestError
 
 SKIPPIPE = PathRules(stages=6, per_path=3, max_forward_jump=4, max_back_stops=2, max_back_distance=2)
@@ -73,6 +80,23 @@ def test_subsets_that_are_measured() -> None:
     assert chosen_subsets(5, None, every=False) == ((1, 2, 3, 4),)
     assert chosen_subsets(5, 2, every=False) == ((1, 3),)
     assert chosen_subsets(5, 2, every=True) == ((1, 3), (2, 4))
+    assert chosen_subsets(8, 4, every=False, available=[1, 2, 4, 5, 6]) == ((1, 2, 4, 6),)
+    assert chosen_subsets(5, 2, every=True, available={4, 2, 1}) == ((1, 4), (2, 4), (1, 2))
+    with pytest.raises(ConfigError, match="has 4 after stage 0, of which 2 are available: 1, 4") as caught:
+        chosen_subsets(5, 3, every=False, available={1, 4})
+    assert caught.value.hint == "Choose 1 to 2."
+
+
+@given(st.sets(st.integers(1, 11), min_size=1), st.data())
+def test_no_choice_of_available_stages_has_shorter_jumps(available: set[int], data: st.DataObject) -> None:
+    count, stages = data.draw(st.integers(1, len(available))), data.draw(st.integers(max(available) + 1, 13))
+
+    def cost(chosen: tuple[int, ...]) -> int:
+        return sum((after - before) ** 2 for before, after in pairwise((0, *chosen, stages)))
+
+    found = evenly_chosen(sorted(available), count, stages)
+    assert found in (choices := set(itertools.combinations(sorted(available), count)))
+    assert cost(found) == min(map(cost, choices))
 
 
 @pytest.mark.parametrize(("stages", "per_path"), [(5, 5), (5, 0), (1, 1)])
