@@ -24,7 +24,7 @@ from swarm.vocabulary.errors import ConfigError, StateError
 
 
 class Decoder:
-    """The model for inference on one device. On the CPU, shares memory with `parameters`, which may lack stages."""
+    """The model for inference on one device. Shares memory with `parameters` on this device, which may lack stages."""
 
     def __init__(self, manifest: Manifest, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.sequence = manifest.model.sequence

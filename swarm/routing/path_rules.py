@@ -120,9 +120,12 @@ def ring_of_subsets(rules: PathRules) -> tuple[tuple[int, ...], ...]:
 
 
 def evenly_chosen(available: Sequence[int], count: int, stages: int) -> tuple[int, ...]:
-    """Returns `count` of the available stages with the least sum of squared jumps, from stage 0 to the head."""
-    best: list[tuple[int, tuple[int, ...]]] = [(0, (0,))]  # Sum and stages of the best path to each last stage
-    for taken in range(count):
+    """Returns the first available stage and `count` - 1 others with the least sum of squared jumps, up to the head.
+
+    As in `spread_stages`, the first one is never skipped: without the first blocks, a model is worth least.
+    """
+    best: list[tuple[int, tuple[int, ...]]] = [(0, (available[0],))]  # Sum and stages of the best path to each stage
+    for taken in range(1, count):
         before, longer = 0, []
         for number, stage in enumerate(available[taken:], start=1):
             # Squares are convex: the later the stage, the later the one before it. That leaves few candidates.
@@ -130,7 +133,7 @@ def evenly_chosen(available: Sequence[int], count: int, stages: int) -> tuple[in
             total, before = min((best[at][0] + (stage - best[at][1][-1]) ** 2, at) for at in candidates)
             longer.append((total, (*best[before][1], stage)))
         best = longer
-    return min((total + (stages - path[-1]) ** 2, path) for total, path in best)[1][1:]
+    return min((total + (stages - path[-1]) ** 2, -path[-1], path) for total, path in best)[2]
 
 
 def chosen_subsets(
