@@ -66,8 +66,8 @@ def generate(
     async def run() -> None:
         async with AsyncExitStack() as stack:
             on_progress = stack.enter_context(download_bar(silent=json))
-            opened = await stack.enter_async_context(open_model(source, on_progress, local_paths))
-            (stages,) = AskedPaths(stages_per_path).of(opened.source.signed.manifest)
+            opened = await stack.enter_async_context(open_model(source, on_progress, local_paths, stages_per_path))
+            (stages,) = opened.narrow(AskedPaths(stages_per_path))
             words = opened.tokenizer()  # may be missing, so look before the large downloads
             start = words.encode(os.fsencode(prompt)).tolist()
             if words.beginning is not None and start[:1] != [words.beginning]:

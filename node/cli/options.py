@@ -33,7 +33,7 @@ VisitRatio: Final[Any] = typer.Option(
     help="Most visits of a stage as a multiple of the least visited stage's [default: 1, or the manifest's]",
 )
 StagesPerPath: Final[Any] = typer.Option(
-    min=1, help="Run this many of the stages after stage 0, evenly spread over the depth [default: all]"
+    min=1, help="Use this many of the available stages after stage 0, evenly spread over the depth [default: all]"
 )
 
 PathChoice: Final[Any] = typer.Option(

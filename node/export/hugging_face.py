@@ -11,6 +11,7 @@ skipstone.json                               the run, and a digest of each modul
 
 In a run with experts, modules of one stage share parameter names. An export of all of them has one file per module
 (`module-1.0.safetensors`), `shards` 0 and no config.json, and only this program reads it.
+An export of some stages is a model of their blocks, numbered anew. Its skipstone.json lists them as `only_stages`.
 
 Blocks compute like LlamaForCausalLM and its relatives, including the halves of the rotary embedding, so weights need no
 permutation. Sources: LlamaConfig and its relatives in transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from node.data.tokenizers import ByteTokenizer, Tokenizer, unpacked
-from node.model.shapes import Shape, parameter_bytes, parameter_shapes
+from node.model.shapes import Shape, names_in_part, parameter_bytes, parameter_shapes
 from node.observability.version import installed_version
 from protocol.manifest.manifest import Manifest, ModelSection
 from protocol.manifest.signing import SignedManifest
@@ -52,6 +53,7 @@ class Shard:
 
 def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
     """Splits the modules' parameters into files of limited size, in order, so that each module is read once."""
+    names = names_in_part(manifest, modules)
     pieces: list[dict[str, Shape]] = [{}]
     size = 0
     for module in modules:
@@ -60,7 +62,7 @@ def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: in
             if pieces[-1] and size + own > limit_bytes:  # a single tensor may exceed the limit
                 pieces.append({})
                 size = 0
-            pieces[-1][name] = shape
+            pieces[-1][names[name]] = shape
             size += own
     return tuple(Shard(_file_name(number, len(pieces)), piece) for number, piece in enumerate(pieces, start=1))
 
@@ -74,7 +76,7 @@ def index_json(shards: tuple[Shard, ...]) -> dict[str, Any]:
 
 def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shards: int) -> dict[str, Any]:
     """Returns the content of `skipstone.json`. `shards`: their number, or 0 if each module has a separate file."""
-    stages = signed.manifest.stages
+    stages, there = signed.manifest.stages, sorted({module.stage for module in digests})
     return {
         "format": FORMAT,
         "skipstone": installed_version(),
@@ -87,6 +89,7 @@ def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shard
             "visited_per_path": stages.visited_per_path,
             "trained_with_skipping": stages.visited_per_path < stages.count - 1,
         },
+        **({} if len(there) == stages.count else {"only_stages": there}),
         "shards": shards,
         "modules": {str(module): digest.hex() for module, digest in digests.items()},
     }
@@ -114,7 +117,7 @@ def _file_name(number: int, count: int) -> str:
 Json = dict[str, Any]
 
 
-def model_config(manifest: Manifest, special: Json) -> Json:
+def model_config(manifest: Manifest, modules: Sequence[ModuleId], special: Json) -> Json:
     """Returns the content of `config.json` with the keys of `special` tokens. Parameters are always float32."""
     model = manifest.model
     return {
@@ -123,7 +126,7 @@ def model_config(manifest: Manifest, special: Json) -> Json:
         "vocab_size": model.vocabulary,
         "hidden_size": model.hidden,
         "intermediate_size": model.feed_forward,
-        "num_hidden_layers": sum(manifest.stages.blocks),
+        "num_hidden_layers": sum(manifest.stages.blocks[module.stage] for module in modules),
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
@@ -158,7 +161,7 @@ def _rope_scaling(model: ModelSection) -> Json | None:
     }
 
 
-def token_files(manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
+def token_files(manifest: Manifest, modules: Sequence[ModuleId], tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns config.json and the files about tokens, with the start model's settings if the run has one.
 
     Adds to them the token with which this run teaches the model to end, so that `generate` stops there.
@@ -181,7 +184,7 @@ def token_files(manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
         # The byte tokenizer reads no end-of-document token in text.
         "split_special_tokens": manifest.data.tokenizer == "bytes",
     }
-    own_files = {CONFIG: model_config(manifest, special), GENERATION_CONFIG: generation}
+    own_files = {CONFIG: model_config(manifest, modules, special), GENERATION_CONFIG: generation}
     return {TOKENIZER_CONFIG: tokenizer_config, **files, **own_files}
 
 

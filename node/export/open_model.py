@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ class CheckpointSource:
 
 
 Place = TypeVar("Place")
+Stages = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,14 @@ class OpenedModel:
 
     source: ModuleSource
     local_path_options: LocalPathOptions = NO_LOCAL_PATHS
+    missing: Mapping[int, str] = field(default_factory=dict)  # Why the swarm lacks a stage
+
+    def narrow(self, paths: AskedPaths) -> tuple[Stages, ...]:
+        """Limits the source to the stages that `paths` visit. Returns `AskedPaths.of`, and raises as it does."""
+        modules = self.source.modules
+        subsets = paths.of(self.source.signed.manifest, {module.stage for module in modules} - {0}, self.missing)
+        self.source.modules = tuple(module for module in modules if module.stage in {0}.union(*subsets))
+        return subsets
 
     @property
     def _own(self) -> bool:
@@ -88,13 +97,14 @@ async def open_model(
     target: str,
     on_progress: Callable[[ModuleId, int, int], None] = lambda module, done, total: None,
     local_path_options: LocalPathOptions = NO_LOCAL_PATHS,
+    stages_per_path: int | None = None,
 ) -> AsyncIterator[OpenedModel]:
     """Opens the model in a folder, or in a running swarm (by its link) during the block. Raises SkipstoneError."""
     if (link := link_in(target)) is not None:
         from node.export.swarm_source import open_swarm  # imports the network code, which folders do not need
 
-        async with open_swarm(link, on_progress) as source:
-            yield OpenedModel(source, local_path_options)
+        async with open_swarm(link, on_progress, stages_per_path=stages_per_path) as source:
+            yield OpenedModel(source, local_path_options, source.missing)
         return
     yield await asyncio.to_thread(_open_folder, target, local_path_options)
 
@@ -120,7 +130,6 @@ def _granted(place: Reasoned[Place | None]) -> Place:
     return place.value
 
 
-Stages = tuple[int, ...]
 CPU = torch.device("cpu")
 
 
@@ -133,8 +142,8 @@ async def evaluate_model(
 ) -> dict[str, Any]:
     """Computes a model's mean held-out loss, as a `loss_report`. Raises ConfigError, ManifestError, StateError."""
     async with open_model(target, local_path_options=local_path_options) as opened:
+        subsets, documents = opened.narrow(paths), await opened.documents()
         manifest, model = opened.source.signed.manifest, await routed_model(opened.source, device)
-        subsets, documents = paths.of(manifest), await opened.documents()
         texts = await asyncio.to_thread(lambda: list(held_out_microbatches(manifest, microbatches, documents)))
         sizes = summary_of([text.workload for text in texts], manifest.microbatch_tokens)
         losses = await _losses(model, texts, subsets)

@@ -19,7 +19,7 @@ from node.experts.router import DocumentRouter, Router, document_router, load_ro
 from node.export.hugging_face import CONFIG, FORMAT, MANIFEST, ORIGIN, model_config, module_file, shard_files
 from node.model.decoder import Decoder, decoder_bytes
 from node.model.initialization import digest_of_tensors
-from node.model.shapes import Shape, parameter_bytes, parameter_shapes
+from node.model.shapes import Shape, names_in_part, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.experts.routes import best_route, module_at, name_of_route, served_route
@@ -32,9 +32,7 @@ Parameters = Mapping[str, Tensor]  # Float32 parameters by their names in the wh
 class ModuleSource(Protocol):
     """A run's model, read one module at a time, so that it may exceed the memory."""
 
-    @property
-    def modules(self) -> tuple[ModuleId, ...]:
-        """Modules that can be read: the path's modules if only a path was exported, else all of the run."""
+    modules: tuple[ModuleId, ...]  # Those to read, by stage: all of the run, or fewer of a part or a path
 
     @property
     def signed(self) -> SignedManifest:
@@ -58,13 +56,13 @@ def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, .
     """Returns a route's modules by stage (None: the only route). Raises ConfigError if it is missing or ambiguous."""
     manifest, there = source.signed.manifest, source.modules
     if route is None:
-        if len(there) > manifest.stages.count:
+        if len(there) > len({module.stage for module in there}):
             raise ConfigError(
                 f"run {manifest.name} has several paths (stages.experts = {manifest.stages.experts}), a model only one",
                 hint="Choose one with --path, such as --path 1.0,2.1.",
             )
         return there
-    wanted = tuple(module_at(route, stage) for stage in range(manifest.stages.count))
+    wanted = tuple(dict.fromkeys(module_at(route, module.stage) for module in there))
     lacking = [module for module in wanted if module not in there]
     if lacking or len(route) != manifest.stages.count - 1:
         what = f"has no module {lacking[0]}" if lacking else f"has {manifest.stages.count - 1} stages after stage 0"
@@ -130,7 +128,9 @@ class RoutedModel:
             return None
         affinity = self.router.affinity("", np.array(tokens, dtype=np.int64))
         there = frozenset(self._source.modules)
-        return served_route(best_route(affinity), affinity, lambda module: module in there).value
+        stages = {module.stage for module in there}
+        is_there: Callable[[ModuleId], bool] = lambda module: module in there or module.stage not in stages  # noqa: E731
+        return served_route(best_route(affinity), affinity, is_there).value
 
     async def decoder(self, route: Route | None) -> Decoder:
         """Returns a route's Decoder; loads only modules not loaded before. Raises SkipstoneError."""
@@ -141,13 +141,13 @@ class RoutedModel:
                 parameters = await checked_module(self._source, module)
                 self.read[module] = {name: tensor.to(self._device) for name, tensor in parameters.items()}
         whole = {name: tensor for module in modules for name, tensor in self.read[module].items()}
-        return Decoder(manifest, whole, self._device)
+        return Decoder(manifest, whole, self._device).through([module.stage for module in modules if module.stage])
 
 
 async def routed_model(source: ModuleSource, device: torch.device) -> RoutedModel:
     """Opens a source's model, with a router if the model has several routes. Raises SkipstoneError."""
     manifest = source.signed.manifest
-    several = len(source.modules) > manifest.stages.count
+    several = len(source.modules) > len({module.stage for module in source.modules})
     return RoutedModel(source, device, document_router(manifest, await source.router()) if several else None)
 
 
@@ -189,20 +189,22 @@ class ExportedSource:
             _undamaged(read_named, path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
         )
         by_module = origin.get("shards") == 0
-        if not by_module:  # an export of all experts has no config.json
-            _check_config(path / CONFIG, self.signed)
         self._path = path
         digests, manifest = origin.get("modules"), self.signed.manifest
         if not isinstance(digests, dict):
             raise StateError(f"{path / ORIGIN}: `modules` must map modules to digests")
         self._digests: Mapping[str, Any] = digests
         self.modules = tuple(module for module in manifest.modules() if str(module) in digests)
-        if {module.stage for module in self.modules} != set(range(manifest.stages.count)):
+        stages, there = list(range(manifest.stages.count)), sorted({module.stage for module in self.modules})
+        if there[:1] != [0] or there != origin.get("only_stages", stages):
             raise StateError(f"{path / ORIGIN}: `modules` lacks a stage", hint="Export the model again.")
+        self._names = names_in_part(manifest, self.modules)
+        if not by_module:  # an export of all experts has no config.json
+            _check_config(path / CONFIG, self.signed, self.modules)
         self._files = None if by_module else _files_by_parameter(path, origin, manifest)
         for module in self.modules:
             for file, shapes in self._by_file(module).items():
-                check_header(file, shapes)
+                check_header(file, {self._names[name]: shape for name, shape in shapes.items()})
 
     async def router(self) -> Router | None:
         return await asyncio.to_thread(load_router, self._path / MANIFEST, self.signed.manifest)
@@ -214,7 +216,7 @@ class ExportedSource:
         tensors: dict[str, Any] = {}
         for file, shapes in self._by_file(module).items():
             with opened_tensors(file) as opened:
-                tensors |= {name: opened.get_tensor(name) for name in shapes}
+                tensors |= {name: opened.get_tensor(self._names[name]) for name in shapes}
         if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):  # damage that the header does not show
             files = ", ".join(sorted(file.name for file in self._by_file(module)))
             raise CorruptSnapshot(
@@ -228,12 +230,12 @@ class ExportedSource:
         if self._files is None:
             return {self._path / module_file(module): dict(parameter_shapes(self.signed.manifest, module))}
         for name, shape in parameter_shapes(self.signed.manifest, module).items():
-            if name not in self._files:
+            if self._names[name] not in self._files:
                 raise StateError(
                     f"{self._path} is incomplete: no file has parameter {name} of module {module}",
                     hint="Export the model again, or copy the missing file.",
                 )
-            files.setdefault(self._files[name], {})[name] = shape
+            files.setdefault(self._files[self._names[name]], {})[name] = shape
         return files
 
 
@@ -255,9 +257,9 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifes
     return found
 
 
-def _check_config(file: Path, signed: SignedManifest) -> None:
+def _check_config(file: Path, signed: SignedManifest, modules: Sequence[ModuleId]) -> None:
     """Checks that config.json, which `transformers` reads, describes the same model as the manifest."""
-    found, wanted = _undamaged(read_table, file, _MAX_JSON_BYTES), model_config(signed.manifest, special={})
+    found, wanted = _undamaged(read_table, file, _MAX_JSON_BYTES), model_config(signed.manifest, modules, special={})
     for key in wanted:
         if found.get(key) != wanted[key]:
             raise StateError(

@@ -13,6 +13,7 @@ from node.averaging.state_sync.download import STATE_CODECS, FreshSpace, StateDo
 from node.experts.router import Router
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
+from node.network.client import GAP_PATIENCE_S, find_peers
 from node.network.peer_files import fetch_router
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession, visit
@@ -41,6 +42,7 @@ class SwarmSource:
         manifest = signed.manifest
         self.signed = signed
         self.modules = manifest.modules()
+        self.missing: dict[int, str] = {}  # Why a stage cannot be read
         self.versions: dict[ModuleId, AnchorVersion] = {}
         self._session = session
         self._on_progress = on_progress
@@ -102,25 +104,25 @@ class SwarmSource:
 
 
 @asynccontextmanager
-async def open_swarm(link: Link, on_progress: Progress, patience_s: float = PATIENCE_S) -> AsyncIterator[SwarmSource]:
-    """Joins the swarm without serving a module, and checks that modules are available. Raises Unreachable, NoQuorum."""
+async def open_swarm(
+    link: Link, on_progress: Progress, patience_s: float = PATIENCE_S, stages_per_path: int | None = None
+) -> AsyncIterator[SwarmSource]:
+    """Joins the swarm without serving a module, and finds out which modules are missing. Raises Unreachable."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
-        modules = signed.manifest.modules()
-        # Find the peers that announce each module, and check which of them are still online.
-        session.membership_sync.watch(modules)
-        try:
-            async with asyncio.timeout(patience_s):
-                await session.membership_sync.looked.wait()
-        except TimeoutError:
-            raise Unreachable(f"cannot read the swarm's directory within {patience_s:.0f} s") from None
-        await session.membership_sync.alive(modules)
-        source = SwarmSource(session, signed, on_progress)
+        await find_peers(session, signed.manifest, patience_s)
+        source, stages = SwarmSource(session, signed, on_progress), signed.manifest.stages
+        may_miss = 0 if stages_per_path is None else stages.count - 1 - stages_per_path
         clock = session.own.clock
-        deadline = clock.monotonic() + patience_s
+        begun = clock.monotonic()
         # With experts, the caller may only need some of the modules.
-        for module in modules[:1] if signed.manifest.stages.has_experts else modules:
-            await source.agreed(module, deadline - clock.monotonic())
+        for module in source.modules[:1] if stages.has_experts else source.modules:
+            limit_s = GAP_PATIENCE_S if module.stage and len(source.missing) < may_miss else patience_s
+            try:
+                await source.agreed(module, begun + limit_s - clock.monotonic())
+            except (Unreachable, NoQuorum) as error:
+                source.missing[module.stage] = str(error)
+        source.modules = tuple(module for module in source.modules if module.stage not in source.missing)
         yield source
 
 

@@ -23,7 +23,7 @@ from node.export import hugging_face as layout
 from node.export.hugging_face import byte_tokenizer, token_files
 from node.export.source import ModuleSource, checked_module, is_exported, path_modules
 from node.model.initialization import digest_of_tensors
-from node.model.shapes import parameter_bytes
+from node.model.shapes import names_in_part, parameter_bytes
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
 from swarm.vocabulary.types import ModuleId, Route
@@ -62,7 +62,7 @@ async def export(
     require_free(target, replace=replace)
     shards = layout.module_shards(manifest, modules) if every else layout.plan_shards(manifest, modules, shard_bytes)
     with _written_beside(target) as beside:
-        await asyncio.to_thread(_write_tokenizer, beside, manifest, tokenizer_file)
+        await asyncio.to_thread(_write_tokenizer, beside, manifest, modules, tokenizer_file)
         digests = await _write_parameters(beside, source, modules, shards)
         if every:
             (beside / layout.CONFIG).unlink()  # `transformers` must not load this folder
@@ -130,12 +130,13 @@ async def _write_parameters(
 ) -> Mapping[ModuleId, bytes]:
     """Writes the shards module by module, each shard once it is complete. Returns each module's digest."""
     digests: dict[ModuleId, bytes] = {}
+    names = names_in_part(source.signed.manifest, modules)
     waiting: dict[str, Tensor] = {}
     to_write = list(shards)
     for module in modules:
         parameters = dict(await checked_module(source, module))
         digests[module] = await asyncio.to_thread(digest_of_tensors, parameters)
-        waiting |= parameters
+        waiting |= {names[name]: tensor for name, tensor in parameters.items()}
         del parameters  # free the module's dict, so that written tensors do not stay in memory
         while to_write and to_write[0].shapes.keys() <= waiting.keys():
             shard = to_write.pop(0)
@@ -151,7 +152,7 @@ def _write_tensors(file: Path, tensors: dict[str, Tensor], mode: int) -> None:
     file.chmod(mode)
 
 
-def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> None:
+def _write_tokenizer(folder: Path, manifest: Manifest, modules: Sequence[ModuleId], file: Path | None) -> None:
     """Writes the tokenizer, and the files that describe its special tokens."""
     tokenizer = open_tokenizer(manifest, file)
     if isinstance(tokenizer, FileTokenizer):
@@ -161,7 +162,7 @@ def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> Non
         (folder / layout.TOKENIZER).write_bytes(content)
     else:
         _write_json(folder / layout.TOKENIZER, byte_tokenizer())
-    for name, content in token_files(manifest, tokenizer).items():
+    for name, content in token_files(manifest, modules, tokenizer).items():
         (folder / name).parent.mkdir(exist_ok=True)
         if isinstance(content, str):
             (folder / name).write_bytes(content.encode())

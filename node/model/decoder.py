@@ -24,7 +24,7 @@ from swarm.vocabulary.errors import ConfigError, StateError
 
 
 class Decoder:
-    """The model for inference on one device, with all stages or some. On the CPU, shares memory with `parameters`."""
+    """The model for inference on one device. Shares memory with `parameters` on this device, which may lack stages."""
 
     def __init__(self, manifest: Manifest, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.sequence = manifest.model.sequence
@@ -36,8 +36,10 @@ class Decoder:
         if manifest.model.tied_embeddings:
             parameters = {**parameters, HEAD: parameters[EMBEDDING]}
         for part in (self._body, self._head):
-            part.load_state_dict({name: parameters[name] for name, _ in part.named_parameters()}, assign=True)
-            part.requires_grad_(False).to(device)
+            own = {name: parameters[name] for name, _ in part.named_parameters() if name in parameters}
+            part.load_state_dict(own, strict=False, assign=True)
+            part.requires_grad_(False)
+        self._body.rotary.to(device)
         self._every_block = [block for block in self._body.model["layers"].children() if isinstance(block, Block)]
         self._ends = list(accumulate(manifest.stages.blocks))
         self._blocks = self._every_block

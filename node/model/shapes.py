@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from protocol.manifest.manifest import Manifest, ModelSection
@@ -33,6 +35,14 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
     vocabulary = (model.vocabulary, model.hidden)
     ends = {EMBEDDING: vocabulary, **layers, "model.norm.weight": (model.hidden,)}
     return ends if model.tied_embeddings else {**ends, HEAD: vocabulary}
+
+
+def names_in_part(manifest: Manifest, modules: Sequence[ModuleId]) -> dict[str, str]:
+    """Returns the modules' parameters with their names in a model of these only, whose blocks have no gaps."""
+    stages = {module.stage for module in modules}
+    kept = list(accumulate(stage in stages for stage, count in enumerate(manifest.stages.blocks) for _ in range(count)))
+    names = (name for module in modules for name in parameter_shapes(manifest, module))
+    return {name: re.sub(r"(?<=^model\.layers\.)\d+", lambda n: str(kept[int(n[0])] - 1), name) for name in names}
 
 
 def is_block_matrix(name: str, shape: Shape) -> bool:

@@ -8,16 +8,18 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from node.network.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_report
-from node.network.session import NetworkSession, visit
+from node.network.session import PAUSE_S, NetworkSession, visit
 from node.observability.status import PeerStatus, SwarmStatus, parse_answer, parse_status
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import Link
+from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.errors import PeerError, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId
 
 STATUS_TIMEOUT_S = 5.0
 WATCH_S = 3.0
+GAP_PATIENCE_S = 3.0  # Time for the directory to name peers of stages that a path may skip
 EVALUATION_TIMEOUT_S = 600.0  # The data node runs the whole model over the held-out text
 
 
@@ -45,8 +47,17 @@ async def query_evaluation(
 ) -> dict[str, Any]:
     """Asks a data node to measure the held-out loss (see `loss_report`). Raises ConfigError, Unreachable."""
     async with visit(link) as session:
-        signed = await session.fetch_manifest(patience_s)
-        subsets = paths.of(signed.manifest)
+        manifest = (await session.fetch_manifest(patience_s)).manifest
+        await find_peers(session, manifest, patience_s)
+        now, every = session.own.clock.monotonic, range(1, manifest.stages.count)
+        deadline = now() + (patience_s if paths.stages_per_path is None else GAP_PATIENCE_S)
+        while True:
+            served = {module.stage for module in session.membership.served(now()) if module is not None}
+            if served.issuperset(every) or now() >= deadline:
+                break
+            await asyncio.sleep(PAUSE_S)
+        missing = {stage: "no peer" for stage in every if stage not in served}
+        subsets = paths.of(manifest, served.intersection(every), missing)
 
         async def ask(peer: PeerId) -> dict[str, Any]:
             measured = []
@@ -62,6 +73,17 @@ async def query_evaluation(
 
         what = "that hosts stage 0 has measured the held-out loss"
         return await session.first_answer(ask, is_data_node, patience_s, what)
+
+
+async def find_peers(session: NetworkSession, manifest: Manifest, patience_s: float) -> None:
+    """Finds the peers that announce a module, and checks which of them are online. Raises Unreachable."""
+    session.membership_sync.watch(manifest.modules())
+    try:
+        async with asyncio.timeout(patience_s):
+            await session.membership_sync.looked.wait()
+    except TimeoutError:
+        raise Unreachable(f"cannot read the swarm's directory within {patience_s:.0f} s") from None
+    await session.membership_sync.alive(manifest.modules())
 
 
 async def _peer_status(session: NetworkSession, said: Announcement) -> PeerStatus:

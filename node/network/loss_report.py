@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -12,9 +13,11 @@ from node.observability.typed_json import from_json, to_json
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import name_of_route
 from swarm.routing.path_rules import chosen_subsets
-from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.errors import ProtocolViolation, Unreachable
 from swarm.vocabulary.types import Route
 from swarm.workload.microbatch_sizes import SizeSummary
+
+log = logging.getLogger(__name__)
 
 # Bounded, because a peer writes it.
 _ROUTE: Final = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}(,[0-9]{1,4}\.[0-9]{1,4}){0,1023}")
@@ -27,9 +30,23 @@ class AskedPaths:
     stages_per_path: int | None = None  # None: all
     every_subset: bool = False  # All evenly spread choices, not only the first
 
-    def of(self, manifest: Manifest) -> tuple[tuple[int, ...], ...]:
-        """Returns the stages after stage 0 for each path. Raises ConfigError if the run has fewer stages."""
-        return chosen_subsets(manifest.stages.count, self.stages_per_path, every=self.every_subset)
+    def of(
+        self, manifest: Manifest, available: Collection[int] | None = None, missing: Mapping[int, str] | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Returns the `available` stages after stage 0 for each path. Raises ConfigError if there are too few.
+
+        `missing`: why the swarm lacks a stage. Raises Unreachable if the paths need it.
+        """
+        stages, gap = manifest.stages, ", ".join(f"stage {stage} ({why})" for stage, why in (missing or {}).items())
+        if missing and (self.stages_per_path is None or 0 in missing):
+            left, hint = stages.count - 1 - len(missing), "Try again when `skipstone status` shows its peers."
+            if left and 0 not in missing and stages.visited_per_path < stages.count - 1:
+                hint += f" Or use the other stages: --stages-per-path {left}."
+            raise Unreachable(f"missing: {gap}", hint=hint)
+        subsets = chosen_subsets(stages.count, self.stages_per_path, every=self.every_subset, available=available)
+        if missing:
+            log.warning("missing: %s; uses stages %s", gap, ", ".join(map(str, sorted({0}.union(*subsets)))))
+        return subsets
 
 
 WHOLE_MODEL: Final = AskedPaths()

@@ -8,7 +8,7 @@ Every `full_every`th path visits all stages: that takes a quarter off the distan
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.vocabulary.errors import ConfigError, ManifestError
@@ -119,17 +119,40 @@ def ring_of_subsets(rules: PathRules) -> tuple[tuple[int, ...], ...]:
     return tuple(spread_stages(rules, shift) for shift in range(distinct))
 
 
-def chosen_subsets(stages: int, per_path: int | None, *, every: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the stage sets to evaluate: all stages if `per_path` is None, else the first or `every` one of the ring.
+def evenly_chosen(available: Sequence[int], count: int, stages: int) -> tuple[int, ...]:
+    """Returns the first available stage and `count` - 1 others with the least sum of squared jumps, up to the head.
 
-    Raises ConfigError if the model has no path of that length.
+    As in `spread_stages`, the first one is never skipped: without the first blocks, a model is worth least.
     """
+    best: list[tuple[int, tuple[int, ...]]] = [(0, (available[0],))]  # Sum and stages of the best path to each stage
+    for taken in range(1, count):
+        before, longer = 0, []
+        for number, stage in enumerate(available[taken:], start=1):
+            # Squares are convex: the later the stage, the later the one before it. That leaves few candidates.
+            candidates = range(before, min(number, len(best)))
+            total, before = min((best[at][0] + (stage - best[at][1][-1]) ** 2, at) for at in candidates)
+            longer.append((total, (*best[before][1], stage)))
+        best = longer
+    return min((total + (stages - path[-1]) ** 2, -path[-1], path) for total, path in best)[2]
+
+
+def chosen_subsets(
+    stages: int, per_path: int | None, *, every: bool, available: Collection[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the stage sets to use: all available stages if `per_path` is None, else one or `every` even choice.
+
+    `available`: stages after stage 0; None: all. Raises ConfigError if there are too few.
+    """
+    there = tuple(range(1, stages) if available is None else sorted(available))
     if per_path is None:
-        return (tuple(range(1, stages)),)
-    if not min(1, stages - 1) <= per_path <= stages - 1:
+        return (there,)
+    if not min(1, stages - 1) <= per_path <= len(there):
+        gap = f", of which {len(there)} are available: {', '.join(map(str, there))}" if len(there) < stages - 1 else ""
         raise ConfigError(
-            f"{per_path} stages per path were requested; this run has {stages - 1} after stage 0",
-            hint=f"Choose 1 to {stages - 1}.",
+            f"{per_path} stages per path were requested; this run has {stages - 1} after stage 0{gap}",
+            hint=f"Choose 1 to {len(there)}." if there else "Omit --stages-per-path.",
         )
-    rules = PathRules(stages, per_path)
-    return ring_of_subsets(rules) if every else (spread_stages(rules),)
+    if len(there) < stages - 1 and not every:
+        return (evenly_chosen(there, per_path, stages),)
+    ring = ring_of_subsets(PathRules(1 + len(there), per_path))
+    return tuple(tuple(there[stage - 1] for stage in each) for each in (ring if every else ring[:1]))

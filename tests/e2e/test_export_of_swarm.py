@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,19 @@ from node.averaging.anchor.anchor import hash_of
 from node.averaging.anchor.shared_vector import Vector, layout_of
 from node.averaging.state_sync.download import first_hash_list
 from node.checkpoint.folder import CheckpointFolder, Header, load_newest, read_manifest
-from node.export.open_model import open_model
+from node.export.open_model import OpenedModel, open_model
 from node.export.source import checked_module
 from node.export.swarm_source import open_swarm
 from node.export.writer import export
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.model.shapes import parameter_shapes
+from node.network.loss_report import WHOLE_MODEL, AskedPaths
 from node.network.session import visit
 from node.observability.events import Note, RoundCommitted, Step
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ConfigError, Unreachable
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 from tests.e2e.small_run import PATIENCE_S, Watch, events_of, skipstone, small_run, write_text
 
@@ -37,11 +40,7 @@ async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=6)
     options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm:
-        watch, due = Watch(swarm), set(MODULES)
-        while due:
-            event = await watch.until(lambda event: isinstance(event, RoundCommitted))
-            assert isinstance(event, RoundCommitted)
-            due.discard(event.module)
+        await _a_round_of_each(swarm, MODULES)
         told: list[tuple[ModuleId, int, int]] = []
         async with open_swarm(swarm.link, lambda *progress: told.append(progress)) as source:
             written = await export(source, tmp_path / "model")
@@ -61,6 +60,14 @@ async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path
         layout = layout_of(parameter_shapes(manifest, module), 1)
         mine = [hash_of(memoryview(vector[layout.range_of(n, n + 1)].view(np.uint8))) for n in range(layout.chunks)]
         assert tuple(mine) == proven[module][: layout.chunks]
+
+
+async def _a_round_of_each(swarm: LocalSwarm, modules: Iterable[str]) -> None:
+    watch, due = Watch(swarm), set(modules)
+    while due:
+        event = await watch.until(lambda event: isinstance(event, RoundCommitted))
+        assert isinstance(event, RoundCommitted)
+        due.discard(event.module)
 
 
 async def _hashes(link: JoinLink, manifest: Manifest, module: ModuleId, version: AnchorVersion) -> tuple[bytes, ...]:
@@ -85,6 +92,36 @@ async def _exported(folder: Path, manifest: Manifest, module: ModuleId) -> Vecto
     layout = layout_of(parameter_shapes(manifest, module), 1)
     vector: Vector = np.concatenate([parameters[deployment.name].numpy().ravel() for deployment in layout.spans])
     return vector
+
+
+async def test_a_run_with_a_stage_that_nobody_serves_is_used_around_it(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=3, inner_steps=4)
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, threads=1)) as swarm:
+        await _a_round_of_each(swarm, map(str, manifest.modules()))
+        swarm.kill(next(peer.index for peer in swarm.peers if peer.stage == 3), signal.SIGKILL)
+        link, some = str(swarm.link), ("--stages-per-path", "2", "--json")
+        async with open_swarm(swarm.link, lambda *_: None, patience_s=2.0) as source:
+            assert list(source.missing) == [3]
+            opened = OpenedModel(source, missing=source.missing)
+            with pytest.raises(Unreachable, match="stage 3") as whole:
+                opened.narrow(WHOLE_MODEL)
+            with pytest.raises(ConfigError, match="of which 3 are available: 1, 2, 4"):
+                opened.narrow(AskedPaths(4))
+        assert "--stages-per-path 3" in whole.value.hint
+        answers = [
+            await skipstone("generate", link, "word1", "--tokens", "5", "--device", "cpu", *some),
+            await skipstone("eval", link, "--microbatches", "2", *some),
+            await skipstone("export", link, str(tmp_path / "part"), *some),
+        ]
+    for code, _, errors in answers:
+        assert code == 0, errors
+        assert "missing: stage 3 (no peer" in errors
+        assert "uses stages 0, 1, 4" in errors
+    assert json.loads(answers[0][1])["stages"] == [1, 4]
+    assert [subset["stages"] for subset in json.loads(answers[1][1])["subsets"]] == [[1, 4]]
+    async with open_model(str(tmp_path / "part")) as part:
+        assert part.source.modules == (ModuleId(0), ModuleId(1), ModuleId(4))
+    assert json.loads((tmp_path / "part" / "config.json").read_text())["num_hidden_layers"] == 2
 
 
 STEPS = 60

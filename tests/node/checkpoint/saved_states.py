@@ -27,6 +27,7 @@ from node.model.decoder import Decoder
 from node.model.initialization import parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer, InnerState
 from node.model.optimizers.inner_rule import ParameterState
+from node.network.loss_report import WHOLE_MODEL, AskedPaths
 from node.solo.trainer import WholeModel, solo_peer
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
@@ -181,9 +182,12 @@ def logits_of(model: WholeModel, tokens: torch.Tensor) -> torch.Tensor:
     return model.head.logits(hidden)
 
 
-def exported(source: Path, target: Path, *, told: LocalPathOptions = NO_LOCAL_PATHS, **how: Any) -> Export:
+def exported(
+    source: Path, target: Path, *, told: LocalPathOptions = NO_LOCAL_PATHS, paths: AskedPaths = WHOLE_MODEL, **how: Any
+) -> Export:
     async def run() -> Export:
         async with open_model(str(source), local_path_options=told) as opened:
+            opened.narrow(paths)
             return await export(opened.source, target, tokenizer_file=opened.tokenizer_file(), **how)
 
     return asyncio.run(run())

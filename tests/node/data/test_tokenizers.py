@@ -147,7 +147,7 @@ def test_the_ends_are_those_that_the_models_folder_names(
     chat = small_manifest(**data, data__source="path:talks.jsonl", data__labels="assistant")
     learned = open_tokenizer(chat, tmp_path / "tokenizer.json")
     assert learned.ends == (*ends, 7)
-    assert token_files(chat, learned)["generation_config.json"]["eos_token_id"][-1] == 7
+    assert token_files(chat, chat.modules(), learned)["generation_config.json"]["eos_token_id"][-1] == 7
     with pytest.raises(ManifestError, match=r"must be below model\.vocabulary"):
         small_manifest(**data | {"data__beginning": 257})
 

@@ -15,6 +15,7 @@ from node.data.tokenizers import ByteTokenizer
 from node.export.open_model import evaluate_model, open_model
 from node.export.source import RoutedModel, parse_path, path_modules, routed_model
 from node.model.decoder import Continuation, Sampling
+from node.network.loss_report import AskedPaths
 from node.solo.trainer import WholeModel
 from swarm.experts.routes import module_at
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot
@@ -129,6 +130,10 @@ class TestGeneration:
         assert tuple(model.read) == tuple(module_at(route, stage) for stage in range(3))
         assert model.route_of([]) in PATHS, "an empty prompt has a route, too"
         assert {model.route_of(list(f"{n}-{n * n}".encode())) for n in range(200)} == set(PATHS)
+        async with open_model(str(expert_checkpoint)) as opened:
+            assert opened.narrow(AskedPaths(1)) == ((1,),)
+            part = await routed_model(opened.source, CPU)
+        assert (await part.decoder(part.route_of([]))).stages == (1,)
 
     async def test_another_path_reads_the_text_anew(self, expert_checkpoint: Path) -> None:
         model, greedy = await self.model(expert_checkpoint), Sampling(temperature=0)

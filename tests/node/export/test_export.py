@@ -141,6 +141,44 @@ def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
     assert first["subsets"] == measured["subsets"][:1]
 
 
+def test_an_export_of_some_stages_is_a_llama_of_their_blocks(tmp_path: Path) -> None:
+    import transformers
+
+    manifest = small_manifest(stages__blocks=[1, 2, 1, 1])
+    model = noisy_model(manifest)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
+    exported(checkpoint, folder := tmp_path / "part", paths=AskedPaths(2), shard_bytes=A_FEW_TENSORS)
+    origin = json.loads((folder / "skipstone.json").read_text())
+    assert (origin["only_stages"], list(origin["modules"])) == ([0, 1, 3], ["0.0", "1.0", "3.0"])
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    assert theirs.config.num_hidden_layers == 4
+    model.stacks = [stack for stage, stack in enumerate(model.stacks, start=1) if stage != 2]
+    with torch.no_grad():
+        assert (theirs(TOKENS).logits - logits_of(model, TOKENS)).abs().max().item() <= 1e-4
+    assert torch.equal(decoder_of(folder).logits(TOKENS), logits_of(model, TOKENS)), "and is read back here"
+    exported(folder, tmp_path / "again", shard_bytes=A_FEW_TENSORS)
+    assert contents(tmp_path / "again") == contents(folder)
+    for only in ([0, 1, 2, 3], [1, 3], None, "013"):
+        (folder / "skipstone.json").write_text(json.dumps(origin | {"only_stages": only}))
+        with pytest.raises(errors.StateError, match="lacks a stage"):
+            decoder_of(folder)
+
+
+def test_a_gap_is_an_error_or_is_gone_around(caplog: pytest.LogCaptureFixture) -> None:
+    manifest = small_manifest(stages__blocks=[0, 1, 1, 1, 1], stages__per_path=3)
+    with pytest.raises(errors.Unreachable, match=r"missing: stage 3 \(no peer\)") as caught:
+        AskedPaths().of(manifest, {1, 2, 4}, {3: "no peer"})
+    assert "--stages-per-path 3" in caught.value.hint
+    with pytest.raises(errors.Unreachable) as caught:
+        AskedPaths().of(small_manifest(), {1}, {2: "no peer"})
+    assert "--stages-per-path" not in caught.value.hint, "its paths visit all stages"
+    with pytest.raises(errors.Unreachable, match="stage 0"):
+        AskedPaths(2).of(manifest, {1, 2, 3, 4}, {0: "no peer"})
+    assert AskedPaths(2).of(manifest, {1, 2, 4}, {3: "no peer"}) == ((1, 4),)
+    assert caplog.messages == ["missing: stage 3 (no peer); uses stages 0, 1, 4"]
+
+
 class TestTarget:
     def test_an_export_gives_way_only_when_asked_for(self, tmp_path: Path, folder: Path) -> None:
         other = save_checkpoint(tmp_path / "other", small_manifest(seed=9))

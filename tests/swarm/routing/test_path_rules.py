@@ -73,6 +73,24 @@ def test_subsets_that_are_measured() -> None:
     assert chosen_subsets(5, None, every=False) == ((1, 2, 3, 4),)
     assert chosen_subsets(5, 2, every=False) == ((1, 3),)
     assert chosen_subsets(5, 2, every=True) == ((1, 3), (2, 4))
+    assert chosen_subsets(8, 4, every=False, available=[1, 2, 4, 5, 6]) == ((1, 2, 4, 6),)
+    assert chosen_subsets(5, 2, every=True, available={4, 2, 1}) == ((1, 4), (2, 4), (1, 2))
+    with pytest.raises(ConfigError, match="has 4 after stage 0, of which 2 are available: 1, 4") as caught:
+        chosen_subsets(5, 3, every=False, available={1, 4})
+    assert caught.value.hint == "Choose 1 to 2."
+
+
+@given(st.sets(st.integers(1, 11), min_size=1), st.data())
+def test_no_choice_of_available_stages_has_shorter_jumps(available: set[int], data: st.DataObject) -> None:
+    count, stages = data.draw(st.integers(1, len(available))), data.draw(st.integers(max(available) + 2, 14))
+
+    def cost(chosen: tuple[int, ...]) -> int:
+        return sum((after - before) ** 2 for before, after in pairwise((*chosen, stages)))
+
+    (found,) = chosen_subsets(stages, count, every=False, available=available)
+    choices = [each for each in itertools.combinations(sorted(available), count) if each[0] == min(available)]
+    assert found in choices
+    assert cost(found) == min(map(cost, choices))
 
 
 @pytest.mark.parametrize(("stages", "per_path"), [(5, 5), (5, 0), (1, 1)])
