@@ -66,6 +66,7 @@ from swarm.vocabulary.pipeline_messages import (
     ReceiptStatus,
     Stranded,
 )
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId, Reasoned, short
 
 log = logging.getLogger(__name__)
@@ -185,15 +186,13 @@ class LinkCodecs:
         self._sizes = {codec: TensorSpec(tensor.shape, tensor.dtype, codec).byte_length for codec in MOST_ERROR}
         self._sizes[Codec.NONE] = tensor.raw_bytes
         self._visit_s, self._rate = visit_s, rate
-        self._chosen: dict[PeerId, dict[Traffic, Reasoned[Codec]]] = {}
+        self._chosen = Latest[PeerId, dict[Traffic, Reasoned[Codec]]](MAX_LINKS)
         self._too_coarse: set[tuple[Traffic, Codec]] = set()
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
         levels = self._levels[traffic]
         while len(levels) > 1 and (traffic, levels[-1]) in self._too_coarse:  # measured to be too inaccurate
             levels = levels[:-1]
-        while to not in self._chosen and len(self._chosen) >= MAX_LINKS:
-            del self._chosen[next(iter(self._chosen))]
         choices = self._chosen.setdefault(to, {})
         current = choices[traffic].value if traffic in choices else None
         choices[traffic] = choose(levels, self._sizes, current, self._rate(to), self._visit_s(to))

@@ -50,6 +50,7 @@ from swarm.pipeline.custody import Started, Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size, VisitCost
 
@@ -112,7 +113,7 @@ class GradientClip:
     def __init__(self) -> None:
         self._norms: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._medians: dict[PeerId, float] = {}
-        self._factors: OrderedDict[MicrobatchId, Tensor | None] = OrderedDict()
+        self._factors = Latest[MicrobatchId, Tensor | None](FACTORS_KEPT)
         self._unread: tuple[PeerId, Tensor] | None = None
 
     def clipped(self, microbatch: MicrobatchId, gradient: Tensor, labels: int = 0) -> Tensor:
@@ -131,8 +132,6 @@ class GradientClip:
             limit = times * median_low(self._medians.values()) if self._medians else math.inf
             is_usual = gradient.device.type == "cpu" and bool(norm <= limit)
             self._factors[microbatch] = None if is_usual else torch.clamp(limit / norm, max=1.0)
-            if len(self._factors) > FACTORS_KEPT:
-                self._factors.popitem(last=False)
         factor = self._factors[microbatch]
         return gradient if factor is None else gradient * factor.to(gradient.dtype)
 
