@@ -254,10 +254,10 @@ class Documents:
                 empty = False
                 yield fragment
             if empty and start.position == 0:  # an epoch that started in the middle proves nothing
-                count = len(self._source.names) if isinstance(self._source, Source) else len(self._source.files)
-                kind = "documents" if isinstance(self._source, Source) else "files"
+                source = self._source
+                many = f"{len(source.names)} documents" if isinstance(source, Source) else f"{len(source.files)} files"
                 raise ConfigError(
-                    f"none of the {count} {kind} of data.source "
+                    f"none of the {many} of data.source "
                     + (f"can be used: {self.reasons}" if self.left_out else "is for this data node to train on"),
                     hint="Choose the text for this kind of run, or create a run for this kind of text."
                     if self.left_out

@@ -144,10 +144,6 @@ def files_below(root: Path, folder: Selection = everything, file: Selection = ev
     return Listing(root, _walk(str(root), folder, file))
 
 
-def visible_below(root: Path) -> Listing:
-    return files_below(root, _is_visible, _is_visible)
-
-
 def single_file(path: Path) -> Listing:
     path = resolved(path)
     found = os.lstat(path)
@@ -166,7 +162,7 @@ def _walk(root: str, folder: Selection, file: Selection) -> Iterator[tuple[str, 
                 yield prefix + name, found.st_size
 
 
-def _is_visible(name: str) -> bool:
+def is_visible(name: str) -> bool:
     return not name.startswith(".")
 
 

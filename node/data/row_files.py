@@ -208,21 +208,16 @@ def _unpacked(file: BinaryIO) -> BinaryIO:
     return packed  # type: ignore[no-any-return]
 
 
+# RuntimeError: an encrypted archive, or an unknown method
+_BROKEN: Final = (EOFError, OSError, RuntimeError, zlib.error, lzma.LZMAError, zstandard.ZstdError, zipfile.BadZipFile)
+
+
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """Converts errors of decompressors to ConfigError with the file's name."""
     try:
         yield
-    # RuntimeError: an encrypted archive, or an unknown method.
-    except (
-        EOFError,
-        OSError,
-        RuntimeError,
-        zlib.error,
-        lzma.LZMAError,
-        zstandard.ZstdError,
-        zipfile.BadZipFile,
-    ) as error:
+    except _BROKEN as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ConfigError(f"data.source: cannot decompress {name}: {error}", hint="Get or unpack it again.") from error
