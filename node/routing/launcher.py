@@ -37,9 +37,8 @@ from swarm.workload.microbatch_sizes import summary_of
 
 PAUSE_S = 1.0
 LIFETIMES_S = (15.0, 30.0, 60.0)  # Timeouts per attempt. A dead hop loses evaluated microbatches: no other keeps them.
-EVALUATED_AT_ONCE = (
-    8  # In flight, below a hop's slots. Each queues behind training at every hop: one at a time would be slow.
-)
+# In flight, below a hop's slots. Each queues behind training at every hop: one at a time would be slow.
+EVALUATED_AT_ONCE = 8
 MAX_MICROBATCHES = 256
 
 

@@ -99,11 +99,7 @@ READ_BYTES: Final = 128 * 1024  # Limit of asyncio's reader
 Spend = Callable[[int], str]  # Called before bytes are carried; returns the objection, or ""
 
 
-def freely(amount: int) -> str:
-    return ""
-
-
-async def splice(one: RelayStream, other: RelayStream, spend: Spend, idle_s: float) -> str:
+async def splice(one: RelayStream, other: RelayStream, idle_s: float, spend: Spend = lambda amount: "") -> str:
     """Copies bytes between two streams until one ends, `spend` refuses, or `idle_s` pass without bytes. Returns why."""
     # Reading pauses while the other side does not accept the bytes. The callers close the streams.
     loop = asyncio.get_running_loop()
@@ -375,7 +371,7 @@ class RelayService:
             self._figures.carried_bytes += 0 if objection else amount
             return objection
 
-        ended = await splice(stream, far, spend, self._limits.idle_s)
+        ended = await splice(stream, far, self._limits.idle_s, spend)
         self._figures.cut_off += bool(objection)
         log.info("a tunnel from %s to %s ended (%s)", short(stream.peer), short(far.peer), ended)
 
@@ -514,7 +510,7 @@ class Attachment:
         await ask(stream, relay_pb2.RelayMessage(accept=accept), ANSWER_S)
         local = RelayStream(stream.peer, *await asyncio.open_connection(*self.incoming.local))
         try:
-            ended = await splice(stream, local, freely, IDLE_S)
+            ended = await splice(stream, local, IDLE_S)
             log.info("a tunnel through %s ended: %s", self.relay, ended)
         finally:
             await local.close()
@@ -573,7 +569,7 @@ class OpenTunnels:
         try:
             local = await _one_connection(listener, target)
             try:
-                ended = await splice(local, stream, freely, IDLE_S)
+                ended = await splice(local, stream, IDLE_S)
                 log.info("the tunnel to %s ended: %s", short(target), ended)
             finally:
                 await local.close()

@@ -13,8 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import grpc
 
@@ -97,9 +96,7 @@ class GrpcTransport:
         await self._server.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         await self._shut_down()
         # Pass only a cancellation to the task group, which may have caused it. It would wrap other errors.
         if isinstance(error, asyncio.CancelledError):

@@ -13,9 +13,8 @@ WINDOW_S: Final = 30.0  # Least length of the window of recent work; a mark make
 MARK_S: Final = 5.0  # Interval between the marks from which windows are measured
 SIGNED_S: Final = 2.0  # Time for which a data node gives the same tally again
 VALID_S: Final = 120.0  # Age at which a tally proves nothing any more
-LEAST_SHARE: Final = (
-    1 / 16
-)  # Least recent work that proves a replica, relative to the module's largest: a slow machine's
+# Least recent work that proves a replica, relative to the module's largest: a slow machine's
+LEAST_SHARE: Final = 1 / 16
 MAX_KEPT: Final = 64  # Data nodes whose tallies are kept
 MAX_ROWS: Final = 4096  # Replicas that a data node counts, over all modules
 
