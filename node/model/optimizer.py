@@ -195,8 +195,9 @@ class InnerOptimizer:
         # With tied embeddings both parts of stage 0 share one matrix, so remove duplicates.
         self._parameters = list(dict.fromkeys(p for accumulator in accumulators for p in accumulator.parameters))
         self.moments = moments_of(training.inner, moments)
-        self.state_bytes = _state_bytes(training.inner, accumulators, self.moments.value)
-        """Bytes of optimizer state on the compute device once every parameter was stepped."""
+        # Bytes of optimizer state on the compute device once every parameter was stepped
+        named, kept = _names(accumulators).items(), self.moments.value
+        self.state_bytes = sum(optimizer_bytes(training.inner, name, tuple(p.shape), kept) for p, name in named)
         self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
         for rule in self.rules:
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
@@ -300,11 +301,6 @@ def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
         for name, parameter in zip(accumulator.names, accumulator.parameters, strict=True):
             names.setdefault(parameter, name)
     return names
-
-
-def _state_bytes(inner: InnerSection, accumulators: Sequence[Accumulator], moments: MomentType) -> int:
-    named = _names(accumulators).items()
-    return sum(optimizer_bytes(inner, name, tuple(p.shape), moments) for p, name in named)
 
 
 def optimizer_bytes(inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:

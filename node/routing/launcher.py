@@ -27,7 +27,7 @@ from swarm.experts.routes import MAX_ROUTES, RouteTally
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.in_flight import InFlight, InFlightTable, Window, room_at_hops
-from swarm.routing.attribution import LossOutliers, Outlier, PathTimes
+from swarm.routing.attribution import LossOutliers, PathTimes
 from swarm.routing.launch_queue import LaunchQueue, current_route
 from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
 from swarm.vocabulary.errors import ConfigError, Rejected, Unreachable
@@ -361,12 +361,9 @@ class DataNode(PathEnds):
             detector = self._outliers.setdefault(route, LossOutliers(self._round_microbatches))
             outlier = detector.returned(path, loss)
             if outlier is not None:
-                self._leave_out(outlier)
-
-    def _leave_out(self, outlier: Outlier) -> None:
-        pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
-        name = f"replica {short(outlier.peer)} of module {outlier.module}"
-        self._events.emit(Note("warning", f"{name} is excluded from paths for {pause_s:.0f} s: {outlier.why}"))
+                pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
+                name = f"replica {short(outlier.peer)} of module {outlier.module}"
+                self._events.emit(Note("warning", f"{name} is excluded from paths for {pause_s:.0f} s: {outlier.why}"))
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self._times.completed(microbatch, self._clock.monotonic())

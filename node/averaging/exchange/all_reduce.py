@@ -251,7 +251,11 @@ class AllReduce:
         self._arrivals.give_back(buffer)
         if applied:
             self._tell_of_piece(reducer)
-            self._widen(reducer)
+            # Allow one more piece in flight to this reducer, or two while its window still grows.
+            self._windows[reducer].release()
+            if self._widths[reducer] < WINDOW:
+                self._widths[reducer] += 1
+                self._windows[reducer].release()
 
     async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
         # Other members wait for pieces to be sent and summed, so the outer step has lower priority.
@@ -285,13 +289,6 @@ class AllReduce:
         self._result_limits[piece.reducer].check(gradient)
         self._comparison.add(piece, gradient)
         self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
-
-    def _widen(self, reducer: PeerId) -> None:
-        """Allows one more piece in flight to a reducer that sent a result, or two while its window still grows."""
-        self._windows[reducer].release()
-        if self._widths[reducer] < WINDOW:
-            self._widths[reducer] += 1
-            self._windows[reducer].release()
 
     def _tell_of_piece(self, sender: PeerId) -> None:
         now = self._means.clock.monotonic()

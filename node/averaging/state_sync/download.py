@@ -111,10 +111,11 @@ class PartialState:
         for number in range(2 * self._layout.chunks):
             if number in self._placed:
                 continue
-            if known is not None and known.hashes[number] == self._hashes[number]:
-                self._slot(number)[:] = known.chunk(number)
+            slot, wanted = self._slot(number), self._hashes[number]
+            if known is not None and known.hashes[number] == wanted:
+                slot[:] = known.chunk(number)
                 self._placed.add(number)
-            elif self._is_on_disk(number):
+            elif self._file is not None and self._file.read(number, slot) and hash_of(slot) == wanted:
                 self._placed.add(number)
         return frozenset(self._placed)
 
@@ -155,10 +156,6 @@ class PartialState:
             self._file = None
         if not complete:
             self._space.give_back(*self._vectors)
-
-    def _is_on_disk(self, number: int) -> bool:
-        slot = self._slot(number)
-        return self._file is not None and self._file.read(number, slot) and hash_of(slot) == self._hashes[number]
 
     def _slot(self, number: int) -> memoryview:
         return chunk_bytes(self._layout, self.parameters, self.momentum, number)
