@@ -252,12 +252,10 @@ class ModuleRounds:
             await asyncio.sleep(LOOK_S)
 
     def others(self) -> ReplicasChanged:
-        """Returns the module's other replicas. Until this one serves, also leaving ones: they may have the anchor.
-
-        Names that are only in the directory do not count while a replica is linked.
-        """
+        """Returns the module's other replicas. Until this one serves, also leaving ones: they may have the anchor."""
         membership, proofs = self._context.session.membership, self._context.proofs
         known = membership.with_state(self._context.module)
+        # Names that are only in the directory do not count while a replica is linked.
         known = [a for a in known if a.peer in membership.linked] or known
         proven = proofs.proven
         found = (

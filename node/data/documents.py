@@ -322,20 +322,13 @@ class Due:
 
 def due_rows(
     stream: RowStream,
-    orders: Callable[[int], npt.NDArray[np.int64]],
-    start: tuple[int, int, bool],
-    wanted: tuple[Selection, Selection],
+    orders: Callable[[int], npt.NDArray[np.int64]],  # File order of an epoch
+    start: tuple[int, int, bool],  # Epoch, position, and whether the row there was started and must be read
+    wanted: tuple[Selection, Selection],  # Of files and of rows. Iteration leaves a file that is no longer wanted
     *,
-    ahead: bool,
+    ahead: bool,  # Whether to prefetch the next wanted file
 ) -> Iterator[Due]:
-    """Yields the wanted rows of a data set of several files in one epoch, named `FILE@NUMBER`.
-
-    Args:
-        orders: file order of an epoch.
-        start: epoch, position, and whether the row there was started and must be read.
-        wanted: selects files and rows. Iteration leaves a file once it is no longer wanted.
-        ahead: whether to prefetch the next wanted file.
-    """
+    """Yields the wanted rows of a data set of several files in one epoch, named `FILE@NUMBER`."""
     epoch, position, is_begun = start
     of_files, of_rows = wanted
     order = orders(epoch)

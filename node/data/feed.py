@@ -112,16 +112,13 @@ class TrainingFeed:
 def held_out_microbatches(
     manifest: Manifest, count: int, documents: Documents | None = None, unscored: int | None = None
 ) -> Iterator[Microbatch]:
-    """Yields up to `count` microbatches of held-out documents. Raises ConfigError if there is not a single one.
-
-    Args:
-        unscored: tokens at the start of each document without loss; None: those that determine its route.
-    """
+    """Yields up to `count` microbatches of held-out documents. Raises ConfigError if there is not a single one."""
     seed, share = manifest.seed, manifest.data.held_out
     opened = documents or open_documents(manifest)
     fragments = opened.epoch(StreamPosition(), lambda name: is_held_out(seed, name, share))
     if opened.files is not None:  # one block could need many downloads
         fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
+    # Tokens without loss at the start of each document; by default those that determine its route.
     unscored = manifest.route_prefix if unscored is None else unscored
     packer: Packer = (
         DocumentPacker(manifest, fragments, START, unscored, opened.router, uneven=math.inf)

@@ -1,7 +1,4 @@
-"""Local files and the documents in them.
-
-Opens regular files only, and follows no links, because others may be able to write to the folder.
-"""
+"""Local files and the documents in them. Opens regular files only, no links: others may write to the folder."""
 
 from __future__ import annotations
 

@@ -236,18 +236,14 @@ def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
 
 
 class DocumentPacker:
-    """Packer of fragments, starting at `reading_position(start.block)`, into microbatches of whole documents.
-
-    Args:
-        unscored: labels at the start of each document without loss.
-    """
+    """Packs fragments from `reading_position(start.block)` on into microbatches of whole documents."""
 
     def __init__(
         self,
         manifest: Manifest,
         fragments: Iterator[Fragment],
         start: Cursor,
-        unscored: int = 0,
+        unscored: int = 0,  # Labels without loss at the start of each document
         router: DocumentRouter | None = None,
         uneven: float = UNEVEN,
     ) -> None:

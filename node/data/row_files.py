@@ -1,7 +1,4 @@
-"""Files of text and rows as they are found: recognised by content, decompressed as a stream, read row by row.
-
-A file is plain text, JSON Lines, a JSON array, CSV or Parquet, perhaps packed with gzip, Zstandard, bzip2, xz or zip.
-"""
+"""Files of text and rows as they are found: plain text, JSON Lines, a JSON array, CSV or Parquet, perhaps packed."""
 
 from __future__ import annotations
 

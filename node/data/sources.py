@@ -50,11 +50,7 @@ class Source(Protocol):
 
 
 def open_source(section: DataSection, place: Path | None, *, is_new: bool = False) -> LocalSource | HubStream:
-    """Opens the run's text, with its files at `place`. Raises ConfigError if the files are missing or different.
-
-    Args:
-        is_new: refuse files of doubtful content, which runs made earlier read as text.
-    """
+    """Opens the run's text at `place`. `is_new`: refuse doubtful files, which older runs read. Raises ConfigError."""
     kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
         return python_standard_library()

@@ -133,12 +133,9 @@ class FileTokenizer:
         return text
 
     def encode_parts(self, parts: Sequence[Part]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
-        """Returns the tokens of the joined parts, and for each token whether it is in a wanted one.
-
-        The text is encoded at once, because some tokenizers put a blank in front of each text.
-        """
+        """Returns the tokens of the joined parts, and for each token whether it is in a wanted one."""
         if not any(name in part.text for part in parts if not part.is_mark for name in self._special):
-            return _encoded(self._tokenizer, parts)
+            return _encoded(self._tokenizer, parts)  # at once: some tokenizers put a blank in front of each text
         # The text of a special token in a message stays text.
         found = list[tuple[Any, Any]]()
         for is_special, group in groupby(parts, lambda part: part.is_mark and part.text in self._special):

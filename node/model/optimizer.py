@@ -166,12 +166,6 @@ class InnerOptimizer:
     """Optimizer of a module's float32 parameters: the manifest's rule for block matrices, AdamW for all others.
 
     Both parts of stage 0 step together and share one gradient norm for clipping.
-
-    Args:
-        step_tokens: tokens per step of this module; None: `training.inner_tokens`.
-        microbatch_tokens: maximum tokens per microbatch.
-        demand: share of the run's tokens for this module (`node.model.shapes.demand_of`).
-        submit: schedules work for idle time.
     """
 
     def __init__(
@@ -179,10 +173,10 @@ class InnerOptimizer:
         training: TrainingSection,
         accumulators: Sequence[Accumulator],
         *,
-        step_tokens: int | None = None,
-        microbatch_tokens: int = 1,
-        demand: float = 1.0,
-        submit: Submit = AtDeadline,
+        step_tokens: int | None = None,  # Tokens per step of this module; None: `training.inner_tokens`
+        microbatch_tokens: int = 1,  # At most
+        demand: float = 1.0,  # Share of the run's tokens for this module (`node.model.shapes.demand_of`)
+        submit: Submit = AtDeadline,  # Schedules work for idle time
         moments: MomentType = MomentType.FLOAT32,
     ) -> None:
         self.steps = 0

@@ -230,10 +230,8 @@ class MembershipSync:
             self.transport.announce(self.record.fresh())
 
     async def _greet_for_ever(self) -> None:
-        """Opens links to the replicas that we work with, a few at a time, until cancelled.
-
-        Only linked replicas get work while one of them serves: a name whose address is silent delays no microbatch.
-        """
+        """Opens links to the replicas that we work with, a few at a time, until cancelled."""
+        # Only linked replicas get work while one of them serves: a name whose address is silent delays no microbatch.
         met: set[PeerId] = set()
         while True:
             await asyncio.sleep(GREET_S)
@@ -445,12 +443,9 @@ async def present(
     settings: DirectorySettings,
     clock: Clock,
     events: EventSink,
-    first: NetworkSession | None = None,
+    first: NetworkSession | None = None,  # Of the node's first module, whose DHT process a further module uses
 ) -> AsyncIterator[NetworkSession]:
-    """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken.
-
-    `first`: the session of the node's first module, whose DHT process a further module uses.
-    """
+    """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken."""
     # The certificate has the port of the DHT, which starts later.
     if settings.host and not (where.port and settings.port):
         port, dht_port = free_ports(settings.host, f"{identity.peer}{run}", 2)

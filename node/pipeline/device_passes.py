@@ -411,15 +411,12 @@ class BlockByBlock:
         return SplitGradients(gradient, others, tuple(product for half in halves for product in half.products))
 
     def backward_into(self, sums: Accumulator, visit: PassState, gradient: Tensor, weight: int) -> AddedGradients:
-        """Adds `weight` times the parameter gradients to `sums`, without registering the microbatch there.
-
-        Adds zeros from the first block whose gradients may not be finite. If memory runs out, undoes the additions.
-        """
+        """Adds `weight` times the parameter gradients to `sums`, without registering the microbatch there."""
         assert isinstance(visit, BlockVisit)
         added = [0]
         try:
             source, are_finite = self._add(sums, visit, gradient, weight, added)
-        except BaseException:
+        except BaseException:  # such as too little memory
             self._take_back(sums, visit, gradient, weight, added)
             raise
         return AddedGradients(source, are_finite, lambda: self._take_back(sums, visit, gradient, weight, added))

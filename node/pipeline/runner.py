@@ -168,19 +168,14 @@ class WorkerThread:
 
 
 class LinkCodecs:
-    """Choice of a codec for each of this node's links, by the link's throughput and measured encoding errors.
-
-    Args:
-        visit_s: compute time of a microbatch at the slower end of the link to a peer, in seconds; 0 if unknown.
-        rate: throughput of the link to a peer in bytes per second; 0 if unknown.
-    """
+    """Choice of a codec for each of this node's links, by the link's throughput and measured encoding errors."""
 
     def __init__(
         self,
         manifest: Manifest,
         tensor: TensorSpec,
-        visit_s: Callable[[PeerId], float],
-        rate: Callable[[PeerId], float],
+        visit_s: Callable[[PeerId], float],  # Compute time of a microbatch at the link's slower end; 0 if unknown
+        rate: Callable[[PeerId], float],  # Throughput of the link to a peer in bytes per second; 0 if unknown
     ) -> None:
         self._levels = allowed_codecs(manifest)
         self._sizes = {codec: TensorSpec(tensor.shape, tensor.dtype, codec).byte_length for codec in MOST_ERROR}

@@ -105,10 +105,7 @@ FACTORS_KEPT: Final = 4096
 
 
 class GradientClip:
-    """Limits each microbatch's gradient, so that no data node owns an inner step.
-
-    The usual norm is the lower median of the data nodes' medians: many microbatches of one count like few.
-    """
+    """Limits each microbatch's gradient, so that no data node owns an inner step."""
 
     def __init__(self) -> None:
         self._norms: OrderedDict[PeerId, deque[float]] = OrderedDict()
@@ -117,10 +114,7 @@ class GradientClip:
         self._unread: tuple[PeerId, Tensor] | None = None
 
     def clipped(self, microbatch: MicrobatchId, gradient: Tensor, labels: int = 0) -> Tensor:
-        """Returns the gradient [rows, tokens, hidden], scaled down if it is too long; again by the same factor.
-
-        `labels`: predicted tokens; 0: all.
-        """
+        """Returns the gradient [rows, tokens, hidden], limited, again by the same factor. `labels` 0: all tokens."""
         if microbatch not in self._factors:
             if self._unread is not None:  # reading the last norm now, and not this one, keeps the device busy
                 self._add(self._unread[0], self._unread[1].item())
@@ -129,6 +123,7 @@ class GradientClip:
             self._unread = microbatch.data_node, norm.to("cpu", non_blocking=True)
             few = len(self._medians) < 2 or sum(map(len, self._norms.values())) < FEW_NORMS
             times = ALONE_AT_MOST if few else GRADIENT_AT_MOST
+            # The median of the data nodes' medians: many microbatches of one count like few.
             limit = times * median_low(self._medians.values()) if self._medians else math.inf
             is_usual = gradient.device.type == "cpu" and bool(norm <= limit)
             self._factors[microbatch] = None if is_usual else torch.clamp(limit / norm, max=1.0)
@@ -466,12 +461,7 @@ class _Kept:
 
 
 class HopWorker(ReplicaWorker):
-    """Worker of one replica of a block module: passes, gradient sums and inner steps.
-
-    Args:
-        graph_budget_bytes: memory for graphs; a quarter is for up to `stashed` copies of older weights.
-        quadratic_share: weight of squared document lengths in the cost; 0 if microbatches are rows of one stream.
-    """
+    """Worker of one replica of a block module: passes, gradient sums and inner steps."""
 
     def __init__(
         self,
@@ -480,9 +470,9 @@ class HopWorker(ReplicaWorker):
         optimizer: InnerOptimizer,
         tensor: TensorSpec,
         device: torch.device,
-        graph_budget_bytes: int,
+        graph_budget_bytes: int,  # A quarter of it is for up to `stashed` copies of older weights
         *,
-        quadratic_share: float = 0.0,
+        quadratic_share: float = 0.0,  # Weight of squared document lengths in the cost; 0 for rows of one stream
         passes: Passes | None = None,
         deferred: DeferredWeights | None = None,
         stashed: int = 0,

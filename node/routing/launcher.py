@@ -239,10 +239,7 @@ class Training:
 
 
 class DataNode(PathEnds):
-    """A peer that hosts stage 0: launches microbatches, whose paths start and end here.
-
-    `ready` returns the next text, or None if none is packed yet; its source wakes the data node once one is.
-    """
+    """A peer that hosts stage 0: launches microbatches, whose paths start and end here."""
 
     def __init__(
         self,
@@ -252,7 +249,7 @@ class DataNode(PathEnds):
         times: PathTimes,
         evaluator: Evaluator,
         launches: Launches,
-        ready: Callable[[], Microbatch | None],
+        ready: Callable[[], Microbatch | None],  # Next text; None if none is packed yet: `wake` follows once one is
         window: WindowFinder,
     ) -> None:
         self.training = training

@@ -90,10 +90,8 @@ class Guests:
         return None
 
     def is_invited(self, peer: PeerId, invitation: bytes, now: float) -> bool:
-        """Whether the peer is the author, an inviter, or invited. An open run alone makes no peer invited.
-
-        The number of uses does not count: others may have met other guests first, and all must agree.
-        """
+        """Whether the peer is the author, an inviter, or invited. An open run alone makes no peer invited."""
+        # The number of uses does not count: others may have met other guests first, and all must agree.
         return self._not_signed(peer, invitation, now) is None
 
     def _not_signed(self, peer: PeerId, invitation: bytes, now: float) -> str | None:

@@ -1,7 +1,4 @@
-"""The transport: one link per pair of peers, over gRPC with mutual TLS.
-
-If two peers dial each other at the same time, they keep the stream dialled by the smaller peer id.
-"""
+"""The transport: one link per pair of peers, over gRPC with mutual TLS."""
 
 from __future__ import annotations
 
@@ -306,7 +303,7 @@ class GrpcTransport:
     async def _objection_to_link(self, hello: Hello) -> Farewell | None:
         """Returns the Farewell for a valid peer whose stream we do not want, such as a second link; else None."""
         peer = hello.peer
-        wins = self._peer < peer
+        wins = self._peer < peer  # of two streams dialled at once, both keep the one of the smaller peer id
         attempt = self._dials.get(peer)
         if attempt is not None and wins and not self._dialler.has_called(peer):
             # With a timeout, because the peer may be able to reach us while we cannot reach it.

@@ -47,12 +47,9 @@ class WorkLedger:
         return tuple(dict.fromkeys(peer for _, peer in self._rows if peer != self._own))
 
     def tally(self, module: ModuleId, now: float, wall: float) -> WorkTally | None:
-        """Returns the module's tally without its signature, at most SIGNED_S old; None without recent work.
-
-        None in the first MARK_S of work, so that the first tally has most replicas.
-        """
+        """Returns the module's tally without its signature, at most SIGNED_S old; None without recent work."""
         if not self._marks or now - self._marks[0][0] < MARK_S:
-            return None
+            return None  # so that the first tally has most replicas
         made_at, made = self._made.get(module, (now, None))
         if made is not None and now - made_at < SIGNED_S:
             return made

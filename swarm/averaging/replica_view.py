@@ -242,13 +242,11 @@ class ReplicaView:
         return versions
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """Returns the anchor version on which live replicas agree. Ignores versions whose download failed recently.
-
-        A distrusted replica counts only if most replicas have its version.
-        """
+        """Returns the anchor version on which live replicas agree. Ignores versions whose download failed recently."""
         versions, distrusted = self._votes(), self.penalties.distrusted(self.now)
         held = Counter(versions.values())
         vain = {version for version, (until, _) in self._failures.items() if self.now < until}
+        # A distrusted replica counts only if most replicas have its version.
         counted = {
             peer: version
             for peer, version in versions.items()
@@ -274,10 +272,7 @@ class ReplicaView:
         return waited or self.standing().value == self.version
 
     def catch_up_target(self, best: AnchorVersion, certain: bool, busy: bool) -> AnchorVersion | None:
-        """Returns `best` if this anchor version should be downloaded now to replace ours, else None.
-
-        None during a round (`busy`), if our round is not lower, and at first unless `certain`: a commit may follow.
-        """
+        """Returns `best` if it should replace our anchor now: not in a round (`busy`), at first only if `certain`."""
         if best == self.version or self.catching is not None:
             self._behind_since = None
             return None

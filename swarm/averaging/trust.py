@@ -63,10 +63,8 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
 
 
 def _length(piece: Beside, norm: float, scale: float) -> float:
-    """Returns the norm of the mean of a piece, relative to the largest norm that the members' declared norms allow.
-
-    Assumes that each member's norm is distributed over pieces as ours, or evenly if that allows more.
-    """
+    """Returns the norm of the mean of a piece, relative to the largest norm that the members' declared norms allow."""
+    # Each member's norm is assumed to be distributed over pieces as ours, or evenly if that allows more.
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
@@ -76,10 +74,7 @@ ROUNDS_BETWEEN: Final = 4  # Rounds between such audits: late in training honest
 
 
 def suspect(pieces: Sequence[Beside], own: PeerId, coefficient: float) -> PeerId | None:
-    """Returns the reducer of the piece whose other contributions oppose ours most; None if none does.
-
-    Either the reducer lies, or a contributor does: an audit shows which.
-    """
+    """Returns the reducer of the piece whose other contributions oppose ours most; None if none does."""
     found: list[tuple[float, PeerId]] = []
     for piece in pieces:
         ours = coefficient * math.sqrt(piece.own_squares)
@@ -87,7 +82,7 @@ def suspect(pieces: Sequence[Beside], own: PeerId, coefficient: float) -> PeerId
         if piece.reducer != own and ours > 0 and rest > 0:
             cosine = (piece.product * coefficient - ours * ours) / (ours * math.sqrt(rest))
             found.append((cosine, piece.reducer))
-    worst = min(found, default=(0.0, own))
+    worst = min(found, default=(0.0, own))  # the reducer lies, or a contributor: an audit shows which
     return worst[1] if worst[0] < SUSPICIOUS else None
 
 
@@ -209,11 +204,7 @@ class UsualLength:
 
 
 class AnchorDrift:
-    """Largest credible updates, and distances of other anchors from ours, estimated from our own past rounds.
-
-    `scale`: norm of our anchor's parameters. In the warm-up updates grow tenfold from round to round, so an update that
-    is no longer than it is always credible.
-    """
+    """Largest credible updates, and distances of other anchors from ours, estimated from our own past rounds."""
 
     def __init__(self, started_at: float) -> None:
         self._length = 0.0
@@ -238,15 +229,13 @@ class AnchorDrift:
     def longest(self, at: float, scale: float) -> float:
         """Returns the largest credible norm of a round's mean update."""
         known = len(self._between_s) >= FEWEST_ROUNDS
+        # In the warm-up updates grow tenfold per round, so one no longer than the anchor (`scale`) is always credible.
         return max(scale, DRIFT_LIMIT * self._length * self._intervals(at - self._round_at) if known else 0.0)
 
     def farthest(self, donors: Iterable[PeerId], at: float, scale: float, rounds: int, *, by_most: bool) -> float:
-        """Returns the largest credible distance, with momentum, of these donors' anchor, `rounds` later than ours.
-
-        `by_most`: most replicas have it, so that only an impossible one is refused.
-        """
+        """Returns the largest credible distance of donors' anchor, `rounds` later. `by_most`: most replicas have it."""
         if by_most or len(self._between_s) < FEWEST_ROUNDS:
-            return DRIFT_LIMIT * scale * max(FEWEST_APART, rounds)
+            return DRIFT_LIMIT * scale * max(FEWEST_APART, rounds)  # refuses only an impossible one
         # A replica that we never met counts as the one met last: otherwise a new name could bring any anchor. The upper
         # median, so that one liar among many donors neither widens the limit nor keeps us apart from the others.
         met = sorted(self._shared_at.get(peer, self._latest_shared_at) for peer in donors) or [self._latest_shared_at]

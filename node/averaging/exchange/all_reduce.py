@@ -88,20 +88,15 @@ class ExchangeRecord:
 
 @dataclass(eq=False)
 class AllReduce:
-    """One member's all-reduce with the other members of a round. Call `run` once. Cancelling `run` has no side effects.
-
-    Args:
-        vectors: memory for parameters and momentum of the fragment in the next anchor.
-        staged: called once with the complete next anchor.
-    """
+    """One member's all-reduce with the other members of a round. Call `run` once; cancelling it has no side effects."""
 
     plan: Plan
     _source: UpdateSource
-    vectors: StateVectors
+    vectors: StateVectors  # Memory for parameters and momentum of the fragment in the next anchor
     _arrivals: Arrivals
     _means: ExchangeMeans
     _report: Callable[[Event], None]
-    _staged: Callable[[Anchor], None]
+    _staged: Callable[[Anchor], None]  # Called once with the complete next anchor
 
     def __post_init__(self) -> None:
         plan, source, means = self.plan, self._source, self._means

@@ -1,7 +1,4 @@
-"""Download of an anchor from its donors: first chunk hashes that match the digest, then chunks that match the hashes.
-
-Verified chunks are kept across restarts.
-"""
+"""Download of an anchor from its donors: first chunk hashes that match the digest, then chunks that match these."""
 
 from __future__ import annotations
 
