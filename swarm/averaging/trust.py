@@ -7,10 +7,9 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 from typing import Final
 
-from swarm.averaging.schedule import lower_median
 from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_MEMBERS, MAX_RATE, Entry, LinkRate
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
@@ -173,7 +172,7 @@ def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
         for measured in entry.measured:
             said.setdefault(measured.mark, []).append((by, measured.rate))
     heard = {peer: [rate for by, rate in said.get(mark_of(peer), ()) if by != peer] for peer in entries}
-    return {peer: lower_median(found) for peer, found in heard.items() if found}
+    return {peer: median_low(found) for peer, found in heard.items() if found}
 
 
 def slowest_bytes_per_s(entries: Mapping[PeerId, Entry]) -> float:
@@ -200,7 +199,7 @@ class UsualLength:
     def committed(self, entries: Iterable[Entry]) -> None:
         lengths = [_norm_per_token(entry) for entry in entries if entry.tokens]
         if lengths:
-            self._usual = max(lower_median(lengths), FADING * self._usual)
+            self._usual = max(median_low(lengths), FADING * self._usual)
 
 
 class AnchorDrift:
