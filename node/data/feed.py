@@ -231,9 +231,6 @@ def _sampled(source: LocalSource) -> Iterator[tuple[str, int, Iterator[tuple[str
         yield file, SAMPLED_BYTES, ((name, partial(source.read, name)) for name in of_file)
 
 
-# ---- prefetching -----------------------------------------------------------------------------------------------------
-
-
 class Prefetcher:
     """Bounded queue of microbatches, packed on a thread. Calls `arrived` on the event loop for each microbatch."""
 
@@ -283,9 +280,6 @@ class Prefetcher:
                 self._loop.call_soon_threadsafe(self._arrived)
             if isinstance(packed, Exception):
                 return
-
-
-# ---- resuming --------------------------------------------------------------------------------------------------------
 
 
 class ReadingPosition:

@@ -172,9 +172,6 @@ def _check_regular(found: os.stat_result, path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-# ---- documents -------------------------------------------------------------------------------------------------------
-
-
 class DocumentNames(Sequence[str]):
     """Names `FILE@START` of the documents in several files, computed on demand. Raises ConfigError for too many."""
 

@@ -80,9 +80,6 @@ DESCRIBED_LINKS: Final = 64
 FASTEST: Final = 1e12  # Throughput that the status shows for a peer of this process, in bytes per second
 
 
-# ---- worker ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """Computation for one microbatch. `ticket` tells copies of a microbatch apart: each has its own custody entry."""
@@ -162,9 +159,6 @@ class WorkerThread:
             return figures
 
         return await self.thread.run(Priority.UPKEEP, step)
-
-
-# ---- codecs ----------------------------------------------------------------------------------------------------------
 
 
 class LinkCodecs:
@@ -289,9 +283,6 @@ class Tensors:
 
 def slot_of(message: MicrobatchTensor) -> Slot:
     return Key(message.microbatch, message.position), type(message)
-
-
-# ---- runner ----------------------------------------------------------------------------------------------------------
 
 
 class MicrobatchRunner(MachineRunner[Event, Action]):

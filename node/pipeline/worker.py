@@ -343,9 +343,6 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# ---- graph memory ----------------------------------------------------------------------------------------------------
-
-
 class GraphBudget:
     """Memory budget for one replica's autograd graphs, in tokens. The first forward pass measures bytes per token."""
 
@@ -416,9 +413,6 @@ def _measured(
 
     (forward or passes.forward)(source, documents, noted)
     return sum(seen.values())
-
-
-# ---- workers ---------------------------------------------------------------------------------------------------------
 
 
 class ReplicaWorker(ABC):
@@ -756,9 +750,6 @@ class DataWorker(ReplicaWorker):
         self.accumulated += 1
         self.accumulated_tokens += text.size
         return Output(step_due=self.stage.optimizer.due)
-
-
-# ---- construction ----------------------------------------------------------------------------------------------------
 
 
 def host_hop(

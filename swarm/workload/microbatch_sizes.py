@@ -90,9 +90,6 @@ def _mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance) / mean if mean else 0.0
 
 
-# ---- inner steps -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class StepRule:
     """Size of an inner step. A step is complete when less than half of a largest microbatch is missing."""
