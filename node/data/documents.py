@@ -307,8 +307,7 @@ def _hash(text: str) -> int:
 
 
 ROWS: Final = 2**32  # Row numbers reserved per file, more than a file has rows
-FILES_EACH: Final = 16
-"""Files per data node from which whole files are assigned. With fewer, a data node might get none."""
+FILES_EACH: Final = 16  # Files per data node from which whole files are assigned. With fewer, one might get none
 
 Owner = Callable[[str, tuple[PeerId, ...]], PeerId]
 

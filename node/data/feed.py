@@ -162,8 +162,7 @@ class Sample:
     text: str = ""  # Beginning of the first document, as its tokens say
     documents: int = 0
     tokens: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Number of sampled documents that cannot be used, by reason."""
+    left_out: Counter[str] = field(default_factory=Counter)  # Sampled documents that cannot be used, by reason
     files_left_out: dict[str, str] = field(default_factory=dict)  # Reason for each file that is not text
     all_tokens: float = 0.0  # Tokens of the whole text, estimated
 

@@ -220,10 +220,7 @@ def tokenizer_bytes(path: Path, sha256: str | None) -> bytes:
 
 
 def chosen_tokenizer(path: Path, folder: Path | None = None) -> tuple[FileTokenizer, dict[str, Any]]:
-    """Opens a tokenizer file that the user chose, alone or in a model's folder. Also returns its `[data]` keys.
-
-    Raises ConfigError if a file is missing, too large or invalid, or if no token ends a document.
-    """
+    """Opens a user's tokenizer file, alone or in a model folder. Also returns its `[data]` keys. Raises ConfigError."""
     files = {} if folder is None else read_token_files(folder)
     tokenizer = FileTokenizer(path, None, files=files)
     tokenizer.beginning = tokenizer.own_beginning()
@@ -361,8 +358,7 @@ def unpacked(text: str) -> TokenFiles:
 
 
 REPLACEMENT: Final = "\ufffd"
-MOST_HELD_BACK: Final = 8
-"""Tokens held back at most before incomplete text is shown. A UTF-8 character has at most 4 bytes."""
+MOST_HELD_BACK: Final = 8  # Tokens, before incomplete text is shown. A UTF-8 character has at most 4 bytes
 
 
 class ByteTextStream:

@@ -163,10 +163,7 @@ class StepFigures:
 
 
 class InnerOptimizer:
-    """Optimizer of a module's float32 parameters: the manifest's rule for block matrices, AdamW for all others.
-
-    Both parts of stage 0 step together and share one gradient norm for clipping.
-    """
+    """Optimizer of a module's float32 parameters: the manifest's rule for block matrices, AdamW for all others."""
 
     def __init__(
         self,
@@ -214,6 +211,7 @@ class InnerOptimizer:
             parameter.grad = None
         for accumulator in self._accumulators:
             accumulator.hand_over_mean()
+        # Both parts of stage 0 share one norm.
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm)
         self.steps += 1
         # The schedule follows the tokens of the whole module, and all replicas are assumed equally fast.

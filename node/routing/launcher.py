@@ -121,10 +121,7 @@ class HeldOut:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Returns JSON: loss in nats per token, tokens, microbatches, stages, and with experts the loss by route.
-
-        Raises Rejected if the question asks for too much or there is no held-out text, Unreachable if no path works.
-        """
+        """Returns JSON: loss in nats per token, also by route, and sizes of the text. Raises Rejected, Unreachable."""
         count = question.microbatches
         if not 1 <= count <= MAX_MICROBATCHES:
             raise Rejected(f"cannot evaluate {count} microbatches; 1 to {MAX_MICROBATCHES} are allowed")

@@ -1,7 +1,4 @@
-"""Invitations: the author's signature that lets a peer act as data node, verified offline.
-
-A join link carries a `Grant`, whose holder signs its own peer id. `proto/link.proto` specifies the bytes at Route.
-"""
+"""Invitations: the author's signature that lets a peer act as data node. `proto/link.proto` specifies them at Route."""
 
 from __future__ import annotations
 

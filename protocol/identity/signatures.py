@@ -1,7 +1,4 @@
-"""Ed25519 signatures (RFC 8032) of routes, roster entries, tallies of work and pieces of pseudo-gradients.
-
-A peer id contains the key. `proto/link.proto` specifies the signed bytes at Route, Entry, WorkTally and Contribution.
-"""
+"""Ed25519 signatures (RFC 8032) of link.proto's Route, Entry, WorkTally and Contribution, which specify the bytes."""
 
 from __future__ import annotations
 

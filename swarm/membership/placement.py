@@ -102,13 +102,10 @@ def choose_module(
     modules: Sequence[ModuleId],
     announcements: Iterable[Announcement],
     workload: Workload,
-    power: float = 0.0,
+    power: float = 0.0,  # The newcomer's speed; 0 counts as the median
     needs: Needs = NO_NEEDS,
 ) -> Reasoned[ModuleId]:
-    """Chooses the module that a newcomer should host so that the swarm's throughput rises most.
-
-    Ties go to the lowest throughput, then memory need, then hash. `power`: newcomer's speed; 0 counts as the median.
-    """
+    """Chooses a newcomer's module, so that the swarm's throughput rises most. Ties: lowest throughput, memory, hash."""
     hosts = hosts_of(announcements, workload)
     allowed = allowed_throughput(hosts, workload)
     power = power or usual_power(host.power for host in hosts)
