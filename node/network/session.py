@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from node.concurrency.task_groups import TaskTracker, set_or_after, task_scope
+from node.concurrency.task_groups import TaskTracker, background, set_or_after, task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import Event, EventSink, PeerChange
@@ -468,15 +468,11 @@ async def present(
         own.addresses = tuple(joined(host, transport.port) for host in hosts)
         if first is None:
             await stack.enter_async_context(directory)
-        tasks = await stack.enter_async_context(task_scope())
-        running = tasks.create_task(sync.run())
-        try:
-            # A multiaddr ends with its peer id.
-            introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
-            ends = where.local(transport.port), introduced, first
-            yield NetworkSession(run, identity, own, sync, dispatcher, directory, transport, tunnels, book, *ends)
-        finally:
-            running.cancel()
+        await stack.enter_async_context(background(sync.run()))
+        # A multiaddr ends with its peer id.
+        introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
+        ends = where.local(transport.port), introduced, first
+        yield NetworkSession(run, identity, own, sync, dispatcher, directory, transport, tunnels, book, *ends)
 
 
 def address_towards(host: str, *, by_ip6: bool = False) -> str | None:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from node.concurrency.task_groups import task_scope
+from node.concurrency.task_groups import background, task_scope
 from node.network.local_peer import LocalPeer
 from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession
@@ -242,14 +242,8 @@ async def reachable(
 
     try:
         with session.dispatcher.registered(answers=answers):
-            async with task_scope() as tasks:
-                work = watch(climbing, hold, adoption, router), keep_in_step(session)
-                running = [tasks.create_task(each) for each in work]
-                try:
-                    yield
-                finally:
-                    for task in running:
-                        task.cancel()
+            async with background(watch(climbing, hold, adoption, router), keep_in_step(session)):
+                yield
     finally:
         if router is not None:
             await router.close()
