@@ -143,8 +143,8 @@ class PartialState:
         if number not in self._placed:  # a chunk may arrive twice after a retry
             np.copyto(np.asarray(self._slot(number)), np.asarray(data))
             self._placed.add(number)
-            if self._file is not None and not self._file.write(number, data):  # without the file, continue in memory
-                self._file = None
+            if self._file is not None:
+                self._file.write(number, data)
         return True
 
     def _close(self, complete: bool) -> None:
@@ -189,9 +189,9 @@ class KeptChunks:
             self._give_up(error)
             return False
 
-    def write(self, number: int, data: memoryview) -> bool:
-        if self._file is None:
-            return False
+    def write(self, number: int, data: memoryview) -> None:
+        if self._file is None:  # it failed: the download continues in memory
+            return
         try:
             self._file.seek(self._offset(number))
             done = 0
@@ -199,8 +199,6 @@ class KeptChunks:
                 done += self._file.write(data[done:])
         except OSError as error:
             self._give_up(error)
-            return False
-        return True
 
     def close(self, *, remove: bool) -> None:
         if self._file is not None:
