@@ -279,9 +279,6 @@ def _own_folder(owner: object) -> Path:
     return folder
 
 
-# ---- files of a config and split -------------------------------------------------------------------------------------
-
-
 def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterable[str]) -> list[str]:
     """Returns the sorted file names of a data set's config and split. Raises ConfigError if no file matches."""
     # Names that start with . or _ are hidden, as in the `datasets` library.

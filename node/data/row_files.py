@@ -87,9 +87,6 @@ class NotTextError(Exception):
     """A file that is not text."""
 
 
-# ---- recognising -----------------------------------------------------------------------------------------------------
-
-
 def format_of(file: BinaryIO, name: str, wanted: Wanted) -> Format:
     """Recognises a file by its beginning. Raises NotTextError, ConfigError or OSError."""
     with _named(name):
@@ -176,9 +173,6 @@ def encoding_problem(text: bytes, name: str, encoding: str = "utf-8") -> ConfigE
     )
 
 
-# ---- unpacking -------------------------------------------------------------------------------------------------------
-
-
 def _unpacked(file: BinaryIO) -> BinaryIO:
     """Returns a stream of the file's content, decompressed if it is packed."""
     file.seek(0)
@@ -218,9 +212,6 @@ def _named(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ConfigError(f"data.source: cannot decompress {name}: {error}", hint="Get or unpack it again.") from error
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(path: Path, column: str | None, start: int, *, is_chat: bool) -> Iterator[Row]:
@@ -346,9 +337,6 @@ def _require_bounded(group: Any, columns: Sequence[str], name: str) -> None:
             f"data.source: a row group of {name} has {size} bytes in {', '.join(columns)}, more than {MAX_GROUP_BYTES}",
             hint="Use a data set with smaller row groups, or a local folder with path:FOLDER.",
         )
-
-
-# ---- columns ---------------------------------------------------------------------------------------------------------
 
 
 def _columns(schema: Any, name: str, wanted: Wanted) -> list[str]:

@@ -255,8 +255,6 @@ class RunnerHost(Protocol):
         """Called when a message or tensor could not be sent to `peer`."""
 
 
-# ---- tensors of an entry ---------------------------------------------------------------------------------------------
-
 Slot = tuple[Key, type[MicrobatchTensor]]  # The entry of a tensor, and whether it is the entry's input or gradient
 
 

@@ -135,9 +135,6 @@ def modules_that_fit(modules: Iterable[ModuleId], free: FreeMemory, needs: Needs
     return [module for module in modules if free.lacks(needs[module]) is None]
 
 
-# ---- moves between modules -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class MoveRules:
     """Thresholds for a peer's move to another module. The defaults are for links over the internet."""

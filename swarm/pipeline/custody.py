@@ -1044,9 +1044,6 @@ def _passed_on(entry: Entry, now: float) -> list[Action]:
     return [SendControl(peer, receipt) for peer in dict.fromkeys(receivers)]
 
 
-# ---- small rules -----------------------------------------------------------------------------------------------------
-
-
 def _timed(entry: Entry, now: float) -> Entry:
     """Starts the timer of a new attempt to send the output. Time of an earlier, failed attempt counts as waiting."""
     in_vain_s = now - entry.handed if entry.phase in OFFERED | GUARDED else 0.0
