@@ -249,8 +249,9 @@ class InnerOptimizer:
         self.steps = saved.steps
         self._forget()
         for name, state in saved.parameters.items():
-            parameter = named[name]
-            rules[parameter].states[parameter] = rules[parameter].restored(parameter, _copied_to(parameter, state))
+            parameter, rule = named[name], rules[named[name]]
+            tensors = {slot: t.to(parameter.device, parameter.dtype, copy=True) for slot, t in state.tensors.items()}
+            rule.states[parameter] = rule.restored(parameter, ParameterState(state.steps, tensors))
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
         """Maps names to this optimizer's parameters, by data pointers because the tensors in `names` are detached."""
@@ -307,11 +308,6 @@ def optimizer_bytes(inner: InnerSection, name: str, shape: tuple[int, ...], mome
 def _copy(state: ParameterState) -> ParameterState:
     unpacked = {slot: packed.copied() for slot, packed in state.packed.items()}
     return ParameterState(state.steps, {slot: copied(tensor) for slot, tensor in state.tensors.items()} | unpacked)
-
-
-def _copied_to(parameter: nn.Parameter, state: ParameterState) -> ParameterState:
-    device, dtype = parameter.device, parameter.dtype
-    return ParameterState(state.steps, {slot: t.to(device, dtype, copy=True) for slot, t in state.tensors.items()})
 
 
 def _fits(state: ParameterState, rule: InnerRule[Any], parameter: nn.Parameter) -> bool:

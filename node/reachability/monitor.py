@@ -7,10 +7,10 @@ import ipaddress
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from node.concurrency.task_groups import background, task_scope
 from node.network.local_peer import LocalPeer
@@ -188,7 +188,7 @@ HOLD_S: Final = 2.0  # Interval of checks of the held links
 
 Climb = Callable[[], Awaitable[Standing]]
 Hold = Callable[[], Awaitable[tuple[PeerId, ...]]]  # Opens the held links and returns their peers
-Sleep = Callable[[float], Awaitable[None]]
+Sleep = Callable[[float], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -282,11 +282,8 @@ async def _climb_surely(climbing: Climb, before: Standing, sleep: Sleep) -> Stan
 
 
 async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
-    async def wait() -> None:
-        await sleep(wait_s)
-
     async with task_scope() as tasks:
-        keeping, waiting = tasks.create_task(router.keep()), tasks.create_task(wait())
+        keeping, waiting = tasks.create_task(router.keep()), tasks.create_task(sleep(wait_s))
         await asyncio.wait((keeping, waiting), return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             log.info("%s", keeping.result().reason)
