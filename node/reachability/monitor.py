@@ -18,7 +18,7 @@ from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Reach
 from node.reachability.port_mapping import Mapping, NotMapped, Router
-from node.reachability.reach_test import Ask, Attachments, Attempt, Switchboard, Witness, witnesses_of
+from node.reachability.witnesses import Ask, Attachments, Attempt, Switchboard, Witness, witnesses_of
 from protocol.dht.directory import DhtDirectory, RelayTunnels
 from protocol.identity.signed_records import MAX_RELAY_LENGTH
 from protocol.interfaces.transport import FarEnd, QuestionAbout
