@@ -148,6 +148,8 @@ class FileSource:
         files = listing.names if files is None else files
         pieces = [range(0, listing.size_of(name) or 0, document_bytes) for name in files]
         self.names = DocumentNames(files, pieces, is_plain=True)
+        if not self.names:
+            raise ConfigError(f"{listing.place} contains no text", hint="Choose a file or a folder with text.")
 
     def read(self, name: str) -> bytes:
         # A file name may end like a piece of another file. The file takes precedence.
