@@ -178,8 +178,8 @@ class Auditor:
         self._report = report
         self._begin = begin
         self._random = means.random
+        # Latest two exchanges. Only the last one's contributions can be encoded again.
         self._records: list[ExchangeRecord] = []
-        """Latest two exchanges. Only the last one's contributions can be encoded again."""
         self._served: Counter[PeerId] = Counter()
         self._accusers: set[PeerId] = set()
         self._caught: set[PeerId] = set()

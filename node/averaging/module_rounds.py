@@ -22,7 +22,7 @@ from node.averaging.state_sync.download import MOST_ASKED, STATE_CODECS, Donor, 
 from node.checkpoint.folder import LEFT_KEPT_S, keep_left
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.task_groups import task_scope
+from node.concurrency.task_groups import background, task_scope
 from node.context.module_context import ModuleContext
 from node.model.memory_need import require_memory
 from node.observability import events
@@ -252,12 +252,10 @@ class ModuleRounds:
             await asyncio.sleep(LOOK_S)
 
     def others(self) -> ReplicasChanged:
-        """Returns the module's other replicas. Until this one serves, also leaving ones: they may have the anchor.
-
-        Names that are only in the directory do not count while a replica is linked.
-        """
+        """Returns the module's other replicas. Until this one serves, also leaving ones: they may have the anchor."""
         membership, proofs = self._context.session.membership, self._context.proofs
         known = membership.with_state(self._context.module)
+        # Names that are only in the directory do not count while a replica is linked.
         known = [a for a in known if a.peer in membership.linked] or known
         proven = proofs.proven
         found = (
@@ -315,12 +313,8 @@ async def module_rounds(
         if first is None:
             rounds.resume(since)
         del start, first, saved  # references here would keep old anchors in memory
-        async with task_scope() as tasks:
-            running = tasks.create_task(rounds.run())
-            try:
-                yield rounds
-            finally:
-                running.cancel()
+        async with background(rounds.run()):
+            yield rounds
 
 
 def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:

@@ -58,10 +58,10 @@ class ErrorReportingGroup(TyperGroup):
         except SkipstoneError as error:
             raise _reported(error, debug=ctx.params["debug"]) from None
         except ExceptionGroup as group:  # task groups wrap the error of one node in a group
-            only = _only_error(group)
-            if only is None:
+            ours = [each for each in leaves(group) if isinstance(each, SkipstoneError)]
+            if len(ours) < len(leaves(group)):  # never hide an unknown error behind a known one
                 raise
-            raise _reported(only, debug=ctx.params["debug"]) from None
+            raise _reported(ours[0], debug=ctx.params["debug"]) from None
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
 
@@ -126,13 +126,6 @@ def main() -> None:
     except SystemExit as end:
         code = end.code or 0
         raise
-
-
-# Never hide an unknown error behind a known one: the caller prints the whole group instead.
-def _only_error(group: ExceptionGroup[Exception]) -> SkipstoneError | None:
-    ours, others = group.split(SkipstoneError)
-    first = None if ours is None or others is not None else leaves(ours)[0]
-    return first if isinstance(first, SkipstoneError) else None
 
 
 def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:

@@ -48,7 +48,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
             while not self._is_stopped:
                 self._look_around()
                 self.handle(self._tick)
-                await set_or_after(self._wake, self._pause_s())
+                await set_or_after(self._wake, TICK_S)
             self._tasks.cancel()  # `stop` ends the tasks too
 
     def stop(self) -> None:
@@ -106,9 +106,6 @@ class MachineRunner(ABC, Generic[Event, Action]):
 
     def _look_around(self) -> None:
         """Updates the inputs that the state machine reads from the node; called before each tick."""
-
-    def _pause_s(self) -> float:
-        return TICK_S
 
     def _not_sent(self, to: PeerId, error: PeerError) -> None:
         """Called if a control message to the peer `to` could not be sent."""

@@ -27,6 +27,18 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
         raise next((each for each in found if isinstance(each, SkipstoneError)), found[0]) from group
 
 
+@asynccontextmanager
+async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` as tasks within the block, and cancels them at its end. Raises errors as `task_scope`."""
+    async with task_scope() as tasks:
+        running = [tasks.create_task(each) for each in work]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+
+
 async def set_or_after(event: asyncio.Event, seconds: float) -> None:
     """Waits until the event is set, and clears it, or until `seconds` have passed."""
     try:

@@ -254,10 +254,10 @@ class Documents:
                 empty = False
                 yield fragment
             if empty and start.position == 0:  # an epoch that started in the middle proves nothing
-                count = len(self._source.names) if isinstance(self._source, Source) else len(self._source.files)
-                kind = "documents" if isinstance(self._source, Source) else "files"
+                source = self._source
+                many = f"{len(source.names)} documents" if isinstance(source, Source) else f"{len(source.files)} files"
                 raise ConfigError(
-                    f"none of the {count} {kind} of data.source "
+                    f"none of the {many} of data.source "
                     + (f"can be used: {self.reasons}" if self.left_out else "is for this data node to train on"),
                     hint="Choose the text for this kind of run, or create a run for this kind of text."
                     if self.left_out
@@ -307,8 +307,7 @@ def _hash(text: str) -> int:
 
 
 ROWS: Final = 2**32  # Row numbers reserved per file, more than a file has rows
-FILES_EACH: Final = 16
-"""Files per data node from which whole files are assigned. With fewer, a data node might get none."""
+FILES_EACH: Final = 16  # Files per data node from which whole files are assigned. With fewer, one might get none
 
 Owner = Callable[[str, tuple[PeerId, ...]], PeerId]
 
@@ -322,20 +321,13 @@ class Due:
 
 def due_rows(
     stream: RowStream,
-    orders: Callable[[int], npt.NDArray[np.int64]],
-    start: tuple[int, int, bool],
-    wanted: tuple[Selection, Selection],
+    orders: Callable[[int], npt.NDArray[np.int64]],  # File order of an epoch
+    start: tuple[int, int, bool],  # Epoch, position, and whether the row there was started and must be read
+    wanted: tuple[Selection, Selection],  # Of files and of rows. Iteration leaves a file that is no longer wanted
     *,
-    ahead: bool,
+    ahead: bool,  # Whether to prefetch the next wanted file
 ) -> Iterator[Due]:
-    """Yields the wanted rows of a data set of several files in one epoch, named `FILE@NUMBER`.
-
-    Args:
-        orders: file order of an epoch.
-        start: epoch, position, and whether the row there was started and must be read.
-        wanted: selects files and rows. Iteration leaves a file once it is no longer wanted.
-        ahead: whether to prefetch the next wanted file.
-    """
+    """Yields the wanted rows of a data set of several files in one epoch, named `FILE@NUMBER`."""
     epoch, position, is_begun = start
     of_files, of_rows = wanted
     order = orders(epoch)

@@ -112,16 +112,13 @@ class TrainingFeed:
 def held_out_microbatches(
     manifest: Manifest, count: int, documents: Documents | None = None, unscored: int | None = None
 ) -> Iterator[Microbatch]:
-    """Yields up to `count` microbatches of held-out documents. Raises ConfigError if there is not a single one.
-
-    Args:
-        unscored: tokens at the start of each document without loss; None: those that determine its route.
-    """
+    """Yields up to `count` microbatches of held-out documents. Raises ConfigError if there is not a single one."""
     seed, share = manifest.seed, manifest.data.held_out
     opened = documents or open_documents(manifest)
     fragments = opened.epoch(StreamPosition(), lambda name: is_held_out(seed, name, share))
     if opened.files is not None:  # one block could need many downloads
         fragments = _about(fragments, ENOUGH * count * manifest.microbatch_tokens)
+    # Tokens without loss at the start of each document; by default those that determine its route.
     unscored = manifest.route_prefix if unscored is None else unscored
     packer: Packer = (
         DocumentPacker(manifest, fragments, START, unscored, opened.router, uneven=math.inf)
@@ -165,8 +162,7 @@ class Sample:
     text: str = ""  # Beginning of the first document, as its tokens say
     documents: int = 0
     tokens: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Number of sampled documents that cannot be used, by reason."""
+    left_out: Counter[str] = field(default_factory=Counter)  # Sampled documents that cannot be used, by reason
     files_left_out: dict[str, str] = field(default_factory=dict)  # Reason for each file that is not text
     all_tokens: float = 0.0  # Tokens of the whole text, estimated
 
@@ -234,9 +230,6 @@ def _sampled(source: LocalSource) -> Iterator[tuple[str, int, Iterator[tuple[str
         yield file, SAMPLED_BYTES, ((name, partial(source.read, name)) for name in of_file)
 
 
-# ---- prefetching -----------------------------------------------------------------------------------------------------
-
-
 class Prefetcher:
     """Bounded queue of microbatches, packed on a thread. Calls `arrived` on the event loop for each microbatch."""
 
@@ -286,9 +279,6 @@ class Prefetcher:
                 self._loop.call_soon_threadsafe(self._arrived)
             if isinstance(packed, Exception):
                 return
-
-
-# ---- resuming --------------------------------------------------------------------------------------------------------
 
 
 class ReadingPosition:

@@ -1,7 +1,4 @@
-"""Local files and the documents in them.
-
-Opens regular files only, and follows no links, because others may be able to write to the folder.
-"""
+"""Local files and the documents in them. Opens regular files only, no links: others may write to the folder."""
 
 from __future__ import annotations
 
@@ -144,10 +141,6 @@ def files_below(root: Path, folder: Selection = everything, file: Selection = ev
     return Listing(root, _walk(str(root), folder, file))
 
 
-def visible_below(root: Path) -> Listing:
-    return files_below(root, _is_visible, _is_visible)
-
-
 def single_file(path: Path) -> Listing:
     path = resolved(path)
     found = os.lstat(path)
@@ -166,7 +159,7 @@ def _walk(root: str, folder: Selection, file: Selection) -> Iterator[tuple[str, 
                 yield prefix + name, found.st_size
 
 
-def _is_visible(name: str) -> bool:
+def is_visible(name: str) -> bool:
     return not name.startswith(".")
 
 
@@ -177,9 +170,6 @@ def _is_machine(real: Path) -> bool:
 def _check_regular(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-# ---- documents -------------------------------------------------------------------------------------------------------
 
 
 class DocumentNames(Sequence[str]):

@@ -81,10 +81,7 @@ def source_keys(source: str, revision: str | None = None) -> dict[str, Any]:
 
 
 class HubStream:
-    """Rows of a data set's files at a commit, with a least-recently-used cache of files. Thread-safe.
-
-    Raises ConfigError if the hub does not list the data set, or a file is too large.
-    """
+    """Rows of a data set's files at a commit, with a least-recently-used cache. Thread-safe. Raises ConfigError."""
 
     def __init__(
         self, place: str, revision: str, *, is_chat: bool = False, kept_bytes: int = KEPT_BYTES, pause: Pause = sleep
@@ -280,9 +277,6 @@ def _own_folder(owner: object) -> Path:
     folder.mkdir()
     weakref.finalize(owner, remove, folder, lock)
     return folder
-
-
-# ---- files of a config and split -------------------------------------------------------------------------------------
 
 
 def chosen(place: HubPlace, configs: Sequence[Mapping[str, Any]], files: Iterable[str]) -> list[str]:

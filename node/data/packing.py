@@ -108,16 +108,12 @@ class RowPacker:
             return None
         block, start, taken = self._block, self.cursor, self.cursor.taken
         chosen = block.order[taken : taken + self._rows]
-        self._advance(block, taken + self._rows)
+        if taken + self._rows < len(block.order):
+            self.cursor = Cursor(start.block, taken + self._rows)
+        else:  # the last label is the next block's first token
+            self.cursor, self._block = Cursor(self._pending[0].start), None
         tokens, labels = (torch.from_numpy(of[chosen]) for of in (block.tokens, block.labels))
         return Microbatch(tokens, labels, self._cost, start, self.cursor)
-
-    def _advance(self, block: _RowBlock, taken: int) -> None:
-        if taken < len(block.order):
-            self.cursor = Cursor(self.cursor.block, taken)
-        else:
-            self.cursor = Cursor(self._pending[0].start)  # the last label is the next block's first token
-            self._block = None
 
     def _next_block(self) -> _RowBlock | None:
         """Reads and shuffles a block of rows, smaller at the end of the text; None after the last microbatch."""
@@ -236,18 +232,14 @@ def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
 
 
 class DocumentPacker:
-    """Packer of fragments, starting at `reading_position(start.block)`, into microbatches of whole documents.
-
-    Args:
-        unscored: labels at the start of each document without loss.
-    """
+    """Packs fragments from `reading_position(start.block)` on into microbatches of whole documents."""
 
     def __init__(
         self,
         manifest: Manifest,
         fragments: Iterator[Fragment],
         start: Cursor,
-        unscored: int = 0,
+        unscored: int = 0,  # Labels without loss at the start of each document
         router: DocumentRouter | None = None,
         uneven: float = UNEVEN,
     ) -> None:
@@ -343,23 +335,18 @@ class DocumentPacker:
             of_routes.setdefault(best_route(stretch.affinity), []).append(index)
         packed, levels = list[list[tuple[DocumentPiece, ...]]](), list[float]()
         for route, members in sorted(of_routes.items()):
-            turns, level = self._of_one_route(stretches, members, f":{route}" * bool(route))
-            packed.append(turns)
-            levels.append(level)
+            lengths, cut = self._sizes([stretches[index] for index in members])
+            chance = self._chance(f":{route}" * bool(route))
+            packing = pack(lengths, cut, self._capacity, self.cursor.level, chance)
+            packed.append(
+                [tuple(piece._replace(document=members[piece.document]) for piece in of) for of in packing.microbatches]
+            )
+            levels.append(packing.level)
         # Routes alternate in proportion to their microbatches, in random order.
         ranks = permutation(f"routes:{self._at}", len(packed)).tolist()
         given = [iter(packed[rank]) for rank in ranks]
         turns = [next(given[turn]) for turn in in_shares([len(packed[rank]) for rank in ranks])]
         return _Block(stretches, turns, self._end(end, min(levels)))
-
-    def _of_one_route(
-        self, stretches: list[_Stretch], members: list[int], key: str
-    ) -> tuple[list[tuple[DocumentPiece, ...]], float]:
-        """Packs one route's documents. Returns its microbatches in order, and their cost, for the next block."""
-        lengths, cut = self._sizes([stretches[index] for index in members])
-        packing = pack(lengths, cut, self._capacity, self.cursor.level, self._chance(key))
-        named = [tuple(piece._replace(document=members[piece.document]) for piece in of) for of in packing.microbatches]
-        return named, packing.level
 
     def _end(self, place: StreamPosition, level: float) -> Cursor:
         return Cursor(place, level=level, packing=PACKING)

@@ -1,7 +1,4 @@
-"""Files of text and rows as they are found: recognised by content, decompressed as a stream, read row by row.
-
-A file is plain text, JSON Lines, a JSON array, CSV or Parquet, perhaps packed with gzip, Zstandard, bzip2, xz or zip.
-"""
+"""Files of text and rows as they are found: plain text, JSON Lines, a JSON array, CSV or Parquet, perhaps packed."""
 
 from __future__ import annotations
 
@@ -90,9 +87,6 @@ class NotTextError(Exception):
     """A file that is not text."""
 
 
-# ---- recognising -----------------------------------------------------------------------------------------------------
-
-
 def format_of(file: BinaryIO, name: str, wanted: Wanted) -> Format:
     """Recognises a file by its beginning. Raises NotTextError, ConfigError or OSError."""
     with _named(name):
@@ -179,9 +173,6 @@ def encoding_problem(text: bytes, name: str, encoding: str = "utf-8") -> ConfigE
     )
 
 
-# ---- unpacking -------------------------------------------------------------------------------------------------------
-
-
 def _unpacked(file: BinaryIO) -> BinaryIO:
     """Returns a stream of the file's content, decompressed if it is packed."""
     file.seek(0)
@@ -208,27 +199,19 @@ def _unpacked(file: BinaryIO) -> BinaryIO:
     return packed  # type: ignore[no-any-return]
 
 
+# RuntimeError: an encrypted archive, or an unknown method
+_BROKEN: Final = (EOFError, OSError, RuntimeError, zlib.error, lzma.LZMAError, zstandard.ZstdError, zipfile.BadZipFile)
+
+
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """Converts errors of decompressors to ConfigError with the file's name."""
     try:
         yield
-    # RuntimeError: an encrypted archive, or an unknown method.
-    except (
-        EOFError,
-        OSError,
-        RuntimeError,
-        zlib.error,
-        lzma.LZMAError,
-        zstandard.ZstdError,
-        zipfile.BadZipFile,
-    ) as error:
+    except _BROKEN as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ConfigError(f"data.source: cannot decompress {name}: {error}", hint="Get or unpack it again.") from error
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(path: Path, column: str | None, start: int, *, is_chat: bool) -> Iterator[Row]:
@@ -354,9 +337,6 @@ def _require_bounded(group: Any, columns: Sequence[str], name: str) -> None:
             f"data.source: a row group of {name} has {size} bytes in {', '.join(columns)}, more than {MAX_GROUP_BYTES}",
             hint="Use a data set with smaller row groups, or a local folder with path:FOLDER.",
         )
-
-
-# ---- columns ---------------------------------------------------------------------------------------------------------
 
 
 def _columns(schema: Any, name: str, wanted: Wanted) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from node.data.files import LINE_BYTES, MAX_DOCUMENTS, DocumentNames, Listing, files_below, single_file, visible_below
+from node.data.files import LINE_BYTES, MAX_DOCUMENTS, DocumentNames, Listing, files_below, is_visible, single_file
 from node.data.hub import HubStream
 from node.data.local_paths import text_column
 from node.data.row_files import CUT_BYTES, DOCUMENT_BYTES, Format, Kind, NotTextError, Row, Wanted, format_of, rows_in
@@ -50,11 +50,7 @@ class Source(Protocol):
 
 
 def open_source(section: DataSection, place: Path | None, *, is_new: bool = False) -> LocalSource | HubStream:
-    """Opens the run's text, with its files at `place`. Raises ConfigError if the files are missing or different.
-
-    Args:
-        is_new: refuse files of doubtful content, which runs made earlier read as text.
-    """
+    """Opens the run's text at `place`. `is_new`: refuse doubtful files, which older runs read. Raises ConfigError."""
     kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
         return python_standard_library()
@@ -177,10 +173,7 @@ class LineSource:
     def __init__(self, listing: Listing, files: Sequence[str] | None = None) -> None:
         self.listing = listing
         files = listing.names if files is None else files
-        try:
-            self.names = DocumentNames(files, [_line_starts(listing, name) for name in files])
-        except OSError as error:
-            raise ConfigError(f"{listing.place}: {error.strerror}: {error.filename}") from None
+        self.names = DocumentNames(files, [_line_starts(listing, name) for name in files])
         if not self.names:
             raise ConfigError(
                 f"{listing.place} has no lines with conversations", hint="Choose a .jsonl file, or a folder of them."
@@ -220,12 +213,12 @@ def python_standard_library() -> FileSource:
 def source_at(path: Path, kind: Callable[[Listing], FromListing]) -> FromListing:
     """Opens a source of this kind from one file, or all visible files below a folder. Raises ConfigError."""
     try:
-        return kind(visible_below(path) if path.is_dir() else single_file(path))
+        return kind(files_below(path, is_visible, is_visible) if path.is_dir() else single_file(path))
     except FileNotFoundError:
         hint = "Name a file or folder that is there, as path:FILE; --text names this machine's copy of a run's text."
         raise ConfigError(f"data.source: {path} does not exist on this machine", hint=hint) from None
     except OSError as error:
-        raise ConfigError(f"data.source: {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"data.source: {error.filename or path} cannot be read: {error.strerror}") from None
 
 
 # ---- token shards ----------------------------------------------------------------------------------------------------
@@ -253,12 +246,8 @@ class TokenShards:
     def __init__(self, listing: Listing) -> None:
         self.listing = listing
         names = [name.removesuffix(".idx") for name in listing.names if name.endswith(".idx")]
-        try:
-            shards = [_Shard(listing, name) for name in names]
-        except OSError as error:
-            raise ConfigError(f"{listing.place}: {error.strerror}: {error.filename}") from None
-        self._shards = dict(zip(names, shards, strict=True))
-        self.names = DocumentNames(names, [shard.starts for shard in shards])
+        self._shards = {name: _Shard(listing, name) for name in names}
+        self.names = DocumentNames(names, [shard.starts for shard in self._shards.values()])
         if not self.names:
             raise ConfigError(
                 f"{listing.place} has no token shard with documents",

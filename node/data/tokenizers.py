@@ -133,12 +133,9 @@ class FileTokenizer:
         return text
 
     def encode_parts(self, parts: Sequence[Part]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
-        """Returns the tokens of the joined parts, and for each token whether it is in a wanted one.
-
-        The text is encoded at once, because some tokenizers put a blank in front of each text.
-        """
+        """Returns the tokens of the joined parts, and for each token whether it is in a wanted one."""
         if not any(name in part.text for part in parts if not part.is_mark for name in self._special):
-            return _encoded(self._tokenizer, parts)
+            return _encoded(self._tokenizer, parts)  # at once: some tokenizers put a blank in front of each text
         # The text of a special token in a message stays text.
         found = list[tuple[Any, Any]]()
         for is_special, group in groupby(parts, lambda part: part.is_mark and part.text in self._special):
@@ -223,10 +220,7 @@ def tokenizer_bytes(path: Path, sha256: str | None) -> bytes:
 
 
 def chosen_tokenizer(path: Path, folder: Path | None = None) -> tuple[FileTokenizer, dict[str, Any]]:
-    """Opens a tokenizer file that the user chose, alone or in a model's folder. Also returns its `[data]` keys.
-
-    Raises ConfigError if a file is missing, too large or invalid, or if no token ends a document.
-    """
+    """Opens a user's tokenizer file, alone or in a model folder. Also returns its `[data]` keys. Raises ConfigError."""
     files = {} if folder is None else read_token_files(folder)
     tokenizer = FileTokenizer(path, None, files=files)
     tokenizer.beginning = tokenizer.own_beginning()
@@ -364,8 +358,7 @@ def unpacked(text: str) -> TokenFiles:
 
 
 REPLACEMENT: Final = "\ufffd"
-MOST_HELD_BACK: Final = 8
-"""Tokens held back at most before incomplete text is shown. A UTF-8 character has at most 4 bytes."""
+MOST_HELD_BACK: Final = 8  # Tokens, before incomplete text is shown. A UTF-8 character has at most 4 bytes
 
 
 class ByteTextStream:

@@ -27,7 +27,7 @@ from node.network.session import NetworkSession, visit
 from node.observability.status import parse_status
 from node.reachability.monitor import climb
 from node.reachability.port_mapping import Router
-from node.reachability.reach_test import Attachments, witnesses_of
+from node.reachability.witnesses import Attachments, witnesses_of
 from protocol.dht.child import socket_parent
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout

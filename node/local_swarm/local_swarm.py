@@ -7,8 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from node.local_swarm.child_process import ChildEnd, ChildProcess, SpawnedProcess
 from node.local_swarm.forked_nodes import ForkServer, may_fork
@@ -66,9 +65,7 @@ class LocalSwarm:
             self._start(peer)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.request_stop()
         if error is not None:
             self.kill_all()

@@ -84,10 +84,7 @@ def choose_device(wish: str) -> Reasoned[torch.device]:
 
 
 def choose_devices(wish: str) -> Reasoned[tuple[torch.device, ...]]:
-    """Chooses one device, or several of one kind, separated by commas. The first one holds the module.
-
-    Raises ConfigError if one is not available, a GPU is named twice, the kinds differ, or there are too many.
-    """
+    """Chooses one device, or several of one kind (`cuda:0,cuda:1`). The first holds the module. Raises ConfigError."""
     names = [name.strip() for name in wish.split(",")]
     if len(names) == 1:
         only = choose_device(wish)

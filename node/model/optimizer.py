@@ -163,26 +163,17 @@ class StepFigures:
 
 
 class InnerOptimizer:
-    """Optimizer of a module's float32 parameters: the manifest's rule for block matrices, AdamW for all others.
-
-    Both parts of stage 0 step together and share one gradient norm for clipping.
-
-    Args:
-        step_tokens: tokens per step of this module; None: `training.inner_tokens`.
-        microbatch_tokens: maximum tokens per microbatch.
-        demand: share of the run's tokens for this module (`node.model.shapes.demand_of`).
-        submit: schedules work for idle time.
-    """
+    """Optimizer of a module's float32 parameters: the manifest's rule for block matrices, AdamW for all others."""
 
     def __init__(
         self,
         training: TrainingSection,
         accumulators: Sequence[Accumulator],
         *,
-        step_tokens: int | None = None,
-        microbatch_tokens: int = 1,
-        demand: float = 1.0,
-        submit: Submit = AtDeadline,
+        step_tokens: int | None = None,  # Tokens per step of this module; None: `training.inner_tokens`
+        microbatch_tokens: int = 1,  # At most
+        demand: float = 1.0,  # Share of the run's tokens for this module (`node.model.shapes.demand_of`)
+        submit: Submit = AtDeadline,  # Schedules work for idle time
         moments: MomentType = MomentType.FLOAT32,
     ) -> None:
         self.steps = 0
@@ -195,8 +186,9 @@ class InnerOptimizer:
         # With tied embeddings both parts of stage 0 share one matrix, so remove duplicates.
         self._parameters = list(dict.fromkeys(p for accumulator in accumulators for p in accumulator.parameters))
         self.moments = moments_of(training.inner, moments)
-        self.state_bytes = _state_bytes(training.inner, accumulators, self.moments.value)
-        """Bytes of optimizer state on the compute device once every parameter was stepped."""
+        # Bytes of optimizer state on the compute device once every parameter was stepped
+        named, kept = _names(accumulators).items(), self.moments.value
+        self.state_bytes = sum(optimizer_bytes(training.inner, name, tuple(p.shape), kept) for p, name in named)
         self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
         for rule in self.rules:
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
@@ -219,6 +211,7 @@ class InnerOptimizer:
             parameter.grad = None
         for accumulator in self._accumulators:
             accumulator.hand_over_mean()
+        # Both parts of stage 0 share one norm.
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm)
         self.steps += 1
         # The schedule follows the tokens of the whole module, and all replicas are assumed equally fast.
@@ -256,8 +249,9 @@ class InnerOptimizer:
         self.steps = saved.steps
         self._forget()
         for name, state in saved.parameters.items():
-            parameter = named[name]
-            rules[parameter].states[parameter] = rules[parameter].restored(parameter, _copied_to(parameter, state))
+            parameter, rule = named[name], rules[named[name]]
+            tensors = {slot: t.to(parameter.device, parameter.dtype, copy=True) for slot, t in state.tensors.items()}
+            rule.states[parameter] = rule.restored(parameter, ParameterState(state.steps, tensors))
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
         """Maps names to this optimizer's parameters, by data pointers because the tensors in `names` are detached."""
@@ -302,11 +296,6 @@ def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
     return names
 
 
-def _state_bytes(inner: InnerSection, accumulators: Sequence[Accumulator], moments: MomentType) -> int:
-    named = _names(accumulators).items()
-    return sum(optimizer_bytes(inner, name, tuple(p.shape), moments) for p, name in named)
-
-
 def optimizer_bytes(inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:
     """Returns the bytes of optimizer state for one parameter on the compute device."""
     if moments_of(inner, moments).value is MomentType.EIGHT_BIT and has_eight_bits(name, shape):
@@ -319,11 +308,6 @@ def optimizer_bytes(inner: InnerSection, name: str, shape: tuple[int, ...], mome
 def _copy(state: ParameterState) -> ParameterState:
     unpacked = {slot: packed.copied() for slot, packed in state.packed.items()}
     return ParameterState(state.steps, {slot: copied(tensor) for slot, tensor in state.tensors.items()} | unpacked)
-
-
-def _copied_to(parameter: nn.Parameter, state: ParameterState) -> ParameterState:
-    device, dtype = parameter.device, parameter.dtype
-    return ParameterState(state.steps, {slot: t.to(device, dtype, copy=True) for slot, t in state.tensors.items()})
 
 
 def _fits(state: ParameterState, rule: InnerRule[Any], parameter: nn.Parameter) -> bool:

@@ -1,7 +1,4 @@
-"""Parts of the model (block stacks, and stage 0's embedding and head) and their passes for one microbatch.
-
-Parameters have their names in the whole model (`model.layers.5.mlp.up_proj.weight`).
-"""
+"""Parts of the model (block stacks, stage 0's embedding and head; parameters have full names), and their passes."""
 
 from __future__ import annotations
 

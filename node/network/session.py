@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from node.concurrency.task_groups import TaskTracker, set_or_after, task_scope
+from node.concurrency.task_groups import TaskTracker, background, set_or_after, task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import Event, EventSink, PeerChange
@@ -230,10 +230,8 @@ class MembershipSync:
             self.transport.announce(self.record.fresh())
 
     async def _greet_for_ever(self) -> None:
-        """Opens links to the replicas that we work with, a few at a time, until cancelled.
-
-        Only linked replicas get work while one of them serves: a name whose address is silent delays no microbatch.
-        """
+        """Opens links to the replicas that we work with, a few at a time, until cancelled."""
+        # Only linked replicas get work while one of them serves: a name whose address is silent delays no microbatch.
         met: set[PeerId] = set()
         while True:
             await asyncio.sleep(GREET_S)
@@ -293,33 +291,26 @@ MAX_LINK_PEERS = 4
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - by the name of "all interfaces"
 
 
-@dataclass(frozen=True, slots=True)
-class Answered(Generic[Answer]):
-    """A peer's valid answer. A failure is a string with the reason instead."""
+async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Answer:
+    """Asks all peers at once. Returns the first valid answer. Raises Unreachable with the last failure."""
+    answers, why = list[Answer](), "no peer was asked"
 
-    answer: Answer
-
-
-async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Answered[Answer] | str:
-    """Asks all peers at once. Returns the first valid answer, or the reason of the last failure."""
-
-    async def attempt(peer: PeerId) -> Answered[Answer] | str:
+    async def attempt(peer: PeerId) -> None:
+        nonlocal why
         try:
-            return Answered(await ask(peer))
+            answers.append(await ask(peer))
         except (PeerError, ManifestError) as error:
-            return f"{short(peer)}: {error}"
+            why = f"{short(peer)}: {error}"
 
-    why = "no peer was asked"
     async with task_scope() as tasks:
         attempts = [tasks.create_task(attempt(peer)) for peer in peers]
         for attempted in asyncio.as_completed(attempts):
-            result = await attempted
-            if isinstance(result, Answered):
+            await attempted
+            if answers:
                 for each in attempts:
                     each.cancel()
-                return result
-            why = result
-    return why
+                return answers[0]
+    raise Unreachable(why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,11 +415,11 @@ class NetworkSession:
             # Peers named in the link were chosen by the inviter, so ask them first.
             peers.sort(key=lambda peer: peer not in self.introduced)
             for first in range(0, len(peers), at_once):
-                result = await first_good(peers[first : first + at_once], ask)
-                if isinstance(result, Answered):
-                    return result.answer
-                last = result
-                log.info("%s", last)
+                try:
+                    return await first_good(peers[first : first + at_once], ask)
+                except Unreachable as error:
+                    last = str(error)
+                    log.info("%s", last)
             if loop.time() >= deadline:
                 raise Unreachable(
                     f"no peer {what} within {patience_s:.0f} s; {last}",
@@ -445,12 +436,9 @@ async def present(
     settings: DirectorySettings,
     clock: Clock,
     events: EventSink,
-    first: NetworkSession | None = None,
+    first: NetworkSession | None = None,  # Of the node's first module, whose DHT process a further module uses
 ) -> AsyncIterator[NetworkSession]:
-    """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken.
-
-    `first`: the session of the node's first module, whose DHT process a further module uses.
-    """
+    """Connects to a run without hosting a module, until the end of the block. Raises ConfigError if a port is taken."""
     # The certificate has the port of the DHT, which starts later.
     if settings.host and not (where.port and settings.port):
         port, dht_port = free_ports(settings.host, f"{identity.peer}{run}", 2)
@@ -473,15 +461,11 @@ async def present(
         own.addresses = tuple(joined(host, transport.port) for host in hosts)
         if first is None:
             await stack.enter_async_context(directory)
-        tasks = await stack.enter_async_context(task_scope())
-        running = tasks.create_task(sync.run())
-        try:
-            # A multiaddr ends with its peer id.
-            introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
-            ends = where.local(transport.port), introduced, first
-            yield NetworkSession(run, identity, own, sync, dispatcher, directory, transport, tunnels, book, *ends)
-        finally:
-            running.cancel()
+        await stack.enter_async_context(background(sync.run()))
+        # A multiaddr ends with its peer id.
+        introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
+        ends = where.local(transport.port), introduced, first
+        yield NetworkSession(run, identity, own, sync, dispatcher, directory, transport, tunnels, book, *ends)
 
 
 def address_towards(host: str, *, by_ip6: bool = False) -> str | None:

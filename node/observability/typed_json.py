@@ -35,9 +35,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False) -> Read:
-    """Converts a JSON object to a dataclass, ignoring unknown keys; `lenient` gives malformed fields their defaults.
-    Raises ProtocolViolation.
-    """
+    """Converts a JSON object to a dataclass. `lenient`: malformed fields get defaults. Raises ProtocolViolation."""
     from pydantic import ValidationError
 
     try:

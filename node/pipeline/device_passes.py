@@ -411,15 +411,12 @@ class BlockByBlock:
         return SplitGradients(gradient, others, tuple(product for half in halves for product in half.products))
 
     def backward_into(self, sums: Accumulator, visit: PassState, gradient: Tensor, weight: int) -> AddedGradients:
-        """Adds `weight` times the parameter gradients to `sums`, without registering the microbatch there.
-
-        Adds zeros from the first block whose gradients may not be finite. If memory runs out, undoes the additions.
-        """
+        """Adds `weight` times the parameter gradients to `sums`, without registering the microbatch there."""
         assert isinstance(visit, BlockVisit)
         added = [0]
         try:
             source, are_finite = self._add(sums, visit, gradient, weight, added)
-        except BaseException:
+        except BaseException:  # such as too little memory
             self._take_back(sums, visit, gradient, weight, added)
             raise
         return AddedGradients(source, are_finite, lambda: self._take_back(sums, visit, gradient, weight, added))
@@ -646,26 +643,22 @@ class SeveralHeads:
         return self._weighted(self._at_once(hidden, labels, on), labels)
 
     def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
-        loss, gradients = self._loss_and_gradients(hidden, labels)
-        if not are_finite(gradients.parameters):
-            return None
-        assert gradients.source is not None
-        if sums:
-            fold(sums, gradients.parameters, weight)
-        return HeadVisit(loss, gradients.source, lambda: fold(sums, gradients.parameters, -weight))
-
-    def _loss_and_gradients(self, hidden: Tensor, labels: Tensor) -> tuple[float, Gradients]:
         def on(head: nn.Module, own: Tensor, wanted: Tensor) -> tuple[float, Gradients]:
             visit = passes.forward(head, own, wanted)
-            weight = visit.result.new_tensor(wanted.numel() / labels.numel())
-            return float(visit.result.item()), passes.backward(head, visit, weight)
+            share = visit.result.new_tensor(wanted.numel() / labels.numel())
+            return float(visit.result.item()), passes.backward(head, visit, share)
 
         found = self._at_once(hidden, labels, on)
         of_each = [gradients for _, gradients in found]
-        sums = [_sum(of_one) for of_one in zip(*(gradients.parameters for gradients in of_each), strict=True)]
+        total = [_sum(of_one) for of_one in zip(*(gradients.parameters for gradients in of_each), strict=True)]
+        if not are_finite(total):
+            return None
+        if sums:
+            fold(sums, total, weight)
         sources = [gradients.source.to(hidden.device) for gradients in of_each if gradients.source is not None]
         together = torch.cat(sources, dim=1).view_as(hidden)
-        return self._weighted([loss for loss, _ in found], labels), Gradients(together, tuple(sums))
+        loss = self._weighted([loss for loss, _ in found], labels)
+        return HeadVisit(loss, together, lambda: fold(sums, total, -weight))
 
     def parameters_changed(self) -> None:
         self._heads.changed()

@@ -66,6 +66,7 @@ from swarm.vocabulary.pipeline_messages import (
     ReceiptStatus,
     Stranded,
 )
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId, Reasoned, short
 
 log = logging.getLogger(__name__)
@@ -77,9 +78,6 @@ MOST_SHORT_OF_MEMORY = 32  # Consecutive computations that may run out of memory
 MAX_LINKS: Final = 1024  # Links whose codecs are remembered. The transport keeps fewer open.
 DESCRIBED_LINKS: Final = 64
 FASTEST: Final = 1e12  # Throughput that the status shows for a peer of this process, in bytes per second
-
-
-# ---- worker ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,37 +161,27 @@ class WorkerThread:
         return await self.thread.run(Priority.UPKEEP, step)
 
 
-# ---- codecs ----------------------------------------------------------------------------------------------------------
-
-
 class LinkCodecs:
-    """Choice of a codec for each of this node's links, by the link's throughput and measured encoding errors.
-
-    Args:
-        visit_s: compute time of a microbatch at the slower end of the link to a peer, in seconds; 0 if unknown.
-        rate: throughput of the link to a peer in bytes per second; 0 if unknown.
-    """
+    """Choice of a codec for each of this node's links, by the link's throughput and measured encoding errors."""
 
     def __init__(
         self,
         manifest: Manifest,
         tensor: TensorSpec,
-        visit_s: Callable[[PeerId], float],
-        rate: Callable[[PeerId], float],
+        visit_s: Callable[[PeerId], float],  # Compute time of a microbatch at the link's slower end; 0 if unknown
+        rate: Callable[[PeerId], float],  # Throughput of the link to a peer in bytes per second; 0 if unknown
     ) -> None:
         self._levels = allowed_codecs(manifest)
         self._sizes = {codec: TensorSpec(tensor.shape, tensor.dtype, codec).byte_length for codec in MOST_ERROR}
         self._sizes[Codec.NONE] = tensor.raw_bytes
         self._visit_s, self._rate = visit_s, rate
-        self._chosen: dict[PeerId, dict[Traffic, Reasoned[Codec]]] = {}
+        self._chosen = Latest[PeerId, dict[Traffic, Reasoned[Codec]]](MAX_LINKS)
         self._too_coarse: set[tuple[Traffic, Codec]] = set()
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
         levels = self._levels[traffic]
         while len(levels) > 1 and (traffic, levels[-1]) in self._too_coarse:  # measured to be too inaccurate
             levels = levels[:-1]
-        while to not in self._chosen and len(self._chosen) >= MAX_LINKS:
-            del self._chosen[next(iter(self._chosen))]
         choices = self._chosen.setdefault(to, {})
         current = choices[traffic].value if traffic in choices else None
         choices[traffic] = choose(levels, self._sizes, current, self._rate(to), self._visit_s(to))
@@ -267,8 +255,6 @@ class RunnerHost(Protocol):
         """Called when a message or tensor could not be sent to `peer`."""
 
 
-# ---- tensors of an entry ---------------------------------------------------------------------------------------------
-
 Slot = tuple[Key, type[MicrobatchTensor]]  # The entry of a tensor, and whether it is the entry's input or gradient
 
 
@@ -295,9 +281,6 @@ class Tensors:
 
 def slot_of(message: MicrobatchTensor) -> Slot:
     return Key(message.microbatch, message.position), type(message)
-
-
-# ---- runner ----------------------------------------------------------------------------------------------------------
 
 
 class MicrobatchRunner(MachineRunner[Event, Action]):

@@ -50,6 +50,7 @@ from swarm.pipeline.custody import Started, Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size, VisitCost
 
@@ -104,22 +105,16 @@ FACTORS_KEPT: Final = 4096
 
 
 class GradientClip:
-    """Limits each microbatch's gradient, so that no data node owns an inner step.
-
-    The usual norm is the lower median of the data nodes' medians: many microbatches of one count like few.
-    """
+    """Limits each microbatch's gradient, so that no data node owns an inner step."""
 
     def __init__(self) -> None:
         self._norms: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._medians: dict[PeerId, float] = {}
-        self._factors: OrderedDict[MicrobatchId, Tensor | None] = OrderedDict()
+        self._factors = Latest[MicrobatchId, Tensor | None](FACTORS_KEPT)
         self._unread: tuple[PeerId, Tensor] | None = None
 
     def clipped(self, microbatch: MicrobatchId, gradient: Tensor, labels: int = 0) -> Tensor:
-        """Returns the gradient [rows, tokens, hidden], scaled down if it is too long; again by the same factor.
-
-        `labels`: predicted tokens; 0: all.
-        """
+        """Returns the gradient [rows, tokens, hidden], limited, again by the same factor. `labels` 0: all tokens."""
         if microbatch not in self._factors:
             if self._unread is not None:  # reading the last norm now, and not this one, keeps the device busy
                 self._add(self._unread[0], self._unread[1].item())
@@ -128,11 +123,10 @@ class GradientClip:
             self._unread = microbatch.data_node, norm.to("cpu", non_blocking=True)
             few = len(self._medians) < 2 or sum(map(len, self._norms.values())) < FEW_NORMS
             times = ALONE_AT_MOST if few else GRADIENT_AT_MOST
+            # The median of the data nodes' medians: many microbatches of one count like few.
             limit = times * median_low(self._medians.values()) if self._medians else math.inf
             is_usual = gradient.device.type == "cpu" and bool(norm <= limit)
             self._factors[microbatch] = None if is_usual else torch.clamp(limit / norm, max=1.0)
-            if len(self._factors) > FACTORS_KEPT:
-                self._factors.popitem(last=False)
         factor = self._factors[microbatch]
         return gradient if factor is None else gradient * factor.to(gradient.dtype)
 
@@ -349,9 +343,6 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# ---- graph memory ----------------------------------------------------------------------------------------------------
-
-
 class GraphBudget:
     """Memory budget for one replica's autograd graphs, in tokens. The first forward pass measures bytes per token."""
 
@@ -424,9 +415,6 @@ def _measured(
     return sum(seen.values())
 
 
-# ---- workers ---------------------------------------------------------------------------------------------------------
-
-
 class ReplicaWorker(ABC):
     """Base of `HopWorker` and `DataWorker` (`node.pipeline.runner.Worker`). `tensor` specifies hidden states."""
 
@@ -467,12 +455,7 @@ class _Kept:
 
 
 class HopWorker(ReplicaWorker):
-    """Worker of one replica of a block module: passes, gradient sums and inner steps.
-
-    Args:
-        graph_budget_bytes: memory for graphs; a quarter is for up to `stashed` copies of older weights.
-        quadratic_share: weight of squared document lengths in the cost; 0 if microbatches are rows of one stream.
-    """
+    """Worker of one replica of a block module: passes, gradient sums and inner steps."""
 
     def __init__(
         self,
@@ -481,9 +464,9 @@ class HopWorker(ReplicaWorker):
         optimizer: InnerOptimizer,
         tensor: TensorSpec,
         device: torch.device,
-        graph_budget_bytes: int,
+        graph_budget_bytes: int,  # A quarter of it is for up to `stashed` copies of older weights
         *,
-        quadratic_share: float = 0.0,
+        quadratic_share: float = 0.0,  # Weight of squared document lengths in the cost; 0 for rows of one stream
         passes: Passes | None = None,
         deferred: DeferredWeights | None = None,
         stashed: int = 0,
@@ -767,9 +750,6 @@ class DataWorker(ReplicaWorker):
         self.accumulated += 1
         self.accumulated_tokens += text.size
         return Output(step_due=self.stage.optimizer.due)
-
-
-# ---- construction ----------------------------------------------------------------------------------------------------
 
 
 def host_hop(

@@ -7,18 +7,18 @@ import ipaddress
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
-from node.concurrency.task_groups import task_scope
+from node.concurrency.task_groups import background, task_scope
 from node.network.local_peer import LocalPeer
 from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Reach
 from node.reachability.port_mapping import Mapping, NotMapped, Router
-from node.reachability.reach_test import Ask, Attachments, Attempt, Switchboard, Witness, witnesses_of
+from node.reachability.witnesses import Ask, Attachments, Attempt, Switchboard, Witness, witnesses_of
 from protocol.dht.directory import DhtDirectory, RelayTunnels
 from protocol.identity.signed_records import MAX_RELAY_LENGTH
 from protocol.interfaces.transport import FarEnd, QuestionAbout
@@ -188,7 +188,7 @@ HOLD_S: Final = 2.0  # Interval of checks of the held links
 
 Climb = Callable[[], Awaitable[Standing]]
 Hold = Callable[[], Awaitable[tuple[PeerId, ...]]]  # Opens the held links and returns their peers
-Sleep = Callable[[float], Awaitable[None]]
+Sleep = Callable[[float], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -242,16 +242,11 @@ async def reachable(
 
     try:
         with session.dispatcher.registered(answers=answers):
-            async with task_scope() as tasks:
-                work = [watch(climbing, hold, adoption, router)]
-                if session.first is None:  # Further modules of a node use the DHT of its first one
-                    work.append(keep_in_step(session))
-                running = [tasks.create_task(each) for each in work]
-                try:
-                    yield
-                finally:
-                    for task in running:
-                        task.cancel()
+            work = [watch(climbing, hold, adoption, router)]
+            if session.first is None:  # Further modules of a node use the DHT of its first one
+                work.append(keep_in_step(session))
+            async with background(*work):
+                yield
     finally:
         if router is not None:
             await router.close()
@@ -290,11 +285,8 @@ async def _climb_surely(climbing: Climb, before: Standing, sleep: Sleep) -> Stan
 
 
 async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
-    async def wait() -> None:
-        await sleep(wait_s)
-
     async with task_scope() as tasks:
-        keeping, waiting = tasks.create_task(router.keep()), tasks.create_task(wait())
+        keeping, waiting = tasks.create_task(router.keep()), tasks.create_task(sleep(wait_s))
         await asyncio.wait((keeping, waiting), return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             log.info("%s", keeping.result().reason)

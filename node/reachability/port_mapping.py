@@ -238,11 +238,8 @@ def location_in(answer: bytes, gateway: str) -> str | None:
 
 
 def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = None) -> str | None:
-    """Searches for the URL of the gateway's UPnP description (Device Architecture 1.1, section 1.3).
-
-    `targets` replace the gateway and the multicast group.
-    """
-    # Many gateways answer only at the multicast group.
+    """Searches for the URL of the gateway's UPnP description (Device Architecture 1.1, section 1.3)."""
+    # Many gateways answer only at the multicast group. Tests replace both by `targets`.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as searching:
         searching.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
         for device in _DEVICES:

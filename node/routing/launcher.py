@@ -27,7 +27,7 @@ from swarm.experts.routes import MAX_ROUTES, RouteTally
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.pipeline.in_flight import InFlight, InFlightTable, Window, room_at_hops
-from swarm.routing.attribution import LossOutliers, Outlier, PathTimes
+from swarm.routing.attribution import LossOutliers, PathTimes
 from swarm.routing.launch_queue import LaunchQueue, current_route
 from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
 from swarm.vocabulary.errors import ConfigError, Rejected, Unreachable
@@ -37,9 +37,8 @@ from swarm.workload.microbatch_sizes import summary_of
 
 PAUSE_S = 1.0
 LIFETIMES_S = (15.0, 30.0, 60.0)  # Timeouts per attempt. A dead hop loses evaluated microbatches: no other keeps them.
-EVALUATED_AT_ONCE = (
-    8  # In flight, below a hop's slots. Each queues behind training at every hop: one at a time would be slow.
-)
+# In flight, below a hop's slots. Each queues behind training at every hop: one at a time would be slow.
+EVALUATED_AT_ONCE = 8
 MAX_MICROBATCHES = 256
 
 
@@ -122,10 +121,7 @@ class HeldOut:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Returns JSON: loss in nats per token, tokens, microbatches, stages, and with experts the loss by route.
-
-        Raises Rejected if the question asks for too much or there is no held-out text, Unreachable if no path works.
-        """
+        """Returns JSON: loss in nats per token, also by route, and sizes of the text. Raises Rejected, Unreachable."""
         count = question.microbatches
         if not 1 <= count <= MAX_MICROBATCHES:
             raise Rejected(f"cannot evaluate {count} microbatches; 1 to {MAX_MICROBATCHES} are allowed")
@@ -240,10 +236,7 @@ class Training:
 
 
 class DataNode(PathEnds):
-    """A peer that hosts stage 0: launches microbatches, whose paths start and end here.
-
-    `ready` returns the next text, or None if none is packed yet; its source wakes the data node once one is.
-    """
+    """A peer that hosts stage 0: launches microbatches, whose paths start and end here."""
 
     def __init__(
         self,
@@ -253,7 +246,7 @@ class DataNode(PathEnds):
         times: PathTimes,
         evaluator: Evaluator,
         launches: Launches,
-        ready: Callable[[], Microbatch | None],
+        ready: Callable[[], Microbatch | None],  # Next text; None if none is packed yet: `wake` follows once one is
         window: WindowFinder,
     ) -> None:
         self.training = training
@@ -362,12 +355,9 @@ class DataNode(PathEnds):
             detector = self._outliers.setdefault(route, LossOutliers(self._round_microbatches))
             outlier = detector.returned(path, loss)
             if outlier is not None:
-                self._leave_out(outlier)
-
-    def _leave_out(self, outlier: Outlier) -> None:
-        pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
-        name = f"replica {short(outlier.peer)} of module {outlier.module}"
-        self._events.emit(Note("warning", f"{name} is excluded from paths for {pause_s:.0f} s: {outlier.why}"))
+                pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
+                name = f"replica {short(outlier.peer)} of module {outlier.module}"
+                self._events.emit(Note("warning", f"{name} is excluded from paths for {pause_s:.0f} s: {outlier.why}"))
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self._times.completed(microbatch, self._clock.monotonic())

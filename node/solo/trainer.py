@@ -265,9 +265,6 @@ class SoloTrainer:
         return loss
 
 
-# ---- checkpoint ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
     folder: CheckpointFolder

@@ -1,8 +1,4 @@
-"""A Hugging Face model folder, cut into the modules of a run: first anchors, whose digests are in the manifest.
-
-Only safetensors are opened, because pickles can run code. Keys are those of LlamaConfig and its relatives in
-transformers 4 and 5.
-"""
+"""A Hugging Face model folder, cut into the modules of a run: first anchors, whose digests are in the manifest."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 log = logging.getLogger(__name__)
 
-FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")  # With the keys of transformers 4 and 5
 # Longest default row in tokens; then the defaults of transformers for absent keys.
 SEQUENCE: Final = 1024
 _MISTRAL_WINDOW: Final = 4096
@@ -260,7 +256,7 @@ class ModelFolder:
                 require_no_pointer(file_path, file.read(64))
                 file.seek(0)
                 check_header_size(file)
-            opened: Any = safe_open(file_path, framework="pt")
+            opened: Any = safe_open(file_path, framework="pt")  # never pickles, which can run code
             names = list(opened.keys())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read {self.path / name}: {error}") from error

@@ -1,7 +1,4 @@
-"""Encoding and decoding of tensors with any codec, bit for bit deterministic.
-
-If a codec cannot express a tensor, a wider codec is used.
-"""
+"""Encoding and decoding of tensors with any codec, bit for bit; a wider codec if one cannot express the tensor."""
 
 from __future__ import annotations
 
@@ -118,8 +115,7 @@ def encoded_bytes(codec: Codec, elements: int) -> int:
 
 
 def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
-    """Encodes a vector into `out`. Raises StateError if the codec cannot express a value (`out` is then undefined), and
-    ValueError if `out` has a wrong length."""
+    """Encodes a vector into `out`. Raises StateError (`out` is then undefined), or ValueError for a wrong length."""
     _check(codec, values, out)
     if len(values):
         _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))

@@ -199,9 +199,6 @@ def check_received(scales: Tensor, largest: float, codec: str, expect: Expect = 
     expect((sizes == allowed).all(), fault)
 
 
-# ---- slices ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A range of a vector's blocks, and the range of their elements. The last piece may be a single shorter block."""

@@ -8,11 +8,9 @@ import ipaddress
 import logging
 import random
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from protocol.dht.child import KEYS_PER_FIND, DhtChild, running_child
 from protocol.generated import dht_process_pb2
@@ -22,6 +20,7 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError, Unreachable
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import MAX_EXPERTS, MAX_STAGES, ModuleId, PeerId, RunId, short
 
 log = logging.getLogger(__name__)
@@ -72,8 +71,7 @@ class LatestSequences:
     # Forgotten at expiry, so that a peer whose clock was far ahead can correct it.
 
     def __init__(self, limit: int = MAX_REMEMBERED_PEERS) -> None:
-        self._limit = limit
-        self._latest: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
+        self._latest = Latest[PeerId, tuple[int, float]](limit)
 
     def is_current(self, announcement: Announcement, now: float) -> bool:
         """Whether we know no newer unexpired record of this peer at `now` (Unix time). If so, remembers this record."""
@@ -81,9 +79,6 @@ class LatestSequences:
         if announcement.sequence < sequence and now < expires_at:
             return False
         self._latest[announcement.peer] = announcement.sequence, announcement.expires_at
-        self._latest.move_to_end(announcement.peer)
-        if len(self._latest) > self._limit:
-            self._latest.popitem(last=False)
         return True
 
 
@@ -114,9 +109,7 @@ class DhtDirectory:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         assert self._supervisor is not None
         self._supervisor.cancel()
         if isinstance(error, asyncio.CancelledError):

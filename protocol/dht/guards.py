@@ -146,12 +146,9 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
 
 @dataclass(slots=True, eq=False)
 class GuardedStorage:
-    """Bounded store of unexpired DHT records by key and owner, with the interface of hivemind's DHT storage.
+    """Bounded store of unexpired, validated DHT records by key and owner, with the interface of hivemind's storage."""
 
-    It does not decode the values, which are validated. `now` returns Unix time in seconds.
-    """
-
-    now: Callable[[], float]
+    now: Callable[[], float]  # Unix time in seconds
     owners_of_key: int = MAX_OWNERS_OF_KEY
     max_records: int = MAX_RECORDS
     longest_s: float = math.inf  # Longest remaining time in seconds, in case this machine's clock was set back

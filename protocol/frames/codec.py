@@ -153,9 +153,6 @@ def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
     )
 
 
-# ---- one field ------------------------------------------------------------------------------------------------------
-
-
 def field_converter(hint: Any, field: Any, where: str) -> Converter:
     """Returns the converter between type `hint` and `field` of link.proto. `where` names the field in errors."""
     if inner := inner_type(hint):

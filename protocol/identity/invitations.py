@@ -1,13 +1,9 @@
-"""Invitations: the author's signature that lets a peer act as data node, verified offline.
-
-A join link carries a `Grant`, whose holder signs its own peer id. `proto/link.proto` specifies the bytes at Route.
-"""
+"""Invitations: the author's signature that lets a peer act as data node. `proto/link.proto` specifies them at Route."""
 
 from __future__ import annotations
 
 import base64
 import struct
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Self
@@ -16,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.identity.keys import KEY_BYTES, Identity, public_key_of, verify
 from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import INVITATION_BYTES, SIGNATURE_BYTES, PeerId, RunId
 
 _GRANT_DOMAIN: Final = b"skipstone-invitation:1\0"
@@ -73,7 +70,7 @@ class Guests:
         self.hosts = (author, *inviters)  # Peers that sign invitations, and need none
         self._keys = tuple(map(public_key_of, self.hosts))
         self._is_open = is_open
-        self._accepted: OrderedDict[tuple[bytes, PeerId], None] = OrderedDict()
+        self._accepted = Latest[tuple[bytes, PeerId], None](REMEMBERED)
 
     def fault(self, peer: PeerId, invitation: bytes, now: float) -> str | None:
         """Returns why a peer may not act as data node at the Unix time `now`; None if it may."""
@@ -87,16 +84,11 @@ class Guests:
         if uses and use not in self._accepted and sum(grant == use[0] for grant, _ in self._accepted) >= uses:
             return USED_UP
         self._accepted[use] = None
-        self._accepted.move_to_end(use)
-        if len(self._accepted) > REMEMBERED:
-            self._accepted.popitem(last=False)
         return None
 
     def is_invited(self, peer: PeerId, invitation: bytes, now: float) -> bool:
-        """Whether the peer is the author, an inviter, or invited. An open run alone makes no peer invited.
-
-        The number of uses does not count: others may have met other guests first, and all must agree.
-        """
+        """Whether the peer is the author, an inviter, or invited. An open run alone makes no peer invited."""
+        # The number of uses does not count: others may have met other guests first, and all must agree.
         return self._not_signed(peer, invitation, now) is None
 
     def _not_signed(self, peer: PeerId, invitation: bytes, now: float) -> str | None:

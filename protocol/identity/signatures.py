@@ -1,14 +1,10 @@
-"""Ed25519 signatures (RFC 8032) of routes, roster entries, tallies of work and pieces of pseudo-gradients.
-
-A peer id contains the key. `proto/link.proto` specifies the signed bytes at Route, Entry, WorkTally and Contribution.
-"""
+"""Ed25519 signatures (RFC 8032) of link.proto's Route, Entry, WorkTally and Contribution, which specify the bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 import time
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Final
 
@@ -18,6 +14,7 @@ from protocol.identity.keys import Identity, public_key_of, verify
 from swarm.vocabulary.averaging_messages import Contribution, Entry, WorkTally
 from swarm.vocabulary.errors import ProtocolViolation, Rejected
 from swarm.vocabulary.pipeline_messages import Forward, MicrobatchTensor, Purpose
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute
 
 _ENTRY_DOMAIN: Final = b"skipstone-entry:2\0"
@@ -35,7 +32,7 @@ class EntrySigner:
         self._run = run
         self._guests = guests
         self._invitation = invitation
-        self._verified: OrderedDict[WorkTally, bool] = OrderedDict()
+        self._verified = Latest[WorkTally, bool](MAX_VERIFIED)
 
     def sign_tally(self, tally: WorkTally) -> WorkTally:
         signature = self._identity.sign(tally_statement(self._run, tally))
@@ -48,8 +45,6 @@ class EntrySigner:
             invited = guests is not None and guests.is_invited(tally.data_node, tally.invitation, tally.at)
             key = public_key_of(tally.data_node) if invited else b""
             self._verified[tally] = invited and verify(key, tally.signature, tally_statement(self._run, tally))
-            while len(self._verified) > MAX_VERIFIED:
-                self._verified.popitem(last=False)
         return self._verified[tally]
 
     def sign(self, entry: Entry) -> Entry:
@@ -125,7 +120,7 @@ class Routes:
         self._run = run
         self._guests = guests
         self._invitation = invitation
-        self._good: OrderedDict[bytes, None] = OrderedDict()
+        self._good = Latest[bytes, None](REMEMBERED)
 
     def signed(
         self,
@@ -143,7 +138,7 @@ class Routes:
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents, labels)
         signature = self._identity.sign(data)
-        self._remember(_name_of(microbatch.data_node, signature, data))
+        self._good[_name_of(microbatch.data_node, signature, data)] = None
         return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents, labels, self._invitation))
 
     def uninvited(self, message: MicrobatchTensor) -> str | None:
@@ -158,24 +153,16 @@ class Routes:
             return "its data node has not signed the route"
         if not route.allows(message.path):
             return "the path visits other modules than its data node has signed"
-        purpose = (
-            message.purpose if isinstance(message, Forward) else Purpose.TRAIN
-        )  # evaluated microbatches never return
-        data = signed_bytes(
-            self._run, microbatch, purpose, route.lifetime_s, route.modules, route.documents, route.labels
-        )
+        purpose = message.purpose if isinstance(message, Forward) else Purpose.TRAIN  # evaluated ones never return
+        said = route.lifetime_s, route.modules, route.documents, route.labels
+        data = signed_bytes(self._run, microbatch, purpose, *said)
         name = _name_of(microbatch.data_node, route.signature, data)
         if name in self._good:
             return None
         if not verify(public_key_of(microbatch.data_node), route.signature, data):
             return "the route's signature is not its data node's"
-        self._remember(name)
-        return None
-
-    def _remember(self, name: bytes) -> None:
         self._good[name] = None
-        while len(self._good) > REMEMBERED:
-            self._good.popitem(last=False)
+        return None
 
 
 def signed_bytes(

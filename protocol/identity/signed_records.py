@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from protocol.identity.certificates import peer_of_certificate
 from protocol.identity.keys import Identity, peer_id_of, verify
 from swarm.vocabulary.announcement import MAX_VISITED_STAGES, Announcement
 from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, ModuleId, PeerState, RunId, VersionRange
 
 KEY_PREFIX = "skipstone/"
@@ -65,7 +65,7 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
 
 
 # Verified records by their bytes, because both signatures are expensive and every look-up repeats them
-_verified: OrderedDict[bytes, Announcement] = OrderedDict()
+_verified = Latest[bytes, Announcement](MAX_RECORDS)
 
 
 def is_verified(record: bytes) -> bool:
@@ -89,8 +89,6 @@ def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcem
     _check_signature(envelope, announcement)
     _check_certificate(announcement)
     _verified[data] = announcement
-    if len(_verified) > MAX_RECORDS:
-        _verified.popitem(last=False)
     return announcement
 
 

@@ -71,7 +71,9 @@ class TensorSpec:
             case Codec.INT4:
                 return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self.apart_bytes
             case Codec.TOP_K_4 | Codec.TOP_K_2:
-                return _sparse_bytes(elements, self.codec)
+                whole, rest = divmod(elements, SPARSE_CHUNK)
+                last = SparseChunk(rest, self.codec).byte_length if rest else 0
+                return whole * SparseChunk(SPARSE_CHUNK, self.codec).byte_length + last
             case Codec.PLANES:
                 return self.compressed_bytes
 
@@ -132,9 +134,3 @@ class SparseChunk:
     @property
     def byte_length(self) -> int:
         return 4 + self.low_bytes + self.high_bytes + self.code_bytes
-
-
-def _sparse_bytes(elements: int, codec: Codec) -> int:
-    whole, rest = divmod(elements, SPARSE_CHUNK)
-    last = SparseChunk(rest, codec).byte_length if rest else 0
-    return whole * SparseChunk(SPARSE_CHUNK, codec).byte_length + last

@@ -158,10 +158,7 @@ class Transport(Protocol):
     """Links to the run's peers, for tensors, small messages and questions."""
 
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        """Sends a tensor, after dialling if necessary. Only a Receipt confirms the arrival.
-
-        Raises Unreachable, Stalled, Rejected, StaleVersion.
-        """
+        """Sends a tensor; only a Receipt confirms it. Raises Unreachable, Stalled, Rejected, StaleVersion."""
 
     async def send_control(self, peer: PeerId, message: ControlMessage) -> None:
         """Sends a small message, after dialling if necessary. Raises as `send`."""

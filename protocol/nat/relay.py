@@ -10,7 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -58,7 +58,7 @@ class RelayStream:
             raise ProtocolViolation("relay: a message of unknown kind")
         return message
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Ends the stream after sending the written bytes, or after CLOSE_PATIENCE_S. Raises only CancelledError."""
         self.writer.close()
         try:
@@ -99,11 +99,7 @@ READ_BYTES: Final = 128 * 1024  # Limit of asyncio's reader
 Spend = Callable[[int], str]  # Called before bytes are carried; returns the objection, or ""
 
 
-def freely(amount: int) -> str:
-    return ""
-
-
-async def splice(one: RelayStream, other: RelayStream, spend: Spend, idle_s: float) -> str:
+async def splice(one: RelayStream, other: RelayStream, idle_s: float, spend: Spend = lambda amount: "") -> str:
     """Copies bytes between two streams until one ends, `spend` refuses, or `idle_s` pass without bytes. Returns why."""
     # Reading pauses while the other side does not accept the bytes. The callers close the streams.
     loop = asyncio.get_running_loop()
@@ -259,7 +255,7 @@ class RelayService:
                 async with asyncio.timeout(self._limits.handshake_s):
                     await stream.say(answer(str(error)))
         finally:
-            await stream.close()
+            await stream.aclose()
 
     async def _greeted(self, stream: RelayStream) -> relay_pb2.RelayMessage:
         """Reads a stream's first message. Raises Rejected if it is late, or if too many streams wait for theirs."""
@@ -375,7 +371,7 @@ class RelayService:
             self._figures.carried_bytes += 0 if objection else amount
             return objection
 
-        ended = await splice(stream, far, spend, self._limits.idle_s)
+        ended = await splice(stream, far, self._limits.idle_s, spend)
         self._figures.cut_off += bool(objection)
         log.info("a tunnel from %s to %s ended (%s)", short(stream.peer), short(far.peer), ended)
 
@@ -451,8 +447,7 @@ class Attachment:
 
     async def _attend(self, tunnels: asyncio.TaskGroup) -> None:
         """Attaches to the relay and handles its messages until the stream fails. Always ends with a PeerError."""
-        stream = await self.dial(self.relay)
-        try:
+        async with aclosing(await self.dial(self.relay)) as stream:
             attach = relay_pb2.RelayAttach(run=self.run)
             await ask(stream, relay_pb2.RelayMessage(attach=attach), ANSWER_S)
             self.standing, self.reason = True, ""
@@ -463,8 +458,6 @@ class Attachment:
             finally:
                 pinging.cancel()
                 await asyncio.wait((pinging,))
-        finally:
-            await stream.close()
 
     async def _ping(self, stream: RelayStream) -> None:
         with suppress(Unreachable):  # the task that reads the stream gets the error too
@@ -501,23 +494,17 @@ class Attachment:
     async def _accept(self, number: int) -> None:
         """Accepts tunnel `number` on a new stream to the relay, and connects the stream to this peer's local port."""
         try:
-            stream = await self.dial(self.relay)
-            try:
+            async with aclosing(await self.dial(self.relay)) as stream:
                 await self._carry(number, stream)
-            finally:
-                await stream.close()
         except (PeerError, OSError) as error:
             log.info("a tunnel through %s was not accepted: %s", self.relay, error)
 
     async def _carry(self, number: int, stream: RelayStream) -> None:
         accept = relay_pb2.RelayAccept(number=number)
         await ask(stream, relay_pb2.RelayMessage(accept=accept), ANSWER_S)
-        local = RelayStream(stream.peer, *await asyncio.open_connection(*self.incoming.local))
-        try:
-            ended = await splice(stream, local, freely, IDLE_S)
+        async with aclosing(RelayStream(stream.peer, *await asyncio.open_connection(*self.incoming.local))) as local:
+            ended = await splice(stream, local, IDLE_S)
             log.info("a tunnel through %s ended: %s", self.relay, ended)
-        finally:
-            await local.close()
 
 
 LOCAL_HOST: Final = "127.0.0.1"
@@ -548,7 +535,7 @@ class OpenTunnels:
             listener = socket.create_server((LOCAL_HOST, 0), backlog=1)
             listener.setblocking(False)
         except OSError as error:
-            await stream.close()
+            await stream.aclose()
             raise ResourceExhausted(f"no local port for a tunnel: {error}") from error
         self._opened += 1
         port = int(listener.getsockname()[1])
@@ -562,7 +549,7 @@ class OpenTunnels:
             wish = relay_pb2.RelayOpen(run=self._run, target=target)
             await ask(stream, relay_pb2.RelayMessage(open=wish), OPEN_S)
         except BaseException:
-            await stream.close()
+            await stream.aclose()
             raise
         return stream
 
@@ -571,16 +558,11 @@ class OpenTunnels:
 
     async def _carry(self, listener: socket.socket, stream: RelayStream, target: PeerId) -> None:
         try:
-            local = await _one_connection(listener, target)
-            try:
-                ended = await splice(local, stream, freely, IDLE_S)
+            async with aclosing(stream), aclosing(await _one_connection(listener, target)) as local:
+                ended = await splice(local, stream, IDLE_S)
                 log.info("the tunnel to %s ended: %s", short(target), ended)
-            finally:
-                await local.close()
         except (TimeoutError, OSError) as error:
             log.info("the tunnel to %s was not used: %s", short(target), error or "no connection came")
-        finally:
-            await stream.close()
 
 
 async def _one_connection(listener: socket.socket, target: PeerId) -> RelayStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, NoReturn
@@ -16,6 +16,7 @@ from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_o
 from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import PeerId, short
 
 TUNNEL_RETRY_S: Final = 1.0  # Pause between tunnels, because each one costs three peers
@@ -168,13 +169,11 @@ class Turnover:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._replaced: OrderedDict[PeerId, deque[float]] = OrderedDict()
+        self._replaced = Latest[PeerId, deque[float]](MAX_REMEMBERED_PEERS)
 
     def replaced(self, peer: PeerId) -> None:
-        self._replaced.setdefault(peer, deque(maxlen=MOST_REPLACED)).append(self._clock.monotonic())
-        self._replaced.move_to_end(peer)
-        if len(self._replaced) > MAX_REMEMBERED_PEERS:
-            self._replaced.popitem(last=False)
+        earlier = self._replaced.get(peer, ())
+        self._replaced[peer] = deque((*earlier, self._clock.monotonic()), maxlen=MOST_REPLACED)
 
     def is_high(self, peer: PeerId) -> bool:
         """Whether the peer replaced its link MOST_REPLACED times within REPLACED_WITHIN_S."""

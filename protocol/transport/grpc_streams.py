@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import re
 import ssl
-from collections.abc import Awaitable, Callable
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final, Protocol, TypeAlias
 from urllib.parse import unquote
 
 import grpc
@@ -83,76 +84,68 @@ class Stream(Protocol):
     async def close(self) -> None: ...
 
 
-class DialledStream:
+@contextlib.contextmanager
+def _mapped_errors() -> Iterator[None]:
+    """Converts errors of grpc.aio within the block to PeerError."""
+    try:
+        yield
+    except asyncio.CancelledError:  # ours, or grpc.aio's for a cancelled call
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise Unreachable("the stream was closed") from None
+    except _MISBEHAVED as error:
+        raise stream_error(error) from None
+
+
+class _GrpcStream:
+    """Reads and writes the frames of one side of a gRPC call."""
+
+    def __init__(self, side: Any) -> None:
+        self._side = side
+
+    async def read(self) -> bytes | None:
+        with _mapped_errors():
+            frame = await self._side.read()
+        return None if frame is grpc.aio.EOF else frame
+
+    async def write(self, frame: bytes) -> None:
+        with _mapped_errors():
+            await self._side.write(frame)
+
+
+class DialledStream(_GrpcStream):
     """A stream that this side opened, on a gRPC channel that carries no other stream."""
 
     def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
+        super().__init__(channel.stream_stream(f"/{SERVICE}/{METHOD}")())
         self._channel, self._far_end = channel, far_end
-        self._call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
     def far_end(self) -> FarEnd | None:
         """Returns the peer's host and certificate as dialled; None if the dialler has not set them."""
         return self._far_end
 
-    async def read(self) -> bytes | None:
-        try:
-            frame = await self._call.read()
-        except asyncio.CancelledError:
-            raise_if_cancelled()
-            raise Unreachable("the stream was closed") from None
-        except _MISBEHAVED as error:
-            raise stream_error(error) from None
-        return None if frame is grpc.aio.EOF else frame
-
-    async def write(self, frame: bytes) -> None:
-        try:
-            await self._call.write(frame)
-        except asyncio.CancelledError:
-            raise_if_cancelled()
-            raise Unreachable("the stream was closed") from None
-        except _MISBEHAVED as error:
-            raise stream_error(error) from None
-
     async def half_close(self) -> None:
-        try:
-            await self._call.done_writing()
-        except _MISBEHAVED as error:
-            raise stream_error(error) from None
+        with _mapped_errors():
+            await self._side.done_writing()
 
     async def close(self) -> None:
-        self._call.cancel()
+        self._side.cancel()
         await self._channel.close()
 
 
-class AcceptedStream:
+class AcceptedStream(_GrpcStream):
     """A stream that the other side opened. gRPC ends it when the handler of `Connect` returns."""
-
-    def __init__(self, context: ServicerContext) -> None:
-        self._context = context
 
     def far_end(self) -> FarEnd:
         """Returns the caller's host, empty if unknown, and certificate. Raises Rejected if the caller showed none."""
-        return FarEnd(_host_of_caller(self._context.peer()), self.certificate())
+        return FarEnd(_host_of_caller(self._side.peer()), self.certificate())
 
     def certificate(self) -> bytes:
         """Returns the DER of the caller's certificate, proven by TLS. Raises Rejected if the caller showed none."""
-        pem = self._context.auth_context().get("x509_pem_cert")
+        pem = self._side.auth_context().get("x509_pem_cert")
         if not pem:
             raise Rejected("the caller showed no certificate")
         return ssl.PEM_cert_to_DER_cert(pem[0].decode())
-
-    async def read(self) -> bytes | None:
-        try:
-            frame = await self._context.read()
-        except _MISBEHAVED as error:
-            raise stream_error(error) from None
-        return None if frame is grpc.aio.EOF else frame
-
-    async def write(self, frame: bytes) -> None:
-        try:
-            await self._context.write(frame)
-        except _MISBEHAVED as error:
-            raise stream_error(error) from None
 
     async def half_close(self) -> None:
         """Does nothing: a gRPC server ends its side by the status that follows when the handler returns."""
@@ -181,13 +174,6 @@ def _host_of_caller(name: str) -> str:
     if isinstance(found, ipaddress.IPv6Address):
         found = found.ipv4_mapped or found
     return "" if found is None else str(found)
-
-
-def raise_if_cancelled() -> None:
-    """Tells our cancellation from a cancelled call (grpc.aio raises the same): raises CancelledError for ours."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def _limits(max_frame_bytes: int) -> tuple[tuple[str, int], ...]:

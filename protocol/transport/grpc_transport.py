@@ -1,7 +1,4 @@
-"""The transport: one link per pair of peers, over gRPC with mutual TLS.
-
-If two peers dial each other at the same time, they keep the stream dialled by the smaller peer id.
-"""
+"""The transport: one link per pair of peers, over gRPC with mutual TLS."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import grpc
 
@@ -97,9 +93,7 @@ class GrpcTransport:
         await self._server.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         await self._shut_down()
         # Pass only a cancellation to the task group, which may have caused it. It would wrap other errors.
         if isinstance(error, asyncio.CancelledError):
@@ -309,7 +303,7 @@ class GrpcTransport:
     async def _objection_to_link(self, hello: Hello) -> Farewell | None:
         """Returns the Farewell for a valid peer whose stream we do not want, such as a second link; else None."""
         peer = hello.peer
-        wins = self._peer < peer
+        wins = self._peer < peer  # of two streams dialled at once, both keep the one of the smaller peer id
         attempt = self._dials.get(peer)
         if attempt is not None and wins and not self._dialler.has_called(peer):
             # With a timeout, because the peer may be able to reach us while we cannot reach it.

@@ -83,9 +83,6 @@ class Duplicate(Unreachable):
     """Error: the peer has opened a stream to us at the same time, and both sides use that stream."""
 
 
-# ---- one key in two live processes: the younger one ends ----
-
-
 def is_duplicate(said: Announcement, peer: PeerId, certificate: bytes, incarnation: int, wall: float) -> bool:
     """Whether another process with our key signed this verified announcement while this process ran."""
     # Each process has its own certificate. A record of an earlier process of this node is older than this process.

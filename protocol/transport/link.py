@@ -31,7 +31,7 @@ from swarm.vocabulary.pipeline_messages import (
     ReceiptStatus,
     TensorMessage,
 )
-from swarm.vocabulary.statistics import Ewma
+from swarm.vocabulary.statistics import Ewma, Latest
 from swarm.vocabulary.types import PeerId, short
 
 
@@ -339,7 +339,8 @@ class Goodput:
     _seconds: float = 0.0
     _round_trip_s: float = math.inf
     _busy_since: float = 0.0
-    _on_the_way: dict[int, tuple[int, float]] = field(default_factory=dict)  # Size and start of sending, in order
+    # Size and start of sending, in order
+    _on_the_way: Latest[int, tuple[int, float]] = field(default_factory=lambda: Latest(MOST_ON_THE_WAY))
 
     @property
     def bytes_per_s(self) -> float:
@@ -347,8 +348,6 @@ class Goodput:
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
     def sent(self, transfer: int, size_bytes: int, now: float) -> None:
-        while len(self._on_the_way) >= MOST_ON_THE_WAY:
-            self.gave_up(next(iter(self._on_the_way)))
         if not self._on_the_way:
             self._busy_since = now
         self._on_the_way[transfer] = size_bytes, now
@@ -381,7 +380,7 @@ class Meter:
         self._clock = clock
         self._round_trip = Ewma(ROUND_TRIP_WEIGHT)
         self._goodput = Goodput()
-        self._behind: dict[int, int] = {}  # Ping token -> transfer that it follows
+        self._behind = Latest[int, int](MOST_ON_THE_WAY)  # Ping token -> transfer that it follows
         self._sent_bytes, self._received_bytes = 0, 0
         self._heard_at = clock.monotonic()
         self._pinged_at = 0.0
@@ -428,8 +427,6 @@ class Meter:
 
     def ping_after(self, transfer: int) -> int:
         """Returns the token of a ping to send after a tensor. The pong shows that the peer has read that tensor."""
-        while len(self._behind) >= MOST_ON_THE_WAY:
-            del self._behind[next(iter(self._behind))]
         token = next(self._tokens)
         self._behind[token] = transfer
         return token

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
+
+from swarm.vocabulary.statistics import Latest
 
 MAX_REMEMBERED: Final = 1024
 FRAMES_A_TENSOR: Final = 16.0  # Budget per tensor exchanged; a tensor needs about two frames
@@ -56,14 +57,12 @@ class TokenBuckets:
 
     def __init__(self, burst: int, refill_s: float) -> None:
         self._burst, self._refill_s = burst, refill_s
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._buckets = Latest[str, TokenBucket](MAX_REMEMBERED)
 
     def take(self, name: str, now: float, amount: int = 1) -> bool:
         """Takes `amount` tokens of `name` at `now` (monotonic seconds) if available. Returns whether it did."""
-        bucket = self._buckets.setdefault(name, TokenBucket(self._burst, self._refill_s, now))
-        self._buckets.move_to_end(name)
-        if len(self._buckets) > MAX_REMEMBERED:
-            self._buckets.popitem(last=False)
+        bucket = self._buckets.get(name) or TokenBucket(self._burst, self._refill_s, now)
+        self._buckets[name] = bucket
         return bucket.take(now, amount)
 
     def left(self, name: str, now: float) -> int:

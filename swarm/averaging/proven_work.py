@@ -13,9 +13,8 @@ WINDOW_S: Final = 30.0  # Least length of the window of recent work; a mark make
 MARK_S: Final = 5.0  # Interval between the marks from which windows are measured
 SIGNED_S: Final = 2.0  # Time for which a data node gives the same tally again
 VALID_S: Final = 120.0  # Age at which a tally proves nothing any more
-LEAST_SHARE: Final = (
-    1 / 16
-)  # Least recent work that proves a replica, relative to the module's largest: a slow machine's
+# Least recent work that proves a replica, relative to the module's largest: a slow machine's
+LEAST_SHARE: Final = 1 / 16
 MAX_KEPT: Final = 64  # Data nodes whose tallies are kept
 MAX_ROWS: Final = 4096  # Replicas that a data node counts, over all modules
 
@@ -48,12 +47,9 @@ class WorkLedger:
         return tuple(dict.fromkeys(peer for _, peer in self._rows if peer != self._own))
 
     def tally(self, module: ModuleId, now: float, wall: float) -> WorkTally | None:
-        """Returns the module's tally without its signature, at most SIGNED_S old; None without recent work.
-
-        None in the first MARK_S of work, so that the first tally has most replicas.
-        """
+        """Returns the module's tally without its signature, at most SIGNED_S old; None without recent work."""
         if not self._marks or now - self._marks[0][0] < MARK_S:
-            return None
+            return None  # so that the first tally has most replicas
         made_at, made = self._made.get(module, (now, None))
         if made is not None and now - made_at < SIGNED_S:
             return made

@@ -22,7 +22,7 @@ from swarm.vocabulary.averaging_messages import (
     SignedRoster,
     WorkTally,
 )
-from swarm.vocabulary.statistics import ExponentialBackoff
+from swarm.vocabulary.statistics import ExponentialBackoff, Latest
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
 ATTEMPTS_AT_ONCE = 4  # Attempts without a pause; then the leader backs off
@@ -39,7 +39,7 @@ class AttemptLog:
 
     def __init__(self, rules: RoundRules) -> None:
         self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
-        self.commits: dict[RoundId, Commit] = {}
+        self.commits = Latest[RoundId, Commit](_COMMITS)
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
         self.excluded: set[PeerId] = set()
@@ -81,8 +81,6 @@ class AttemptLog:
 
     def announced(self, commit: Commit) -> None:
         self.commits[commit.round] = commit
-        while len(self.commits) > _COMMITS:
-            del self.commits[next(iter(self.commits))]
 
     def new_anchor(self) -> None:
         self._failures = 0
@@ -221,7 +219,7 @@ class ReplicaView:
         self.usual = UsualLength()
         self.catching: AnchorVersion | None = None
         self._behind_since: float | None = None
-        self._failures: dict[AnchorVersion, tuple[float, int]] = {}
+        self._failures = Latest[AnchorVersion, tuple[float, int]](REMEMBERED)
 
     def prove(self, tallies: tuple[WorkTally, ...]) -> None:
         self.tallies = tallies
@@ -244,13 +242,11 @@ class ReplicaView:
         return versions
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """Returns the anchor version on which live replicas agree. Ignores versions whose download failed recently.
-
-        A distrusted replica counts only if most replicas have its version.
-        """
+        """Returns the anchor version on which live replicas agree. Ignores versions whose download failed recently."""
         versions, distrusted = self._votes(), self.penalties.distrusted(self.now)
         held = Counter(versions.values())
         vain = {version for version, (until, _) in self._failures.items() if self.now < until}
+        # A distrusted replica counts only if most replicas have its version.
         counted = {
             peer: version
             for peer, version in versions.items()
@@ -263,10 +259,8 @@ class ReplicaView:
 
     def catch_up_failed(self, version: AnchorVersion, implausible: Iterable[PeerId]) -> None:
         self.catching = None
-        count = self._failures.pop(version, (0.0, 0))[1] + 1
+        count = self._failures.get(version, (0.0, 0))[1] + 1
         self._failures[version] = (self.now + RETRY_S.seconds(count), count)
-        while len(self._failures) > REMEMBERED:
-            del self._failures[next(iter(self._failures))]
         for peer in implausible:
             self.penalties.straying.add(peer, self.now)
 
@@ -278,10 +272,7 @@ class ReplicaView:
         return waited or self.standing().value == self.version
 
     def catch_up_target(self, best: AnchorVersion, certain: bool, busy: bool) -> AnchorVersion | None:
-        """Returns `best` if this anchor version should be downloaded now to replace ours, else None.
-
-        None during a round (`busy`), if our round is not lower, and at first unless `certain`: a commit may follow.
-        """
+        """Returns `best` if it should replace our anchor now: not in a round (`busy`), at first only if `certain`."""
         if best == self.version or self.catching is not None:
             self._behind_since = None
             return None

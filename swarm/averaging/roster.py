@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 from swarm.averaging.proven_work import lead, proven_work
 from swarm.averaging.round_events import RoundRules, Signer
-from swarm.averaging.schedule import WORK_AT_MOST, fragment_chunks, fragments_of, lower_median, steps_between_rounds
+from swarm.averaging.schedule import WORK_AT_MOST, fragment_chunks, fragments_of, steps_between_rounds
 from swarm.averaging.trust import rates, slowest_bytes_per_s
 from swarm.compression.round_codecs import RoundCodecs, choose
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
@@ -61,7 +62,7 @@ def weigh(entries: Mapping[PeerId, Entry], proven: Mapping[PeerId, float] | None
         return dict.fromkeys(entries, Weight())
     counted = {peer: claims.tokens_of(peer, 1.0) for peer in entries}
     norms = [entry.norm for peer, entry in entries.items() if entry.norm > 0 and peer in claims.judges]
-    longest = NORM_AT_MOST * lower_median(norms) if norms else 0.0
+    longest = NORM_AT_MOST * median_low(norms) if norms else 0.0
     total = math.fsum(counted.values())
 
     def clipping(peer: PeerId, norm: float) -> float:
@@ -97,7 +98,7 @@ class _Claims:
         work = {peer: proven[peer] for peer in tokens if peer in proven}
         judges = frozenset(work or tokens)
         leads = {peer: min(MOST_LEAD, max(1.0, min(lead(peer, tokens), lead(peer, work)))) for peer in entries}
-        return cls(tokens, work, judges, lower_median([tokens[peer] for peer in judges]), leads)
+        return cls(tokens, work, judges, median_low([tokens[peer] for peer in judges]), leads)
 
     def tokens_of(self, peer: PeerId, unproven: float) -> float:
         """Returns the tokens of a member that count. `unproven`: limit without proven work, in medians."""
@@ -106,14 +107,14 @@ class _Claims:
             return min(tokens, unproven * self.usual)
         if peer not in self.proven:
             return min(tokens, self.usual) / max(1, len(self.tokens) - len(self.proven))
-        ratio = self.proven[peer] / lower_median(list(self.proven.values()))
+        ratio = self.proven[peer] / median_low(self.proven.values())
         return min(tokens, max(unproven, min(MOST_LEAD, ratio)) * self.usual)
 
 
 def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]) -> dict[PeerId, tuple[int, int]]:
     """Divides chunks among peers by id. Fast peers get twice the chunks of slow ones; unknown rates are the median."""
     known = list(rates.values())
-    median, slowest = (lower_median(known), min(known)) if known else (0, 0)
+    median, slowest = (median_low(known), min(known)) if known else (0, 0)
     ordered = sorted(peers)
     weights = [FASTER if rates.get(peer, median) > slowest else 1 for peer in ordered]
     counts = [len(chunks) * weight // sum(weights) for weight in weights]
@@ -225,7 +226,7 @@ def may_be_committed(roster: Roster, without: int) -> bool:
 def _steps(rules: RoundRules, entries: Mapping[PeerId, Entry]) -> int:
     """Returns the mean inner steps of members that worked. A liar among two can at most halve it, or add half."""
     steps = [entry.steps for entry in entries.values() if entry.tokens > 0]
-    ceiling = WORK_AT_MOST * max(lower_median(steps), steps_between_rounds(rules))
+    ceiling = WORK_AT_MOST * max(median_low(steps), steps_between_rounds(rules))
     return (2 * sum(min(count, ceiling) for count in steps) + len(steps)) // (2 * len(steps))
 
 

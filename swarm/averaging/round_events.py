@@ -126,9 +126,7 @@ class Caught:
     peer: PeerId
     round: int
     why: str
-    proof: str = (
-        ""  # BLAKE3 of the signed hashes that prove it, hexadecimal; empty without a proof that others can verify
-    )
+    proof: str = ""  # Hexadecimal BLAKE3 of the signed hashes that prove it; empty if others cannot verify it
     certain: bool = True  # False if an honest replica may have done it
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Mapping
 
 from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
-
-Number = TypeVar("Number", int, float)
 
 INFORMED = 3  # Number of next leaders to which a replica reports its progress
 LARGEST_LEAD = 2**20
@@ -35,11 +32,6 @@ def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId)
 def leader_order(module: ModuleId, base: AnchorVersion, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
     """Returns the peers in the order in which they lead a round: each one only if the peers before it are silent."""
     return tuple(sorted(set(peers), key=lambda peer: precedence(module, base, number, peer)))
-
-
-def lower_median(values: Sequence[Number]) -> Number:
-    """Returns the lower median: the smaller one of two values. Raises IndexError for an empty sequence."""
-    return sorted(values)[(len(values) - 1) // 2]
 
 
 def fragments_of(rules: RoundRules) -> int:

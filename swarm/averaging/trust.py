@@ -7,10 +7,9 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 from typing import Final
 
-from swarm.averaging.schedule import lower_median
 from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_MEMBERS, MAX_RATE, Entry, LinkRate
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
@@ -63,10 +62,8 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
 
 
 def _length(piece: Beside, norm: float, scale: float) -> float:
-    """Returns the norm of the mean of a piece, relative to the largest norm that the members' declared norms allow.
-
-    Assumes that each member's norm is distributed over pieces as ours, or evenly if that allows more.
-    """
+    """Returns the norm of the mean of a piece, relative to the largest norm that the members' declared norms allow."""
+    # Each member's norm is assumed to be distributed over pieces as ours, or evenly if that allows more.
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
@@ -76,10 +73,7 @@ ROUNDS_BETWEEN: Final = 4  # Rounds between such audits: late in training honest
 
 
 def suspect(pieces: Sequence[Beside], own: PeerId, coefficient: float) -> PeerId | None:
-    """Returns the reducer of the piece whose other contributions oppose ours most; None if none does.
-
-    Either the reducer lies, or a contributor does: an audit shows which.
-    """
+    """Returns the reducer of the piece whose other contributions oppose ours most; None if none does."""
     found: list[tuple[float, PeerId]] = []
     for piece in pieces:
         ours = coefficient * math.sqrt(piece.own_squares)
@@ -87,7 +81,7 @@ def suspect(pieces: Sequence[Beside], own: PeerId, coefficient: float) -> PeerId
         if piece.reducer != own and ours > 0 and rest > 0:
             cosine = (piece.product * coefficient - ours * ours) / (ours * math.sqrt(rest))
             found.append((cosine, piece.reducer))
-    worst = min(found, default=(0.0, own))
+    worst = min(found, default=(0.0, own))  # the reducer lies, or a contributor: an audit shows which
     return worst[1] if worst[0] < SUSPICIOUS else None
 
 
@@ -178,7 +172,7 @@ def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
         for measured in entry.measured:
             said.setdefault(measured.mark, []).append((by, measured.rate))
     heard = {peer: [rate for by, rate in said.get(mark_of(peer), ()) if by != peer] for peer in entries}
-    return {peer: lower_median(found) for peer, found in heard.items() if found}
+    return {peer: median_low(found) for peer, found in heard.items() if found}
 
 
 def slowest_bytes_per_s(entries: Mapping[PeerId, Entry]) -> float:
@@ -205,15 +199,11 @@ class UsualLength:
     def committed(self, entries: Iterable[Entry]) -> None:
         lengths = [_norm_per_token(entry) for entry in entries if entry.tokens]
         if lengths:
-            self._usual = max(lower_median(lengths), FADING * self._usual)
+            self._usual = max(median_low(lengths), FADING * self._usual)
 
 
 class AnchorDrift:
-    """Largest credible updates, and distances of other anchors from ours, estimated from our own past rounds.
-
-    `scale`: norm of our anchor's parameters. In the warm-up updates grow tenfold from round to round, so an update that
-    is no longer than it is always credible.
-    """
+    """Largest credible updates, and distances of other anchors from ours, estimated from our own past rounds."""
 
     def __init__(self, started_at: float) -> None:
         self._length = 0.0
@@ -238,15 +228,13 @@ class AnchorDrift:
     def longest(self, at: float, scale: float) -> float:
         """Returns the largest credible norm of a round's mean update."""
         known = len(self._between_s) >= FEWEST_ROUNDS
+        # In the warm-up updates grow tenfold per round, so one no longer than the anchor (`scale`) is always credible.
         return max(scale, DRIFT_LIMIT * self._length * self._intervals(at - self._round_at) if known else 0.0)
 
     def farthest(self, donors: Iterable[PeerId], at: float, scale: float, rounds: int, *, by_most: bool) -> float:
-        """Returns the largest credible distance, with momentum, of these donors' anchor, `rounds` later than ours.
-
-        `by_most`: most replicas have it, so that only an impossible one is refused.
-        """
+        """Returns the largest credible distance of donors' anchor, `rounds` later. `by_most`: most replicas have it."""
         if by_most or len(self._between_s) < FEWEST_ROUNDS:
-            return DRIFT_LIMIT * scale * max(FEWEST_APART, rounds)
+            return DRIFT_LIMIT * scale * max(FEWEST_APART, rounds)  # refuses only an impossible one
         # A replica that we never met counts as the one met last: otherwise a new name could bring any anchor. The upper
         # median, so that one liar among many donors neither widens the limit nor keeps us apart from the others.
         met = sorted(self._shared_at.get(peer, self._latest_shared_at) for peer in donors) or [self._latest_shared_at]

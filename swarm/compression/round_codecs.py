@@ -68,10 +68,7 @@ def codec_levels(limit: Codec) -> tuple[RoundCodecs, ...]:
 def choose(
     levels: Sequence[CodecLevel], both_ways_bytes: float, slowest_bytes_per_s: float, interval_s: float
 ) -> Reasoned[RoundCodecs]:
-    """Chooses one of `levels` (mildest first) for a round, by the float32 bytes that its slowest member exchanges.
-
-    `slowest_bytes_per_s`: goodput of that member's link; 0 if unknown. `interval_s`: local work between rounds.
-    """
+    """Chooses one of `levels` (mildest first) for a round, by float32 bytes and the slowest goodput (0: unknown)."""
     if len(levels) == 1:
         return Reasoned(levels[0].codecs, NO_CHOICE)
     if not slowest_bytes_per_s:

@@ -102,13 +102,10 @@ def choose_module(
     modules: Sequence[ModuleId],
     announcements: Iterable[Announcement],
     workload: Workload,
-    power: float = 0.0,
+    power: float = 0.0,  # The newcomer's speed; 0 counts as the median
     needs: Needs = NO_NEEDS,
 ) -> Reasoned[ModuleId]:
-    """Chooses the module that a newcomer should host so that the swarm's throughput rises most.
-
-    Ties go to the lowest throughput, then memory need, then hash. `power`: newcomer's speed; 0 counts as the median.
-    """
+    """Chooses a newcomer's module, so that the swarm's throughput rises most. Ties: lowest throughput, memory, hash."""
     hosts = hosts_of(announcements, workload)
     allowed = allowed_throughput(hosts, workload)
     power = power or usual_power(host.power for host in hosts)
@@ -136,9 +133,6 @@ def choose_module(
 
 def modules_that_fit(modules: Iterable[ModuleId], free: FreeMemory, needs: Needs) -> list[ModuleId]:
     return [module for module in modules if free.lacks(needs[module]) is None]
-
-
-# ---- moves between modules -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +208,7 @@ class MoveWatch:
 
 
 def strongest_vacancy(standing: SwarmView, workload: Workload, rules: MoveRules) -> Vacancy | None:
-    """Returns the module of `move_s` that gains most if a peer moves there, with candidates; None if no move pays.
-
-    Data nodes never move.
-    """
+    """Returns the module that gains most if a peer, no data node, moves there, with candidates; None if none pays."""
     hosts = standing.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
     goals = [module for module in workload.modules if module in standing.move_s or module == standing.own.module]
@@ -276,12 +267,10 @@ def _if_it_pays(view: SwarmView, target: ModuleId, workload: Workload, rules: Mo
 
 
 def _who_can_be_spared(standing: SwarmView, hosts: tuple[Host, ...], has_no_state: bool) -> frozenset[PeerId]:
-    """Returns the peers that may leave their module, because another replica serves it.
-
-    For us it must be a proven one, unless we have no state that could be lost with us.
-    """
+    """Returns the peers that may leave their module, because another replica serves it."""
     serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
     own = standing.own.peer
+    # For us it must be a proven one, unless we have no state that could be lost with us.
     proven_there = any(
         host.module == standing.own.module and host.state is PeerState.SERVING and host.peer in standing.proven - {own}
         for host in hosts

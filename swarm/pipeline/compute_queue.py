@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from swarm.vocabulary.errors import ResourceExhausted
-from swarm.vocabulary.statistics import Ewma
+from swarm.vocabulary.statistics import Ewma, Latest
 from swarm.vocabulary.types import PeerId, Reasoned
 
 GIVEN_WAY: Final = 16  # Training jobs that may overtake an evaluation job
@@ -149,7 +149,7 @@ class ArrivalForecast:
 
     def __init__(self) -> None:
         self._arriving: dict[tuple[PeerId, Hashable], _Arriving] = {}
-        self._seconds_per_byte: dict[PeerId, Ewma] = {}  # Most recent sender last
+        self._seconds_per_byte = Latest[PeerId, Ewma](MOST_SENDERS)
         self._latest = -math.inf
 
     @property
@@ -167,11 +167,8 @@ class ArrivalForecast:
         self._latest = now
         if arriving is None or not arriving.size_bytes:
             return
-        known = self._seconds_per_byte.pop(sender, None) or Ewma()
+        known = self._seconds_per_byte[sender] = self._seconds_per_byte.get(sender) or Ewma()
         known.add((now - arriving.since) / arriving.size_bytes)
-        self._seconds_per_byte[sender] = known
-        if len(self._seconds_per_byte) > MOST_SENDERS:
-            del self._seconds_per_byte[next(iter(self._seconds_per_byte))]
 
     def broken_off(self, sender: PeerId, tensor: Hashable) -> None:
         self._arriving.pop((sender, tensor), None)

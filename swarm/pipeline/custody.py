@@ -41,6 +41,7 @@ from swarm.vocabulary.pipeline_messages import (
     Stranded,
     Unsettled,
 )
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 
@@ -346,13 +347,11 @@ class ResidenceTimes:
     """Mean time, by data node, that microbatches stay here. It bounds how long a lost microbatch is kept."""
 
     def __init__(self) -> None:
-        self._mean_s: dict[PeerId, float] = {}
+        self._mean_s = Latest[PeerId, float](MAX_TIMED)
 
     def note(self, data_node: PeerId, seconds: float) -> None:
-        known = self._mean_s.pop(data_node, seconds)
+        known = self._mean_s.get(data_node, seconds)
         self._mean_s[data_node] = known + (seconds - known) / 8
-        if len(self._mean_s) > MAX_TIMED:
-            del self._mean_s[next(iter(self._mean_s))]
 
     def longest_s(self, data_node: PeerId) -> float:
         if not self._mean_s:
@@ -372,7 +371,7 @@ class Custody:
         self._entries: dict[Key, Entry] = {}
         self._unlinked: set[PeerId] = set()  # Data nodes of entries without a link to them
         self._residence_times = ResidenceTimes()
-        self._completed: dict[MicrobatchId, Path] = {}  # Own completed microbatches, oldest first
+        self._completed = Latest[MicrobatchId, Path](REMEMBERED)  # Own completed microbatches
 
     # ---- the table ---------------------------------------------------------------------------------------------------
 
@@ -971,8 +970,6 @@ class Custody:
         microbatch, path = start.key.microbatch, start.path
         forgotten = [self._drop(end, "completed") for end in self._of(microbatch)]
         self._completed[microbatch] = path
-        if len(self._completed) > REMEMBERED:
-            del self._completed[next(iter(self._completed))]
         peers = dict.fromkeys(hop.peer for hop in path.hops)
         return [Finished(microbatch, path), *forgotten, *(SendControl(to, Settled(microbatch, path)) for to in peers)]
 
@@ -1045,9 +1042,6 @@ def _passed_on(entry: Entry, now: float) -> list[Action]:
     if -1 <= entry.previous_position <= len(entry.path.hops):
         receivers.insert(0, entry.path.peer_at(entry.previous_position))
     return [SendControl(peer, receipt) for peer in dict.fromkeys(receivers)]
-
-
-# ---- small rules -----------------------------------------------------------------------------------------------------
 
 
 def _timed(entry: Entry, now: float) -> Entry:

@@ -1,7 +1,4 @@
-"""A data node's microbatches in flight: counts, completed steps, and the limit of their number (window).
-
-With staleness z, a microbatch of step s + 1 + z starts only after step s is complete.
-"""
+"""A data node's microbatches in flight: counts, completed steps, and the limit of their number (window)."""
 
 from __future__ import annotations
 
@@ -48,18 +45,12 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class InFlightRules:
-    """Limits on a data node's microbatches in flight.
+    """Limits on a data node's microbatches in flight."""
 
-    Args:
-        per_step: microbatches per step, if all have the largest size.
-        staleness: steps that may start before the current one is complete.
-        steps: stop after this many steps; None: never.
-    """
-
-    per_step: int
-    staleness: int
+    per_step: int  # Microbatches per step, if all have the largest size
+    staleness: int  # Steps that may start before the current one is complete
     window: int
-    steps: int | None = None
+    steps: int | None = None  # Stop after this many; None: never
     microbatch_tokens: int = 1
 
     @property
@@ -74,15 +65,11 @@ class InFlightRules:
 
 @dataclass(slots=True)
 class InFlightTable:
-    """A data node's microbatches in flight, with their counts.
-
-    Args:
-        first_number: above all numbers used before a restart, because other peers may still hold those microbatches.
-    """
+    """A data node's microbatches in flight, with their counts."""
 
     own: PeerId
     rules: InFlightRules
-    first_number: int = 0
+    first_number: int = 0  # Above all numbers before a restart: other peers may still hold those microbatches
     counts: Counts = field(default_factory=Counts)
     steps_done: int = 0
     window: int = field(init=False)

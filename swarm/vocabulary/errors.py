@@ -1,7 +1,4 @@
-"""The exceptions of Skipstone, each with a process exit code (as in sysexits.h) and a hint for people.
-
-Errors of grpc, hivemind and the operating system are converted to these at the border.
-"""
+"""Exceptions of Skipstone, each with an exit code (sysexits.h) and a hint. Libraries' errors are converted to these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving averages, pauses between retries, and temporary exclusions of peers."""
+"""Moving averages, tables of the latest entries, pauses between retries, and temporary exclusions of peers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from swarm.vocabulary.types import PeerId
 
@@ -26,6 +26,24 @@ class Ewma:
     def add(self, sample: float) -> None:
         self.mean += self.gain * (sample - self.mean)
         self.samples += 1
+
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+
+
+class Latest(OrderedDict[Key, Item]):
+    """A table of the `most` entries that were set last. Setting one more drops the oldest."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: Key, item: Item) -> None:
+        super().__setitem__(key, item)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)
 
 
 MOST_DOUBLINGS: Final = 16
@@ -65,18 +83,16 @@ class Exclusions:
         remembered: int = REMEMBERED,
     ) -> None:
         self._backoff, self._forgiven_after_s = backoff, forgiven_after_s
-        self._jitter, self._remembered = jitter, remembered
-        self._records: OrderedDict[PeerId, _Record] = OrderedDict()
+        self._jitter = jitter
+        self._records = Latest[PeerId, _Record](remembered)
 
     def add(self, peer: PeerId, now: float) -> float:
         """Records a peer's offence. Returns the seconds for which the peer is excluded."""
-        before = self._records.pop(peer, None)
+        before = self._records.get(peer)
         stale = before is None or now - before.latest > self._forgiven_after_s + before.pause_s
         count = 1 if before is None or stale else before.count + 1
         pause_s = self._backoff.seconds(count) * (1 - self._jitter() / 2)
         self._records[peer] = _Record(count, now, pause_s)
-        while len(self._records) > self._remembered:
-            self._records.popitem(last=False)
         return pause_s
 
     def forgive(self, peer: PeerId) -> None:

@@ -3,8 +3,7 @@
 Whole documents need no communication. If loads differ, the most expensive documents are cut. Each device gets a piece
 of the head and the mirrored piece of the tail, which balances tokens and attention. Keys and values are exchanged.
 
-Sources: WLB-LLM (arXiv:2503.17924) section 5, sharding by document; longest first, Graham 1969
-(doi:10.1137/0117039).
+Sources: sharding by document, WLB-LLM (arXiv:2503.17924) section 5; longest first, Graham (doi:10.1137/0117039).
 """
 
 from __future__ import annotations

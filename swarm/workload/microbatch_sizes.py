@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from operator import mul
 from typing import Final
 
@@ -88,9 +88,6 @@ def _mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(figures) / len(figures)
     variance = math.fsum((figure - mean) ** 2 for figure in figures) / len(figures)
     return mean, math.sqrt(variance) / mean if mean else 0.0
-
-
-# ---- inner steps -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +166,10 @@ class VisitCost:
         usual = self._sums[3] / max(self._products[3][3], 1e-9)
         matrix = [[self._products[i][j] / (scales[i] * scales[j]) for j in range(4)] for i in range(4)]
         sums = [self._sums[i] / scales[i] for i in range(4)]
-        for row, weight in self._prior(scales):
-            for i in range(4):
-                for j in range(4):
-                    matrix[i][j] += weight * row[i] * row[j]
+        # The prior: no excess attention cost, no cost per document or per microbatch.
+        for row in ((self._share * scales[1] / scales[0], -1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)):
+            for i, j in product(range(4), repeat=2):
+                matrix[i][j] += PRIOR * row[i] * row[j]
         best: tuple[float, _Vector] | None = None
         used = [i for i in range(4) if self._means[i].mean > 0]
         for chosen in (kept for count in range(1, len(used) + 1) for kept in combinations(used, count)):
@@ -186,13 +183,6 @@ class VisitCost:
             if best is None or error < best[0]:
                 best = error, tuple(value / scale for value, scale in zip(whole, scales, strict=True))
         return (usual / scales[0], 0.0, 0.0, 0.0) if best is None else best[1]
-
-    def _prior(self, scales: Sequence[float]) -> Iterable[tuple[_Vector, float]]:
-        """Yields the prior's rows and weights: no excess attention cost, no cost per document or per microbatch."""
-        of_squares = self._share * scales[1] / scales[0]
-        yield (of_squares, -1.0, 0.0, 0.0), PRIOR
-        yield (0.0, 0.0, 1.0, 0.0), PRIOR
-        yield (0.0, 0.0, 0.0, 1.0), PRIOR
 
 
 def _solved(matrix: list[list[float]], sums: list[float]) -> list[float] | None:

@@ -7,8 +7,7 @@ The cost is tokens plus `quadratic_share` times the sum of squared document leng
 * Order: a block starts with the cost at the end of the previous block.
 * End: documents that would start a microbatch without filling it go into the next block.
 
-Sources: WLB-LLM (arXiv:2503.17924) section 4, packing by workload; longest first, Graham 1969
-(doi:10.1137/0117039).
+Sources: packing by workload, WLB-LLM (arXiv:2503.17924) section 4; longest first, Graham (doi:10.1137/0117039).
 """
 
 from __future__ import annotations

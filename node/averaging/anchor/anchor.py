@@ -161,10 +161,7 @@ LENT_AT_MOST: Final = 2
 
 
 class AnchorStore:
-    """The current anchor of a replica, and older anchors that other peers still download. Used from two threads.
-
-    A new anchor has priority: if memory is short, the oldest anchor is dropped, and its downloads start again.
-    """
+    """The current anchor of a replica, and older anchors that other peers still download. Used from two threads."""
 
     def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
@@ -197,11 +194,9 @@ class AnchorStore:
             return True
 
     def spare(self, part: slice | None = None) -> StateVectors:
-        """Allocates parameters and momentum for a new anchor. Raises ResourceExhausted if two anchors are unfinished.
-
-        An anchor is unfinished until `put` or `give_back` is called, or the last reference to its vectors is dropped.
-        """
+        """Allocates parameters and momentum for a new anchor. Raises ResourceExhausted if two are unfinished."""
         with self._lock:
+            # An anchor is unfinished until `put` or `give_back`, or until the last reference to its vectors is dropped.
             if self._alive() >= LENT_AT_MOST:
                 raise ResourceExhausted(f"{LENT_AT_MOST} anchors of this module are lent; put or give back one first")
             self._older = [anchor for anchor in self._older if self._is_leased(anchor)]
@@ -242,5 +237,6 @@ class AnchorStore:
         self._lent = [ref for ref in self._lent if (array := ref()) is not None and id(array) not in theirs]
 
     def _make_room(self, more: int) -> None:
+        # A new anchor has priority: the oldest one is dropped, and its downloads start again.
         while self._older and 1 + len(self._older) + self._alive() + more > STATES:
             self._leased_until.pop(self._older.pop(0).version.digest, None)

@@ -88,20 +88,15 @@ class ExchangeRecord:
 
 @dataclass(eq=False)
 class AllReduce:
-    """One member's all-reduce with the other members of a round. Call `run` once. Cancelling `run` has no side effects.
-
-    Args:
-        vectors: memory for parameters and momentum of the fragment in the next anchor.
-        staged: called once with the complete next anchor.
-    """
+    """One member's all-reduce with the other members of a round. Call `run` once; cancelling it has no side effects."""
 
     plan: Plan
     _source: UpdateSource
-    vectors: StateVectors
+    vectors: StateVectors  # Memory for parameters and momentum of the fragment in the next anchor
     _arrivals: Arrivals
     _means: ExchangeMeans
     _report: Callable[[Event], None]
-    _staged: Callable[[Anchor], None]
+    _staged: Callable[[Anchor], None]  # Called once with the complete next anchor
 
     def __post_init__(self) -> None:
         plan, source, means = self.plan, self._source, self._means
@@ -251,7 +246,11 @@ class AllReduce:
         self._arrivals.give_back(buffer)
         if applied:
             self._tell_of_piece(reducer)
-            self._widen(reducer)
+            # Allow one more piece in flight to this reducer, or two while its window still grows.
+            self._windows[reducer].release()
+            if self._widths[reducer] < WINDOW:
+                self._widths[reducer] += 1
+                self._windows[reducer].release()
 
     async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
         # Other members wait for pieces to be sent and summed, so the outer step has lower priority.
@@ -285,13 +284,6 @@ class AllReduce:
         self._result_limits[piece.reducer].check(gradient)
         self._comparison.add(piece, gradient)
         self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
-
-    def _widen(self, reducer: PeerId) -> None:
-        """Allows one more piece in flight to a reducer that sent a result, or two while its window still grows."""
-        self._windows[reducer].release()
-        if self._widths[reducer] < WINDOW:
-            self._widths[reducer] += 1
-            self._windows[reducer].release()
 
     def _tell_of_piece(self, sender: PeerId) -> None:
         now = self._means.clock.monotonic()

@@ -19,6 +19,7 @@ from swarm.averaging.roster import contributors
 from swarm.compression.round_codecs import RoundCodecs
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Contribution, Member, Reduced, Roster, RoundId, RoundPiece
 from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Codec, PeerId, short
 
 LARGEST_PIECE: Final = 2**20  # Largest piece in elements (4 MiB of float32)
@@ -190,13 +191,10 @@ class ReceiveRates:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._senders: dict[PeerId, _Sender] = {}
+        self._senders = Latest[PeerId, _Sender](MAX_MEMBERS)
 
     def began(self, sender: PeerId) -> None:
-        known = self._senders.pop(sender, None) or _Sender()
-        self._senders[sender] = known
-        while len(self._senders) > MAX_MEMBERS:  # bounds the number of senders
-            del self._senders[next(iter(self._senders))]
+        known = self._senders[sender] = self._senders.get(sender) or _Sender()
         if not known.in_flight:
             known.since, known.received = self._clock.monotonic(), 0
         known.in_flight += 1

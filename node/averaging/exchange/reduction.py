@@ -120,10 +120,7 @@ class Reduction:
         self._to_come = dict.fromkeys(plan.shards[plan.own], len(set(plan.contributors) - {plan.own}))
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
-        """Adds a contribution to a piece. Returns the encoded sum after the last one. Raises ProtocolViolation.
-
-        `room` is scratch memory at least as long as the piece.
-        """
+        """Adds a contribution, using `room` as scratch memory. Returns the encoded sum after the last contribution."""
         values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
         self._limits[sender].check(values)
         total = self._sum(piece)

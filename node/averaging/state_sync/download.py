@@ -1,7 +1,4 @@
-"""Download of an anchor from its donors: first chunk hashes that match the digest, then chunks that match the hashes.
-
-Verified chunks are kept across restarts.
-"""
+"""Download of an anchor from its donors: first chunk hashes that match the digest, then chunks that match these."""
 
 from __future__ import annotations
 
@@ -111,10 +108,11 @@ class PartialState:
         for number in range(2 * self._layout.chunks):
             if number in self._placed:
                 continue
-            if known is not None and known.hashes[number] == self._hashes[number]:
-                self._slot(number)[:] = known.chunk(number)
+            slot, wanted = self._slot(number), self._hashes[number]
+            if known is not None and known.hashes[number] == wanted:
+                slot[:] = known.chunk(number)
                 self._placed.add(number)
-            elif self._is_on_disk(number):
+            elif self._file is not None and self._file.read(number, slot) and hash_of(slot) == wanted:
                 self._placed.add(number)
         return frozenset(self._placed)
 
@@ -145,8 +143,8 @@ class PartialState:
         if number not in self._placed:  # a chunk may arrive twice after a retry
             np.copyto(np.asarray(self._slot(number)), np.asarray(data))
             self._placed.add(number)
-            if self._file is not None and not self._file.write(number, data):  # without the file, continue in memory
-                self._file = None
+            if self._file is not None:
+                self._file.write(number, data)
         return True
 
     def _close(self, complete: bool) -> None:
@@ -155,10 +153,6 @@ class PartialState:
             self._file = None
         if not complete:
             self._space.give_back(*self._vectors)
-
-    def _is_on_disk(self, number: int) -> bool:
-        slot = self._slot(number)
-        return self._file is not None and self._file.read(number, slot) and hash_of(slot) == self._hashes[number]
 
     def _slot(self, number: int) -> memoryview:
         return chunk_bytes(self._layout, self.parameters, self.momentum, number)
@@ -195,9 +189,9 @@ class KeptChunks:
             self._give_up(error)
             return False
 
-    def write(self, number: int, data: memoryview) -> bool:
-        if self._file is None:
-            return False
+    def write(self, number: int, data: memoryview) -> None:
+        if self._file is None:  # it failed: the download continues in memory
+            return
         try:
             self._file.seek(self._offset(number))
             done = 0
@@ -205,8 +199,6 @@ class KeptChunks:
                 done += self._file.write(data[done:])
         except OSError as error:
             self._give_up(error)
-            return False
-        return True
 
     def close(self, *, remove: bool) -> None:
         if self._file is not None:

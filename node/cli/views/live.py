@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -32,7 +31,11 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
         parts.append(bar)
-    parts += [_loss_line(state), *_sizes_lines(state), _peer_table(state, now)]
+    parts.append(_loss_line(state))
+    packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
+    if (sizes := next(packed, None)) is not None:  # all data nodes pack the same way, so one line is enough
+        parts.append(Text(f"microbatch {text.sizes_text(sizes)}", style="dim"))
+    parts.append(_peer_table(state, now))
     waiting = [state.starting] if state.starting else [reason for _, reason in sorted(state.waiting.items())]
     parts += [Text(text.harmless(line), style="bold yellow") for line in waiting]
     notes = [(now - at, note) for at, note in state.notes if note.level == "error" or now - at < NOTE_S]
@@ -67,13 +70,6 @@ def _loss_line(state: SwarmProgress) -> Text:
     line.append(text.sparkline(state.curve.points, _CURVE_WIDTH), style="cyan")
     line.append(f"  from {text.loss_text(state.loss_first)}   {text.count(state.tokens_per_s)} tokens/s", style="dim")
     return line
-
-
-def _sizes_lines(state: SwarmProgress) -> Iterator[Text]:
-    # All data nodes pack the same way, so one line is enough.
-    packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
-    for sizes in islice(packed, 1):
-        yield Text(f"microbatch {text.sizes_text(sizes)}", style="dim")
 
 
 def _peer_table(state: SwarmProgress, now: float) -> Table:

@@ -78,7 +78,11 @@ def plain_line(event: events.Event) -> str | None:
                 return f"{line} saved in {harmless(event.saved_in, 400)}"
             return f"warning: {line} lost; a folder that can be written keeps it: --checkpoint-dir DIR"
         case events.NodeSummary():
-            return f"{replica}  {_node_figures(event)}"
+            busy, first, last = event.busy_s, loss_text(event.loss_first), loss_text(event.loss_last)
+            loss = "" if event.loss_last is None else f"  loss {first} -> {last}"
+            times = f"compute {duration(busy.compute)}, in idle time {duration(busy.idle_work)}"
+            times = f"{times}, codec {duration(busy.codec)}, wire {duration(busy.wire)}, wait {duration(busy.wait)}"
+            return f"{replica}  inner step {event.steps}{loss}  ({times})"
         case events.Summary():
             return summary_lines(event)
 
@@ -171,14 +175,6 @@ def summary_lines(event: events.Summary) -> str:
         done = f"{counted(peer.steps, 'inner step')}, {counted(peer.accumulated, 'gradient')}"
         lines.append(f"{module}  {peer_name(peer.peer)}  {done}{code}")
     return "\n".join(lines)
-
-
-def _node_figures(event: events.NodeSummary) -> str:
-    busy = event.busy_s
-    loss = "" if event.loss_last is None else f"  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"
-    times = f"compute {duration(busy.compute)}, in idle time {duration(busy.idle_work)}"
-    times = f"{times}, codec {duration(busy.codec)}, wire {duration(busy.wire)}, wait {duration(busy.wait)}"
-    return f"inner step {event.steps}{loss}  ({times})"
 
 
 Result = TypeVar("Result")

@@ -41,9 +41,6 @@ def status_views(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Iterator[R
     yield from codec_tables(status)
 
 
-# ---- peers -----------------------------------------------------------------------------------------------------------
-
-
 def status_headline(status: SwarmStatus) -> Text:
     """Formats the run's name, step, loss and speed, and the modules that no peer serves."""
     line = Text(text.harmless(status.name), style="bold")
@@ -104,9 +101,6 @@ def _round_cell(peer: PeerStatus) -> RenderableType:
     return Text(text.round_text(peer.round, company, since))
 
 
-# ---- accusations -----------------------------------------------------------------------------------------------------
-
-
 def accused_lines(status: SwarmStatus) -> Iterator[Text]:
     """Yields a line for each replica that an audit of a round convicted, those with most accusers first."""
     by: defaultdict[str, set[str]] = defaultdict(set)
@@ -142,9 +136,6 @@ def data_node_lines(status: SwarmStatus) -> Iterator[Text]:
             yield Text(f"data nodes of {text.peer_name(peer.peer)}: {of_each}", style=style)
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
 def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     """Yields the table of routes and a table of visits by module, in a run with experts."""
     if status.modules is None:
@@ -164,9 +155,6 @@ def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
 def _route_row(route: RouteStatus) -> tuple[str, ...]:
     path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
     return path, f"{route.share:.0%}", text.count(route.visits), text.count(route.rerouted), text.loss_text(route.loss)
-
-
-# ---- paths -----------------------------------------------------------------------------------------------------------
 
 
 def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
@@ -189,9 +177,6 @@ def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
 def _price_row(stage: str, price: StagePrice) -> tuple[str, ...]:
     figures = f"{price.share:.0%}", f"{price.ahead:+.1f}", f"{price.price_s:+.3f} s"
     return text.harmless(stage, 12), text.count(price.launched), *figures
-
-
-# ---- computing -------------------------------------------------------------------------------------------------------
 
 
 def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
@@ -227,9 +212,6 @@ def moment_lines(status: SwarmStatus) -> Iterator[Text]:
     for (form, reason), peers in list(kept.items())[:MOST_REASONS]:
         names = ", ".join(peers[:MOST_ACCUSED])
         yield Text(f"\nmoments in {form} at {names} ({reason})", style="dim")
-
-
-# ---- codecs ----------------------------------------------------------------------------------------------------------
 
 
 def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:

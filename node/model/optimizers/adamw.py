@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,8 +27,7 @@ class AdamW(InnerRule[Moments]):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), without weight decay on vectors (norms, biases)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
-        super().__init__(parameters)
-        self._inner = inner
+        super().__init__(parameters, inner)
         self._groups = (
             ([parameter for parameter in parameters if parameter.dim() >= 2], inner.weight_decay),
             ([parameter for parameter in parameters if parameter.dim() < 2], 0.0),
@@ -54,9 +53,6 @@ class AdamW(InnerRule[Moments]):
             of_part = Moments(mean[part], variance[part], moments.steps)
             with self.opened_part(parameter, part) as values:
                 apply_adamw(self._inner, [values], [gradient[part]], [of_part], rate, decay)
-
-    def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
-        return {"exp_avg": tuple(parameter.shape), "exp_avg_sq": tuple(parameter.shape)}
 
     @staticmethod
     def state_bytes(shape: Shape) -> int:
@@ -115,10 +111,6 @@ class EightBitMoments:
 class EightBitAdamW(InnerRule[EightBitMoments]):
     """AdamW with 8-bit moments (Dettmers et al. 2021, arXiv:2110.02861), for large matrices."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
-        super().__init__(parameters)
-        self._inner = inner
-
     @torch.no_grad()
     def step(self, rate: float) -> None:
         for parameter in self.parameters:
@@ -135,9 +127,6 @@ class EightBitAdamW(InnerRule[EightBitMoments]):
                 state.mean.write(part, moments.mean)
                 state.variance.write(part, moments.variance)
             state.steps += 1
-
-    def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
-        return {"exp_avg": tuple(parameter.shape), "exp_avg_sq": tuple(parameter.shape)}
 
     @staticmethod
     def state_bytes(shape: Shape) -> int:

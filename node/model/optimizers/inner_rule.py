@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from node.model.optimizers.packed import PackedFloats
+from protocol.manifest.manifest import InnerSection
 from swarm.pipeline.compute_queue import IdleWork
 
 Shape = tuple[int, ...]
@@ -55,7 +56,8 @@ Submit = Callable[[Iterator[None], str], Deferred]  # Of chunks of a few ms, by 
 class InnerRule(ABC, Generic[State]):
     """Optimizer algorithm for some of a module's float32 parameters. Runs on the compute thread."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
+        self._inner = inner
         self.parameters = tuple(parameters)
         self.states: dict[nn.Parameter, State] = {}
         self.packed: Mapping[nn.Parameter, PackedFloats] = {}
@@ -64,9 +66,9 @@ class InnerRule(ABC, Generic[State]):
     def step(self, rate: float) -> None:
         """Applies one optimizer step to every parameter that has a gradient."""
 
-    @abstractmethod
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
         """Returns names and shapes of a parameter's state tensors after `steps` steps (at least 1)."""
+        return {"exp_avg": tuple(parameter.shape), "exp_avg_sq": tuple(parameter.shape)}
 
     @abstractmethod
     def exported(self, state: State) -> ParameterState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
-from protocol.manifest.manifest import InnerSection
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
 _ITERATIONS: Final = 5
@@ -27,10 +26,6 @@ class Momentum:
 
 class Muon(InnerRule[Momentum]):
     """Muon with Nesterov momentum for matrices, like `torch.optim.Muon` with `match_rms_adamw`."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
-        super().__init__(parameters)
-        self._inner = inner
 
     @torch.no_grad()
     def step(self, rate: float) -> None:

@@ -152,28 +152,16 @@ class Preconditioned:
 class Soap(InnerRule[Preconditioned]):
     """SOAP (Vyas et al. 2024, arXiv:2409.11321, algorithm 3) with AdamW's weight decay, for matrices.
 
-    Equals AdamW until the first refresh. A side longer than `largest_side` has no basis.
-
-    Args:
-        submit: schedules the refreshes.
-        spread: distributes the refreshes of different matrices over the steps.
+    Equals AdamW until the first refresh. A side longer than `largest_side` has no basis. `submit` schedules refreshes.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        inner: InnerSection,
-        submit: Submit = AtDeadline,
-        *,
-        spread: bool = True,
-    ) -> None:
-        super().__init__(parameters)
-        self._inner = inner
+    def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection, submit: Submit = AtDeadline) -> None:
+        super().__init__(parameters, inner)
         self._submit = submit
         every, lag, count = inner.refresh_steps, inner.refresh_lag, len(self.parameters)
         self._clocks = {
             # Refreshes of different matrices take turns, so that no step has all the work.
-            parameter: RefreshClock(every, lag, index * every // count if spread else 0)
+            parameter: RefreshClock(every, lag, index * every // count)
             for index, parameter in enumerate(self.parameters)
         }
 

@@ -40,7 +40,7 @@ from node.reachability.port_mapping import (
     leads_to,
     location_in,
 )
-from node.reachability.reach_test import (
+from node.reachability.witnesses import (
     AVOIDED_S,
     BURST,
     CONNECT_S,

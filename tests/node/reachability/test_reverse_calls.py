@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from node.reachability.reach_test import (
+from node.reachability.witnesses import (
     FOLLOWED_BURST,
     FOLLOWED_REFILL_S,
     MAX_AT_ONCE_TO_ONE,

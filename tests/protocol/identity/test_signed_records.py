@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import protocol.identity.signed_records
 from protocol.frames.frames import TensorFrame, decode, encode
 from protocol.generated import records_pb2
 from protocol.identity import signatures as routes
@@ -24,6 +23,7 @@ from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation, Rejected
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import (
     AnchorVersion,
     Hop,
@@ -239,10 +239,7 @@ def test_of_another_run_and_out_of_date_is_found_before_any_signature_is_checked
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.identity.signed_records.MAX_RECORDS", 3)
-    monkeypatch.setattr(
-        "protocol.identity.signed_records._verified", remembered := type(protocol.identity.signed_records._verified)()
-    )
+    monkeypatch.setattr("protocol.identity.signed_records._verified", remembered := Latest(3))
     for steps in range(5):
         decode_announced(forged(fields(steps=steps)), run=RUN, now=NOW)
     assert [each.steps for each in remembered.values()] == [2, 3, 4]

@@ -1,8 +1,4 @@
-"""Reachability with the help of peers: tests by dialling back, and calls to a peer that cannot be dialled.
-
-A witness dials, and a node asks a few peers to be its witnesses. A third peer passes a call on, and the called peer
-opens the link.
-"""
+"""Reachability with the help of peers: witnesses dial back, and peers pass calls on to one that cannot be dialled."""
 
 from __future__ import annotations
 
