@@ -36,25 +36,21 @@ from swarm.vocabulary.types import ModuleId, PeerId
 
 # ---- a pipeline in virtual time --------------------------------------------------------------------------------------
 
+STAGES: Final = 4
 PER_STEP: Final = 8
 SLOTS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Durations:
-    """Seconds of a visit's forward pass, input's and weights' gradients, an inner step, the data node's two parts."""
-
-    forward_s: float = 0.030
-    source_s: float = 0.030
-    weights_s: float = 0.030
-    step_s: float = 0.005
-    head_s: float = 0.010
-    embedding_s: float = 0.001
+PASS_S: Final = 0.030  # of a visit's forward pass, of its input's gradients, and of its weights' gradients
+STEP_S: Final = 0.005
+HEAD_S: Final = 0.010
+EMBEDDING_S: Final = 0.001
+CHUNK_S: Final = 0.002
+SPREAD: Final = 0.2
+JITTER: Final = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One arm in one environment. Peers' speeds differ by up to `spread`, delays by a log-normal `jitter`."""
+    """One arm in one environment. Peers' speeds differ by up to `SPREAD`, delays by a log-normal `JITTER`."""
 
     one_way_s: float
     seed: int
@@ -63,12 +59,6 @@ class Setting:
     puts_off: bool = False
     fills: bool = False
     body_s: float = 0.002
-    chunk_s: float = 0.002
-    stages: int = 4
-    per_step: int = PER_STEP
-    durations: Durations = field(default_factory=Durations)
-    spread: float = 0.2
-    jitter: float = 0.3
 
 
 class EmulatedPipeline:
@@ -76,36 +66,34 @@ class EmulatedPipeline:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.path_rules = PathRules(setting.stages + 1, setting.stages)
+        self.path_rules = PathRules(STAGES + 1, STAGES)
         self.overhead_s = 0.0
-        drawn, spread = random.Random(setting.seed), setting.spread
-        self.slowness = {stage_peer(at): drawn.uniform(1 - spread, 1 + spread) for at in range(setting.stages + 1)}
+        drawn = random.Random(setting.seed)
+        self.slowness = {stage_peer(at): drawn.uniform(1 - SPREAD, 1 + SPREAD) for at in range(STAGES + 1)}
         self._links = random.Random(setting.seed)
 
     def flight_rules(self, data_node: PeerId) -> InFlightRules:
-        return InFlightRules(self.setting.per_step, self.setting.staleness, self.setting.window)
+        return InFlightRules(PER_STEP, self.setting.staleness, self.setting.window)
 
     def slots_of(self, peer: PeerId) -> int:
         return max(SLOTS, 2 * self.setting.window)
 
     def service_s(self, peer: PeerId) -> float:
-        each = self.setting.durations
-        return (each.forward_s + each.source_s + each.weights_s) * self.slowness[peer]
+        return 3 * PASS_S * self.slowness[peer]
 
     def weights_s(self, peer: PeerId) -> float:
-        return self.setting.durations.weights_s * self.slowness[peer]
+        return PASS_S * self.slowness[peer]
 
     def compute_s(self, peer: PeerId, work: Work) -> float:
-        each = self.setting.durations
         if peer == stage_peer(0):
-            return each.head_s if work is Work.LOSS else each.embedding_s
-        return (each.forward_s if work is Work.FORWARD else each.source_s + each.weights_s) * self.slowness[peer]
+            return HEAD_S if work is Work.LOSS else EMBEDDING_S
+        return (1 if work is Work.FORWARD else 2) * PASS_S * self.slowness[peer]
 
     def message_s(self, here: PeerId, there: PeerId) -> float:
-        return self.setting.one_way_s * self._links.lognormvariate(0, self.setting.jitter)
+        return self.setting.one_way_s * self._links.lognormvariate(0, JITTER)
 
     def body_s(self, here: PeerId, there: PeerId) -> float:
-        return self.setting.body_s * self._links.lognormvariate(0, self.setting.jitter)
+        return self.setting.body_s * self._links.lognormvariate(0, JITTER)
 
     def silence_s(self) -> float:
         return math.inf
@@ -183,48 +171,38 @@ class FillingPeer(Peer):
         self._spent_s += seconds
 
         def ended() -> None:
-            if is_stage:
-                self._passed(work)
-            if is_stage and work is Work.BACKWARD:
+            if is_stage and work is Work.FORWARD:
+                self.account.hold(1.0)
+            elif is_stage and work is Work.BACKWARD:
+                self.account.hold(-1.0)
+                if self.setting.puts_off:
+                    self.account.hold(self._kept)
+                    self._pending.append(self.queue.submit(self._weights(), "weights"))
                 self._added += 1
-                if self._added % self.setting.per_step == 0:
+                if self._added % PER_STEP == 0:
                     self._put(Priority.UPKEEP, self._step)
             done(seconds)
 
         self._ended = ended
 
-    def _passed(self, work: Work) -> None:
-        """Takes in the end of a stage's forward or backward pass."""
-        if work is Work.FORWARD:
-            self.account.hold(1.0)
-        if work is Work.BACKWARD:
-            self.account.hold(-1.0)
-            if self.setting.puts_off:
-                self.account.hold(self._kept)
-                self._pending.append(self.queue.submit(self._weights(), "weights"))
-
     def _weights(self) -> Iterator[None]:
-        for is_last in self._in_chunks(self._ground.weights_s(self.id)):
-            if is_last:
-                self.account.hold(-self._kept)
-            yield
-
-    def _in_chunks(self, seconds: float) -> Iterator[bool]:
-        """Spends these seconds in chunks; yields whether a chunk is the last."""
-        count = math.ceil(seconds / self.setting.chunk_s)
+        seconds = self._ground.weights_s(self.id)
+        count = math.ceil(seconds / CHUNK_S)
         for number in range(count):
             self._spent_s += seconds / count
-            yield number == count - 1
+            if number == count - 1:
+                self.account.hold(-self._kept)
+            yield
 
     def _step(self) -> None:
         for work in self._pending:
             work.finish()
         self._pending.clear()
-        self._spent_s += self.setting.durations.step_s
+        self._spent_s += STEP_S
 
     def _without_end(self) -> Iterator[None]:
         while True:
-            self._spent_s += self.setting.chunk_s
+            self._spent_s += CHUNK_S
             yield
 
     def _next(self) -> None:
@@ -257,7 +235,7 @@ class FillingWorld(World):
 
     def __init__(self, setting: Setting, kept: float) -> None:
         self.setting, self.kept, self.emulated = setting, kept, EmulatedPipeline(setting)
-        stages = [[stage_peer(stage)] for stage in range(setting.stages + 1)]
+        stages = [[stage_peer(stage)] for stage in range(STAGES + 1)]
         super().__init__(self.emulated, stages, random.Random(setting.seed), Ledger())
 
     def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> Peer:

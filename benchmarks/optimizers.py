@@ -12,7 +12,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -125,10 +125,7 @@ class Trainer(Learner):
 def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
     """Trains one arm to the end of its schedule."""
     manifest = manifest_of(task, ARMS[name], seed, rate)
-    return {"arm": name, "seed": seed, "rate": rate, **trained(task, manifest, Trainer(manifest, ARMS[name]))}
-
-
-def trained(task: Task, manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
+    trainer = Trainer(manifest, ARMS[name])
     texts = list(held_out_microbatches(manifest, task.held_out_microbatches, open_documents(manifest)))
 
     def look(step: int) -> list[float]:
@@ -138,6 +135,9 @@ def trained(task: Task, manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
     with suppress(StateError):  # it has diverged
         curve = curve_of(task.steps, POINTS, trainer.next_step, look)
     return {
+        "arm": name,
+        "seed": seed,
+        "rate": rate,
         "loss": curve[-1][2] if curve else None,
         "foreground_s": trainer.foreground_s,
         "idle_s": trainer.idle.seconds,
@@ -171,21 +171,16 @@ def summary(best: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | None]
     return {name: kit.medians(of, [key for key in of[0] if key not in ("arm", "seed")]) for name, of in rows.items()}
 
 
-def trainings(task: Task, options: Any, arms: Iterable[str], train: Callable[..., Any]) -> dict[str, Any]:
+def measure_all(options: Any) -> dict[str, Any]:
     """Trains all arms with all seeds and learning rates."""
     torch.set_num_threads(1)
     flush_denormals()
-    runs: list[dict[str, Any]] = []
-    for seed, arm, rate in itertools.product(options.seeds, arms, options.rates):
-        runs.append(train(task, arm, seed, rate))
+    task, runs = Task(options.steps, hidden=options.hidden, source=source_of(options.text)), list[dict[str, Any]]()
+    for seed, arm, rate in itertools.product(options.seeds, options.arms, options.rates):
+        runs.append(measure(task, arm, seed, rate))
         tell({key: runs[-1][key] for key in ("arm", "seed", "rate", "loss")})
     best = best_of(runs)
-    return {"summary": summary(best), "best": best, "runs": runs}
-
-
-def measure_all(options: Any) -> dict[str, Any]:
-    task = Task(options.steps, hidden=options.hidden, source=source_of(options.text))
-    return {"task": asdict(task), **trainings(task, options, options.arms, measure)}
+    return {"task": asdict(task), "summary": summary(best), "best": best, "runs": runs}
 
 
 if __name__ == "__main__":

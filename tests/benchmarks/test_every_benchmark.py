@@ -37,7 +37,6 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
         ("codecs", {"table", "loss"}),
         ("experts", {"loss"}),
         ("filling", {"put_off", "filling"}),
-        ("kfac", {"schedule", "training"}),
         ("memory", {"head"}),
         ("optimizers", {"task", "summary", "best", "runs"}),
         ("packing", {"hidden", "bars", "settings"}),
