@@ -222,8 +222,6 @@ async def test_what_is_forbidden_is_refused_with_the_reason_and_disturbs_nobody(
             farewell = await stream.farewell()
             assert farewell.reason is FarewellReason.VIOLATION
             assert reason in farewell.detail
-    await _break_off(targets)
-    await _shout_at_the_port(targets)
     await scene.goes_on()
     assert scene.peak_bytes(targets.victim) - before < MAY_GROW_BYTES
 
@@ -292,30 +290,6 @@ async def _flood(targets: Targets, intruder: Node) -> list[messages.Receipt]:
 
     await intruder.handler.until(all_answered)
     return list(first.values())
-
-
-async def _break_off(targets: Targets) -> None:
-    persona = targets.persona()
-    async with targets.attack(persona=persona, record=targets.as_data_node(persona)) as (_, stream):
-        await stream.say(header(targets.forward(persona), targets.tensor, chunks=2))
-        await stream.say(encode_chunk(1, 0, memoryview(bytes(4096))))
-        await stream.stream.half_close()
-        while await stream.hear() is not None:
-            pass
-
-
-async def _shout_at_the_port(targets: Targets) -> None:
-    """Speaks no TLS to the victim's port, and is hung up on."""
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000)):
-        reader, writer = await connection(targets.victim)
-        writer.write(garbage)
-        async with asyncio.timeout(LONG):
-            with suppress(ConnectionError):  # hung up on with what it sent unread
-                while await reader.read(4096):
-                    pass
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
 
 
 MODULE = ModuleId(1)

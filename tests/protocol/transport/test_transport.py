@@ -30,7 +30,8 @@ from swarm.vocabulary import errors
 from swarm.vocabulary.averaging_messages import Accepting, Contribution, RoundId, StateChunk
 from swarm.vocabulary.pipeline_messages import Close, Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, VersionRange
-from tests.protocol.dht.running import Marked, needs_proc, until
+from tests.kit.waiting import until
+from tests.protocol.dht.running import Marked, needs_proc
 from tests.protocol.identity.minting import OTHER_RUN, certificate, credentials_for, extension_for, new_key
 from tests.protocol.nat.relay_ends import stream_pair
 from tests.protocol.transport.link_peers import (

@@ -15,7 +15,7 @@ from tests.swarm.pipeline.custody_desk import Desk
 
 TRACES = """
 == the way everything goes well
-# a hop says how long it let the microbatch wait, computed and sent
+# a hop says how long it let the microbatch wait, computed and sent, and is done when its gradient is passed on
 b
 forward 1                   | a < accepted out 1; compute FORWARD 1
 wait 5, computed 1 3        | c < hidden 2 by a b c
@@ -29,17 +29,8 @@ c2 passed_on out 2
 backward 1 by a b c2        | c2 < accepted back 1; compute BACKWARD 1
 wait 0.5, computed 1 0.5    | a < gradient 0 by a b c2
 a accepted back 0           | c2 < passed_on back 1 computed 0.5; data < passed_on back 1 computed 0.5
-= 1 GUARDING_BACK
-# the gradient goes back, and the hop is done when it has been passed on
-b
-handed 1                    | c < hidden 2 by a b c
-c accepted out 2            | a < passed_on out 1; data < passed_on out 1
-c passed_on out 2
-backward 1                  | c < accepted back 1; compute BACKWARD 1
-computed 1                  | a < gradient 0 by a b c
-a accepted back 0           | c < passed_on back 1; data < passed_on back 1
 a passed_on back 0
-data settled                | count 1; forget 1, complete
+data settled by a b c2      | count 1; forget 1, complete
 = gone
 # a data node starts, turns round and finishes
 data
