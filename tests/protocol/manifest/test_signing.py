@@ -240,6 +240,7 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     later["data"] |= {"tokenizer": "file:a", "tokenizer_sha256": "ef" * 32, "ends": [7, 8], "beginning": 0}
     later["data"] |= {"token_files": "eJwDAAAAAAE="}
     later |= {"start": {"modules": ["cd" * 32] * len(later["stages"]["blocks"])}}
+    later |= {"paths": {"max_jump": 2, "full_every": 10}}
     mistral = changed(changed(later, ("model", "family"), "mistral"), ("model", "attention_bias"), False)
     windowed = changed(mistral, ("model", "sliding_window"), 4096)
     assert '"sliding_window":4096' in signing.canonical(manifest_from_table(windowed)).decode()
