@@ -737,11 +737,12 @@ async def dialling_raises(
         assert own.handler.ups == []
 
 
-async def test_an_unknown_peer_and_oneself_cannot_be_reached() -> None:
+async def test_an_unknown_peer_cannot_be_reached_and_oneself_without_a_link() -> None:
     async with node() as own:
-        for peer in (Persona().peer, own.peer):
-            with pytest.raises(errors.Unreachable):
-                await own.transport.send_control(peer, close_of(own.peer))
+        with pytest.raises(errors.Unreachable):
+            await own.transport.send_control(Persona().peer, close_of(own.peer))
+        await own.transport.send_control(own.peer, close_of(own.peer))
+        assert (own.handler.messages, own.handler.ups) == ([(own.peer, close_of(own.peer))], [])
 
 
 async def test_addresses_are_tried_one_after_the_other() -> None:
