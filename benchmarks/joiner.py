@@ -56,7 +56,8 @@ class Watch:
 
     def start_one(self) -> str:
         """Starts one more replica of the stage and returns its peer id."""
-        return self.swarm.peers[self.swarm.start_peer(STAGE)].peer
+        index = self.swarm.start_peer(STAGE)
+        return self.swarm.peers[index].peer
 
     async def run(self) -> None:
         async for event in self.swarm.events():
