@@ -57,6 +57,7 @@ from swarm.compression.round_codecs import RoundCodecs
 from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from tests.node.averaging.small_rounds import Everybody
 
 keep_freed_memory()  # in every process: each imports this module
 
@@ -71,16 +72,6 @@ ROUND_S: Final = 60.0
 
 
 # ---- a peer of rounds ------------------------------------------------------------------------------------------------
-
-
-class Everybody:
-    """A `Membership` in which all peers host `MODULE`."""
-
-    def get(self, peer: PeerId) -> SimpleNamespace:
-        return SimpleNamespace(module=MODULE)
-
-    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
-        return module == MODULE
 
 
 async def status(asker: PeerId, question: Question) -> bytes:

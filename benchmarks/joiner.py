@@ -1,4 +1,4 @@
-"""What a newcomer costs the others, and how soon it contributes: one more replica of a stage, then several at once.
+"""What a newcomer costs the others, and how soon it contributes: one more replica of a stage.
 
 A local swarm of real processes: a data node, and replicas of one stage with a state of some tens of MB. The swarm has
 the first half of the machine's cores and newcomers have the rest (with one core, or without `taskset`, all share). The
@@ -16,7 +16,6 @@ import shutil
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ from swarm.vocabulary.types import ModuleId
 STAGE = 1
 ROUNDS_BEFORE = 3
 PATIENCE_S = 240.0
-TARGETS = {"slower_while_transfer": 0.10, "rounds_until_member": 2, "max_over_mean": 2.0}
+TARGETS = {"slower_while_transfer": 0.10, "rounds_until_member": 2}
 
 
 def joiner_run(hidden: int, blocks: int) -> Manifest:
@@ -57,7 +56,8 @@ class Watch:
 
     def start_one(self) -> str:
         """Starts one more replica of the stage and returns its peer id."""
-        return self.swarm.peers[self.swarm.start_peer(STAGE)].peer
+        index = self.swarm.start_peer(STAGE)
+        return self.swarm.peers[index].peer
 
     async def run(self) -> None:
         async for event in self.swarm.events():
@@ -131,28 +131,6 @@ async def join_one(watch: Watch, window_s: float) -> dict[str, Any]:
     }
 
 
-async def join_several(watch: Watch, number: int, donors: list[str]) -> dict[str, Any]:
-    """Several newcomers at once, and how much each of the older replicas gave them."""
-    started = time.perf_counter()
-    peers = [watch.start_one() for _ in range(number)]
-    await watch.until(f"{number} newcomers to catch up", lambda: all(watch.first(peer, CaughtUp) for peer in peers))
-    caught_up = time.perf_counter()
-    await watch.until("all of them in rounds", lambda: all(watch.contributes(peer) for peer in peers))
-    events = [found[1] for peer in peers if (found := watch.first(peer, CaughtUp))]
-    served: Counter[str] = Counter()
-    for event in events:
-        served.update(dict(zip(event.donors, event.donor_bytes, strict=True)))
-    given = [served[donor] for donor in donors]
-    return {
-        "joiners": number,
-        "all_caught_up_s": round(caught_up - started, 2),
-        "transfer_s": [round(event.seconds, 3) for event in events],
-        "bytes_of_donors": given,
-        "bytes_of_other_joiners": sum(served.values()) - sum(given),
-        "max_over_mean": round(max(given) / statistics.mean(given), 2),
-    }
-
-
 def part_cores(swarm: int) -> Deployments:
     """Binds this process, and with it the swarm's first nodes, to half of the cores, and later nodes to the others."""
     taskset = shutil.which("taskset")
@@ -174,14 +152,12 @@ async def measure(options: Any) -> dict[str, Any]:
             tasks.create_task(watch.run())
             await watch.until(f"{ROUNDS_BEFORE} rounds", lambda: len(watch.rounds()) >= ROUNDS_BEFORE)
             one = await join_one(watch, options.window)
-            donors = [peer.peer for peer in swarm.peers if peer.stage == STAGE]
-            several = await join_several(watch, options.joiners, donors)
             swarm.request_stop()
     layout = layout_of(parameter_shapes(manifest, ModuleId(STAGE)), manifest.training.fragments)
     state_mb = round(8 * layout.elements / 1e6, 1)
-    return {"state_mb": state_mb, "replicas": options.replicas, "one": one, "several": several, "targets": TARGETS}
+    return {"state_mb": state_mb, "replicas": options.replicas, "one": one, "targets": TARGETS}
 
 
 if __name__ == "__main__":
-    quick = {"replicas": 2, "joiners": 1, "hidden": 256, "blocks": 2, "window": 5.0}
-    kit.run(__doc__, measure, quick, replicas=3, joiners=4, hidden=512, blocks=2, window=15.0)
+    quick = {"replicas": 2, "hidden": 256, "blocks": 2, "window": 5.0}
+    kit.run(__doc__, measure, quick, replicas=3, hidden=512, blocks=2, window=15.0)

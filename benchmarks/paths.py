@@ -89,18 +89,9 @@ class Cell:
 
     about: str
     bar: tuple[str, str, float]
-    """Two arms, and the ratio of their figures that is wanted: at most for seconds a step, at least for tokens/s."""
+    """Two arms, and the least ratio of their tokens/s that is wanted."""
     arms: tuple[str, ...] = RULES
-    per_step: int = 4  # microbatches of a step of one data node
-    staleness: int = 2
     per_path: int = SKIPPABLE
-    links: float = 1.0  # factor on the delays between regions
-    bytes_per_s: float | None = None
-    slots: int | None = None
-
-    @property
-    def figure(self) -> str:
-        return "tokens_per_s" if self.staleness else "step_s"
 
     def manifest(self, text: Path, arm: str) -> Manifest:
         """A model so small that computing it takes little next to what is emulated, without rounds."""
@@ -110,10 +101,9 @@ class Cell:
             blocks=BLOCKS,
             per_path=self.visited(arm),
             visit_ratio=float(variant) if variant.startswith("1") else 1.0,
-            inner_tokens=small_run(text).microbatch_tokens * self.per_step,
             inner_steps=1_000_000,
             round_seconds=1e6,
-            staleness=self.staleness,
+            staleness=2,
         )
 
     def visited(self, arm: str) -> int:
@@ -122,23 +112,9 @@ class Cell:
 
 
 CELLS: Final[Mapping[str, Cell]] = {
-    "A1": Cell("steps wait, 2 microbatches each", (OURS, SWARM, 0.85), per_step=2, staleness=0),
-    "A2": Cell("steps wait, far, 100 Mbit/s", (OURS, SWARM, 0.85), staleness=0, links=3.0, bytes_per_s=12.5e6),
-    "B1": Cell("free, 2 slots a hop", (OURS, SWARM, 1.2), slots=2),
-    "B3": Cell("free, 2 slots a hop, far", (OURS, SWARM, 1.2), slots=2, links=3.0),
-    "D": Cell(
-        "free, partial paths, unequal visits",
-        ("ours-1.5", OURS, 1.18),
-        (OURS, "ours-1.25", "ours-1.5", SWARM),
-        per_path=3,
-    ),
-    "E": Cell("free", (OURS, SWARM, 1.0)),
-    "S": Cell(
-        "free, partial paths against full ones",
-        (OURS, "ours-full", 1.2),
-        (OURS, "ours-full", SWARM, "swarm-full"),
-        per_path=3,
-    ),
+    "D": Cell("unequal visits", ("ours-1.5", OURS, 1.18), (OURS, "ours-1.25", "ours-1.5", SWARM), 3),
+    "E": Cell("full paths", (OURS, SWARM, 1.0)),
+    "S": Cell("partial paths", (OURS, "ours-full", 1.2), (OURS, "ours-full", SWARM, "swarm-full"), 3),
 }
 
 
@@ -173,7 +149,7 @@ class Environment:
         return min(rates) * len(rates) / per_path
 
 
-def make_environment(seed: int, links: float = 1.0) -> Environment:
+def make_environment(seed: int) -> Environment:
     """Random speeds, log-uniform; the replicas of each stage are in different regions."""
     rng = random.Random(seed)
     stages = tuple(module.stage for module in assign_modules(PEERS, BLOCKS))
@@ -181,7 +157,7 @@ def make_environment(seed: int, links: float = 1.0) -> Environment:
     decks = {stage: itertools.cycle(rng.sample(REGIONS, len(REGIONS))) for stage in set(stages)}
     one_way = {region: {region: INSIDE_S} for region in REGIONS}
     for one, other in itertools.combinations(REGIONS, 2):
-        one_way[one][other] = one_way[other][one] = round(links * rng.uniform(*ACROSS_S), 4)
+        one_way[one][other] = one_way[other][one] = round(rng.uniform(*ACROSS_S), 4)
     announced = [round(MISANNOUNCED ** rng.uniform(-1, 1), 3) for _ in stages]
     return Environment(stages, tuple(forward), tuple(announced), tuple(next(decks[stage]) for stage in stages), one_way)
 
@@ -211,10 +187,8 @@ class Trial:
         return Spec(
             self.environment.forward_s[index],
             str(self.folder / "network.json"),
-            bytes_per_s=self.cell.bytes_per_s,
             rule=self.arm.partition("-")[0],
             window=WINDOW,
-            slots=None if is_data_node else self.cell.slots,
             announced_factor=self.environment.announced[index],
             flights=str(self.flights(index)) if is_data_node else None,
             seed=index,
@@ -232,7 +206,7 @@ def trials(options: Any, folder: Path) -> list[Trial]:
     """The swarms, seed by seed and cell by cell; the order of the arms is random but repeatable."""
     planned = []
     for seed, name in itertools.product(range(1, options.seeds + 1), options.cells):
-        environment = make_environment(seed, CELLS[name].links)
+        environment = make_environment(seed)
         arms = [arm for arm in CELLS[name].arms if arm.partition("-")[0] in options.arms]
         random.Random(f"order {name} {seed}").shuffle(arms)
         planned += [Trial(name, arm, seed, environment, folder / f"{name}-{seed}-{arm}") for arm in arms]
@@ -287,26 +261,17 @@ def figures(
     paths = [(own, *(indices[peer] for peer in mark.peers), own) for own, mark in completed]
     links = [link for path in paths for link in itertools.pairwise(path)]
     crossed = sum(environment.regions[one] != environment.regions[other] for one, other in links)
-    steps = [seconds for marks in flights.values() for seconds in steps_s(marks, trial.cell.per_step, span)]
     return {
         "cell": trial.name,
         "arm": trial.arm,
         "seed": trial.seed,
         "tokens_per_s": round(per_s * tokens, 1),
-        "step_s": rounded(statistics.fmean(steps)) if steps and not trial.cell.staleness else None,
         "share_of_bound": round(per_s / bound, 3),
         "hops_between_regions": round(crossed / max(1, len(links)), 3),
         "visits_per_replica": {index: visits[index] for index, stage in enumerate(environment.stages) if stage},
         "completed": len(completed),
         "abandoned": sum(mark.kind == LOST for marks in within.values() for mark in marks),
     }
-
-
-def steps_s(marks: Sequence[FlightMark], per_step: int, span: tuple[float, float]) -> list[float]:
-    """Seconds of each step of one data node that lies between two times."""
-    home = [mark.at for mark in marks if mark.kind == HOME]
-    ends = [at for at in home[per_step - 1 :: per_step] if span[0] <= at < span[1]]
-    return [later - earlier for earlier, later in itertools.pairwise(ends)]
 
 
 def cpu_ticks() -> tuple[int, int]:
@@ -324,26 +289,24 @@ def report(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in dict.fromkeys(run["cell"] for run in runs):
         cell, own = CELLS[name], [run for run in runs if run["cell"] == name]
         one, other, limit = cell.bar
-        values = {(run["arm"], run["seed"]): run[cell.figure] for run in own if run[cell.figure]}
+        values = {(run["arm"], run["seed"]): run["tokens_per_s"] for run in own if run["tokens_per_s"]}
         ratios = [
             value / values[other, seed]
             for (arm, seed), value in values.items()
             if arm == one and (other, seed) in values
         ]
         mean = statistics.geometric_mean(ratios) if ratios else None
-        held = mean is not None and (mean >= limit if cell.staleness else mean <= limit)
         found[name] = {
             "about": cell.about,
-            "figure": cell.figure,
             "arms": {
                 arm: {
                     key: median(run[key] for run in own if run["arm"] == arm)
-                    for key in (cell.figure, "share_of_bound", "hops_between_regions", "machine_load")
+                    for key in ("tokens_per_s", "share_of_bound", "hops_between_regions", "machine_load")
                 }
                 for arm in dict.fromkeys(run["arm"] for run in own)
             },
             "ratios": {f"{one} / {other}": [round(ratio, 3) for ratio in ratios]},
-            "bar": {"limit": limit, "is": rounded(mean), "held": held},
+            "bar": {"limit": limit, "is": rounded(mean), "held": mean is not None and mean >= limit},
         }
     return found
 

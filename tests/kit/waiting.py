@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # Seconds; reached only when a test fails.
-LONG_S = 20.0
+LONG_S = 30.0
 
 
 @dataclass
@@ -24,7 +24,8 @@ class ManualClock:
         return 1_000_000.0 + self.now + self.set_by_s
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(LONG_S):
+async def until(condition: Callable[[], object], patience_s: float = LONG_S) -> None:
+    """Waits for what has to come; raises TimeoutError if it does not."""
+    async with asyncio.timeout(patience_s):
         while not condition():
             await asyncio.sleep(0.002)

@@ -20,40 +20,18 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.emulation.emulation import (
-    BURST_S,
-    REGIONS,
-    Emulation,
-    Fault,
-    LinkShape,
-    Shaper,
-    Site,
-    profile_of,
-    region_bytes_per_s,
-    region_delay_s,
-)
-from lab.emulation.proxy import (
-    MAX_HELD_BYTES,
-    Callers,
-    Endpoint,
-    ListenWatch,
-    Pipe,
-    ProxiedPort,
-    Proxy,
-    descendants,
-    listening,
-    parse_socket,
-)
+from lab.emulation import emulation as links
+from lab.emulation import proxy
 from node.concurrency.task_groups import task_scope
 
-SLOW = LinkShape(latency_s=0.01, up_bytes_per_s=1000.0, down_bytes_per_s=4000.0)
-FAR = LinkShape(latency_s=0.05, up_bytes_per_s=8000.0, down_bytes_per_s=2000.0)
+SLOW = links.LinkShape(latency_s=0.01, up_bytes_per_s=1000.0, down_bytes_per_s=4000.0)
+FAR = links.LinkShape(latency_s=0.05, up_bytes_per_s=8000.0, down_bytes_per_s=2000.0)
 
 
-def emulation(*shapes: LinkShape) -> Emulation:
-    made = Emulation(seed=1)
+def emulation(*shapes: links.LinkShape) -> links.Emulation:
+    made = links.Emulation(seed=1)
     for member, shape in enumerate(shapes):
-        made.place(member, Site(shape))
+        made.place(member, links.Site(shape))
     return made
 
 
@@ -61,8 +39,8 @@ def test_both_links_delay_and_limit_and_that_of_no_member_is_ideal() -> None:
     network = emulation(SLOW, FAR)
     assert network.one_way_s((0, 1), random.Random(0)) == pytest.approx(0.06)
     left_at = network.leave((0, 1), 1000, 0.0)
-    assert left_at == pytest.approx(1.0 - BURST_S)
-    assert network.arrive((0, 1), 1000, left_at) == pytest.approx(left_at + 0.5 - BURST_S)
+    assert left_at == pytest.approx(1.0 - links.BURST_S)
+    assert network.arrive((0, 1), 1000, left_at) == pytest.approx(left_at + 0.5 - links.BURST_S)
     assert network.passed() == {(0, 1): 1000}
     network = emulation(FAR)
     assert network.one_way_s((None, 0), random.Random(0)) == 0.05
@@ -70,9 +48,9 @@ def test_both_links_delay_and_limit_and_that_of_no_member_is_ideal() -> None:
 
 
 def test_jitter_is_drawn_anew_for_each_connection_and_the_same_with_the_same_seed() -> None:
-    shapes = LinkShape(jitter_s=0.02), LinkShape(jitter_s=0.02)
+    shapes = links.LinkShape(jitter_s=0.02), links.LinkShape(jitter_s=0.02)
 
-    def draws(network: Emulation) -> list[float]:
+    def draws(network: links.Emulation) -> list[float]:
         return [network.one_way_s((0, 1), network.randomness((0, 1))) for _ in range(3)]
 
     drawn = draws(emulation(*shapes))
@@ -82,7 +60,7 @@ def test_jitter_is_drawn_anew_for_each_connection_and_the_same_with_the_same_see
 
 
 def test_a_partition_parts_its_sides_and_nobody_else() -> None:
-    network = emulation(*(LinkShape() for _ in range(4)))
+    network = emulation(*(links.LinkShape() for _ in range(4)))
     network.partition(((0, 1), (2,)))
     passing = {(one, other) for one in range(4) for other in range(4) if one < other and network.passes((one, other))}
     assert passing == {(0, 1), (0, 3), (1, 3), (2, 3)}
@@ -91,11 +69,11 @@ def test_a_partition_parts_its_sides_and_nobody_else() -> None:
 
 
 async def test_who_waits_for_a_way_goes_on_when_it_is_open() -> None:
-    network = emulation(LinkShape(fault=Fault.BLACK_HOLE), LinkShape())
+    network = emulation(links.LinkShape(fault=links.Fault.BLACK_HOLE), links.LinkShape())
     waiting = asyncio.create_task(network.passable((0, 1)))
-    network.place(0, Site(LinkShape(latency_s=1.0, fault=Fault.HALF_OPEN)))
+    network.place(0, links.Site(links.LinkShape(latency_s=1.0, fault=links.Fault.HALF_OPEN)))
     await waiting
-    network.place(0, Site(LinkShape(fault=Fault.BLACK_HOLE)))
+    network.place(0, links.Site(links.LinkShape(fault=links.Fault.BLACK_HOLE)))
     waiting = asyncio.create_task(network.passable((0, 1)))
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -104,21 +82,21 @@ async def test_who_waits_for_a_way_goes_on_when_it_is_open() -> None:
 
 
 def test_regions_add_their_delay_and_rate_and_their_tables_are_symmetric_and_whole() -> None:
-    network = Emulation(seed=1)
-    network.place(0, profile_of("gcp-london").site)
-    network.place(1, profile_of("gcp-oregon").site)
-    network.place(2, Site())
+    network = links.Emulation(seed=1)
+    network.place(0, links.profile_of("gcp-london").site)
+    network.place(1, links.profile_of("gcp-oregon").site)
+    network.place(2, links.Site())
     assert network.one_way_s((0, 1), random.Random(0)) == pytest.approx(0.064)
     assert network.one_way_s((0, 2), random.Random(0)) == 0.0
     size_bytes = 10 * 2**20
-    assert network.leave((0, 1), size_bytes, 0.0) == pytest.approx(size_bytes / (21.75 * 2**20) - BURST_S)
+    assert network.leave((0, 1), size_bytes, 0.0) == pytest.approx(size_bytes / (21.75 * 2**20) - links.BURST_S)
     assert network.leave((0, 2), size_bytes, 0.0) == 0.0
-    for one in REGIONS:
-        for other in REGIONS:
-            assert region_delay_s(one, other) == region_delay_s(other, one) > 0
-            assert region_bytes_per_s(one, other) == region_bytes_per_s(other, one) > 2**20
-    assert region_delay_s("belgium", "nl") == 0.003
-    assert region_bytes_per_s("iowa", "oregon") == 92.5 * 2**20
+    for one in links.REGIONS:
+        for other in links.REGIONS:
+            assert links.region_delay_s(one, other) == links.region_delay_s(other, one) > 0
+            assert links.region_bytes_per_s(one, other) == links.region_bytes_per_s(other, one) > 2**20
+    assert links.region_delay_s("belgium", "nl") == 0.003
+    assert links.region_bytes_per_s("iowa", "oregon") == 92.5 * 2**20
 
 
 def test_a_connection_breaks_behind_every_so_many_bytes() -> None:
@@ -135,22 +113,22 @@ def test_a_connection_breaks_behind_every_so_many_bytes() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 100_000)), min_size=1, max_size=50), st.floats(100, 1e6))
 def test_no_more_passes_than_the_rate_and_one_burst(sends: list[tuple[float, int]], rate: float) -> None:
-    shaper = Shaper(rate)
+    shaper = links.Shaper(rate)
     now, left_at, passed = 0.0, 0.0, 0
     for pause_s, size_bytes in sends:
         now = max(now + pause_s, left_at)
         granted = shaper.grant(size_bytes, now)
         assert granted >= max(now, left_at)
         left_at, passed = granted, passed + size_bytes
-    assert passed <= (left_at + BURST_S) * rate * (1 + 1e-9) + 1
+    assert passed <= (left_at + links.BURST_S) * rate * (1 + 1e-9) + 1
 
 
 def test_a_new_rate_holds_for_what_comes_after_it_and_a_pause_saves_nothing_up() -> None:
-    shaper = Shaper(1000.0)
-    assert shaper.grant(1000, 0.0) == pytest.approx(1.0 - BURST_S)
+    shaper = links.Shaper(1000.0)
+    assert shaper.grant(1000, 0.0) == pytest.approx(1.0 - links.BURST_S)
     shaper.bytes_per_s = 100.0
-    assert shaper.grant(100, 0.0) == pytest.approx(2.0 - BURST_S)
-    assert shaper.grant(100, 5.0) == pytest.approx(6.0 - BURST_S)
+    assert shaper.grant(100, 0.0) == pytest.approx(2.0 - links.BURST_S)
+    assert shaper.grant(100, 5.0) == pytest.approx(6.0 - links.BURST_S)
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
@@ -163,7 +141,7 @@ _numbers = itertools.count(1)
 
 
 class Stage:
-    def __init__(self, emulation: Emulation, server: asyncio.Server, outside: Endpoint) -> None:
+    def __init__(self, emulation: links.Emulation, server: asyncio.Server, outside: proxy.Endpoint) -> None:
         self.emulation = emulation
         self.server = server
         self.outside = outside
@@ -180,13 +158,13 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(serve: Serve, node: LinkShape, caller: LinkShape) -> AsyncIterator[Stage]:
-    emulation = Emulation(seed=7)
-    emulation.place(NODE, Site(node))
-    emulation.place(CALLER, Site(caller))
+async def stage(serve: Serve, node: links.LinkShape, caller: links.LinkShape) -> AsyncIterator[Stage]:
+    emulation = links.Emulation(seed=7)
+    emulation.place(NODE, links.Site(node))
+    emulation.place(CALLER, links.Site(caller))
     number = next(_numbers)
 
-    async def find_caller(source: Endpoint, target: Endpoint) -> int:
+    async def find_caller(source: proxy.Endpoint, target: proxy.Endpoint) -> int:
         return CALLER
 
     async def serve_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -199,10 +177,13 @@ async def stage(serve: Serve, node: LinkShape, caller: LinkShape) -> AsyncIterat
 
     server = await asyncio.start_server(serve_and_close, f"127.77.251.{number}", 0)
     port = server.sockets[0].getsockname()[1]
-    proxied = ProxiedPort(NODE, (f"127.78.251.{number}", port), (f"127.77.251.{number}", port))
-    watch = ListenWatch()
+    proxied = proxy.ProxiedPort(NODE, (f"127.78.251.{number}", port), (f"127.77.251.{number}", port))
+    watch = proxy.ListenWatch()
     async with task_scope() as tasks:
-        running = [tasks.create_task(watch.run()), tasks.create_task(Proxy(proxied, emulation, find_caller).run(watch))]
+        running = [
+            tasks.create_task(watch.run()),
+            tasks.create_task(proxy.Proxy(proxied, emulation, find_caller).run(watch)),
+        ]
         await until_open(proxied.outside)
         try:
             yield Stage(emulation, server, proxied.outside)
@@ -213,9 +194,9 @@ async def stage(serve: Serve, node: LinkShape, caller: LinkShape) -> AsyncIterat
             await server.wait_closed()
 
 
-async def until_open(endpoint: Endpoint, *, is_open: bool = True) -> None:
+async def until_open(endpoint: proxy.Endpoint, *, is_open: bool = True) -> None:
     """Looks without calling, which would count as traffic."""
-    while (endpoint in listening()) != is_open:
+    while (endpoint in proxy.listening()) != is_open:
         await asyncio.sleep(0.02)
 
 
@@ -227,11 +208,11 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-IDEAL = LinkShape()
+IDEAL = links.LinkShape()
 
 
 async def test_bytes_keep_their_order_and_number_under_jitter() -> None:
-    jittery = LinkShape(latency_s=0.002, jitter_s=0.02, up_bytes_per_s=5e6, down_bytes_per_s=5e6)
+    jittery = links.LinkShape(latency_s=0.002, jitter_s=0.02, up_bytes_per_s=5e6, down_bytes_per_s=5e6)
     sent = os.urandom(300_000)
     async with stage(echo, jittery, jittery) as at, at.call() as (reader, writer):
         writer.write(sent)
@@ -256,7 +237,7 @@ async def test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused() -> None:
     async with stage(serve, IDEAL, IDEAL) as at, at.call() as (reader, writer):
         writer.write(b"there")
         assert await reader.readexactly(4) == b"here"
-        at.emulation.place(NODE, Site(LinkShape(fault=Fault.RESET)))
+        at.emulation.place(NODE, links.Site(links.LinkShape(fault=links.Fault.RESET)))
         with pytest.raises(ConnectionResetError):
             await reader.read(1)
         assert isinstance(await ended, ConnectionResetError)
@@ -322,7 +303,7 @@ async def test_a_black_hole_delivers_nothing_and_tells_nobody_until_it_is_gone()
     async with stage(echo, IDEAL, IDEAL) as at, at.call() as (reader, writer):
         writer.write(b"before")
         assert await reader.readexactly(6) == b"before"
-        at.emulation.place(NODE, Site(LinkShape(fault=Fault.BLACK_HOLE)))
+        at.emulation.place(NODE, links.Site(links.LinkShape(fault=links.Fault.BLACK_HOLE)))
         writer.write(b"within")
         async with at.call():  # it is accepted, as by a machine whose cable was cut just now
             with pytest.raises(TimeoutError):
@@ -339,7 +320,7 @@ async def test_what_cannot_be_delivered_is_not_read_without_end() -> None:
         await unread.wait()
 
     async with stage(serve, IDEAL, IDEAL) as at, at.call() as (_, writer):
-        at.emulation.place(NODE, Site(LinkShape(latency_s=30.0)))
+        at.emulation.place(NODE, links.Site(links.LinkShape(latency_s=30.0)))
         written = 0
         with contextlib.suppress(TimeoutError):
             while written < 2**30:
@@ -347,7 +328,7 @@ async def test_what_cannot_be_delivered_is_not_read_without_end() -> None:
                 written += 2**20
                 async with asyncio.timeout(1.0):
                     await writer.drain()
-        assert written < 4 * MAX_HELD_BYTES + 64 * 2**20, "held by the proxy and the kernel's buffers"
+        assert written < 4 * proxy.MAX_HELD_BYTES + 64 * 2**20, "held by the proxy and the kernel's buffers"
         writer.transport.abort()
         unread.set()
 
@@ -385,9 +366,9 @@ async def test_the_caller_is_found_by_its_socket() -> None:
     )
     assert child.stdout is not None
     source = ("127.0.0.1", int(await child.stdout.readline()))
-    assert await asyncio.to_thread(Callers(lambda: {5: child.pid}).caller, source, (host, port)) == 5
-    assert await asyncio.to_thread(Callers(dict).caller, source, (host, port)) is None
-    assert {root for root, _ in descendants({child.pid})} == {child.pid}
+    assert await asyncio.to_thread(proxy.Callers(lambda: {5: child.pid}).caller, source, (host, port)) == 5
+    assert await asyncio.to_thread(proxy.Callers(dict).caller, source, (host, port)) is None
+    assert {root for root, _ in proxy.descendants({child.pid})} == {child.pid}
     await child.communicate(b"")
     server.close()
     await server.wait_closed()
@@ -395,9 +376,9 @@ async def test_the_caller_is_found_by_its_socket() -> None:
 
 def test_the_kernels_table_is_read() -> None:
     rest = "00000000:00000000 00:00000000 00000000     0        0 2596514 1 0000000000000000 100 0 0 10 0"
-    plain = parse_socket(f"   0: 0100007F:96A9 00000000:0000 0A {rest}")
+    plain = proxy.parse_socket(f"   0: 0100007F:96A9 00000000:0000 0A {rest}")
     assert (plain.local, plain.listens, plain.inode) == (("127.0.0.1", 0x96A9), True, 2596514)
-    mapped = parse_socket(
+    mapped = proxy.parse_socket(
         f"   0: 0000000000000000FFFF00000100007F:1F90 0000000000000000FFFF00000200007F:0050 01 {rest}"
     )
     assert (mapped.local, mapped.remote, mapped.listens) == (("127.0.0.1", 8080), ("127.0.0.2", 80), False)
@@ -450,14 +431,14 @@ class Receiver:
 
 
 async def carried(size_bytes: int, late_s: float, *, down: float = RATE, later: float | None = None) -> Receiver:
-    emulation, clock = Emulation(seed=1), LateClock(late_s)
-    emulation.place(SENDER, Site(LinkShape(latency_s=DELAY_S, up_bytes_per_s=RATE)))
-    emulation.place(RECEIVER, Site(LinkShape(down_bytes_per_s=down)))
+    emulation, clock = links.Emulation(seed=1), LateClock(late_s)
+    emulation.place(SENDER, links.Site(links.LinkShape(latency_s=DELAY_S, up_bytes_per_s=RATE)))
+    emulation.place(RECEIVER, links.Site(links.LinkShape(down_bytes_per_s=down)))
     reader, receiver = asyncio.StreamReader(), Receiver(clock)
     writer: Any = receiver
     reader.feed_data(bytes(size_bytes))
     ticking = asyncio.create_task(clock.run())
-    pipe = Pipe(emulation, (SENDER, RECEIVER), reader, writer, lambda: clock.now, clock.sleep)
+    pipe = proxy.Pipe(emulation, (SENDER, RECEIVER), reader, writer, lambda: clock.now, clock.sleep)
     running = asyncio.create_task(pipe.run())
     if later is not None:
         await clock.sleep(later)

@@ -12,29 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lab import scenario as scenarios
 from lab.emulation.emulation import MBIT, Fault, LinkShape, profile_of
 from lab.emulation.proxy import descendants
 from lab.laboratory import Kind, Laboratory, LogWatch, deployment
-from lab.scenario import (
-    Child,
-    Churn,
-    Crash,
-    Freeze,
-    FullDisk,
-    Heal,
-    Kill,
-    OneWay,
-    Partition,
-    Resets,
-    Reshape,
-    Restart,
-    ScenarioEvent,
-    Start,
-    Stop,
-    Worsen,
-    replace_one,
-    scenario_from_table,
-)
 from node.local_swarm import local_swarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.event_json import event_to_json
@@ -50,7 +31,7 @@ async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     monkeypatch.setattr(local_swarm, "node_command", lambda: STAND_IN)
     monkeypatch.setattr("lab.scenario.node_command", lambda: STAND_IN)
     monkeypatch.setenv("SKIPSTONE_STAND_IN", "grandchild:2")
-    scenario = scenario_from_table(tomllib.loads(BASE))
+    scenario = scenarios.scenario_from_table(tomllib.loads(BASE))
     options = LocalSwarmOptions(peers=5, steps=None, threads=1, log_dir=tmp_path)
     made = Laboratory(scenario.manifest, options, scenario.sites, scenario.seed, lambda mark: None)
     async with made.started():
@@ -59,7 +40,7 @@ async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         yield made
 
 
-def said(lab: Laboratory, event: ScenarioEvent) -> str:
+def said(lab: Laboratory, event: scenarios.ScenarioEvent) -> str:
     lab.attempt(event.NAME, lambda: event.do(lab))
     return lab.marks[-1].what
 
@@ -78,11 +59,13 @@ def states_of(root: int) -> set[str]:
 
 async def test_peers_get_other_links(lab: Laboratory) -> None:
     emulation = lab.emulation
-    changed = Reshape(at_s=0, peers=(0, 4), fault=Fault.RESET)
+    changed = scenarios.Reshape(at_s=0, peers=(0, 4), fault=Fault.RESET)
     assert said(lab, changed) == "peers 0, 4 get another link: fault reset"
     assert emulation.site(4).region == "iowa"
     assert emulation.is_reset(4)
-    mobile = Reshape(at_s=0, peers=(4,), profile="mobile", latency_ms=500, jitter_ms=0, up_mbit=10, down_mbit=20)
+    mobile = scenarios.Reshape(
+        at_s=0, peers=(4,), profile="mobile", latency_ms=500, jitter_ms=0, up_mbit=10, down_mbit=20
+    )
     assert said(lab, mobile) == (
         "peer 4 get another link: mobile, latency 500 ms, jitter 0 ms, 10 Mbit/s up, 20 Mbit/s down"
     )
@@ -94,11 +77,11 @@ async def test_peers_get_other_links(lab: Laboratory) -> None:
 
 
 async def test_partitions_begin_and_end(lab: Laboratory) -> None:
-    assert said(lab, Partition(at_s=0, sides=((0, 1), (2,)))) == "partition: peers 0, 1 | peer 2"
+    assert said(lab, scenarios.Partition(at_s=0, sides=((0, 1), (2,)))) == "partition: peers 0, 1 | peer 2"
     assert not lab.emulation.passes((0, 2))
-    assert said(lab, Heal(at_s=0)) == "the partition is healed"
+    assert said(lab, scenarios.Heal(at_s=0)) == "the partition is healed"
     assert lab.emulation.passes((0, 2))
-    Partition(at_s=0, sides=((0, 1), (2,)), for_s=0.1).do(lab)
+    scenarios.Partition(at_s=0, sides=((0, 1), (2,)), for_s=0.1).do(lab)
     assert not lab.emulation.passes((0, 2))
     await until(lambda: not lab.waiting)
     assert lab.emulation.passes((0, 2))
@@ -107,16 +90,16 @@ async def test_partitions_begin_and_end(lab: Laboratory) -> None:
 
 
 async def test_peers_are_killed_and_asked_to_leave_and_started(lab: Laboratory) -> None:
-    Kill(at_s=0, peers=(4,)).do(lab)
-    Stop(at_s=0, peers=(1,)).do(lab)
+    scenarios.Kill(at_s=0, peers=(4,)).do(lab)
+    scenarios.Stop(at_s=0, peers=(1,)).do(lab)
     await until(lambda: {1, 4} <= lab.swarm.ends.keys())
     assert lab.swarm.ends[4].exit_code == 137
     assert lab.killed == {4}
     assert 4 not in lab.failures
-    assert said(lab, Start(at_s=0, stage=2, profile="mobile")) == "peer 5 started for stage 2"
+    assert said(lab, scenarios.Start(at_s=0, stage=2, profile="mobile")) == "peer 5 started for stage 2"
     assert lab.emulation.site(5) == profile_of("mobile").site
     assert lab.swarm.peers[5].deployment == deployment(5)
-    Start(at_s=0, stage=1).do(lab)
+    scenarios.Start(at_s=0, stage=1).do(lab)
     assert lab.emulation.site(6) == lab.emulation.site(0), "the first group's"
 
 
@@ -125,8 +108,8 @@ async def test_frozen_peers_stand_still_with_all_they_have_started_as_long_as_th
 ) -> None:
     roots = lab.swarm.processes()
     assert len(list(descendants({roots[2]}))) == 2
-    Freeze(at_s=0, peers=(1, 2), for_s=0.3).do(lab)
-    Freeze(at_s=0, peers=(2,), for_s=600.0).do(lab)
+    scenarios.Freeze(at_s=0, peers=(1, 2), for_s=0.3).do(lab)
+    scenarios.Freeze(at_s=0, peers=(2,), for_s=600.0).do(lab)
     await until(lambda: states_of(roots[1]) == states_of(roots[2]) == {"T"})
     await until(lambda: "T" not in states_of(roots[1]))
     await asyncio.sleep(0.1)  # both were due to go on at the same moment
@@ -149,7 +132,7 @@ async def test_a_peer_with_a_command_of_its_own_starts_again_without_it(lab: Lab
 async def test_a_replaced_peer_is_none_of_the_last_ones(lab: Laboratory) -> None:
     """Five peers over three stages: two stages have a spare one."""
     for _ in range(3):
-        replace_one(lab)
+        scenarios.replace_one(lab)
     lines = [mark.what for mark in lab.marks]
     assert [line.startswith("peer") for line in lines] == [True, True, False]
     assert lines[2] == "no peer replaced: every module has only one replica", "those that were started do not serve yet"
@@ -160,7 +143,7 @@ async def test_a_replaced_peer_is_none_of_the_last_ones(lab: Laboratory) -> None
 
 
 async def test_churn_replaces_one_peer_after_the_other(lab: Laboratory) -> None:
-    Churn(at_s=0, share_per_minute=10.0, for_s=2.4).do(lab)
+    scenarios.Churn(at_s=0, share_per_minute=10.0, for_s=2.4).do(lab)
     await until(lambda: not lab.waiting)
     assert [mark.kind for mark in lab.marks] == [Kind.FAULT] * 2
     assert len(lab.killed) == 2
@@ -176,7 +159,7 @@ def kinds(lab: Laboratory) -> list[Kind]:
     return [mark.kind for mark in lab.marks if mark.kind is not Kind.NOTE]
 
 
-async def do(lab: Laboratory, event: ScenarioEvent) -> None:
+async def do(lab: Laboratory, event: scenarios.ScenarioEvent) -> None:
     event.do(lab)
     await until(lambda: not lab.waiting)
 
@@ -184,10 +167,10 @@ async def do(lab: Laboratory, event: ScenarioEvent) -> None:
 async def test_faults_last_a_while_and_are_mended(lab: Laboratory) -> None:
     emulation, pid = lab.emulation, lab.swarm.processes()[3]
     site, limit = emulation.site(3), resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    Worsen(at_s=0, peers=(3,), fault=Fault.HALF_OPEN, for_s=0.2).do(lab)
-    OneWay(at_s=0, from_=(2,), to=(0, 1), for_s=0.2).do(lab)
-    Resets(at_s=0, peers=(1,), every_bytes=100, for_s=0.2).do(lab)
-    FullDisk(at_s=0, peers=(3,), for_s=0.2).do(lab)
+    scenarios.Worsen(at_s=0, peers=(3,), fault=Fault.HALF_OPEN, for_s=0.2).do(lab)
+    scenarios.OneWay(at_s=0, from_=(2,), to=(0, 1), for_s=0.2).do(lab)
+    scenarios.Resets(at_s=0, peers=(1,), every_bytes=100, for_s=0.2).do(lab)
+    scenarios.FullDisk(at_s=0, peers=(3,), for_s=0.2).do(lab)
     ways = [(0, 3), (3, 0), (2, 1), (1, 2)]
     assert [emulation.passes(way) for way in ways] == [False, True, False, True]
     assert emulation.before_break((0, 1), 150) == 100
@@ -203,7 +186,7 @@ async def test_faults_last_a_while_and_are_mended(lab: Laboratory) -> None:
 async def test_what_still_lasts_when_the_run_ends_is_mended(lab: Laboratory) -> None:
     pid = lab.swarm.processes()[3]
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    FullDisk(at_s=0, peers=(3,), for_s=600).do(lab)
+    scenarios.FullDisk(at_s=0, peers=(3,), for_s=600).do(lab)
     await asyncio.sleep(0)
     await lab.end_what_lasts()
     assert resource.prlimit(pid, resource.RLIMIT_FSIZE) == before
@@ -215,7 +198,7 @@ async def test_what_still_lasts_when_the_run_ends_is_mended(lab: Laboratory) -> 
 async def test_peers_end_and_start_again_as_themselves(lab: Laboratory, politely: bool) -> None:
     swarm = lab.swarm
     before = {peer: swarm.processes()[peer] for peer in (1, 3)}
-    await do(lab, Restart(at_s=0, peers=(1, 3), politely=politely))
+    await do(lab, scenarios.Restart(at_s=0, peers=(1, 3), politely=politely))
     after = swarm.processes()
     assert before[1] != after[1]
     assert before[3] != after[3]
@@ -226,10 +209,10 @@ async def test_peers_end_and_start_again_as_themselves(lab: Laboratory, politely
 
 
 async def test_what_is_not_possible_is_missed_and_ends_nothing(lab: Laboratory) -> None:
-    assert said(lab, Start(at_s=0, stage=9)).startswith("start was not possible: stage 9 is not one of")
-    await do(lab, Crash(at_s=0, stage=1, point="sent", leave_after_s=0.1))
+    assert said(lab, scenarios.Start(at_s=0, stage=9)).startswith("start was not possible: stage 9 is not one of")
+    await do(lab, scenarios.Crash(at_s=0, stage=1, point="sent", leave_after_s=0.1))
     assert Kind.FAULT not in kinds(lab)
-    await do(lab, Child(at_s=0, peers=(1, 2), which="p2pd"))
+    await do(lab, scenarios.Child(at_s=0, peers=(1, 2), which="p2pd"))
     _, crash, child = lab.missed
     assert "before it came to `sent`" in crash
     assert child == "found only 0 processes p2pd of peers 1, 2"

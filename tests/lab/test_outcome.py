@@ -16,23 +16,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from lab import outcome as outcomes
 from lab.audit import AuditReport, Line, Spot, Violation, check_logs
 from lab.laboratory import Accused, Held, Kind, Mark
-from lab.outcome import (
-    WINDOW_S,
-    Outcome,
-    Peaks,
-    Recorder,
-    Recovery,
-    Row,
-    agree,
-    capacity_of,
-    pace_back_after,
-    pace_before,
-    rerouted_after,
-    served_after,
-    utilization_of,
-)
 from lab.report import Result, draw, suite_json, suite_text
 from lab.run import Run
 from lab.scenario import Scenario, known_scenarios, read_scenario, scenario_from_table
@@ -62,17 +48,17 @@ from tests.lab.test_scenario import BASE, CHAOS
 
 CLEAN = AuditReport(5, 5, 0, {"completed": 100, "abandoned": 2}, ())
 KILLED = Mark(8.0, Kind.FAULT, "peer 3 killed")
-BACK = Recovery(KILLED, 1.5, 0.25)
+BACK = outcomes.Recovery(KILLED, 1.5, 0.25)
 WAN = scenario_from_table(tomllib.loads(BASE))
 
 
-def row(at: float, tokens: int, loss: float | None, links: dict[str, int] | None = None) -> Row:
-    return Row(at, 1, tokens, 10.0, loss, 2, 2, (), links or {}, {"0": 5_000_000}, {"10": 2_500_000, "-": 7})
+def row(at: float, tokens: int, loss: float | None, links: dict[str, int] | None = None) -> outcomes.Row:
+    return outcomes.Row(at, 1, tokens, 10.0, loss, 2, 2, (), links or {}, {"0": 5_000_000}, {"10": 2_500_000, "-": 7})
 
 
-def outcome(**changes: Any) -> Outcome:
+def outcome(**changes: Any) -> outcomes.Outcome:
     """Of a run in good order that wants 50 microbatches, and at most 3 of them abandoned."""
-    made = Outcome(
+    made = outcomes.Outcome(
         scenario=expecting(at_least={"completed": 50}, at_most={"abandoned": 3}),
         started_after_s=4.0,
         seconds=10.0,
@@ -92,7 +78,7 @@ def outcome(**changes: Any) -> Outcome:
         pace=10.0,
         recoveries=(BACK,),
         rerouted_for_s=2.0,
-        peaks=Peaks(2**28, 40, 20),
+        peaks=outcomes.Peaks(2**28, 40, 20),
     )
     return replace(made, **changes)
 
@@ -112,22 +98,24 @@ def steady(first: float, last: float, a_second: int = 10) -> list[float]:
 
 
 def test_the_pace_before_is_the_median_of_its_windows() -> None:
-    assert pace_before(steady(0, 10), 10) == pytest.approx(10, abs=0.5)
+    assert outcomes.pace_before(steady(0, 10), 10) == pytest.approx(10, abs=0.5)
     slow_start = [0.5, *steady(2, 20)]
-    assert pace_before(slow_start, 20) == pytest.approx(10, abs=0.5)
-    assert pace_before(steady(0, 10), 1.0) == 0.0, "too short to say"
+    assert outcomes.pace_before(slow_start, 20) == pytest.approx(10, abs=0.5)
+    assert outcomes.pace_before(steady(0, 10), 1.0) == 0.0, "too short to say"
 
 
 def test_the_pace_is_back_when_a_window_has_enough() -> None:
-    assert pace_back_after(steady(0, 30), 10, 10, 30) == 0.0, "it never fell"
-    back = pace_back_after(steady(0, 10) + steady(17, 30), 10, 10, 30)
-    assert 7 - WINDOW_S / 2 <= back <= 7, "a window that begins in the pause may have enough already"
-    assert pace_back_after(steady(0, 10) + steady(10, 40, a_second=4), 10, 10, 40) == math.inf, "less than half"
-    assert pace_back_after(steady(0, 12), 10, 10, 12) == math.inf, "not seen yet"
-    assert pace_back_after([*steady(0, 10), 11.0], 10, 10, 40) == math.inf, "one more step, then nothing"
+    assert outcomes.pace_back_after(steady(0, 30), 10, 10, 30) == 0.0, "it never fell"
+    back = outcomes.pace_back_after(steady(0, 10) + steady(17, 30), 10, 10, 30)
+    assert 7 - outcomes.WINDOW_S / 2 <= back <= 7, "a window that begins in the pause may have enough already"
+    assert outcomes.pace_back_after(steady(0, 10) + steady(10, 40, a_second=4), 10, 10, 40) == math.inf, (
+        "less than half"
+    )
+    assert outcomes.pace_back_after(steady(0, 12), 10, 10, 12) == math.inf, "not seen yet"
+    assert outcomes.pace_back_after([*steady(0, 10), 11.0], 10, 10, 40) == math.inf, "one more step, then nothing"
     slower = steady(0, 10) + steady(10, 20, a_second=7) + steady(20, 40, a_second=9)
-    assert pace_back_after(slower, 10, 10, 40) == 0.0
-    assert 7 <= pace_back_after(slower, 10, 10, 40, share=0.8) <= 10
+    assert outcomes.pace_back_after(slower, 10, 10, 40) == 0.0
+    assert 7 <= outcomes.pace_back_after(slower, 10, 10, 40, share=0.8) <= 10
 
 
 @pytest.mark.parametrize(
@@ -144,14 +132,14 @@ def test_the_pace_is_back_when_a_window_has_enough() -> None:
     ids=["always", "unknown", "noticed late", "before", "never again", "long over", "something later"],
 )
 def test_a_module_without_a_replica_counts_until_it_has_one(changes: list[tuple[float, bool]], after: float) -> None:
-    assert served_after(changes, 5.0) == after
+    assert outcomes.served_after(changes, 5.0) == after
 
 
 def test_documents_are_back_when_none_goes_elsewhere_any_more() -> None:
     changes = [(0.0, True), (10.0, False), (24.0, True)]
-    assert rerouted_after(changes, [11.0, 12.0, 25.5]) == 1.5
-    assert rerouted_after(changes, [11.0, 12.0]) == rerouted_after(changes, []) == 0.0
-    assert rerouted_after(changes[:2], [11.0]) is None, "the expert is still not served"
+    assert outcomes.rerouted_after(changes, [11.0, 12.0, 25.5]) == 1.5
+    assert outcomes.rerouted_after(changes, [11.0, 12.0]) == outcomes.rerouted_after(changes, []) == 0.0
+    assert outcomes.rerouted_after(changes[:2], [11.0]) is None, "the expert is still not served"
 
 
 def anchors(*names: str, module: str = "1.0") -> tuple[Held, ...]:
@@ -160,14 +148,14 @@ def anchors(*names: str, module: str = "1.0") -> tuple[Held, ...]:
 
 
 def test_replicas_agree_on_one_anchor_or_the_one_before_it() -> None:
-    assert agree([])
-    assert agree([anchors("3w", "4x"), anchors("4x"), anchors("2v", "4x")])
-    assert agree([anchors("4x"), anchors("9y", module="2.0")]), "modules have rounds of their own"
-    assert agree([anchors("3w", "4x"), anchors("2v", "3w")]), "it is just applying the round"
-    assert not agree([anchors("3w", "4x"), anchors("2v")]), "two rounds behind"
-    assert not agree([anchors("3w", "4x"), anchors("3w", "4y")])
-    assert not agree([anchors("4x", "5z"), anchors("3w", "4y")]), "one behind, but elsewhere"
-    assert agree([anchors("4x", "5z"), anchors("4y", "5z")]), "one again"
+    assert outcomes.agree([])
+    assert outcomes.agree([anchors("3w", "4x"), anchors("4x"), anchors("2v", "4x")])
+    assert outcomes.agree([anchors("4x"), anchors("9y", module="2.0")]), "modules have rounds of their own"
+    assert outcomes.agree([anchors("3w", "4x"), anchors("2v", "3w")]), "it is just applying the round"
+    assert not outcomes.agree([anchors("3w", "4x"), anchors("2v")]), "two rounds behind"
+    assert not outcomes.agree([anchors("3w", "4x"), anchors("3w", "4y")])
+    assert not outcomes.agree([anchors("4x", "5z"), anchors("3w", "4y")]), "one behind, but elsewhere"
+    assert outcomes.agree([anchors("4x", "5z"), anchors("4y", "5z")]), "one again"
 
 
 @pytest.fixture
@@ -192,7 +180,7 @@ def test_recoveries_are_of_faults_and_their_ends(run: Run) -> None:
     killed, frozen, over = run.recoveries(30.0)
     assert (killed.counts, frozen.counts, over.counts) == (True, False, True)
     assert (killed.mark, over.mark) == (run.lab.marks[0], run.lab.marks[3])
-    assert 4 - WINDOW_S / 2 <= killed.pace_s <= 4
+    assert 4 - outcomes.WINDOW_S / 2 <= killed.pace_s <= 4
     assert all(each.pace_s == math.inf for each in run.recoveries(12.5)), "seen only until then"
 
 
@@ -208,7 +196,7 @@ async def test_a_run_that_is_stopped_is_over_at_once(run: Run) -> None:
 def test_a_row_holds_what_passed_since_the_last_one() -> None:
     peers = {0: PeerProgress(0, "a", state="serving"), 1: PeerProgress(1, "b"), 2: PeerProgress(1, "c", exit_code=137)}
     progress = SwarmProgress(stages=2, peers=peers, step=3, tokens=50, waiting={"1.0": "nobody"})
-    recorder = Recorder({(0, 1): 100})
+    recorder = outcomes.Recorder({(0, 1): 100})
     recorder.step(Step(2, 3.0, 10, 1.0, "a"))
     recorder.step(Step(3, 2.0, 10, 1.0, "a"))
     first = recorder.row(1.0, progress, {(0, 1): 150, (1, 0): 20, (None, 0): 5})
@@ -221,13 +209,13 @@ def test_a_row_holds_what_passed_since_the_last_one() -> None:
 
 def test_the_slowest_stage_bounds_the_swarm() -> None:
     speeds = [(0, 900.0), (1, 300.0), (1, 200.0), (2, 700.0), (-1, 1.0)]
-    assert capacity_of(speeds, WAN.manifest) == (900.0, 500.0, 700.0)
+    assert outcomes.capacity_of(speeds, WAN.manifest) == (900.0, 500.0, 700.0)
     assert outcome(capacity=(900.0, 500.0, 0.0)).slowest == (500.0, 1)
-    assert outcome(capacity=capacity_of([], WAN.manifest)).share_of_compute is None
+    assert outcome(capacity=outcomes.capacity_of([], WAN.manifest)).share_of_compute is None
     table = tomllib.loads(BASE)
     table["manifest"]["stages"] = {"blocks": [0, 1, 1], "per_path": 1}
     half = scenario_from_table(table).manifest
-    assert capacity_of([(0, 900.0), (1, 300.0), (2, 400.0)], half) == (900.0, 600.0, 800.0)
+    assert outcomes.capacity_of([(0, 900.0), (1, 300.0), (2, 400.0)], half) == (900.0, 600.0, 800.0)
 
 
 def test_utilization_is_what_stage_peers_say_of_themselves() -> None:
@@ -237,8 +225,8 @@ def test_utilization_is_what_stage_peers_say_of_themselves() -> None:
         return PeerProgress(stage, "p", summary=summary)
 
     peers = {0: summed(0, 9.0, 1.0), 1: summed(1, 2.0, 8.0), 2: summed(2, 4.0, 6.0), 3: PeerProgress(1, "killed")}
-    assert utilization_of(SwarmProgress(stages=3, peers=peers)) == pytest.approx(0.3)
-    assert utilization_of(SwarmProgress(stages=3)) is None
+    assert outcomes.utilization_of(SwarmProgress(stages=3, peers=peers)) == pytest.approx(0.3)
+    assert outcomes.utilization_of(SwarmProgress(stages=3)) is None
 
 
 def test_losses_and_bytes_come_from_the_rows_and_losses_are_compared_with_the_undisturbed_run() -> None:
@@ -311,8 +299,10 @@ def test_the_held_out_loss_has_a_limit_and_of_experts_the_pace_and_rerouting() -
     assert against(scenario=scenario, rerouted_for_s=None) == "not all modules are served again"
 
 
-@pytest.mark.parametrize("peaks", [Peaks(2**32, 40, 20), Peaks(2**28, 4000, 20), Peaks(2**28, 40, 2000)])
-def test_what_a_node_takes_of_its_machine_has_limits(peaks: Peaks) -> None:
+@pytest.mark.parametrize(
+    "peaks", [outcomes.Peaks(2**32, 40, 20), outcomes.Peaks(2**28, 4000, 20), outcomes.Peaks(2**28, 40, 2000)]
+)
+def test_what_a_node_takes_of_its_machine_has_limits(peaks: outcomes.Peaks) -> None:
     assert "are allowed" in against(peaks=peaks)
 
 

@@ -15,28 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from lab import scenario as scenarios
 from lab.emulation.emulation import MBIT, PROFILES, Fault, LinkShape, Site, profile_of
-from lab.scenario import (
-    Churn,
-    Crash,
-    Freeze,
-    FreezeLeader,
-    Kill,
-    LinkTable,
-    Odd,
-    OneWay,
-    Partition,
-    Reshape,
-    Restart,
-    Scenario,
-    Start,
-    Stop,
-    Worsen,
-    find_scenarios,
-    known_scenarios,
-    read_scenario,
-    scenario_from_table,
-)
 from node.__main__ import app
 from node.observability.failpoints import POINTS
 from swarm.vocabulary.errors import ConfigError
@@ -95,8 +75,8 @@ for = 6
 """
 
 
-def scenario_of(text: str) -> Scenario:
-    return scenario_from_table(tomllib.loads(text))
+def scenario_of(text: str) -> scenarios.Scenario:
+    return scenarios.scenario_from_table(tomllib.loads(text))
 
 
 def test_a_scenario_says_who_where_and_what() -> None:
@@ -116,21 +96,21 @@ def test_a_scenario_says_who_where_and_what() -> None:
 def test_events_come_in_order_of_time() -> None:
     events = scenario_of(BASE + EVENTS).events
     assert events == (
-        Reshape(at_s=1, peers=(3, 4, 0), profile="mobile", latency_ms=200, fault=Fault.HALF_OPEN),
-        Kill(at_s=2, peers=(1,)),
-        Stop(at_s=3, peers=(2,)),
-        Start(at_s=3.5, stage=2),
-        Freeze(at_s=4, peers=(3, 4), for_s=6),
-        Partition(at_s=5, sides=((0, 1, 2), (3, 4)), for_s=2.5),
+        scenarios.Reshape(at_s=1, peers=(3, 4, 0), profile="mobile", latency_ms=200, fault=Fault.HALF_OPEN),
+        scenarios.Kill(at_s=2, peers=(1,)),
+        scenarios.Stop(at_s=3, peers=(2,)),
+        scenarios.Start(at_s=3.5, stage=2),
+        scenarios.Freeze(at_s=4, peers=(3, 4), for_s=6),
+        scenarios.Partition(at_s=5, sides=((0, 1, 2), (3, 4)), for_s=2.5),
     )
 
 
 def test_a_change_leaves_the_rest_of_a_link_as_it_is() -> None:
     slow = Site(LinkShape(latency_s=0.01, up_bytes_per_s=1000.0, down_bytes_per_s=4000.0), "iowa")
-    change = LinkTable(fault=Fault.RESET, latency_ms=200)
+    change = scenarios.LinkTable(fault=Fault.RESET, latency_ms=200)
     assert change.applied_to(slow) == Site(LinkShape(0.2, 0.0, 1000.0, 4000.0, Fault.RESET), "iowa")
     assert change.link_in_words() == ("latency 200 ms", "fault reset")
-    assert LinkTable().applied_to(slow) == slow
+    assert scenarios.LinkTable().applied_to(slow) == slow
 
 
 def test_churn_is_so_many_replacements_a_minute_and_the_same_with_the_same_seed() -> None:
@@ -147,7 +127,7 @@ def test_churn_is_so_many_replacements_a_minute_and_the_same_with_the_same_seed(
 
 def moments_of(text: str) -> list[float]:
     (churn,) = scenario_of(text).events
-    assert isinstance(churn, Churn)
+    assert isinstance(churn, scenarios.Churn)
     return list(churn.moments(5, scenario_of(text).seed))
 
 
@@ -159,7 +139,7 @@ def test_the_undisturbed_run_trains_the_same_manifest() -> None:
     assert set(calm.sites) == {profile_of("none").site}
     mobile = scenario.everywhere("mobile")
     assert set(mobile.sites) == {profile_of("mobile").site}
-    assert [each.profile for each in mobile.events if isinstance(each, Start)] == ["mobile"]
+    assert [each.profile for each in mobile.events if isinstance(each, scenarios.Start)] == ["mobile"]
 
 
 CHAOS = """
@@ -224,16 +204,16 @@ def event(**values: Any) -> dict[str, Any]:
 )
 def test_what_is_wrong_is_named(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scenario_from_table(table)
+        scenarios.scenario_from_table(table)
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
-        read_scenario(tmp_path / "none.toml")
+        scenarios.read_scenario(tmp_path / "none.toml")
     for content in (b"name = ", b"\xff\xfe"):
         (tmp_path / "wrong.toml").write_bytes(content)
         with pytest.raises(ConfigError, match="is not TOML"):
-            read_scenario(tmp_path / "wrong.toml")
+            scenarios.read_scenario(tmp_path / "wrong.toml")
 
 
 def test_the_examples_in_the_document_are_good_and_every_crash_point_is_in_a_scenario() -> None:
@@ -241,17 +221,17 @@ def test_the_examples_in_the_document_are_good_and_every_crash_point_is_in_a_sce
     wide, broken = (scenario_of(part.split("```")[0]) for part in document.split("```toml\n")[1:])
     assert {event.NAME for event in wide.events} >= {"shape", "kill", "start", "freeze", "partition", "churn"}
     assert broken.chaos is not None
-    events = [each for path in known_scenarios().values() for each in read_scenario(path)[0].events]
-    tried = {each.point for each in events if isinstance(each, Crash)}
+    events = [each for path in scenarios.known_scenarios().values() for each in scenarios.read_scenario(path)[0].events]
+    tried = {each.point for each in events if isinstance(each, scenarios.Crash)}
     assert tried == POINTS.keys()
 
 
 WAN = sorted((ROOT / "docker" / "wan").glob("*.toml"))
 
 
-@pytest.mark.parametrize("path", [*known_scenarios().values(), *WAN], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*scenarios.known_scenarios().values(), *WAN], ids=lambda path: path.stem)
 def test_a_scenario_that_comes_along_can_be_read_and_is_named_like_its_file(path: Path) -> None:
-    read, text = read_scenario(path)
+    read, text = scenarios.read_scenario(path)
     assert (read.name, text) == (path.stem, path.read_text())
     assert path in WAN or (read.events and read.chaos is not None)
 
@@ -269,24 +249,24 @@ def test_faults_are_read() -> None:
     )
     *plain, odd, stepping, leader = read.events
     assert plain == [
-        Worsen(at_s=1, peers=(3,), fault=Fault.HALF_OPEN, for_s=4),
-        OneWay(at_s=2, from_=(0,), to=(0, 1, 2, 3, 4), for_s=4),
-        Crash(at_s=3, stage=1, point="sent", nth=7, again=True),
-        Restart(at_s=4, peers=(1, 2), politely=True),
+        scenarios.Worsen(at_s=1, peers=(3,), fault=Fault.HALF_OPEN, for_s=4),
+        scenarios.OneWay(at_s=2, from_=(0,), to=(0, 1, 2, 3, 4), for_s=4),
+        scenarios.Crash(at_s=3, stage=1, point="sent", nth=7, again=True),
+        scenarios.Restart(at_s=4, peers=(1, 2), politely=True),
     ]
-    assert isinstance(odd, Odd)
-    assert isinstance(stepping, Odd)
+    assert isinstance(odd, scenarios.Odd)
+    assert isinstance(stepping, scenarios.Odd)
     assert (odd.oddities, odd.step_after_s, odd.works) == (("--clock=-5", "--protocol=1-2"), 0, True)
     assert (stepping.oddities, stepping.step_after_s) == (("--clock=300", "--step=-300"), 9)
-    assert leader == FreezeLeader(at_s=7, stage=1, for_s=4)
+    assert leader == scenarios.FreezeLeader(at_s=7, stage=1, for_s=4)
 
 
 def test_scenarios_are_named_or_files(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(CHAOS)
-    assert find_scenarios([str(path), "resets", "resets"]) == [path, known_scenarios()["resets"]]
+    assert scenarios.find_scenarios([str(path), "resets", "resets"]) == [path, scenarios.known_scenarios()["resets"]]
     with pytest.raises(ConfigError, match="resetz"):
-        find_scenarios(["resetz"])
+        scenarios.find_scenarios(["resetz"])
 
 
 STAND_IN = (sys.executable, str(ROOT / "tests" / "node" / "local_swarm" / "stand_in_node.py"))
@@ -318,8 +298,8 @@ def test_chaos_lists_its_scenarios_and_wants_a_folder_and_expectations(tmp_path:
     chaos = partial(run, command="chaos")
     listed = chaos("--list")
     assert listed.exit_code == 0
-    assert all(name in listed.stdout for name in known_scenarios())
-    assert json.loads(chaos("--list", "--json").stdout)["scenarios"].keys() == known_scenarios().keys()
+    assert all(name in listed.stdout for name in scenarios.known_scenarios())
+    assert json.loads(chaos("--list", "--json").stdout)["scenarios"].keys() == scenarios.known_scenarios().keys()
     assert chaos("resets").exit_code == 78
     (tmp_path / "scenario.toml").write_text(BASE)
     refused = chaos(str(tmp_path / "scenario.toml"), "--out", str(tmp_path / "out"))

@@ -6,7 +6,6 @@ KIND is one of `CLAIMS` or `LIES`. Options follow a colon: `reverse:factor=-5,to
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -29,18 +28,12 @@ from node.averaging.round_runner import ReplicaSync, Snapshot
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker
 from protocol.identity.signatures import EntrySigner
-from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.transport.grpc_transport import GrpcTransport
 from swarm.averaging import leader as convening
 from swarm.averaging.trust import UsualLength
-from swarm.vocabulary.averaging_messages import Contribution, Entry, RoundId, SignedRoster
-from swarm.vocabulary.pipeline_messages import TensorMessage
-from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, PeerId
+from swarm.vocabulary.averaging_messages import Entry, RoundId, SignedRoster
+from swarm.vocabulary.types import MAX_ROUND, AnchorVersion
 
-MILLION = 1e6
 FIRST_LIE = 3
-
-Sent = tuple[Contribution, TensorSpec, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +64,13 @@ class Claim:
 
 CLAIMS = {
     "reverse": Claim(-3.0, 4),
-    "slight": Claim(-0.5, 4),
     "ordinary": Claim(-1.0),
     "noise": Claim(3.0, 4, noise=True),
     "drift": Claim(1.5, noise=True),
     "sched": Claim(tokens=64),
     "nan": Claim(float("nan"), norm=1.0),
-    "million": Claim(MILLION, norm=1.0),
-    "million-declared": Claim(MILLION),
+    "million": Claim(1e6, norm=1.0),
 }
-
-
-def another_message(change: Callable[[Sent], Sent]) -> Callable[[], None]:
-    honestly = GrpcTransport.send
-
-    async def send(
-        self: GrpcTransport, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview
-    ) -> None:
-        if isinstance(message, Contribution):
-            message, tensor, data = change((message, tensor, data))
-        await honestly(self, peer, message, tensor, data)
-
-    return partial(setattr, GrpcTransport, "send", send)
 
 
 def another_mean(change: Callable[[Vector], Vector]) -> Callable[[], None]:
@@ -105,17 +83,6 @@ def another_mean(change: Callable[[Vector], Vector]) -> Callable[[], None]:
         return np.ascontiguousarray(change(mean) if others else mean, np.float32).view(np.uint8).data
 
     return partial(setattr, Reduction, "finish", finish)
-
-
-def half_of_it(sent: Sent) -> Sent:
-    message, tensor, data = sent
-    less = TensorSpec((tensor.shape[0] // 2,), tensor.dtype, tensor.codec)
-    return message, less, data[: less.byte_length]
-
-
-def of_the_next_round(sent: Sent) -> Sent:
-    message, tensor, data = sent
-    return replace(message, round=replace(message.round, number=message.round.number + 1)), tensor, data
 
 
 def forged_rosters() -> None:
@@ -163,9 +130,6 @@ def spoiled_microbatches() -> None:
 
 LIES: dict[str, Callable[[], None]] = {
     "honest": lambda: None,  # for comparison
-    "shapes": another_message(half_of_it),
-    "round": another_message(of_the_next_round),
-    "garbage": another_message(lambda sent: (*sent[:2], memoryview(os.urandom(sent[2].nbytes)))),
     "mean-reversed": another_mean(np.negative),
     "mean-elsewhere": another_mean(lambda mean: np.roll(mean, len(mean) // 2 + 1)),
     "forged-rosters": forged_rosters,

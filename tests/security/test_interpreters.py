@@ -18,8 +18,9 @@ from protocol.dht.child import running_child
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import child_environment, with_packages
+from tests.kit.waiting import until
 from tests.node.small_manifest import small_manifest
-from tests.protocol.dht.running import RUN, Marked, needs_proc, until
+from tests.protocol.dht.running import RUN, Marked, needs_proc
 
 ROOT = Path(__file__).parent.parent.parent
 ISOLATING = {"-P", "-I"}

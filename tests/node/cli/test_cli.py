@@ -543,8 +543,6 @@ def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
 # ---- help and documents ----------------------------------------------------------------------------------------------
 
 OF_DOCKER = "build cap-drop detach follow no-deps pids-limit read-only rm scale security-opt stop-timeout tmpfs volumes"
-# Tables of older measurements name options of benchmarks that are gone.
-HISTORY = "BENCHMARKS.md"
 
 
 def options_of(command: Any) -> Iterator[str]:
@@ -555,14 +553,9 @@ def options_of(command: Any) -> Iterator[str]:
 
 
 def options_of_benchmarks() -> Iterator[str]:
-    """Yields literal options, and the names in `main`, which `benchmarks.kit` turns into options."""
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        tree = ast.parse(path.read_text())
-        found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        found = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
         yield from (each for each in found if isinstance(each, str) and each.startswith("--"))
-        for main in (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "main"):
-            names = (getattr(node, "arg", None) or getattr(node, "value", None) for node in ast.walk(main))
-            yield from (f"--{name.replace('_', '-')}" for name in names if isinstance(name, str))
 
 
 def test_options_in_documents_and_messages_exist() -> None:
@@ -570,7 +563,7 @@ def test_options_in_documents_and_messages_exist() -> None:
     known |= {*options_of_benchmarks(), *(f"--{name}" for name in OF_DOCKER.split())}
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     option = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
-    named = {path.name: set(option.findall(path.read_text())) for path in documents if path.name != HISTORY}
+    named = {path.name: set(option.findall(path.read_text())) for path in documents}
     known |= {"--append-eod", "--off"}  # Megatron-LM's; and a placeholder
     for path in (path for folder in ("node", "swarm", "protocol") for path in (ROOT / folder).rglob("*.py")):
         texts = [each.value for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Constant)]

@@ -78,9 +78,7 @@ def test_a_parameter_takes_no_more_memory_than_this(found: dict[str, Any], form:
     assert MOST_BYTES[form][moment] - 0.5 < found["bytes"][form][moment] <= MOST_BYTES[form][moment]
 
 
-def test_a_kept_visit_takes_its_blocks_inputs_and_graphs_and_a_dropped_one_nothing(
-    found: dict[str, Any],
-) -> None:
+def test_a_kept_visit_takes_its_blocks_inputs_and_graphs_and_a_dropped_one_nothing(found: dict[str, Any]) -> None:
     graph = found["graph"]
     assert graph["0"] <= 2.2, "the inputs alone, in bfloat16"
     for more in range(1, 5):

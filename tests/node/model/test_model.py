@@ -313,9 +313,7 @@ def test_initial_weights_are_the_same_on_every_machine() -> None:
     assert digest_of_tensors(parameters_of(build_block_stack(manifest, ModuleId(1)))).hex() == GOLDEN_STAGE_1
 
 
-def test_seed_and_name_give_other_weights_and_chunk_size_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_seed_and_name_give_other_weights_and_chunk_size_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = near_normal(5, "a", (10, 7), 0.3)
     monkeypatch.setattr(initial, "_CHUNK", 9)
     assert torch.equal(near_normal(5, "a", (10, 7), 0.3), whole)

@@ -17,18 +17,7 @@ import pytest
 from node.network.local_peer import LocalPeer
 from node.network.reach_status import ReachStep, Standing
 from node.observability.events import Reach
-from node.reachability.monitor import (
-    AGAIN_S,
-    CONFIRM_S,
-    FIRST_PAUSE_S,
-    HOLD_S,
-    Adoption,
-    RelayPart,
-    climb,
-    judge,
-    watch,
-    without_tunnels,
-)
+from node.reachability import monitor, witnesses
 from node.reachability.port_mapping import (
     Mapping,
     NatPmp,
@@ -39,23 +28,6 @@ from node.reachability.port_mapping import (
     description_of,
     leads_to,
     location_in,
-)
-from node.reachability.witnesses import (
-    AVOIDED_S,
-    BURST,
-    CONNECT_S,
-    MAX_ASKED,
-    MAX_AT_ONCE,
-    MAX_TRIED,
-    REFILL_S,
-    WANTED,
-    WITNESSES,
-    Attachments,
-    Attempt,
-    Witness,
-    network_of,
-    scattered,
-    witnesses_of,
 )
 from protocol.identity.keys import Identity
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
@@ -75,8 +47,8 @@ HOME = "192.168.1.10"
 REACHED, CLOSED, SILENT, ANOTHER, NOT_TRIED = DialBackOutcome
 
 
-def seen(outcome: DialBackOutcome, host: str = OUTSIDE, local: str | None = HOME) -> Attempt:
-    return Attempt(PeerId("witness"), DialBackResult(host, outcome), local)
+def seen(outcome: DialBackOutcome, host: str = OUTSIDE, local: str | None = HOME) -> witnesses.Attempt:
+    return witnesses.Attempt(PeerId("witness"), DialBackResult(host, outcome), local)
 
 
 @pytest.mark.parametrize(
@@ -92,38 +64,38 @@ def seen(outcome: DialBackOutcome, host: str = OUTSIDE, local: str | None = HOME
 )
 def test_half_of_those_who_tried_decide(outcomes: Sequence[DialBackOutcome], step: ReachStep) -> None:
     hosts = [OUTSIDE if outcome is not NOT_TRIED else "" for outcome in outcomes]
-    standing = judge([seen(o, host) for o, host in zip(outcomes, hosts, strict=True)], PORT, None)
+    standing = monitor.judge([seen(o, host) for o, host in zip(outcomes, hosts, strict=True)], PORT, None)
     assert standing.step is step
     assert standing.address == (f"{OUTSIDE}:{PORT}" if step is ReachStep.DIRECT else None)
     assert bool(standing.fix) == (step is ReachStep.UNREACHABLE)
 
 
 def test_neither_a_neighbour_at_home_nor_one_liar_moves_the_address() -> None:
-    standing = judge([seen(REACHED, HOME), seen(REACHED, HOME), seen(SILENT)], PORT, None)
+    standing = monitor.judge([seen(REACHED, HOME), seen(REACHED, HOME), seen(SILENT)], PORT, None)
     assert (standing.step, standing.translated) == (ReachStep.UNREACHABLE, True)
-    at_home = judge([seen(REACHED, HOME), seen(REACHED, HOME)], PORT, None)
+    at_home = monitor.judge([seen(REACHED, HOME), seen(REACHED, HOME)], PORT, None)
     assert (at_home.step, at_home.address) == (ReachStep.DIRECT, f"{HOME}:{PORT}")
     for host, address in ((OUTSIDE, f"{OUTSIDE}:{PORT}"), ("2a00::9", f"[2a00::9]:{PORT}")):
         attempts = [seen(REACHED, "6.6.6.6"), seen(REACHED, host), seen(REACHED, host)]
-        assert judge(attempts, PORT, None).address == address
+        assert monitor.judge(attempts, PORT, None).address == address
 
 
 def test_what_a_person_has_told_is_never_replaced() -> None:
-    assert judge([seen(REACHED)], PORT, "node.example").address is None
-    elsewhere = judge([seen(SILENT)], PORT, "node.example")
+    assert monitor.judge([seen(REACHED)], PORT, "node.example").address is None
+    elsewhere = monitor.judge([seen(SILENT)], PORT, "node.example")
     assert elsewhere.step is ReachStep.UNKNOWN
     assert "node.example" in elsewhere.reason
-    assert judge([seen(SILENT)], PORT, OUTSIDE).step is ReachStep.UNREACHABLE
+    assert monitor.judge([seen(SILENT)], PORT, OUTSIDE).step is ReachStep.UNREACHABLE
 
 
 def test_the_advice_fits_the_place() -> None:
-    behind = judge([seen(SILENT)], PORT, None)
+    behind = monitor.judge([seen(SILENT)], PORT, None)
     assert f"{HOME}:{PORT}" in behind.fix
     assert "router" in behind.fix
-    firewall = judge([seen(SILENT, OUTSIDE, OUTSIDE)], PORT, None)
+    firewall = monitor.judge([seen(SILENT, OUTSIDE, OUTSIDE)], PORT, None)
     assert not firewall.translated
     assert "firewall" in firewall.fix
-    assert not judge([seen(SILENT, OUTSIDE, None)], PORT, None).translated
+    assert not monitor.judge([seen(SILENT, OUTSIDE, None)], PORT, None).translated
 
 
 @dataclass
@@ -151,7 +123,7 @@ class Peers:
     local: str = HOME
     asked: list[int] = field(default_factory=list)
 
-    async def __call__(self, port: int) -> list[Attempt]:
+    async def __call__(self, port: int) -> list[witnesses.Attempt]:
         self.asked.append(port)
         return [seen(REACHED if port in self.open_ports else SILENT, self.host, self.local)] * 3
 
@@ -162,11 +134,11 @@ def mapping(external: int = PORT, host: str = OUTSIDE, lease_s: float = 600.0) -
 
 async def test_who_is_reached_or_not_translated_asks_no_router_and_others_try_every_way() -> None:
     way = MadeUp([mapping()])
-    assert (await climb(PORT, None, Peers({PORT}), Router((way,)))).step is ReachStep.DIRECT
-    assert (await climb(PORT, None, Peers(set(), local=OUTSIDE), Router((way,)))).step is ReachStep.UNREACHABLE
+    assert (await monitor.climb(PORT, None, Peers({PORT}), Router((way,)))).step is ReachStep.DIRECT
+    assert (await monitor.climb(PORT, None, Peers(set(), local=OUTSIDE), Router((way,)))).step is ReachStep.UNREACHABLE
     assert way.asked == []
     ways = [MadeUp([NotMapped("switched off")], how="one"), MadeUp([NotMapped("not there")], how="two")]
-    standing = await climb(PORT, None, Peers(set()), Router(ways))
+    standing = await monitor.climb(PORT, None, Peers(set()), Router(ways))
     assert standing.step is ReachStep.UNREACHABLE
     assert "one: switched off" in standing.reason
     assert "two: not there" in standing.reason
@@ -175,28 +147,28 @@ async def test_who_is_reached_or_not_translated_asks_no_router_and_others_try_ev
 async def test_a_mapping_is_kept_and_advertised_with_its_own_port_while_it_works() -> None:
     way, peers = MadeUp([mapping(50_000)]), Peers({50_000})
     asked_router = Router((way,))
-    standing = await climb(PORT, None, peers, asked_router)
+    standing = await monitor.climb(PORT, None, peers, asked_router)
     assert (standing.step, standing.address) == (ReachStep.MAPPED, f"{OUTSIDE}:50000")
     assert peers.asked == [PORT, 50_000]
     assert asked_router.mapping == mapping(50_000)
-    assert (await climb(PORT, None, peers, asked_router)).step is ReachStep.MAPPED
+    assert (await monitor.climb(PORT, None, peers, asked_router)).step is ReachStep.MAPPED
     assert peers.asked == [PORT, 50_000, 50_000], "what is mapped is tested again, not mapped again"
-    told = await climb(PORT, "home.example", peers, asked_router)
+    told = await monitor.climb(PORT, "home.example", peers, asked_router)
     assert told.address == "home.example:50000"
     peers.open_ports = {PORT}  # the mapping stops working
-    assert (await climb(PORT, None, peers, asked_router)).step is ReachStep.DIRECT
+    assert (await monitor.climb(PORT, None, peers, asked_router)).step is ReachStep.DIRECT
     assert way.unmapped == [50_000]
     assert asked_router.mapping is None
 
 
 async def test_a_mapping_in_vain_is_given_back_and_the_second_router_is_named() -> None:
     way = MadeUp([mapping(host="100.64.3.4")])
-    standing = await climb(PORT, None, Peers(set()), Router((way,)))
+    standing = await monitor.climb(PORT, None, Peers(set()), Router((way,)))
     assert standing.step is ReachStep.UNREACHABLE
     assert "100.64.3.4" in standing.reason
     assert "second router" in standing.reason
     assert way.unmapped == [PORT]
-    same = await climb(PORT, None, Peers(set()), Router((MadeUp([mapping()]),)))
+    same = await monitor.climb(PORT, None, Peers(set()), Router((MadeUp([mapping()]),)))
     assert "second router" not in same.reason
 
 
@@ -290,10 +262,10 @@ class Told(KeptEvents):
         self.announced += 1
 
 
-def adoption() -> tuple[Adoption, Told]:
+def adoption() -> tuple[monitor.Adoption, Told]:
     told = Told()
     own = LocalPeer(RunId("7" * 64), PeerId("me"), b"", ManualClock(), BEFORE)
-    return Adoption(own, told, told.announce, BEFORE), told
+    return monitor.Adoption(own, told, told.announce, BEFORE), told
 
 
 @dataclass
@@ -311,9 +283,9 @@ class InTurn:
 @asynccontextmanager
 async def watched(
     climbing: InTurn, hold: InTurn, waits: Waits, router: Router | None = None
-) -> AsyncIterator[tuple[Adoption, Told]]:
+) -> AsyncIterator[tuple[monitor.Adoption, Told]]:
     taken, told = adoption()
-    watching = asyncio.create_task(watch(climbing, hold, taken, router, waits))
+    watching = asyncio.create_task(monitor.watch(climbing, hold, taken, router, waits))
     try:
         yield taken, told
     finally:
@@ -360,17 +332,17 @@ async def test_what_cannot_be_tested_stays() -> None:
         assert taken.own.reach is MAPPED
         assert taken.own.addresses == ("25.0.0.1:50000",)
         assert len(told.events) == 1
-        assert waits.waited == [AGAIN_S[ReachStep.MAPPED], FIRST_PAUSE_S]
+        assert waits.waited == [monitor.AGAIN_S[ReachStep.MAPPED], monitor.FIRST_PAUSE_S]
 
 
 async def test_the_ladder_is_climbed_again_sooner_where_it_may_help() -> None:
-    rounds = round(AGAIN_S[ReachStep.UNREACHABLE] / HOLD_S)
+    rounds = round(monitor.AGAIN_S[ReachStep.UNREACHABLE] / monitor.HOLD_S)
     waits, holding = Waits(2 + 1 + rounds + 1), InTurn([HELD])
     async with watched(InTurn([UNKNOWN, UNKNOWN, UNREACHABLE, UNREACHABLE, DIRECT]), holding, waits) as (taken, _):
         await until(lambda: taken.own.reach is DIRECT)
-    assert waits.waited[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, CONFIRM_S]
-    assert waits.waited[3 : 3 + rounds] == [HOLD_S] * rounds
-    assert waits.waited[3 + rounds :] == [AGAIN_S[ReachStep.DIRECT]]
+    assert waits.waited[:3] == [monitor.FIRST_PAUSE_S, 2 * monitor.FIRST_PAUSE_S, monitor.CONFIRM_S]
+    assert waits.waited[3 : 3 + rounds] == [monitor.HOLD_S] * rounds
+    assert waits.waited[3 + rounds :] == [monitor.AGAIN_S[ReachStep.DIRECT]]
     assert holding.asked == rounds
 
 
@@ -378,13 +350,13 @@ async def test_addresses_are_given_up_only_when_nobody_got_through_twice() -> No
     waits, holding = Waits(3), InTurn([HELD])
     async with watched(InTurn([DIRECT, UNREACHABLE, DIRECT]), holding, waits) as (taken, told):
         await until(lambda: len(waits.waited) == 3)
-        assert waits.waited == [AGAIN_S[ReachStep.DIRECT], CONFIRM_S, AGAIN_S[ReachStep.DIRECT]]
+        assert waits.waited == [monitor.AGAIN_S[ReachStep.DIRECT], monitor.CONFIRM_S, monitor.AGAIN_S[ReachStep.DIRECT]]
         assert taken.own.reach is DIRECT
         assert (holding.asked, len(told.events)) == (0, 1)
 
 
 async def test_who_is_lost_is_replaced_and_while_nobody_can_be_asked_the_node_holds_on() -> None:
-    rounds = round(AGAIN_S[ReachStep.UNREACHABLE] / HOLD_S)
+    rounds = round(monitor.AGAIN_S[ReachStep.UNREACHABLE] / monitor.HOLD_S)
     waits = Waits(1 + rounds)
     holding = InTurn([HELD, HELD[:1], (), (PeerId("c"),)])
     async with watched(InTurn([UNREACHABLE, UNREACHABLE, UNKNOWN]), holding, waits) as (taken, told):
@@ -609,7 +581,7 @@ class Bench:
     def __init__(self) -> None:
         self.clock, self.dialled = ManualClock(), Dialled()
         self.ends: dict[PeerId, FarEnd] = {}
-        self.witness = Witness(self.ends.get, self.clock, self.dialled)
+        self.witness = witnesses.Witness(self.ends.get, self.clock, self.dialled)
 
     def asker(self, name: str, host: str) -> PeerId:
         self.ends[PeerId(name)] = FarEnd(host, name.encode())
@@ -629,17 +601,17 @@ async def test_what_is_dialled_is_where_the_askers_link_leads() -> None:
 
 async def test_one_at_a_time_for_each_asker_and_few_for_all() -> None:
     bench = Bench()
-    askers = [bench.asker(f"p{n}", f"25.0.0.{n}") for n in range(MAX_AT_ONCE + 1)]
+    askers = [bench.asker(f"p{n}", f"25.0.0.{n}") for n in range(witnesses.MAX_AT_ONCE + 1)]
     async with asyncio.TaskGroup() as tasks:
-        for asker in askers[:MAX_AT_ONCE]:
+        for asker in askers[: witnesses.MAX_AT_ONCE]:
             tasks.create_task(bench.witness.answer(asker, WITNESS_PORT))
-        await until(lambda: len(bench.dialled.seen) == MAX_AT_ONCE)
+        await until(lambda: len(bench.dialled.seen) == witnesses.MAX_AT_ONCE)
         for asker in (askers[0], askers[-1]):
             with pytest.raises(Busy):
                 await bench.witness.answer(asker, WITNESS_PORT)
         bench.dialled.gate.set()
     await bench.witness.answer(askers[0], WITNESS_PORT)
-    assert len(bench.dialled.seen) == MAX_AT_ONCE + 1
+    assert len(bench.dialled.seen) == witnesses.MAX_AT_ONCE + 1
 
 
 async def test_an_address_cannot_be_searched_for_open_ports_by_however_many_identities() -> None:
@@ -651,10 +623,10 @@ async def test_an_address_cannot_be_searched_for_open_ports_by_however_many_iden
             await bench.witness.answer(bench.asker(f"p{n}", "25.0.0.1"), replace(WITNESS_PORT, port=1 + n))
         except Busy:
             refused += 1
-    assert len(bench.dialled.seen) == BURST
-    assert refused == 1000 - BURST
+    assert len(bench.dialled.seen) == witnesses.BURST
+    assert refused == 1000 - witnesses.BURST
     await bench.witness.answer(bench.asker("another host", "25.0.0.2"), WITNESS_PORT)
-    bench.clock.now += REFILL_S
+    bench.clock.now += witnesses.REFILL_S
     await bench.witness.answer(bench.asker("p0", "25.0.0.1"), WITNESS_PORT)
     with pytest.raises(Busy):
         await bench.witness.answer(bench.asker("p0", "25.0.0.1"), WITNESS_PORT)
@@ -721,38 +693,40 @@ async def test_three_are_asked_and_who_does_not_answer_is_replaced() -> None:
     by_name = lambda found: found.sort(key=lambda a: peers.index(a.peer))  # noqa: E731
     links = Links(dict.fromkeys(peers, WITNESS_REACHED))
     links.answers |= {peers[0]: Rejected("not now"), peers[1]: b"\xff garbage"}
-    found = await witnesses_of(membership, links, by_name)(4002)
+    found = await witnesses.witnesses_of(membership, links, by_name)(4002)
     assert links.asked == peers[:5]
     assert [t.witness for t in found] == peers[2:5]
     assert {(t.result, t.local_host) for t in found} == {(WITNESS_REACHED, "127.0.0.1")}
-    assert len(found) == WITNESSES
+    assert len(found) == witnesses.WITNESSES
 
 
 async def test_few_peers_are_asked_and_no_visitors_and_none_without_an_address() -> None:
-    many = membership_of(*(f"25.0.{n}.1" for n in range(MAX_ASKED + 5)))
+    many = membership_of(*(f"25.0.{n}.1" for n in range(witnesses.MAX_ASKED + 5)))
     visiting = membership_of("25.0.0.1", state=PeerState.VISITING)
-    for (membership, _), asked in ((many, MAX_ASKED), (visiting, 0), (membership_of(""), 0)):
+    for (membership, _), asked in ((many, witnesses.MAX_ASKED), (visiting, 0), (membership_of(""), 0)):
         links = Links({})
-        assert await witnesses_of(membership, links)(4002) == []
+        assert await witnesses.witnesses_of(membership, links)(4002) == []
         assert len(links.asked) == asked
 
 
 def test_different_networks_come_first() -> None:
     hosts = ["25.0.0.1", "25.0.0.2", "25.0.1.1", "[2001:db8::1]", "[2001:db8::2]", "name.example"]
     called = announced(Identity.generate(), addresses=(), via=(PeerId("a"),))
-    found = scattered([called, *(announced(Identity.generate(), addresses=(f"{host}:1",)) for host in hosts)])
+    found = witnesses.scattered(
+        [called, *(announced(Identity.generate(), addresses=(f"{host}:1",)) for host in hosts)]
+    )
     assert found.pop() is called, "it would have to be called, which may fail"
     order = [a.addresses[0].rpartition(":")[0] for a in found]
     assert order == ["25.0.0.1", "25.0.1.1", "[2001:db8::1]", "name.example", "25.0.0.2", "[2001:db8::2]"]
-    assert network_of("25.0.7.9:1") == "25.0.7.0/24"
+    assert witnesses.network_of("25.0.7.9:1") == "25.0.7.0/24"
 
 
 class HoldingBench:
-    def __init__(self, count: int, connect_s: float = CONNECT_S) -> None:
+    def __init__(self, count: int, connect_s: float = witnesses.CONNECT_S) -> None:
         own = Identity.generate().peer
         self.membership, self.links, self.clock = Membership(RUN, own), Links({}), ManualClock()
         state = LocalPeer(RUN, own, b"", self.clock, state=PeerState.SERVING, module=MODULE)
-        self.attachments = Attachments(state, self.membership, self.links, connect_s)
+        self.attachments = witnesses.Attachments(state, self.membership, self.links, connect_s)
         for _ in range(count):
             self.meets(announced(Identity.generate()))
 
@@ -767,7 +741,7 @@ async def test_who_is_lost_is_replaced_and_the_others_stay() -> None:
     assert await bench.attachments.hold() == held
     bench.links.broken.add(held[1])
     now = await bench.attachments.hold()
-    assert len(now) == WANTED
+    assert len(now) == witnesses.WANTED
     assert {held[0], held[2]} < set(now)
     assert held[1] not in now
     bench.membership.give_up(held[0], bench.clock.now)
@@ -777,7 +751,7 @@ async def test_who_is_lost_is_replaced_and_the_others_stay() -> None:
 
 
 async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
-    bench = HoldingBench(WANTED + 2)
+    bench = HoldingBench(witnesses.WANTED + 2)
     best = (await bench.attachments.hold())[0]
     bench.links.broken = {best}
     held = await bench.attachments.hold()
@@ -785,9 +759,9 @@ async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
     bench.links.broken = {held[0]}
     bench.links.asked.clear()
     held = await bench.attachments.hold()
-    assert len(held) == WANTED
+    assert len(held) == witnesses.WANTED
     assert best not in bench.links.asked, "there was another one"
-    bench.clock.now += AVOIDED_S + 1
+    bench.clock.now += witnesses.AVOIDED_S + 1
     bench.links.broken = {held[-1]}
     assert best in await bench.attachments.hold()
 
@@ -796,7 +770,7 @@ async def test_not_everybody_is_tried_and_who_does_not_answer_holds_nothing_up_f
     bench = HoldingBench(12)
     bench.links.broken = {announcement.peer for announcement in bench.membership.peers()}
     assert await bench.attachments.hold() == ()
-    assert len(bench.links.asked) == MAX_TRIED
+    assert len(bench.links.asked) == witnesses.MAX_TRIED
     bench = HoldingBench(1, connect_s=0.01)
     bench.links.connect = lambda peer: asyncio.Event().wait()  # type: ignore[method-assign]
     async with asyncio.timeout(LONG_S):
@@ -831,10 +805,10 @@ class Noted:
         self.announced += 1
 
 
-def part(noted: Noted, step: ReachStep, *addresses: str, via: tuple[PeerId, ...] = ()) -> RelayPart:
+def part(noted: Noted, step: ReachStep, *addresses: str, via: tuple[PeerId, ...] = ()) -> monitor.RelayPart:
     own = LocalPeer(RunId("7" * 64), ME, b"", ManualClock(), addresses)
     own.reach, own.via = Standing(step, "so it is"), via
-    return RelayPart(own, noted, noted, lambda peer: RELAYS.get(peer, ""), noted.announce, "127.0.0.1:4002")
+    return monitor.RelayPart(own, noted, noted, lambda peer: RELAYS.get(peer, ""), noted.announce, "127.0.0.1:4002")
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -877,13 +851,13 @@ async def test_a_relay_is_announced_where_tunnels_can_come_in(
 
 async def test_who_cannot_be_dialled_dials_nobody_back_at_a_tunnels_end() -> None:
     own = LocalPeer(RunId("7" * 64), ME, b"", ManualClock(), ())
-    witness = Witness(without_tunnels(own, lambda _: FarEnd("127.0.0.1", b"der")), ManualClock())
+    witness = witnesses.Witness(monitor.without_tunnels(own, lambda _: FarEnd("127.0.0.1", b"der")), ManualClock())
     answer = decode_dial_back(await witness.answer(ONE, Question(QuestionAbout.DIAL_BACK, port=22)))
     assert (answer.host, answer.outcome) == ("", DialBackOutcome.NOT_TRIED)
     own.addresses = ("25.0.0.9:4002",)
-    end = without_tunnels(own, lambda _: FarEnd("25.0.0.1", b"der"))(ONE)
+    end = monitor.without_tunnels(own, lambda _: FarEnd("25.0.0.1", b"der"))(ONE)
     assert end == FarEnd("25.0.0.1", b"der")
-    assert without_tunnels(own, lambda _: None)(ONE) is None
+    assert monitor.without_tunnels(own, lambda _: None)(ONE) is None
 
 
 async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:

@@ -10,15 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from node.reachability.witnesses import (
-    FOLLOWED_BURST,
-    FOLLOWED_REFILL_S,
-    MAX_AT_ONCE_TO_ONE,
-    MAX_FOLLOWED_AT_ONCE,
-    PASSED_ON_BURST,
-    PASSED_ON_REFILL_S,
-    Switchboard,
-)
+from node.reachability import witnesses
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, encode_record
 from protocol.interfaces.transport import Contact, FarEnd, Question, QuestionAbout
@@ -91,7 +83,7 @@ class Bench:
         self.learnt: list[tuple[PeerId, bytes]] = []
         self.lines.linked |= {self.called.peer}
         self.lines.hosts[self.caller.peer] = "25.0.0.1"
-        self.board = Switchboard(
+        self.board = witnesses.Switchboard(
             RUN, self.own.peer, self.lines, lambda peer, record: self.learnt.append((peer, record)), self.clock
         )
 
@@ -134,7 +126,7 @@ async def test_nobody_calls_in_the_name_of_another() -> None:
 
 async def test_an_address_gets_so_many_calls_by_however_many_identities() -> None:
     bench = Bench()
-    for _ in range(PASSED_ON_BURST):
+    for _ in range(witnesses.PASSED_ON_BURST):
         await bench.pass_on()
     with pytest.raises(Busy):
         await bench.pass_on()
@@ -145,7 +137,7 @@ async def test_an_address_gets_so_many_calls_by_however_many_identities() -> Non
         await bench.board.pass_on(other.peer, question)
     bench.lines.hosts[other.peer] = "25.0.0.2"
     await bench.board.pass_on(other.peer, question)
-    bench.clock.now += PASSED_ON_REFILL_S
+    bench.clock.now += witnesses.PASSED_ON_REFILL_S
     await bench.pass_on()
     with pytest.raises(Busy):
         await bench.pass_on()
@@ -155,9 +147,9 @@ async def test_few_calls_at_once_go_to_one_peer() -> None:
     bench = Bench()
     bench.lines.gate.clear()
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(MAX_AT_ONCE_TO_ONE):
+        for _ in range(witnesses.MAX_AT_ONCE_TO_ONE):
             tasks.create_task(bench.pass_on())
-        await until(lambda: len(bench.lines.asked) == MAX_AT_ONCE_TO_ONE)
+        await until(lambda: len(bench.lines.asked) == witnesses.MAX_AT_ONCE_TO_ONE)
         with pytest.raises(Busy, match="busy with other calls"):
             await bench.pass_on()
         bench.lines.gate.set()
@@ -187,19 +179,19 @@ async def test_who_is_called_learns_the_caller_and_connects_but_follows_no_call_
 async def test_one_caller_is_dialled_now_and_then_and_few_at_once() -> None:
     bench = Bench()
     bench.lines.error = Unreachable("nobody is there")
-    for _ in range(FOLLOWED_BURST):
+    for _ in range(witnesses.FOLLOWED_BURST):
         with pytest.raises(Unreachable):
             await bench.follow(bench.caller)
     with pytest.raises(Busy, match="too many calls"):
         await bench.follow(bench.caller)
-    assert len(bench.lines.connected) == FOLLOWED_BURST
-    bench.clock.now += FOLLOWED_REFILL_S
+    assert len(bench.lines.connected) == witnesses.FOLLOWED_BURST
+    bench.clock.now += witnesses.FOLLOWED_REFILL_S
     bench.lines.error = None
     bench.lines.gate.clear()
     async with asyncio.TaskGroup() as tasks:
-        for caller in (bench.caller, *(Identity.generate() for _ in range(MAX_FOLLOWED_AT_ONCE - 1))):
+        for caller in (bench.caller, *(Identity.generate() for _ in range(witnesses.MAX_FOLLOWED_AT_ONCE - 1))):
             tasks.create_task(bench.follow(caller))
-        await until(lambda: len(bench.lines.connected) == FOLLOWED_BURST + MAX_FOLLOWED_AT_ONCE)
+        await until(lambda: len(bench.lines.connected) == witnesses.FOLLOWED_BURST + witnesses.MAX_FOLLOWED_AT_ONCE)
         for caller in (bench.caller, Identity.generate()):
             with pytest.raises(Busy, match="already in progress"):
                 await bench.follow(caller)
@@ -208,7 +200,7 @@ async def test_one_caller_is_dialled_now_and_then_and_few_at_once() -> None:
 
 @dataclass
 class Subscriber(Recorder):
-    board: Switchboard | None = None
+    board: witnesses.Switchboard | None = None
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         if question.about is QuestionAbout.CALL:
@@ -249,7 +241,7 @@ async def subscriber(
                 known.peer, known.addresses, known.certificate, known.via, known.relay
             )
 
-        handler.board = Switchboard(RUN, made.peer, made.transport, learn, SystemClock())
+        handler.board = witnesses.Switchboard(RUN, made.peer, made.transport, learn, SystemClock())
         yield made, phone
 
 
@@ -324,7 +316,7 @@ async def test_a_peer_that_does_not_come_is_given_up_after_the_dial_timeout() ->
         introduce(caller, through)
         lines = Lines(linked={(absent := Persona()).peer}, hosts={caller.peer: "127.0.0.1"})
         lines.gate.set()
-        through.handler.board = Switchboard(RUN, through.peer, lines, lambda *_: None, SystemClock())
+        through.handler.board = witnesses.Switchboard(RUN, through.peer, lines, lambda *_: None, SystemClock())
         caller.persona.book.contacts[absent.peer] = replace(absent.contact(), via=(through.peer,))
         with pytest.raises(Unreachable, match=r"was called, but opened no link within 0\.5 s"):
             await caller.transport.ask(absent.peer, STATUS, LONG)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import os
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,20 +39,12 @@ def announced(identity: Identity, *, run: RunId = RUN, **changes: object) -> Ann
 
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-PATIENCE_S = 30.0
 
 
 def directory(identity: Identity, *joining: DhtDirectory, **changes: object) -> DhtDirectory:
     initial_peers = tuple(multiaddr for other in joining for multiaddr in other.multiaddrs())
     settings = DirectorySettings(host="127.0.0.1", experts=(1, 2, 2, 2), initial_peers=initial_peers)
     return DhtDirectory(dataclasses.replace(settings, **changes), identity, RUN, SystemClock())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that happens in another process; fails the test when it does not."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 class Marked:

@@ -39,16 +39,15 @@ from protocol.interfaces.transport import Contact
 from protocol.transport.settings import free_ports
 from swarm.vocabulary.errors import ConfigError, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerState
+from tests.kit.waiting import LONG_S, until
 from tests.protocol.dht.running import (
     MODULE,
     OTHER_RUN,
-    PATIENCE_S,
     RUN,
     Marked,
     announced,
     directory,
     needs_proc,
-    until,
 )
 from tests.protocol.transport.link_peers import MIB, connected, digest_of, echo, sent, three
 
@@ -432,7 +431,7 @@ async def test_the_bytes_of_the_hour_end_the_tunnel_and_then_none_is_opened() ->
 
 async def way_after_backoff(tunnels: RelayTunnels, contact: Contact) -> str:
     """For some seconds after it has failed to dial somebody, libp2p does not try again and says so."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(LONG_S):
         while True:
             try:
                 return await tunnels.way_to(contact)

@@ -18,70 +18,13 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.frames.frames import (
-    MAX_AGE_MS,
-    MAX_ANSWER_BYTES,
-    MAX_LIFETIME_MS,
-    MAX_SMALL_FRAME_BYTES,
-    AnnouncementFrame,
-    AnswerFrame,
-    Cancel,
-    Chunk,
-    Farewell,
-    FarewellReason,
-    HashList,
-    Hello,
-    Ping,
-    Pong,
-    QuestionFrame,
-    SmallFrame,
-    TensorFrame,
-    checksum_of,
-    decode,
-    decode_chunk,
-    decode_hash_list,
-    encode,
-    encode_chunk,
-    encode_hash_list,
-    is_chunk,
-    topic_of,
-)
+from protocol.frames import frames
 from protocol.generated import link_pb2 as wire
 from protocol.identity.keys import peer_id_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Topic
-from swarm.vocabulary.averaging_messages import (
-    MAX_ATTEMPTS,
-    MAX_MEASURED,
-    MAX_MEMBERS,
-    MAX_RATE,
-    Accepting,
-    Accusation,
-    AuditRefused,
-    AuditRequest,
-    Commit,
-    Contribution,
-    Declined,
-    DeclineReason,
-    Dissolved,
-    Entry,
-    Evidence,
-    Invitation,
-    LinkRate,
-    Prepared,
-    Progress,
-    Pulse,
-    Reduced,
-    RoundId,
-    SignedHash,
-    SignedRoster,
-    StateChunk,
-    StateRefusal,
-    StateRefused,
-    StateRequest,
-    WorkRow,
-    WorkTally,
-)
+from swarm.vocabulary import averaging_messages as rounds
+from swarm.vocabulary import types
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import (
     Backward,
@@ -96,27 +39,9 @@ from swarm.vocabulary.pipeline_messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary.types import (
-    INVITATION_BYTES,
-    MAX_DOCUMENT_TOKENS,
-    MAX_DOCUMENTS,
-    MAX_HOPS,
-    MAX_ROUND,
-    SIGNATURE_BYTES,
-    AnchorVersion,
-    Codec,
-    Hop,
-    MicrobatchId,
-    ModuleId,
-    Path,
-    PeerId,
-    RunId,
-    SignedRoute,
-    VersionRange,
-)
 
 
-def peer(number: int) -> PeerId:
+def peer(number: int) -> types.PeerId:
     """A peer that is the same in every run: its key is the number in each of its bytes, as far as that goes."""
     return peer_id_of((number * _ONES % 2**256).to_bytes(32, "big"))
 
@@ -124,40 +49,50 @@ def peer(number: int) -> PeerId:
 _ONES: Final = int.from_bytes(b"\1" * 32, "big")
 A, B, C, D = (peer(number) for number in range(4))
 SIGNATURE, HASH = bytes(range(64)), bytes(range(32))
-MICROBATCH, FIRST_MICROBATCH = MicrobatchId(A, 2**40 + 7), MicrobatchId(A, 0)
-HOPS = (Hop(ModuleId(1, 0), B), Hop(ModuleId(300, 2), C), Hop(ModuleId(0, 0), B))
-ROUTE = SignedRoute((ModuleId(1), ModuleId(300, 2), ModuleId(0)), 61.5, SIGNATURE)
-PATH, SIGNED_PATH = Path(A, HOPS), Path(A, HOPS, ROUTE)
-OF_DOCUMENTS = Path(A, HOPS, replace(ROUTE, documents=(1, 300, 2**20)))
-OF_LABELS = Path(A, HOPS, replace(ROUTE, labels=300))
-OF_A_GUEST = Path(A, HOPS, replace(ROUTE, invitation=bytes(range(INVITATION_BYTES))))
-HIDDEN = TensorSpec((2, 128, 64), DType.BFLOAT16, Codec.INT8, outliers=3)
-FLOATS, PLANES = TensorSpec((5000,), DType.FLOAT32), TensorSpec((5000,), DType.FLOAT32, Codec.PLANES, 0, 12345)
-ROUND, FIRST_ROUND = RoundId(ModuleId(3, 1), 300, 2, B), RoundId(ModuleId(0), 1, 0, A)
-BASE, INITIAL = AnchorVersion(299, 70_000, 2**45, 5, HASH), AnchorVersion(0, 0, 0, 0, HASH)
-ENTRY = Entry(B, ROUND, BASE, 32, 65_536, 1.75, (LinkRate(0xABCDEF, 12), LinkRate(0, 1)), INITIAL, SIGNATURE)
-EMPTY_ENTRY = Entry(C, ROUND, BASE, 0, 0, 0.0, (), None, SIGNATURE)
-TALLY = WorkTally(A, ModuleId(3, 1), 300, 1.5e9, 30.5, (WorkRow(B, 7, 9000, 300),), bytes(170), SIGNATURE)
-SIGNED = (SignedHash(A, HASH, SIGNATURE), SignedHash(A, bytes(32), bytes(64)), SignedHash(C, HASH, SIGNATURE))
+MICROBATCH, FIRST_MICROBATCH = types.MicrobatchId(A, 2**40 + 7), types.MicrobatchId(A, 0)
+HOPS = (types.Hop(types.ModuleId(1, 0), B), types.Hop(types.ModuleId(300, 2), C), types.Hop(types.ModuleId(0, 0), B))
+ROUTE = types.SignedRoute((types.ModuleId(1), types.ModuleId(300, 2), types.ModuleId(0)), 61.5, SIGNATURE)
+PATH, SIGNED_PATH = types.Path(A, HOPS), types.Path(A, HOPS, ROUTE)
+OF_DOCUMENTS = types.Path(A, HOPS, replace(ROUTE, documents=(1, 300, 2**20)))
+OF_LABELS = types.Path(A, HOPS, replace(ROUTE, labels=300))
+OF_A_GUEST = types.Path(A, HOPS, replace(ROUTE, invitation=bytes(range(types.INVITATION_BYTES))))
+HIDDEN = TensorSpec((2, 128, 64), DType.BFLOAT16, types.Codec.INT8, outliers=3)
+FLOATS, PLANES = TensorSpec((5000,), DType.FLOAT32), TensorSpec((5000,), DType.FLOAT32, types.Codec.PLANES, 0, 12345)
+ROUND, FIRST_ROUND = rounds.RoundId(types.ModuleId(3, 1), 300, 2, B), rounds.RoundId(types.ModuleId(0), 1, 0, A)
+BASE, INITIAL = types.AnchorVersion(299, 70_000, 2**45, 5, HASH), types.AnchorVersion(0, 0, 0, 0, HASH)
+ENTRY = rounds.Entry(
+    B, ROUND, BASE, 32, 65_536, 1.75, (rounds.LinkRate(0xABCDEF, 12), rounds.LinkRate(0, 1)), INITIAL, SIGNATURE
+)
+EMPTY_ENTRY = rounds.Entry(C, ROUND, BASE, 0, 0, 0.0, (), None, SIGNATURE)
+TALLY = rounds.WorkTally(
+    A, types.ModuleId(3, 1), 300, 1.5e9, 30.5, (rounds.WorkRow(B, 7, 9000, 300),), bytes(170), SIGNATURE
+)
+SIGNED = (
+    rounds.SignedHash(A, HASH, SIGNATURE),
+    rounds.SignedHash(A, bytes(32), bytes(64)),
+    rounds.SignedHash(C, HASH, SIGNATURE),
+)
 
-EXAMPLES: Final[dict[str, SmallFrame]] = {
-    "hello": Hello(A, RunId("ab" * 32), VersionRange(1, 7), b"record", 2**63 + 1, 123_456),
-    "hello without a record": Hello(A, RunId("0f" * 32), VersionRange(2, 2), b""),
-    "ping": Ping(2**64 - 1),
-    "pong": Pong(7),
-    "pong of 0": Pong(0),
-    "cancel": Cancel(2**32 - 1),
-    "farewell": Farewell(FarewellReason.SAME_KEY, "another took the place", b"record"),
-    "farewell of no reason": Farewell(FarewellReason.UNSPECIFIED),
-    "announcement": AnnouncementFrame(b"record"),
-    "forward": TensorFrame(Forward(MICROBATCH, SIGNED_PATH, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
-    "forward of documents": TensorFrame(Forward(MICROBATCH, OF_DOCUMENTS, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
-    "backward of labels": TensorFrame(Backward(MICROBATCH, OF_LABELS, 1), HIDDEN, 12, 3),
-    "forward of a guest": TensorFrame(Forward(MICROBATCH, OF_A_GUEST, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
-    "forward at first hop": TensorFrame(Forward(FIRST_MICROBATCH, PATH, 0, Purpose.EVALUATE, 0.0), HIDDEN, 0, 3),
-    "forward unsigned": TensorFrame(Forward(MICROBATCH, PATH, 3, Purpose.TRAIN, 1.25), FLOATS, 2**32 - 1, 2),
-    "backward": TensorFrame(Backward(MICROBATCH, SIGNED_PATH, -1), HIDDEN, 13, 2),
-    "backward unsigned": TensorFrame(Backward(MICROBATCH, PATH, 2), FLOATS, 13, 2),
+EXAMPLES: Final[dict[str, frames.SmallFrame]] = {
+    "hello": frames.Hello(A, types.RunId("ab" * 32), types.VersionRange(1, 7), b"record", 2**63 + 1, 123_456),
+    "hello without a record": frames.Hello(A, types.RunId("0f" * 32), types.VersionRange(2, 2), b""),
+    "ping": frames.Ping(2**64 - 1),
+    "pong": frames.Pong(7),
+    "pong of 0": frames.Pong(0),
+    "cancel": frames.Cancel(2**32 - 1),
+    "farewell": frames.Farewell(frames.FarewellReason.SAME_KEY, "another took the place", b"record"),
+    "farewell of no reason": frames.Farewell(frames.FarewellReason.UNSPECIFIED),
+    "announcement": frames.AnnouncementFrame(b"record"),
+    "forward": frames.TensorFrame(Forward(MICROBATCH, SIGNED_PATH, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
+    "forward of documents": frames.TensorFrame(
+        Forward(MICROBATCH, OF_DOCUMENTS, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3
+    ),
+    "backward of labels": frames.TensorFrame(Backward(MICROBATCH, OF_LABELS, 1), HIDDEN, 12, 3),
+    "forward of a guest": frames.TensorFrame(Forward(MICROBATCH, OF_A_GUEST, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
+    "forward at first hop": frames.TensorFrame(Forward(FIRST_MICROBATCH, PATH, 0, Purpose.EVALUATE, 0.0), HIDDEN, 0, 3),
+    "forward unsigned": frames.TensorFrame(Forward(MICROBATCH, PATH, 3, Purpose.TRAIN, 1.25), FLOATS, 2**32 - 1, 2),
+    "backward": frames.TensorFrame(Backward(MICROBATCH, SIGNED_PATH, -1), HIDDEN, 13, 2),
+    "backward unsigned": frames.TensorFrame(Backward(MICROBATCH, PATH, 2), FLOATS, 13, 2),
     "receipt": Receipt(
         MICROBATCH, Direction.BACKWARD, -1, ReceiptStatus.PASSED_ON, 1.5, "so it is", 0.25, 0.000001, 3.0
     ),
@@ -171,49 +106,51 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "recall": Recall(MICROBATCH, SIGNED_PATH, -1),
     "recall unsigned": Recall(MICROBATCH, PATH, 1),
     "settled": Settled(MICROBATCH, PATH),
-    "settled of nobody": Settled(FIRST_MICROBATCH, Path(A, ())),
+    "settled of nobody": Settled(FIRST_MICROBATCH, types.Path(A, ())),
     "unsettled": Unsettled(MICROBATCH),
-    "question manifest": QuestionFrame(1, Question(QuestionAbout.MANIFEST)),
-    "question status": QuestionFrame(0, Question(QuestionAbout.STATUS)),
-    "question evaluate": QuestionFrame(2, Question(QuestionAbout.EVALUATE, 256, stages=(1, 3, 1023))),
-    "question state": QuestionFrame(2**32 - 1, Question(QuestionAbout.STATE, module=ModuleId(0), digest=HASH)),
-    "question dial_back": QuestionFrame(4, Question(QuestionAbout.DIAL_BACK, port=65_535)),
-    "question call": QuestionFrame(5, Question(QuestionAbout.CALL, peer=B, record=b"record")),
-    "question router": QuestionFrame(7, Question(QuestionAbout.ROUTER)),
-    "question work": QuestionFrame(8, Question(QuestionAbout.WORK, module=ModuleId(3, 1), accused=(B,))),
-    "question tokenizer": QuestionFrame(7, Question(QuestionAbout.TOKENIZER, piece=258)),
-    "question called": QuestionFrame(6, Question(QuestionAbout.CALLED, record=b"record")),
-    **{f"answer {about.value}": AnswerFrame(9, about, b"content") for about in QuestionAbout},
-    "answer empty": AnswerFrame(9, QuestionAbout.CALLED, b""),
-    "answer refused": AnswerFrame(9, None, b"not now"),
-    "progress": Progress(ModuleId(3, 1), BASE, 32, 65_536),
-    "progress of nothing": Progress(ModuleId(0), INITIAL, 0, 0),
-    "invitation": Invitation(ROUND, BASE),
-    "accepting": Accepting(FIRST_ROUND),
+    "question manifest": frames.QuestionFrame(1, Question(QuestionAbout.MANIFEST)),
+    "question status": frames.QuestionFrame(0, Question(QuestionAbout.STATUS)),
+    "question evaluate": frames.QuestionFrame(2, Question(QuestionAbout.EVALUATE, 256, stages=(1, 3, 1023))),
+    "question state": frames.QuestionFrame(
+        2**32 - 1, Question(QuestionAbout.STATE, module=types.ModuleId(0), digest=HASH)
+    ),
+    "question dial_back": frames.QuestionFrame(4, Question(QuestionAbout.DIAL_BACK, port=65_535)),
+    "question call": frames.QuestionFrame(5, Question(QuestionAbout.CALL, peer=B, record=b"record")),
+    "question router": frames.QuestionFrame(7, Question(QuestionAbout.ROUTER)),
+    "question work": frames.QuestionFrame(8, Question(QuestionAbout.WORK, module=types.ModuleId(3, 1), accused=(B,))),
+    "question tokenizer": frames.QuestionFrame(7, Question(QuestionAbout.TOKENIZER, piece=258)),
+    "question called": frames.QuestionFrame(6, Question(QuestionAbout.CALLED, record=b"record")),
+    **{f"answer {about.value}": frames.AnswerFrame(9, about, b"content") for about in QuestionAbout},
+    "answer empty": frames.AnswerFrame(9, QuestionAbout.CALLED, b""),
+    "answer refused": frames.AnswerFrame(9, None, b"not now"),
+    "progress": rounds.Progress(types.ModuleId(3, 1), BASE, 32, 65_536),
+    "progress of nothing": rounds.Progress(types.ModuleId(0), INITIAL, 0, 0),
+    "invitation": rounds.Invitation(ROUND, BASE),
+    "accepting": rounds.Accepting(FIRST_ROUND),
     "entry": ENTRY,
     "entry of nothing": EMPTY_ENTRY,
-    "declined": Declined(ROUND, DeclineReason.NOT_READY, BASE),
-    "roster": SignedRoster(ROUND, BASE, (ENTRY, EMPTY_ENTRY), Codec.TOP_K_4, "slow links"),
-    "roster of tallies": SignedRoster(ROUND, BASE, (EMPTY_ENTRY,), tallies=(TALLY,)),
-    "roster without a reason": SignedRoster(ROUND, BASE, (EMPTY_ENTRY,)),
-    "contribution": TensorFrame(Contribution(ROUND, 7, 300, SIGNATURE), FLOATS, 15, 5),
-    "reduced": TensorFrame(Reduced(ROUND, 1, 2), FLOATS, 16, 1),
-    "reduced first": TensorFrame(Reduced(ROUND, 0, 1), FLOATS, 16, 1),
-    "pulse": Pulse(ROUND, (A, B), (C,)),
-    "pulse of nothing": Pulse(FIRST_ROUND),
-    "prepared": Prepared(ROUND, BASE),
-    "commit": Commit(ROUND, BASE, (C, A)),
-    "dissolved": Dissolved(ROUND, "too few"),
-    "state_request": StateRequest(ModuleId(3, 1), HASH, (5, 0, 2**20 - 1)),
-    "state_chunk": TensorFrame(StateChunk(ModuleId(3, 1), HASH, 2**20 - 1), PLANES, 17, 1),
-    "state_chunk first": TensorFrame(StateChunk(ModuleId(0), HASH, 0), FLOATS, 17, 1),
-    "state_refused": StateRefused(ModuleId(3, 1), HASH, (1, 2), StateRefusal.GONE),
-    "audit_request": AuditRequest(ROUND, 5, 9),
-    "audit_request first": AuditRequest(ROUND, 0, 1),
-    "evidence": Evidence(ROUND, 7, 300, SIGNED),
-    "evidence of nothing": Evidence(ROUND, 0, 1, ()),
-    "audit_refused": AuditRefused(ROUND, 7, 2**20),
-    "accusation": Accusation(ROUND, 7, 300, SIGNED),
+    "declined": rounds.Declined(ROUND, rounds.DeclineReason.NOT_READY, BASE),
+    "roster": rounds.SignedRoster(ROUND, BASE, (ENTRY, EMPTY_ENTRY), types.Codec.TOP_K_4, "slow links"),
+    "roster of tallies": rounds.SignedRoster(ROUND, BASE, (EMPTY_ENTRY,), tallies=(TALLY,)),
+    "roster without a reason": rounds.SignedRoster(ROUND, BASE, (EMPTY_ENTRY,)),
+    "contribution": frames.TensorFrame(rounds.Contribution(ROUND, 7, 300, SIGNATURE), FLOATS, 15, 5),
+    "reduced": frames.TensorFrame(rounds.Reduced(ROUND, 1, 2), FLOATS, 16, 1),
+    "reduced first": frames.TensorFrame(rounds.Reduced(ROUND, 0, 1), FLOATS, 16, 1),
+    "pulse": rounds.Pulse(ROUND, (A, B), (C,)),
+    "pulse of nothing": rounds.Pulse(FIRST_ROUND),
+    "prepared": rounds.Prepared(ROUND, BASE),
+    "commit": rounds.Commit(ROUND, BASE, (C, A)),
+    "dissolved": rounds.Dissolved(ROUND, "too few"),
+    "state_request": rounds.StateRequest(types.ModuleId(3, 1), HASH, (5, 0, 2**20 - 1)),
+    "state_chunk": frames.TensorFrame(rounds.StateChunk(types.ModuleId(3, 1), HASH, 2**20 - 1), PLANES, 17, 1),
+    "state_chunk first": frames.TensorFrame(rounds.StateChunk(types.ModuleId(0), HASH, 0), FLOATS, 17, 1),
+    "state_refused": rounds.StateRefused(types.ModuleId(3, 1), HASH, (1, 2), rounds.StateRefusal.GONE),
+    "audit_request": rounds.AuditRequest(ROUND, 5, 9),
+    "audit_request first": rounds.AuditRequest(ROUND, 0, 1),
+    "evidence": rounds.Evidence(ROUND, 7, 300, SIGNED),
+    "evidence of nothing": rounds.Evidence(ROUND, 0, 1, ()),
+    "audit_refused": rounds.AuditRefused(ROUND, 7, 2**20),
+    "accusation": rounds.Accusation(ROUND, 7, 300, SIGNED),
 }
 
 TABLE = File(__file__).with_name("wire_bytes.txt")
@@ -249,13 +186,13 @@ def fields_of(message: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_frame_has_the_bytes_it_always_had(name: str) -> None:
-    assert encode(EXAMPLES[name]).hex() == BYTES[name].hex()
+    assert frames.encode(EXAMPLES[name]).hex() == BYTES[name].hex()
     assert wire.Frame.FromString(BYTES[name]).WhichOneof("kind") == name.partition(" ")[0]
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - CUT))
 def test_the_bytes_are_read_as_the_frame_that_made_them(name: str) -> None:
-    assert repr(decode(BYTES[name])) == repr(EXAMPLES[name])
+    assert repr(frames.decode(BYTES[name])) == repr(EXAMPLES[name])
 
 
 PEERS = [peer(number) for number in range(4)]
@@ -266,83 +203,87 @@ uint64 = st.integers(0, 2**64 - 1)
 peers = st.sampled_from(PEERS)
 times = st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000)
 short_times = st.integers(0, 2**32 - 1).map(lambda us: us / 1_000_000)
-lifetimes = st.integers(0, MAX_LIFETIME_MS).map(lambda ms: ms / 1000)
-modules = st.builds(ModuleId, st.integers(0, 1023), st.integers(0, 1023))
-signatures = st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES)
-documents = st.lists(st.integers(1, MAX_DOCUMENT_TOKENS), max_size=8).map(tuple)
-routes = st.builds(SignedRoute, st.lists(modules, max_size=6).map(tuple), lifetimes, signatures, documents)
-paths = st.builds(Path, peers, st.lists(st.builds(Hop, modules, peers), min_size=1, max_size=6).map(tuple), routes)
+lifetimes = st.integers(0, frames.MAX_LIFETIME_MS).map(lambda ms: ms / 1000)
+modules = st.builds(types.ModuleId, st.integers(0, 1023), st.integers(0, 1023))
+signatures = st.binary(min_size=types.SIGNATURE_BYTES, max_size=types.SIGNATURE_BYTES)
+documents = st.lists(st.integers(1, types.MAX_DOCUMENT_TOKENS), max_size=8).map(tuple)
+routes = st.builds(types.SignedRoute, st.lists(modules, max_size=6).map(tuple), lifetimes, signatures, documents)
+paths = st.builds(
+    types.Path, peers, st.lists(st.builds(types.Hop, modules, peers), min_size=1, max_size=6).map(tuple), routes
+)
 measured_times = st.builds(
     Receipt,
     st.just(MICROBATCH),
     st.sampled_from(Direction),
-    st.integers(-1, MAX_HOPS),
+    st.integers(-1, types.MAX_HOPS),
     st.sampled_from(ReceiptStatus),
     times,
     st.just("why"),
     *[short_times] * 3,
 )
-recalls = paths.map(lambda path: Recall(MicrobatchId(path.data_node, 7), path, len(path.hops) - 2))
+recalls = paths.map(lambda path: Recall(types.MicrobatchId(path.data_node, 7), path, len(path.hops) - 2))
 
 
 @given(measured_times | recalls)
 def test_what_is_encoded_is_decoded_to_the_same(frame: Receipt | Recall) -> None:
     """Times to the unit of the wire, and paths of any shape; the examples have every field."""
-    assert decode(encode(frame)) == frame
+    assert frames.decode(frames.encode(frame)) == frame
 
 
 @given(uint32, uint32, st.binary(min_size=1, max_size=5000))
 def test_a_chunk_is_byte_for_byte_what_protobuf_writes(transfer: int, index: int, data: bytes) -> None:
-    checksum = checksum_of(memoryview(data))
+    checksum = frames.checksum_of(memoryview(data))
     chunk = wire.Chunk(transfer=transfer, index=index, checksum=checksum, data=data)
-    assert encode_chunk(transfer, index, memoryview(data)) == wire.Frame(chunk=chunk).SerializeToString()
+    assert frames.encode_chunk(transfer, index, memoryview(data)) == wire.Frame(chunk=chunk).SerializeToString()
 
 
 @given(uint32, uint32, uint64, st.binary(min_size=1, max_size=5000))
 def test_a_chunk_that_protobuf_wrote_is_read(transfer: int, index: int, checksum: int, data: bytes) -> None:
     chunk = wire.Chunk(transfer=transfer, index=index, checksum=checksum, data=data)
-    assert decode(wire.Frame(chunk=chunk).SerializeToString()) == Chunk(transfer, index, checksum, memoryview(data))
+    assert frames.decode(wire.Frame(chunk=chunk).SerializeToString()) == frames.Chunk(
+        transfer, index, checksum, memoryview(data)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 4096, 16383, 16384, 2**20])
 def test_chunks_of_sizes_at_which_the_prefix_grows(size: int) -> None:
     data = memoryview(bytes(range(256)) * (size // 256 + 1))[:size]
-    frame = encode_chunk(2**32 - 1, 2**32 - 1, data)
+    frame = frames.encode_chunk(2**32 - 1, 2**32 - 1, data)
     assert wire.Frame.FromString(frame).chunk.data == data
-    assert decode_chunk(frame) == Chunk(2**32 - 1, 2**32 - 1, checksum_of(data), data)
+    assert frames.decode_chunk(frame) == frames.Chunk(2**32 - 1, 2**32 - 1, frames.checksum_of(data), data)
 
 
 def test_a_chunk_is_not_copied_when_read() -> None:
-    frame = encode_chunk(1, 0, memoryview(bytes(1000)))
-    assert decode_chunk(frame).data.obj is frame
+    frame = frames.encode_chunk(1, 0, memoryview(bytes(1000)))
+    assert frames.decode_chunk(frame).data.obj is frame
 
 
 @given(st.binary(max_size=300))
 def test_garbage_is_a_violation_and_nothing_else(data: bytes) -> None:
     with suppress(ProtocolViolation):
-        decode(data)
+        frames.decode(data)
 
 
 @given(st.binary(max_size=60))
 def test_what_is_read_as_a_chunk_protobuf_reads_the_same(rest: bytes) -> None:
     try:
-        chunk = decode(b"\x12" + rest)
+        chunk = frames.decode(b"\x12" + rest)
     except ProtocolViolation:
         return
-    assert isinstance(chunk, Chunk)
+    assert isinstance(chunk, frames.Chunk)
     expected = wire.Frame.FromString(b"\x12" + rest).chunk
-    assert chunk == Chunk(expected.transfer, expected.index, expected.checksum, memoryview(expected.data))
+    assert chunk == frames.Chunk(expected.transfer, expected.index, expected.checksum, memoryview(expected.data))
 
 
 @given(st.sampled_from(list(EXAMPLES.values())), st.data())
-def test_a_damaged_frame_is_a_violation_or_another_valid_frame(frame: SmallFrame, data: st.DataObject) -> None:
-    octets = bytearray(encode(frame))
+def test_a_damaged_frame_is_a_violation_or_another_valid_frame(frame: frames.SmallFrame, data: st.DataObject) -> None:
+    octets = bytearray(frames.encode(frame))
     for _ in range(data.draw(st.integers(1, 4))):
         octets[data.draw(st.integers(0, len(octets) - 1))] = data.draw(st.integers(0, 255))
     with suppress(ProtocolViolation):
-        again = decode(bytes(octets[: data.draw(st.integers(0, len(octets)))]))
-        if not isinstance(again, Chunk):
-            assert decode(encode(again)) == again
+        again = frames.decode(bytes(octets[: data.draw(st.integers(0, len(octets)))]))
+        if not isinstance(again, frames.Chunk):
+            assert frames.decode(frames.encode(again)) == again
 
 
 def but(honest: Any, **changes: Any) -> Any:
@@ -375,7 +316,7 @@ EVALUATE = wire.EvaluateQuestion(microbatches=1)
 CALL = wire.CallQuestion(peer=PEERS[0], record=b"r")
 ANSWER = wire.Answer(id=1, status=b"content")
 
-MANY_PEERS = tuple(peer(number) for number in range(MAX_MEMBERS))
+MANY_PEERS = tuple(peer(number) for number in range(rounds.MAX_MEMBERS))
 ROUND_ID = wire.RoundId(module=MODULE, number=1, convener=PEERS[0])
 VERSION = wire.AnchorVersion(round=1, steps=1, tokens=1, digest=bytes(32))
 VECTOR = but(HEADER, shape=[1024], byte_length=4096)
@@ -393,7 +334,7 @@ COMMIT = wire.Commit(round=ROUND_ID, version=VERSION, holders=PEERS)
 CONTRIBUTION = wire.Contribution(round=ROUND_ID, end_chunk=1, tensor=VECTOR, signature=bytes(64))
 REDUCED = wire.Reduced(round=ROUND_ID, end_chunk=1, tensor=VECTOR)
 SIGNED_HASH = wire.SignedHash(peer=PEERS[0], hash=bytes(32), signature=bytes(64))
-EVIDENCE = wire.Evidence(round=ROUND_ID, end_chunk=1, signed=[SIGNED_HASH] * MAX_MEMBERS)
+EVIDENCE = wire.Evidence(round=ROUND_ID, end_chunk=1, signed=[SIGNED_HASH] * rounds.MAX_MEMBERS)
 ACCUSATION = wire.Accusation(round=ROUND_ID, end_chunk=1, signed=[SIGNED_HASH])
 REQUEST = wire.StateRequest(module=MODULE, digest=bytes(32), chunks=[0])
 REFUSED = wire.StateRefused(module=MODULE, digest=bytes(32), chunks=[0], reason=1)  # type: ignore[arg-type]
@@ -402,14 +343,14 @@ STATE = wire.StateChunk(module=MODULE, digest=bytes(32), tensor=VECTOR)
 HONEST_FRAMES = [
     *(FORWARD, BACKWARD, HELLO, ANSWER, ENTRY_FRAME, but(ENTRY_FRAME, staged=VERSION), ACCEPTING, INVITATION, PROGRESS),
     *(DECLINED, ROSTER, PULSE, COMMIT, CONTRIBUTION, but(CONTRIBUTION, tensor=OF_INT8), REDUCED, EVIDENCE, ACCUSATION),
-    *(REQUEST, REFUSED, STATE, but(STATE, tensor=OF_PLANES), but(HELLO, age_ms=MAX_AGE_MS - 1)),
+    *(REQUEST, REFUSED, STATE, but(STATE, tensor=OF_PLANES), but(HELLO, age_ms=frames.MAX_AGE_MS - 1)),
     *(wire.Question(id=1, evaluate=EVALUATE), wire.Question(id=1, call=CALL)),
 ]
 
 
 @pytest.mark.parametrize("message", HONEST_FRAMES, ids=lambda message: KIND_OF[message.DESCRIPTOR])
 def test_the_honest_frames_of_the_lies_below_are_accepted(message: Any) -> None:
-    decode(framed(message))
+    frames.decode(framed(message))
 
 
 LIES = [
@@ -422,10 +363,10 @@ LIES = [
             but(HEADER, shape=[0, 1024], byte_length=0, chunk_count=0),
         ],
         route=[
-            *lies_of(ROUTE_OF_ONE, position=[2, -1, -2], lifetime_ms=[MAX_LIFETIME_MS + 1]),
+            *lies_of(ROUTE_OF_ONE, position=[2, -1, -2], lifetime_ms=[frames.MAX_LIFETIME_MS + 1]),
             *lies_of(ROUTE_OF_ONE, signature=[bytes(63)], modules=[[MODULE]], documents=[[5]]),
-            *lies_of(SIGNED_ROUTE, modules=[[MODULE] * 257], documents=[[0], [5, MAX_DOCUMENT_TOKENS + 1]]),
-            but(SIGNED_ROUTE, documents=[1] * (MAX_DOCUMENTS + 1)),
+            *lies_of(SIGNED_ROUTE, modules=[[MODULE] * 257], documents=[[0], [5, types.MAX_DOCUMENT_TOKENS + 1]]),
+            but(SIGNED_ROUTE, documents=[1] * (types.MAX_DOCUMENTS + 1)),
             but(ROUTE_OF_ONE, hops=[HOP_OF_ROUTE] * 257),
             *(but(ROUTE_OF_ONE, microbatch=wire.MicrobatchId(data_node=odd)) for odd in ("12D3Koo", "0" * 52)),
             *(
@@ -439,7 +380,7 @@ LIES = [
         ],
     ),
     but(BACKWARD, route=but(ROUTE_OF_ONE, position=1)),
-    *lies_of(HELLO, run=["AB" * 32], lowest_version=[2, 0], age_ms=[MAX_AGE_MS]),
+    *lies_of(HELLO, run=["AB" * 32], lowest_version=[2, 0], age_ms=[frames.MAX_AGE_MS]),
     wire.Farewell(detail="x" * 257),
     wire.Question(id=1),
     *(
@@ -457,7 +398,7 @@ LIES = [
         ACCEPTING,
         round=[
             None,
-            *lies_of(ROUND_ID, number=[0, 2**48], attempt=[MAX_ATTEMPTS + 1], convener=["", "0" * 52]),
+            *lies_of(ROUND_ID, number=[0, 2**48], attempt=[rounds.MAX_ATTEMPTS + 1], convener=["", "0" * 52]),
             but(ROUND_ID, module=wire.ModuleId(stage=1024)),
         ],
     ),
@@ -479,7 +420,7 @@ LIES = [
         codec_reason=["x" * 257],
         entries=[
             [],
-            [MEMBER] * (MAX_MEMBERS + 1),
+            [MEMBER] * (rounds.MAX_MEMBERS + 1),
             [MEMBER, but(MEMBER, steps=2)],
             *([lie] for lie in lies_of(MEMBER, peer=["x"], round=[ROUND_ID], base=[VERSION], norm=[math.inf])),
         ],
@@ -498,7 +439,7 @@ LIES = [
     wire.AuditRequest(round=ROUND_ID),
     wire.AuditRefused(round=ROUND_ID, first_chunk=2, end_chunk=1),
     *(but(EVIDENCE, signed=[lie]) for lie in lies_of(SIGNED_HASH, hash=[bytes(31)], signature=[b""], peer=[""])),
-    *(but(message, signed=[SIGNED_HASH] * (MAX_MEMBERS + 1)) for message in (EVIDENCE, ACCUSATION)),
+    *(but(message, signed=[SIGNED_HASH] * (rounds.MAX_MEMBERS + 1)) for message in (EVIDENCE, ACCUSATION)),
     *lies_of(REQUEST, chunks=[[], range(65), [1, 1], [2**20]], digest=[b""]),
     *lies_of(REFUSED, reason=[0], chunks=[[2**32 - 1]]),
     *lies_of(
@@ -520,13 +461,13 @@ LIES = [
     [
         *map(framed, LIES),
         *(wire.Frame(announcement=record).SerializeToString() for record in (b"", bytes(2049))),
-        encode(Ping(1)) + bytes(MAX_SMALL_FRAME_BYTES),
+        frames.encode(frames.Ping(1)) + bytes(frames.MAX_SMALL_FRAME_BYTES),
         b"",
     ],
 )
 def test_a_frame_that_lies_or_is_out_of_bounds_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolViolation):
-        decode(frame)
+        frames.decode(frame)
 
 
 def varint(number: int) -> bytes:
@@ -534,17 +475,17 @@ def varint(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("field", list(wire.Frame.DESCRIPTOR.fields), ids=lambda field: field.name)
-@pytest.mark.parametrize("length", [0, 1, 127, 128, MAX_SMALL_FRAME_BYTES - 5])
+@pytest.mark.parametrize("length", [0, 1, 127, 128, frames.MAX_SMALL_FRAME_BYTES - 5])
 def test_the_topic_is_known_before_anything_is_read(field: FieldDescriptor, length: int) -> None:
     frame = varint(field.number << 3 | 2) + varint(length) + b"\xff" * length
     if field.name == "chunk":
-        assert is_chunk(frame)
+        assert frames.is_chunk(frame)
         return
-    assert not is_chunk(frame)
-    assert topic_of(frame) is TOPICS.get(field.name)
+    assert not frames.is_chunk(frame)
+    assert frames.topic_of(frame) is TOPICS.get(field.name)
     if length and field.name != "announcement":
         with pytest.raises(ProtocolViolation):
-            decode(frame)
+            frames.decode(frame)
 
 
 TOPICS = {
@@ -555,7 +496,7 @@ TOPICS = {
     **dict.fromkeys(["state_request", "state_refused"], Topic.STATE),
 }
 
-PING, ASKED = encode(Ping(1)), encode(Unsettled(MicrobatchId(PEERS[0], 1)))
+PING, ASKED = frames.encode(frames.Ping(1)), frames.encode(Unsettled(types.MicrobatchId(PEERS[0], 1)))
 
 
 @pytest.mark.parametrize(
@@ -564,74 +505,80 @@ PING, ASKED = encode(Ping(1)), encode(Unsettled(MicrobatchId(PEERS[0], 1)))
 )
 def test_a_frame_is_one_field_and_nothing_else(frame: bytes) -> None:
     """protobuf would merge them and believe the last: the first bytes would not tell what it is."""
-    for read in (topic_of, decode):
+    for read in (frames.topic_of, frames.decode):
         with pytest.raises(ProtocolViolation):
             read(frame)
 
 
 def test_details_are_cut_when_sent_and_made_harmless_when_read() -> None:
-    assert decode(encode(Close(MicrobatchId(PEERS[0], 1), "x" * 1000))) == Close(MicrobatchId(PEERS[0], 1), "x" * 256)
-    round_ = RoundId(ModuleId(1), 1, 0, PEERS[0])
-    assert decode(encode(Dissolved(round_, "x" * 1000 + "\x1b"))) == Dissolved(round_, "x" * 256)
-    terminal = encode(Farewell(FarewellReason.LEAVING, "\x1b]0;owned\x07"))
-    assert decode(terminal) == Farewell(FarewellReason.LEAVING, "?]0;owned?")
+    assert frames.decode(frames.encode(Close(types.MicrobatchId(PEERS[0], 1), "x" * 1000))) == Close(
+        types.MicrobatchId(PEERS[0], 1), "x" * 256
+    )
+    round_ = rounds.RoundId(types.ModuleId(1), 1, 0, PEERS[0])
+    assert frames.decode(frames.encode(rounds.Dissolved(round_, "x" * 1000 + "\x1b"))) == rounds.Dissolved(
+        round_, "x" * 256
+    )
+    terminal = frames.encode(frames.Farewell(frames.FarewellReason.LEAVING, "\x1b]0;owned\x07"))
+    assert frames.decode(terminal) == frames.Farewell(frames.FarewellReason.LEAVING, "?]0;owned?")
 
 
 def test_a_path_of_the_greatest_length_fits() -> None:
-    documents = (MAX_DOCUMENT_TOKENS,) * MAX_DOCUMENTS
-    modules, invitation = (ModuleId(1023, 1023),) * MAX_HOPS, bytes(INVITATION_BYTES)
-    route = SignedRoute(modules, 1.0, bytes(SIGNATURE_BYTES), documents, 1, invitation)
-    path = Path(PEERS[0], (Hop(ModuleId(1023, 1023), PEERS[1]),) * MAX_HOPS, route)
-    message = Forward(MicrobatchId(PEERS[0], 2**48 - 1), path, MAX_HOPS, Purpose.TRAIN, 1.0)
-    frame = TensorFrame(message, TensorSpec((2, 1024), DType.FLOAT32), 1, 2)
-    assert decode(encode(frame)) == frame
+    documents = (types.MAX_DOCUMENT_TOKENS,) * types.MAX_DOCUMENTS
+    modules, invitation = (types.ModuleId(1023, 1023),) * types.MAX_HOPS, bytes(types.INVITATION_BYTES)
+    route = types.SignedRoute(modules, 1.0, bytes(types.SIGNATURE_BYTES), documents, 1, invitation)
+    path = types.Path(PEERS[0], (types.Hop(types.ModuleId(1023, 1023), PEERS[1]),) * types.MAX_HOPS, route)
+    message = Forward(types.MicrobatchId(PEERS[0], 2**48 - 1), path, types.MAX_HOPS, Purpose.TRAIN, 1.0)
+    frame = frames.TensorFrame(message, TensorSpec((2, 1024), DType.FLOAT32), 1, 2)
+    assert frames.decode(frames.encode(frame)) == frame
 
 
-LARGEST_VERSION = AnchorVersion(MAX_ROUND, 2**48, 2**48, 63, b"\xff" * 32)
-LARGEST_ROUND = RoundId(ModuleId(1023, 1023), MAX_ROUND, MAX_ATTEMPTS, PEERS[0])
+LARGEST_VERSION = types.AnchorVersion(types.MAX_ROUND, 2**48, 2**48, 63, b"\xff" * 32)
+LARGEST_ROUND = rounds.RoundId(types.ModuleId(1023, 1023), types.MAX_ROUND, rounds.MAX_ATTEMPTS, PEERS[0])
 
 
 def test_the_longest_messages_are_small_frames() -> None:
     """A roster is of all members, which have measured all that they may."""
-    links = tuple(LinkRate(2**24 - 1, MAX_RATE) for _ in range(MAX_MEASURED))
+    links = tuple(rounds.LinkRate(2**24 - 1, rounds.MAX_RATE) for _ in range(rounds.MAX_MEASURED))
     figures = (2**48, 2**48, 1e300 / 3, links, LARGEST_VERSION, b"\xff" * 64)
-    members = tuple(Entry(peer, LARGEST_ROUND, LARGEST_VERSION, *figures) for peer in MANY_PEERS)
+    members = tuple(rounds.Entry(peer, LARGEST_ROUND, LARGEST_VERSION, *figures) for peer in MANY_PEERS)
     for message in (
-        Pulse(LARGEST_ROUND, MANY_PEERS, MANY_PEERS),
-        Commit(LARGEST_ROUND, LARGEST_VERSION, MANY_PEERS),
-        StateRequest(ModuleId(1023, 1023), b"\xff" * 32, tuple(range(2**20 - 64, 2**20))),
-        SignedRoster(LARGEST_ROUND, LARGEST_VERSION, members, Codec.PLANES, "x" * 256),
+        rounds.Pulse(LARGEST_ROUND, MANY_PEERS, MANY_PEERS),
+        rounds.Commit(LARGEST_ROUND, LARGEST_VERSION, MANY_PEERS),
+        rounds.StateRequest(types.ModuleId(1023, 1023), b"\xff" * 32, tuple(range(2**20 - 64, 2**20))),
+        rounds.SignedRoster(LARGEST_ROUND, LARGEST_VERSION, members, types.Codec.PLANES, "x" * 256),
     ):
-        frame = encode(message)
-        assert len(frame) <= MAX_SMALL_FRAME_BYTES // (1 if isinstance(message, SignedRoster) else 2)
-        assert decode(frame) == message
+        frame = frames.encode(message)
+        assert len(frame) <= frames.MAX_SMALL_FRAME_BYTES // (1 if isinstance(message, rounds.SignedRoster) else 2)
+        assert frames.decode(frame) == message
 
 
 DIGEST = b"d" * 32
-HONEST = HashList(AnchorVersion(7, 350, 10**9, 1, DIGEST), 10_000, 4096, tuple(bytes([n]) * 32 for n in range(6)))
+HONEST = frames.HashList(
+    types.AnchorVersion(7, 350, 10**9, 1, DIGEST), 10_000, 4096, tuple(bytes([n]) * 32 for n in range(6))
+)
 
 
-def decoded(data: bytes, elements: int = 10_000, chunk_elements: int = 4096) -> HashList:
-    return decode_hash_list(data, digest=DIGEST, elements=elements, chunk_elements=chunk_elements)
+def decoded(data: bytes, elements: int = 10_000, chunk_elements: int = 4096) -> frames.HashList:
+    return frames.decode_hash_list(data, digest=DIGEST, elements=elements, chunk_elements=chunk_elements)
 
 
-HASH_LIST = wire.HashList.FromString(encode_hash_list(HONEST))
+HASH_LIST = wire.HashList.FromString(frames.encode_hash_list(HONEST))
 
 
 @given(st.integers(1, 300_000), st.sampled_from([4096, 8192]), st.integers(0, 2**48), st.randoms(use_true_random=False))
 def test_of_any_module(elements: int, chunk: int, steps: int, random: object) -> None:
     count = 2 * -(-elements // chunk)
     hashes = tuple(random.randbytes(32) for _ in range(count))  # type: ignore[attr-defined]
-    honest = HashList(AnchorVersion(1, steps, 0, 63, DIGEST), elements, chunk, hashes)
-    assert decoded(encode_hash_list(honest), elements, chunk) == honest
+    honest = frames.HashList(types.AnchorVersion(1, steps, 0, 63, DIGEST), elements, chunk, hashes)
+    assert decoded(frames.encode_hash_list(honest), elements, chunk) == honest
 
 
 def test_the_list_of_a_module_of_a_billion_elements_fits_an_answer() -> None:
     elements, chunk = 10**9, 2**20
     count = 2 * -(-elements // chunk)
-    version = AnchorVersion(MAX_ROUND, 2**48, 2**48, 63, DIGEST)
-    data = encode_hash_list(HashList(version, elements, chunk, (b"h" * 32,) * count))
-    assert len(data) <= MAX_ANSWER_BYTES
+    version = types.AnchorVersion(types.MAX_ROUND, 2**48, 2**48, 63, DIGEST)
+    data = frames.encode_hash_list(frames.HashList(version, elements, chunk, (b"h" * 32,) * count))
+    assert len(data) <= frames.MAX_ANSWER_BYTES
     assert decoded(data, elements, chunk).version == version
 
 
@@ -640,7 +587,7 @@ def test_the_list_of_a_module_of_a_billion_elements_fits_an_answer() -> None:
     [
         b"",
         b"\xff",
-        bytes(MAX_ANSWER_BYTES + 1),
+        bytes(frames.MAX_ANSWER_BYTES + 1),
         *(
             lie.SerializeToString()
             for lie in (

@@ -22,7 +22,8 @@ from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError, Rejected
 from swarm.vocabulary.pipeline_messages import ControlMessage, Forward, Purpose, TensorMessage
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, Hop, MicrobatchId, ModuleId, Path, PeerId, RunId
-from tests.protocol.dht.running import directory, until
+from tests.kit.waiting import until
+from tests.protocol.dht.running import directory
 from tests.protocol.identity.minting import RUN
 
 SETTINGS = TransportSettings(chunk_bytes=16 * 1024, ping_period_s=0.1, stall_after_s=5.0)
@@ -39,7 +40,7 @@ class Book:
 
 @dataclass
 class Recorder:
-    """A handler that notes what happens. `until` waits for something to become true of it."""
+    """A handler that notes what happens."""
 
     refusal: Refusal | None = None
     admit_error: PeerError | None = None
@@ -54,11 +55,7 @@ class Recorder:
     records: list[tuple[PeerId, bytes]] = field(default_factory=list)
     ups: list[PeerId] = field(default_factory=list)
     downs: list[tuple[PeerId, PeerError]] = field(default_factory=list)
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(LONG):
-            while not condition():
-                await asyncio.sleep(0.005)
+    until = staticmethod(until)
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
         if self.admit_error is not None:

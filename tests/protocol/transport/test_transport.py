@@ -30,7 +30,8 @@ from swarm.vocabulary import errors
 from swarm.vocabulary.averaging_messages import Accepting, Contribution, RoundId, StateChunk
 from swarm.vocabulary.pipeline_messages import Close, Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, VersionRange
-from tests.protocol.dht.running import Marked, needs_proc, until
+from tests.kit.waiting import until
+from tests.protocol.dht.running import Marked, needs_proc
 from tests.protocol.identity.minting import OTHER_RUN, certificate, credentials_for, extension_for, new_key
 from tests.protocol.nat.relay_ends import stream_pair
 from tests.protocol.transport.link_peers import (
@@ -736,11 +737,12 @@ async def dialling_raises(
         assert own.handler.ups == []
 
 
-async def test_an_unknown_peer_and_oneself_cannot_be_reached() -> None:
+async def test_an_unknown_peer_cannot_be_reached_and_oneself_without_a_link() -> None:
     async with node() as own:
-        for peer in (Persona().peer, own.peer):
-            with pytest.raises(errors.Unreachable):
-                await own.transport.send_control(peer, close_of(own.peer))
+        with pytest.raises(errors.Unreachable):
+            await own.transport.send_control(Persona().peer, close_of(own.peer))
+        await own.transport.send_control(own.peer, close_of(own.peer))
+        assert (own.handler.messages, own.handler.ups) == ([(own.peer, close_of(own.peer))], [])
 
 
 async def test_addresses_are_tried_one_after_the_other() -> None:

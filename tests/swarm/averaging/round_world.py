@@ -13,16 +13,7 @@ from lab.world.world import Thunk, VirtualTime
 from swarm.averaging import round_events as events
 from swarm.averaging.round_events import Action, CommitStaged, RoundRules, SendMessage
 from swarm.averaging.round_machine import RoundMachine
-from swarm.vocabulary.averaging_messages import (
-    MAX_ATTEMPTS,
-    Commit,
-    Entry,
-    Invitation,
-    Prepared,
-    Roster,
-    RoundId,
-    WorkTally,
-)
+from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 
@@ -78,7 +69,7 @@ Send = Callable[[PeerId, "Piece"], None]
 class Piece:
     """A contribution to a chunk, or its reduced result."""
 
-    roster: Roster
+    roster: messages.Roster
     chunk: int
     reduced: bool
     value: bytes
@@ -91,13 +82,13 @@ def hash_of(*parts: object) -> bytes:
 class VirtualSigner:
     """`swarm.averaging.round_events.Signer` for names without keys: an unchanged entry is signed by the peer in it."""
 
-    def sign(self, entry: Entry) -> Entry:
+    def sign(self, entry: messages.Entry) -> messages.Entry:
         return replace(entry, signature=hash_of("signed", replace(entry, signature=b"")) * 2)
 
-    def verify(self, entry: Entry) -> bool:
+    def verify(self, entry: messages.Entry) -> bool:
         return entry == self.sign(entry)
 
-    def vouches(self, tally: WorkTally) -> bool:
+    def vouches(self, tally: messages.WorkTally) -> bool:
         return tally.signature == b"good"
 
 
@@ -106,7 +97,7 @@ class VirtualExchange:
     """Contributions go to the reducer of each chunk; when it has all, the result goes to everybody."""
 
     own: PeerId
-    roster: Roster
+    roster: messages.Roster
     gradient: bytes
     fragments: int
     send: Send
@@ -206,7 +197,7 @@ class VirtualReplica:
         self.tokens_a_step = world.random.randint(50, 200)
         self.steps = self.tokens = self.work = 0
         self.snapshots: dict[int, Snapshot] = {}
-        self.staged: dict[AnchorVersion, RoundId] = {}
+        self.staged: dict[AnchorVersion, messages.RoundId] = {}
         self.exchange: VirtualExchange | None = None
         self._events: deque[events.Event] = deque()
         self.early: list[Thunk] = []  # Pieces that came before the roster
@@ -321,7 +312,7 @@ class VirtualReplica:
         if not (self.world.links.message(self.id, to, deliver) and self.world.replicas[to].alive):
             self.world.time.after(0.05, lambda: self.do(lambda: self.feed(events.LinkLost(to))))
 
-    def _take_snapshot(self, attempt: RoundId) -> None:
+    def _take_snapshot(self, attempt: messages.RoundId) -> None:
         old = self.snapshots.get(attempt.number)
         if old is None or old.base != self.version:
             gradient = hash_of(self.id, self.version, self.work)
@@ -330,7 +321,7 @@ class VirtualReplica:
         received = {peer: other.bandwidth for peer, other in self.world.replicas.items() if peer != self.id}
         self.feed(events.SnapshotTaken(attempt, old.steps, old.tokens, norm, self.bandwidth, received))
 
-    def _commit(self, attempt: RoundId, version: AnchorVersion) -> None:
+    def _commit(self, attempt: messages.RoundId, version: AnchorVersion) -> None:
         assert self.staged.get(version) == attempt, "it commits what it has not prepared"
         snapshot = self.snapshots[attempt.number]
         assert snapshot.base == self.history[-1], "it commits into another anchor"
@@ -436,10 +427,10 @@ class RoundWorld:
         self.prepared: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         """Who has ever had the whole result, and below from which exchange."""
         self.told: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
-        self.exchanged: dict[AnchorVersion, Roster] = {}
+        self.exchanged: dict[AnchorVersion, messages.Roster] = {}
         self.on_commit: Callable[[VirtualReplica, CommitStaged], None] = lambda replica, commit: None
         self.caught_up: Counter[PeerId] = Counter()
-        self.on_exchange: Callable[[VirtualReplica, Roster], None] = lambda replica, roster: None
+        self.on_exchange: Callable[[VirtualReplica, messages.Roster], None] = lambda replica, roster: None
         self.replicas: dict[PeerId, VirtualReplica] = {}
         for number in range(self.shape.replicas):
             peer = PeerId(f"peer{number}")
@@ -484,14 +475,14 @@ class RoundWorld:
                     self.commits[version].add(replica.id)
                     self.rosters[version] = roster.peers
                     self.leaders[version.round] = roster.round.convener
-                case SendMessage(_, Prepared(_, version)):
+                case SendMessage(_, messages.Prepared(_, version)):
                     self.told[version].add(replica.id)
-                case SendMessage(_, Commit(attempt, version)):
+                case SendMessage(_, messages.Commit(attempt, version)):
                     self._check_majority(attempt, version)
                 case events.CatchUp():
                     self.caught_up[replica.id] += 1
-                case SendMessage(_, Invitation(attempt)):
-                    assert attempt.attempt < MAX_ATTEMPTS
+                case SendMessage(_, messages.Invitation(attempt)):
+                    assert attempt.attempt < messages.MAX_ATTEMPTS
                     assert attempt.convener == replica.id
                     self.attempts[attempt.number] = max(self.attempts[attempt.number], attempt.attempt + 1)
                 case events.Exchange(roster):
@@ -501,17 +492,17 @@ class RoundWorld:
                 case _:
                     pass
 
-    def staged(self, replica: VirtualReplica, roster: Roster, version: AnchorVersion) -> None:
+    def staged(self, replica: VirtualReplica, roster: messages.Roster, version: AnchorVersion) -> None:
         self.prepared[version].add(replica.id)
         self.exchanged[version] = roster
 
-    def _check_majority(self, attempt: RoundId, version: AnchorVersion) -> None:
+    def _check_majority(self, attempt: messages.RoundId, version: AnchorVersion) -> None:
         """Of this exchange's own result; one that was found later may have been a majority's that is gone."""
         roster = self.exchanged[version]
         if roster.round == attempt:
             assert 2 * len(self.prepared[version]) > len(roster.members), "a commit without a majority"
 
-    def _check_nothing_thrown_away(self, roster: Roster) -> None:
+    def _check_nothing_thrown_away(self, roster: messages.Roster) -> None:
         """A result that somebody has committed, and that a member has told of, is not replaced by another one."""
         for version in self.commits:
             if version.round > roster.base.round and self.exchanged[version].base == roster.base:

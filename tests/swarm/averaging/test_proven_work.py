@@ -6,19 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.averaging.proven_work import (
-    LEAST_SHARE,
-    MARK_S,
-    MAX_KEPT,
-    SIGNED_S,
-    VALID_S,
-    WINDOW_S,
-    Tallies,
-    WorkLedger,
-    outvoted,
-    proven_work,
-    to_carry,
-)
+from swarm.averaging import proven_work as proven
 from swarm.vocabulary.averaging_messages import MAX_TALLIES, WorkRow, WorkTally
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId
 
@@ -32,17 +20,17 @@ def tally(by: PeerId = DATA, at: float = 1.0, **recent: int) -> WorkTally:
 
 
 def test_a_ledger_counts_all_visits_and_those_of_the_last_half_minute() -> None:
-    ledger = WorkLedger(DATA)
+    ledger = proven.WorkLedger(DATA)
     assert ledger.tally(MODULE, 0.0, 0.0) is None
     for second in range(100):
         hops = (Hop(MODULE, A if second < 50 else B),)
         ledger.settled(MicrobatchId(DATA, second), hops, 10, float(second))
-        assert second < MARK_S or ledger.tally(MODULE, second, second) is not None
-    made = ledger.tally(MODULE, 99.0 + SIGNED_S, 7.0)
+        assert second < proven.MARK_S or ledger.tally(MODULE, second, second) is not None
+    made = ledger.tally(MODULE, 99.0 + proven.SIGNED_S, 7.0)
     assert made is not None
     assert made.number == 99
     assert made.at == 7.0
-    assert WINDOW_S <= made.window_s <= WINDOW_S + MARK_S + SIGNED_S
+    assert proven.WINDOW_S <= made.window_s <= proven.WINDOW_S + proven.MARK_S + proven.SIGNED_S
     assert [(row.peer, row.visits, row.tokens) for row in made.rows] == [(B, 50, 500)], "A has stopped long ago"
     own = ledger.tally(ModuleId(0), 99.0, 7.0)
     assert own is not None
@@ -51,32 +39,32 @@ def test_a_ledger_counts_all_visits_and_those_of_the_last_half_minute() -> None:
 
 
 def test_work_is_summed_over_data_nodes_and_very_little_proves_nothing() -> None:
-    both = proven_work((tally(a=1000, b=10), tally(PeerId("other"), a=1000)))
+    both = proven.proven_work((tally(a=1000, b=10), tally(PeerId("other"), a=1000)))
     assert both == {A: pytest.approx(200.0)}
-    assert set(proven_work((tally(a=1000, b=int(1000 * LEAST_SHARE) + 1),))) == {A, B}
+    assert set(proven.proven_work((tally(a=1000, b=int(1000 * proven.LEAST_SHARE) + 1),))) == {A, B}
 
 
 def test_the_latest_tallies_of_a_few_data_nodes_are_kept_until_they_are_old() -> None:
-    tallies = Tallies()
+    tallies = proven.Tallies()
     tallies.add(tally(at=5.0, a=10), 0.0)
     tallies.add(tally(at=4.0, b=10), 1.0)
     assert tallies.valid(1.0) == (tally(at=5.0, a=10),), "an older one cannot replace it"
-    tallies.add(tally(at=4.0, b=10), VALID_S + 1)
-    assert tallies.valid(VALID_S + 1) == (tally(at=4.0, b=10),), "the clock of a data node was set back"
-    for number in range(2 * MAX_KEPT):
-        tallies.add(tally(PeerId(f"d{number}"), a=100 + number), VALID_S + 2)
-    assert len(tallies.valid(VALID_S + 3)) == MAX_KEPT
-    assert tallies.valid(3 * VALID_S) == ()
+    tallies.add(tally(at=4.0, b=10), proven.VALID_S + 1)
+    assert tallies.valid(proven.VALID_S + 1) == (tally(at=4.0, b=10),), "the clock of a data node was set back"
+    for number in range(2 * proven.MAX_KEPT):
+        tallies.add(tally(PeerId(f"d{number}"), a=100 + number), proven.VALID_S + 2)
+    assert len(tallies.valid(proven.VALID_S + 3)) == proven.MAX_KEPT
+    assert tallies.valid(3 * proven.VALID_S) == ()
 
 
 def test_an_answer_carries_few_tallies_and_few_rows() -> None:
-    assert len(to_carry([tally(a=1)] * (MAX_TALLIES + 1))) == MAX_TALLIES
+    assert len(proven.to_carry([tally(a=1)] * (MAX_TALLIES + 1))) == MAX_TALLIES
     many = replace(tally(), rows=tuple(WorkRow(PeerId(f"p{n}"), 1, 1, 1) for n in range(256)))
-    assert len(to_carry([many] * MAX_TALLIES)) == 2
+    assert len(proven.to_carry([many] * MAX_TALLIES)) == 2
 
 
 def test_a_replica_is_outvoted_by_two_others_with_most_of_the_work() -> None:
     work = {PeerId(peer): 1.0 for peer in "abc"}
-    assert outvoted({A: {DATA}, B: {DATA}}, work) == {DATA}
-    assert not outvoted({A: {DATA}, DATA: {A}, PeerId("name"): {A}}, work | {A: 9.0}), "one alone"
-    assert not outvoted({A: {DATA}, B: {DATA}}, work | {DATA: 9.0})
+    assert proven.outvoted({A: {DATA}, B: {DATA}}, work) == {DATA}
+    assert not proven.outvoted({A: {DATA}, DATA: {A}, PeerId("name"): {A}}, work | {A: 9.0}), "one alone"
+    assert not proven.outvoted({A: {DATA}, B: {DATA}}, work | {DATA: 9.0})

@@ -2,43 +2,8 @@
 
 from __future__ import annotations
 
-from swarm.pipeline.custody import (
-    Action,
-    BrokenOff,
-    Compute,
-    Computed,
-    ComputeFailed,
-    Confirmed,
-    ControlArrived,
-    Custody,
-    Finished,
-    Forget,
-    KeepGradient,
-    Key,
-    PeerBack,
-    PeerLost,
-    Retract,
-    SendControl,
-    SendOutput,
-    SlotState,
-    Started,
-    TensorArrived,
-    Tick,
-)
-from swarm.vocabulary.pipeline_messages import (
-    Backward,
-    Close,
-    Direction,
-    Forward,
-    MicrobatchControl,
-    Purpose,
-    Recall,
-    Receipt,
-    ReceiptStatus,
-    Settled,
-    Stranded,
-    Unsettled,
-)
+from swarm.pipeline import custody
+from swarm.vocabulary import pipeline_messages as messages
 from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 DATA, A, B, C = PeerId("data"), PeerId("a"), PeerId("b"), PeerId("c")
@@ -47,8 +12,8 @@ REPLICAS = {1: (A, A2), 2: (B, B2, B3), 3: (C, C2)}
 STAGE_OF = {peer: stage for stage, replicas in REPLICAS.items() for peer in replicas}  # All others are data nodes
 LIFETIME_S = 30.0
 MICROBATCH = MicrobatchId(DATA, 7)
-OUT, BACK = Direction.FORWARD, Direction.BACKWARD
-ACCEPTED, PASSED_ON = ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON
+OUT, BACK = messages.Direction.FORWARD, messages.Direction.BACKWARD
+ACCEPTED, PASSED_ON = messages.ReceiptStatus.ACCEPTED, messages.ReceiptStatus.PASSED_ON
 NAMES = {OUT: "out", BACK: "back"}
 
 
@@ -80,7 +45,7 @@ class Desk:
         self.elsewhere: set[str] = set()
         self.given_up: set[str] = set()
         self.unlinked: set[str] = set()
-        self.custody = Custody(own, slots, self)
+        self.custody = custody.Custody(own, slots, self)
 
     # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
 
@@ -110,7 +75,7 @@ class Desk:
         event, _, hops = line.partition(" by")
         path = path_by(*hops.split()) if " by" in line else ABC
         what, *rest = event.split()
-        purpose = Purpose.EVALUATE if "evaluate" in rest else Purpose.TRAIN
+        purpose = messages.Purpose.EVALUATE if "evaluate" in rest else messages.Purpose.TRAIN
         if what in ("dead", "gone", "elsewhere", "given_up", "unlinked"):
             setattr(self, what, set(rest))
             return ""
@@ -125,58 +90,60 @@ class Desk:
             return actions
         return "; ".join(said(action) for action in self._actions(what, rest, path, purpose))
 
-    def _actions(self, what: str, rest: list[str], path: Path, purpose: Purpose) -> list[Action]:
+    def _actions(self, what: str, rest: list[str], path: Path, purpose: messages.Purpose) -> list[custody.Action]:
         handle, now = self.custody.handle, self.now
         match what, rest:
             case "start", _:
-                return handle(Started(MICROBATCH, path, purpose, LIFETIME_S), now)
+                return handle(custody.Started(MICROBATCH, path, purpose, LIFETIME_S), now)
             case "forward" | "backward", [position, *_]:
                 message = self.tensor(what, int(position), path, purpose)
-                if isinstance(message, Forward):
+                if isinstance(message, messages.Forward):
                     self.admit(message)
-                return handle(TensorArrived(message), now)
+                return handle(custody.TensorArrived(message), now)
             case "broken", [kind, position]:
-                return handle(BrokenOff(self.tensor(kind, int(position), path, purpose)), now)
+                return handle(custody.BrokenOff(self.tensor(kind, int(position), path, purpose)), now)
             case "computed", [position, *seconds]:
-                return handle(Computed(Key(MICROBATCH, int(position)), *map(float, seconds)), now)
+                return handle(custody.Computed(custody.Key(MICROBATCH, int(position)), *map(float, seconds)), now)
             case "failed", [position]:
-                return handle(ComputeFailed(Key(MICROBATCH, int(position)), "out of memory"), now)
+                return handle(custody.ComputeFailed(custody.Key(MICROBATCH, int(position)), "out of memory"), now)
             case "lose", [peer]:
-                return handle(PeerLost(PeerId(peer), "the link broke"), now)
+                return handle(custody.PeerLost(PeerId(peer), "the link broke"), now)
             case "linked", [peer]:
-                return handle(PeerBack(PeerId(peer)), now)
+                return handle(custody.PeerBack(PeerId(peer)), now)
             case "wait", [seconds]:
                 self.now += float(seconds)
-                return handle(Tick(), self.now)
+                return handle(custody.Tick(), self.now)
             case "touch", [position]:
-                self.custody.touch(Key(MICROBATCH, int(position)), now)
+                self.custody.touch(custody.Key(MICROBATCH, int(position)), now)
                 return []
             case "abandon", _:
                 return self.custody.abandon(MICROBATCH, "enough")
             case sender, ["settled"]:
-                return handle(ControlArrived(PeerId(sender), Settled(MICROBATCH, path)), now)
+                return handle(custody.ControlArrived(PeerId(sender), messages.Settled(MICROBATCH, path)), now)
             case sender, ["close"]:
-                return handle(ControlArrived(PeerId(sender), Close(MICROBATCH, "abandoned")), now)
+                return handle(custody.ControlArrived(PeerId(sender), messages.Close(MICROBATCH, "abandoned")), now)
             case sender, ["asks"]:
-                return handle(ControlArrived(PeerId(sender), Unsettled(MICROBATCH)), now)
+                return handle(custody.ControlArrived(PeerId(sender), messages.Unsettled(MICROBATCH)), now)
             case sender, ["recalls", position]:
-                return handle(ControlArrived(PeerId(sender), Recall(MICROBATCH, path, int(position))), now)
+                return handle(
+                    custody.ControlArrived(PeerId(sender), messages.Recall(MICROBATCH, path, int(position))), now
+                )
             case sender, [status, direction, position, *retry]:
-                way, kind = OUT if direction == "out" else BACK, ReceiptStatus[status.upper()]
-                receipt = Receipt(MICROBATCH, way, int(position), kind, *map(float, retry))
-                return handle(ControlArrived(PeerId(sender), receipt), now)
+                way, kind = OUT if direction == "out" else BACK, messages.ReceiptStatus[status.upper()]
+                receipt = messages.Receipt(MICROBATCH, way, int(position), kind, *map(float, retry))
+                return handle(custody.ControlArrived(PeerId(sender), receipt), now)
             case _:
                 raise AssertionError((what, rest))
 
     def tensor(
-        self, kind: str, position: int, path: Path = ABC, purpose: Purpose = Purpose.TRAIN
-    ) -> Forward | Backward:
+        self, kind: str, position: int, path: Path = ABC, purpose: messages.Purpose = messages.Purpose.TRAIN
+    ) -> messages.Forward | messages.Backward:
         if kind == "forward":
-            return Forward(MICROBATCH, path, position, purpose, LIFETIME_S)
-        return Backward(MICROBATCH, path, position)
+            return messages.Forward(MICROBATCH, path, position, purpose, LIFETIME_S)
+        return messages.Backward(MICROBATCH, path, position)
 
-    def admit(self, message: Forward | Backward) -> Reasoned[SlotState]:
-        if isinstance(message, Forward):
+    def admit(self, message: messages.Forward | messages.Backward) -> Reasoned[custody.SlotState]:
+        if isinstance(message, messages.Forward):
             return self.custody.admit_forward(message, self.now)
         return self.custody.admit_backward(message, self.now)
 
@@ -187,30 +154,30 @@ class Desk:
 # ---- what comes out --------------------------------------------------------------------------------------------------
 
 
-def said(action: Action) -> str:
+def said(action: custody.Action) -> str:
     match action:
-        case Compute(key, work, purpose):
-            return f"compute {work.name} {key.position}" + (" evaluate" if purpose is Purpose.EVALUATE else "")
-        case SendOutput(_, to, message):
-            kind = "hidden" if isinstance(message, Forward) else "gradient"
+        case custody.Compute(key, work, purpose):
+            return f"compute {work.name} {key.position}" + (" evaluate" if purpose is messages.Purpose.EVALUATE else "")
+        case custody.SendOutput(_, to, message):
+            kind = "hidden" if isinstance(message, messages.Forward) else "gradient"
             return f"{to} < {kind} {message.position} {by(message.path)}"
-        case SendControl(to, message):
+        case custody.SendControl(to, message):
             return f"{to} < {told(message)}"
-        case KeepGradient(key):
+        case custody.KeepGradient(key):
             return f"keep {key.position}"
-        case Confirmed(key):
+        case custody.Confirmed(key):
             return f"count {key.position}"
-        case Retract(key):
+        case custody.Retract(key):
             return f"take back {key.position}"
-        case Forget(key, reason):
+        case custody.Forget(key, reason):
             return f"forget {key.position}, {reason}"
-        case Finished(_, path):
+        case custody.Finished(_, path):
             return f"finished {by(path)}"
 
 
-def told(message: MicrobatchControl) -> str:
+def told(message: messages.MicrobatchControl) -> str:
     match message:
-        case Receipt():
+        case messages.Receipt():
             times = message.retry_after_s, message.waited_s, message.computed_s, message.sent_s
             timed = "".join(
                 f" {name} {value:g}"
@@ -218,15 +185,15 @@ def told(message: MicrobatchControl) -> str:
                 if value
             )
             return f"{message.status.name.lower()} {NAMES[message.direction]} {message.position}{timed}"
-        case Stranded():
+        case messages.Stranded():
             return f"stranded {NAMES[message.direction]} {message.position}, {message.detail}"
-        case Recall():
+        case messages.Recall():
             return f"recall {message.position} {by(message.path)}"
-        case Settled():
+        case messages.Settled():
             return f"settled {by(message.path)}"
-        case Unsettled():
+        case messages.Unsettled():
             return "asks"
-        case Close():
+        case messages.Close():
             return "close"
         case _:
             raise AssertionError(message)

@@ -12,18 +12,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from lab.world.world import NUMBERS_A_LIFE, TICK_S, DataNode, Ledger, Peer, Thunk, World, repaired_positions
-from swarm.pipeline.custody import (
-    Action,
-    Compute,
-    ComputeFailed,
-    Confirmed,
-    Forget,
-    KeepGradient,
-    Key,
-    Phase,
-    Retract,
-    Work,
-)
+from swarm.pipeline import custody
 from swarm.pipeline.in_flight import InFlight, InFlightRules
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.announcement import Announcement
@@ -71,7 +60,7 @@ class ChanceEnvironment:
     def service_s(self, peer: PeerId) -> float:
         return self._speed_s[peer]
 
-    def compute_s(self, peer: PeerId, work: Work) -> float:
+    def compute_s(self, peer: PeerId, work: custody.Work) -> float:
         return self._speed_s[peer] * self._random.uniform(0.5, 2.0)
 
     def message_s(self, here: PeerId, there: PeerId) -> float:
@@ -197,7 +186,7 @@ class RoughWorld(World):
             assert counts.started == counts.completed + counts.abandoned + len(flying), counts
             assert counts.duplicated == 0
             for entry in flying:  # so that its deadline will come, whatever has become of it elsewhere
-                assert peer.custody.get(Key(entry.microbatch, -1)) is not None, entry
+                assert peer.custody.get(custody.Key(entry.microbatch, -1)) is not None, entry
 
     def check_all(self) -> None:
         """Nothing turns round twice, completes twice, or outlives its deadline when nobody acts for it."""
@@ -231,7 +220,10 @@ class RoughWorld(World):
     def _check_orphans(self) -> None:
         """A holding that AWAITS acts for nobody. Without any other, only the data node's deadline is left."""
         acting = {
-            h.key.microbatch for peer in self.living for h in peer.custody.entries() if h.phase is not Phase.AWAITING
+            h.key.microbatch
+            for peer in self.living
+            for h in peer.custody.entries()
+            if h.phase is not custody.Phase.AWAITING
         }
         flying = {f.microbatch for _, in_flight in self.data_nodes() for f in in_flight.entries}
         self._orphaned = {m: self._orphaned.get(m, self.time.now) for m in flying - acting}
@@ -250,7 +242,7 @@ class RoughPeer(Peer):
         self.frozen = self.draining = False
         self.added: set[MicrobatchId] = set()  # The microbatches in its sums, those of past steps included
         self.visits: Counter[MicrobatchId] = Counter()
-        self.gradients: set[Key] = set()  # Kept for the input that has been recalled
+        self.gradients: set[custody.Key] = set()  # Kept for the input that has been recalled
         self._inbox: list[Thunk] = []
 
     def new_data_node(self) -> AccountingDataNode:
@@ -282,7 +274,7 @@ class RoughPeer(Peer):
         return replace(usual, state=PeerState.DRAINING) if self.draining else usual
 
     def refusal(self, message: MicrobatchTensor) -> Receipt | None:
-        held = self.custody.get(Key(message.microbatch, message.position)) is not None
+        held = self.custody.get(custody.Key(message.microbatch, message.position)) is not None
         ours = self.data_node is not None if isinstance(message, Forward) else held
         if self.draining and not ours:
             direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
@@ -291,31 +283,31 @@ class RoughPeer(Peer):
 
     # ---- carrying out --------------------------------------------------------------------------------------------
 
-    def act(self, action: Action) -> None:
+    def act(self, action: custody.Action) -> None:
         match action:
-            case KeepGradient(key):
+            case custody.KeepGradient(key):
                 self.gradients.add(key)
-            case Forget(key):
+            case custody.Forget(key):
                 self.gradients.discard(key)
-            case Confirmed(key):
+            case custody.Confirmed(key):
                 assert key.microbatch in self.added
                 self.visits[key.microbatch] += 1
-            case Retract(key):
-                self.later(Work.REPLAY, lambda _: self.added.discard(key.microbatch))
+            case custody.Retract(key):
+                self.later(custody.Work.REPLAY, lambda _: self.added.discard(key.microbatch))
                 self.world.ledger.retracted += 1
                 return
-            case Compute(key, Work.REPLAY):
+            case custody.Compute(key, custody.Work.REPLAY):
                 assert key in self.gradients
         super().act(action)
 
-    def computed(self, action: Compute, seconds: float, *, known: bool) -> None:
+    def computed(self, action: custody.Compute, seconds: float, *, known: bool) -> None:
         if self.world.random.random() < self.world.compute_failures:
             if known:
-                self.handle(ComputeFailed(action.key, "a non-finite gradient"))
+                self.handle(custody.ComputeFailed(action.key, "a non-finite gradient"))
             return
-        if action.work in (Work.BACKWARD, Work.REPLAY):
+        if action.work in (custody.Work.BACKWARD, custody.Work.REPLAY):
             self.added.add(action.key.microbatch)
-        if action.work is Work.LOSS:
+        if action.work is custody.Work.LOSS:
             self.world.ledger.losses[action.key.microbatch] += 1
         super().computed(action, seconds, known=known)
 

@@ -15,7 +15,7 @@ from tests.swarm.pipeline.custody_desk import Desk
 
 TRACES = """
 == the way everything goes well
-# a hop says how long it let the microbatch wait, computed and sent
+# a hop says how long it let the microbatch wait, computed and sent, and is done when its gradient is passed on
 b
 forward 1                   | a < accepted out 1; compute FORWARD 1
 wait 5, computed 1 3        | c < hidden 2 by a b c
@@ -29,17 +29,8 @@ c2 passed_on out 2
 backward 1 by a b c2        | c2 < accepted back 1; compute BACKWARD 1
 wait 0.5, computed 1 0.5    | a < gradient 0 by a b c2
 a accepted back 0           | c2 < passed_on back 1 computed 0.5; data < passed_on back 1 computed 0.5
-= 1 GUARDING_BACK
-# the gradient goes back, and the hop is done when it has been passed on
-b
-handed 1                    | c < hidden 2 by a b c
-c accepted out 2            | a < passed_on out 1; data < passed_on out 1
-c passed_on out 2
-backward 1                  | c < accepted back 1; compute BACKWARD 1
-computed 1                  | a < gradient 0 by a b c
-a accepted back 0           | c < passed_on back 1; data < passed_on back 1
 a passed_on back 0
-data settled                | count 1; forget 1, complete
+data settled by a b c2      | count 1; forget 1, complete
 = gone
 # a data node starts, turns round and finishes
 data
@@ -103,12 +94,6 @@ a
 forward 0                   | data < accepted out 0; compute FORWARD 0
 broken forward 0
 = 0 FORWARD
-# a gradient before the input is there comes again later
-a
-admit forward 0             | FREE
-admit backward 0            | BUSY
-backward 0                  | b < busy back 0 retry 0.3
-= 0 RECEIVING
 # a gradient before the output is there comes again later
 a
 forward 0                   | data < accepted out 0; compute FORWARD 0
@@ -157,12 +142,6 @@ forward 0                   | data < accepted out 0
 b2 accepted out 1           | data < passed_on out 0
 forward 0                   | data < accepted out 0; data < passed_on out 0
 = 0 GUARDING
-# a copy by a repaired path replaces one that is being computed
-b
-forward 1                   | a < accepted out 1; compute FORWARD 1
-forward 1 by a2 b c         | forget 1, replaced by a repaired path; a2 < accepted out 1; compute FORWARD 1
-computed 1                  | c < hidden 2 by a2 b c
-= 1 HANDING_ON
 # a copy by a repaired path replaces one that awaits its gradient
 b: handed 1, c passed_on out 2
 forward 1 by a2 b c         | forget 1, replaced by a repaired path; a2 < accepted out 1; compute FORWARD 1
@@ -202,10 +181,6 @@ wait 1                      | forget -1, no progress for 30 s; data < stranded o
 a: handed 0, b accepted out 1
 lose b                      | b2 < hidden 1 by a b2 c
 = 0 HANDING_ON
-# the data node replaces a lost first hop
-data: start, computed -1
-lose a                      | a2 < hidden 0 by a2 b c
-= -1 HANDING_ON
 # the loss of a successor that has passed it on does not matter
 a: handed 0, b passed_on out 1
 lose b
@@ -223,11 +198,6 @@ b busy out 1 1              | b2 < hidden 1 by a b2 c
 b2 busy out 1 1, wait 0.9
 wait 0.2                    | b2 < hidden 1 by a b2 c
 wait 0.6, b2 busy out 1 1   | b < hidden 1 by a b c
-= 0 HANDING_ON
-# a busy replica is asked again before the microbatch strands
-a: handed 0, dead b3
-b busy out 1 1              | b2 < hidden 1 by a b2 c
-lose b2                     | b < hidden 1 by a b c
 = 0 HANDING_ON
 # a replica that refused is not asked again because the rest are busy
 a: handed 0, dead b3
@@ -278,10 +248,6 @@ backward 0 by a c           | c < accepted back 0; compute BACKWARD 0
 # a module that new paths avoid is skipped without waiting
 a fewest 2: dead b2 b3 c2, handed 0
 lose b, gone 2, wait 0.31   | c < hidden 1 by a c
-= 0 HANDING_ON
-# a guard that loses a hop of such a module skips it at once
-a fewest 2: dead b2 b3 c2, handed 0, b accepted out 1
-gone 2, lose b              | c < hidden 1 by a c
 = 0 HANDING_ON
 # a gradient for a module that new paths avoid does not wait
 c fewest 2: dead b2 b3, handed 2, backward 2, computed 2
@@ -343,10 +309,6 @@ lose a, wait 0.2, lose a    | a2 < gradient 0 by a2 b c
 b: handed 1, backward 1, computed 1
 lose a, given_up a
 wait 0.31                   | a2 < gradient 0 by a2 b c
-= 1 HANDING_BACK
-# a predecessor that is known to be given up is replaced at once
-b: handed 1, backward 1, computed 1
-given_up a, lose a          | a2 < gradient 0 by a2 b c
 = 1 HANDING_BACK
 # a gradient that the data node refuses may have arrived: both hops ask
 a: handed 0, backward 0, computed 0
@@ -454,20 +416,11 @@ b2 recalls 0 by a b2 c
 b2 passed_on out 1          | data < passed_on out 0
 b2 recalls 0 by a b2 c      | b2 < hidden 1 by a b2 c
 = 0 HANDING_ON
-# a guarded output goes to the substitute, too
-a: handed 0, b accepted out 1
-b2 recalls 0 by a b2 c      | b2 < hidden 1 by a b2 c
-b2 refused out 1            | b3 < hidden 1 by a b3 c
-= 0 HANDING_ON
 # the hop that was replaced is not asked again for an awaited one
 a: handed 0, b passed_on out 1
 b2 recalls 0 by a b2        | b2 < hidden 1 by a b2 c
 b2 refused out 1            | b3 < hidden 1 by a b3 c
 = 0 HANDING_ON
-# the data node sends its embedding
-data: start, computed -1, a passed_on out 0
-a2 recalls -1 by a2 b c     | a2 < hidden 0 by a2 b c
-= -1 HANDING_ON
 # one that has the gradient needs no second
 a: handed 0, b passed_on out 1, backward 0
 b2 recalls 0 by a b2 c      | b2 < passed_on back 0
@@ -518,10 +471,6 @@ data settled, computed 0    | data < gradient -1 by a b c
 data accepted back -1       | b < passed_on back 0; data < passed_on back 0
 wait 3                      | data < asks
 = 0 SETTLING
-# what has no gradient is forgotten
-a: handed 0
-data settled                | forget 0, complete
-= gone
 # a data node that is linked again is asked at once, uncounted, others are not
 a: handed 0, backward 0, computed 0, data accepted back -1
 lose data, linked data      | data < asks
@@ -544,10 +493,6 @@ a2 recalls -1 by a2 b c     | a2 < passed_on back -1
 # nobody else answers
 a
 b asks
-= gone
-# a close takes back what is being added
-a: handed 0, backward 0
-b close, data close         | take back 0; forget 0, closed: abandoned
 = gone
 # a close takes back what is not settled
 a: handed 0, backward 0, computed 0, data accepted back -1
@@ -582,10 +527,6 @@ wait 1000, computed 0       | data < gradient -1 by a b c
 a: handed 0, b accepted out 1
 lose data, wait 19, wait 1  | forget 0, no progress for 30 s
 = gone
-# at the last hop as well
-c: handed 2, data accepted out 3
-lose data, wait 19, wait 1  | forget 2, no progress for 30 s
-= gone
 # a step in the grace period begins another
 a: handed 0
 lose data, wait 10
@@ -595,11 +536,6 @@ wait 19, wait 1             | forget 0, no progress for 30 s
 # the grace period never lengthens a deadline
 a: handed 0, b passed_on out 1
 wait 29, lose data, wait 1  | forget 0, no progress for 30 s
-= gone
-# a link ends the grace period
-a: handed 0, b passed_on out 1
-lose data, wait 10, linked data, wait 29
-wait 1                      | forget 0, no progress for 30 s
 = gone
 # a message of the data node ends it, too
 a: handed 0, b passed_on out 1

@@ -6,47 +6,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.vocabulary import types
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.statistics import REMEMBERED, Ewma, Exclusions, ExponentialBackoff
-from swarm.vocabulary.types import (
-    MAX_EXPERTS,
-    MAX_HOPS,
-    MAX_MICROBATCH_NUMBER,
-    MAX_STAGES,
-    Hop,
-    MicrobatchId,
-    ModuleId,
-    Path,
-    PeerId,
-    VersionRange,
-    short,
+
+DATA = types.PeerId("data")
+PATH = types.Path(
+    DATA, (types.Hop(types.ModuleId(1), types.PeerId("a")), types.Hop(types.ModuleId(2), types.PeerId("b")))
 )
 
-DATA = PeerId("data")
-PATH = Path(DATA, (Hop(ModuleId(1), PeerId("a")), Hop(ModuleId(2), PeerId("b"))))
 
-
-@pytest.mark.parametrize("beyond", [(-1, 0), (MAX_STAGES, 0), (0, -1), (0, MAX_EXPERTS), -1, MAX_MICROBATCH_NUMBER + 1])
+@pytest.mark.parametrize(
+    "beyond", [(-1, 0), (types.MAX_STAGES, 0), (0, -1), (0, types.MAX_EXPERTS), -1, types.MAX_MICROBATCH_NUMBER + 1]
+)
 def test_modules_numbers_and_paths_outside_the_bounds_are_refused(beyond: tuple[int, int] | int) -> None:
     with pytest.raises(ProtocolViolation, match="is outside"):
-        ModuleId(*beyond) if isinstance(beyond, tuple) else MicrobatchId(DATA, beyond)
+        types.ModuleId(*beyond) if isinstance(beyond, tuple) else types.MicrobatchId(DATA, beyond)
     with pytest.raises(ProtocolViolation, match="is longer than"):
-        Path(DATA, PATH.hops[:1] * (MAX_HOPS + 1))
+        types.Path(DATA, PATH.hops[:1] * (types.MAX_HOPS + 1))
 
 
 def test_the_bounds_themselves_are_inside_and_names_are_short() -> None:
-    assert str(ModuleId(MAX_STAGES - 1, MAX_EXPERTS - 1)) == "1023.1023"
-    assert MicrobatchId(DATA, MAX_MICROBATCH_NUMBER).number == MAX_MICROBATCH_NUMBER
-    assert len(Path(DATA, PATH.hops[:1] * MAX_HOPS).hops) == MAX_HOPS
-    assert short(PeerId("12D3KooWabcdef")) == "abcdef"
-    assert str(MicrobatchId(PeerId("12D3KooWabcdef"), 7)) == "abcdef#7"
+    assert str(types.ModuleId(types.MAX_STAGES - 1, types.MAX_EXPERTS - 1)) == "1023.1023"
+    assert types.MicrobatchId(DATA, types.MAX_MICROBATCH_NUMBER).number == types.MAX_MICROBATCH_NUMBER
+    assert len(types.Path(DATA, PATH.hops[:1] * types.MAX_HOPS).hops) == types.MAX_HOPS
+    assert types.short(types.PeerId("12D3KooWabcdef")) == "abcdef"
+    assert str(types.MicrobatchId(types.PeerId("12D3KooWabcdef"), 7)) == "abcdef#7"
 
 
 def test_a_path_has_its_data_node_at_both_ends_and_a_repaired_one_differs_in_one_peer() -> None:
     assert [PATH.peer_at(position) for position in range(-1, 3)] == [DATA, "a", "b", DATA]
-    assert [Path(DATA, ()).peer_at(position) for position in (-1, 0)] == [DATA, DATA]
-    repaired = PATH.with_peer(1, PeerId("c"))
-    assert repaired.hops == (PATH.hops[0], Hop(ModuleId(2), PeerId("c")))
+    assert [types.Path(DATA, ()).peer_at(position) for position in (-1, 0)] == [DATA, DATA]
+    repaired = PATH.with_peer(1, types.PeerId("c"))
+    assert repaired.hops == (PATH.hops[0], types.Hop(types.ModuleId(2), types.PeerId("c")))
     assert PATH.hops[1].peer == "b"
 
 
@@ -62,11 +54,11 @@ def test_there_is_nobody_beyond_the_ends(position: int) -> None:
 def test_peers_speak_the_highest_version_they_have_in_common(
     one: tuple[int, int], other: tuple[int, int], common: int | None
 ) -> None:
-    assert VersionRange(*one).common(VersionRange(*other)) == common
-    assert VersionRange(*other).common(VersionRange(*one)) == common
+    assert types.VersionRange(*one).common(types.VersionRange(*other)) == common
+    assert types.VersionRange(*other).common(types.VersionRange(*one)) == common
 
 
-A = PeerId("a")
+A = types.PeerId("a")
 BACKOFF = ExponentialBackoff(2.0, 10.0, free=1)
 
 
@@ -91,7 +83,7 @@ def test_who_is_forgiven_begins_anew_and_only_so_many_are_remembered() -> None:
     few = Exclusions(ExponentialBackoff(2.0, 10.0), remembered=2)
     for bounded, remembered in ((exclusions, REMEMBERED), (few, 2)):
         for number in range(remembered + 1):
-            bounded.add(PeerId(str(number)), 0.0)
+            bounded.add(types.PeerId(str(number)), 0.0)
         assert len(bounded.excluded(0.0)) == remembered
         assert not {A, "0"} & bounded.excluded(0.0)
 
@@ -100,7 +92,7 @@ def test_a_pause_is_used_up_by_waiting_and_ends_when_forgiven() -> None:
     exclusions = Exclusions(ExponentialBackoff(2.0, 3.0))
     exclusions.add(A, 100.0)
     assert [exclusions.left_s(A, now) for now in (100.0, 101.5, 103.0)] == [2.0, 0.5, 0.0]
-    assert exclusions.left_s(PeerId("another"), 100.0) == 0.0
+    assert exclusions.left_s(types.PeerId("another"), 100.0) == 0.0
     exclusions.forgive(A)
     assert exclusions.left_s(A, 100.0) == 0.0
 

@@ -9,31 +9,13 @@ import pytest
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, hash_all, version_of
 from node.averaging.anchor.shared_vector import cut_vector
-from node.averaging.state_sync.download import (
-    CHUNKS_OF_ONE,
-    LEASE_S,
-    LONGEST_LEASE_S,
-    PLANES_BELOW_BYTES_PER_S,
-    STATE_CODECS,
-    Donor,
-    FreshSpace,
-    _Download,
-    codec_for,
-)
+from node.averaging.state_sync import download as downloads
 from node.concurrency.compute_thread import ComputeThread
 from protocol.frames.frames import HashList, encode_hash_list
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
+from swarm.vocabulary import errors
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRequest
-from swarm.vocabulary.errors import (
-    NoQuorum,
-    PeerError,
-    ProtocolViolation,
-    Rejected,
-    ResourceExhausted,
-    SkipstoneError,
-    Stalled,
-)
 from swarm.vocabulary.types import Codec, ModuleId, PeerId
 from tests.node.averaging.state_peers import MODULE, Faults, StatePeer, state_swarm
 from tests.node.checkpoint.saved_states import small_layout, state, written
@@ -42,7 +24,7 @@ from tests.node.network.small_swarm import ManualClock, until
 LAYOUT = small_layout()
 CHUNKS = 2 * LAYOUT.chunks
 ANCHOR = state(3)
-SLOW = PLANES_BELOW_BYTES_PER_S / 4
+SLOW = downloads.PLANES_BELOW_BYTES_PER_S / 4
 ASKER = PeerId("asker")
 NOWHERE = cast(Transport, None)
 
@@ -92,14 +74,14 @@ async def test_when_all_donors_lie_nothing_is_taken():
     async with state_swarm(LAYOUT) as swarm:
         liars = [await swarm.donor(ANCHOR, Faults(corrupt=True)) for _ in range(2)]
         joiner = await swarm.joiner()
-        with pytest.raises(NoQuorum, match="does not match its hash"):
+        with pytest.raises(errors.NoQuorum, match="does not match its hash"):
             await fetch(joiner, *liars)
         assert {peer for peer, _ in joiner.liars} == {liar.peer for liar in liars}
 
 
 async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun():
     async with state_swarm(LAYOUT) as swarm:
-        donor = await swarm.donor(written(ANCHOR, *FreshSpace(LAYOUT).spare()), Faults(freeze_after=5))
+        donor = await swarm.donor(written(ANCHOR, *downloads.FreshSpace(LAYOUT).spare()), Faults(freeze_after=5))
         joiner = await swarm.joiner()
         fetching = asyncio.create_task(fetch(joiner, donor))
         await until(lambda: not donor.faults.gate.is_set())
@@ -112,12 +94,12 @@ async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun(
 async def test_a_state_that_is_gone_is_no_quorum_and_donors_that_cannot_be_reached_are_named():
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(state(9)), await swarm.joiner()
-        with pytest.raises(NoQuorum, match="does not have state"):
+        with pytest.raises(errors.NoQuorum, match="does not have state"):
             await fetch(joiner, donor)
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
         await donor.vanish()
-        with pytest.raises(Stalled, match=donor.peer[-6:]):
+        with pytest.raises(errors.Stalled, match=donor.peer[-6:]):
             await fetch(joiner, donor)
 
 
@@ -189,7 +171,7 @@ async def test_sizes_are_checked_against_our_own_layout_before_memory_is_spent()
     async with state_swarm(LAYOUT) as swarm:
         liar = await swarm.donor(ANCHOR, Faults(lies_about_hashes=giant))
         joiner = await swarm.joiner(space=NoSpace())
-        with pytest.raises(NoQuorum):
+        with pytest.raises(errors.NoQuorum):
             await fetch(joiner, liar)
         assert [peer for peer, _ in joiner.liars] == [liar.peer]
 
@@ -212,7 +194,7 @@ async def test_a_chunk_of_another_size_ends_the_link_and_the_download_goes_on():
         _, chunk, _ = await asked(joiner, giant)
         message = StateChunk(MODULE, ANCHOR.version.digest, chunk)
         tensor = TensorSpec((2**26,), DType.FLOAT32)
-        with pytest.raises(PeerError):
+        with pytest.raises(errors.PeerError):
             await giant.transport.send(joiner.peer, message, tensor, memoryview(bytearray(tensor.byte_length)))
         honest.faults.gate.set()
         assert same(await fetching, ANCHOR)
@@ -244,7 +226,7 @@ async def test_a_flood_of_requests_is_bounded_and_others_are_served():
             chunks = tuple(range(16))
             await flooder.transport.send_control(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, chunks))
         await until(lambda: donor.faults.refused)
-        assert all(len(queue) <= CHUNKS_OF_ONE for queue in donor.donor._askers.values())
+        assert all(len(queue) <= downloads.CHUNKS_OF_ONE for queue in donor.donor._askers.values())
         assert all(refused.reason is StateRefusal.BUSY for refused in donor.faults.refused)
         donor.faults.gate.set()
         assert same(await fetch(joiner, donor), ANCHOR)
@@ -266,13 +248,13 @@ async def test_a_cancelled_download_gives_its_vectors_back():
         donor, joiner = await swarm.donor(ANCHOR, Faults(freeze_after=4)), await swarm.joiner(space=store)
         fetching = asyncio.create_task(fetch(joiner, donor))
         await until(lambda: not donor.faults.gate.is_set())
-        with pytest.raises(SkipstoneError):
+        with pytest.raises(errors.SkipstoneError):
             await fetch(joiner, donor)
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetching
         lent = [store.spare(), store.spare()]
-        with pytest.raises(ResourceExhausted):
+        with pytest.raises(errors.ResourceExhausted):
             store.spare()
         store.give_back(*lent[0])
         donor.faults.gate.set()
@@ -282,7 +264,7 @@ async def test_a_cancelled_download_gives_its_vectors_back():
 async def test_a_reader_cannot_keep_a_state_for_ever():
     clock = ManualClock()
     store = AnchorStore(state(0), clock.monotonic)
-    donor = Donor(MODULE, store, clock, STATE_CODECS["planes"], ComputeThread(), NOWHERE)
+    donor = downloads.Donor(MODULE, store, clock, downloads.STATE_CODECS["planes"], ComputeThread(), NOWHERE)
     question = Question(QuestionAbout.STATE, module=MODULE, digest=store.current.version.digest)
     kept_s = 0.0
     for number in range(1, 100):
@@ -292,14 +274,16 @@ async def test_a_reader_cannot_keep_a_state_for_ever():
         store.put(written(state(number), *store.spare()))
         clock.now += 30.0
         kept_s += 30.0
-    with pytest.raises(Rejected):
+    with pytest.raises(errors.Rejected):
         await donor.answer(ASKER, question)
-    assert LONGEST_LEASE_S <= kept_s <= LONGEST_LEASE_S + LEASE_S + 60.0
+    assert downloads.LONGEST_LEASE_S <= kept_s <= downloads.LONGEST_LEASE_S + downloads.LEASE_S + 60.0
 
 
 async def test_a_donor_of_another_module_gives_nothing():
-    donor = Donor(ModuleId(7), AnchorStore(ANCHOR), ManualClock(), STATE_CODECS["planes"], ComputeThread(), NOWHERE)
-    with pytest.raises(Rejected, match=r"module 1\.0"):
+    donor = downloads.Donor(
+        ModuleId(7), AnchorStore(ANCHOR), ManualClock(), downloads.STATE_CODECS["planes"], ComputeThread(), NOWHERE
+    )
+    with pytest.raises(errors.Rejected, match=r"module 1\.0"):
         await donor.answer(ASKER, Question(QuestionAbout.STATE, module=MODULE, digest=ANCHOR.version.digest))
 
 
@@ -334,9 +318,9 @@ async def test_a_run_without_planes_sends_none_and_takes_none():
         donor.faults.gate.clear()
         fetching = asyncio.create_task(fetch(joiner, donor))
         download, chunk, elements = await asked(joiner, donor)
-        with pytest.raises(ProtocolViolation, match="this run does not allow"):
+        with pytest.raises(errors.ProtocolViolation, match="this run does not allow"):
             download.admit(donor.peer, StateChunk(MODULE, ANCHOR.version.digest, chunk), planes_of(elements, 100))
-        with pytest.raises(NoQuorum):
+        with pytest.raises(errors.NoQuorum):
             await fetching
         donor.faults.gate.set()
         assert same(await fetch(joiner, donor), ANCHOR)
@@ -351,15 +335,15 @@ async def test_planes_that_are_not_shorter_than_the_chunk_get_no_buffer(change: 
         fetching = asyncio.create_task(fetch(joiner, donor))
         download, chunk, elements = await asked(joiner, donor)
         message = StateChunk(MODULE, ANCHOR.version.digest, chunk)
-        with pytest.raises(ProtocolViolation, match="this run does not allow"):
+        with pytest.raises(errors.ProtocolViolation, match="this run does not allow"):
             download.admit(donor.peer, message, planes_of(elements, 4 * elements + change))
         assert download_of(joiner)._pool.in_use == 0
         donor.faults.gate.set()
-        with pytest.raises(NoQuorum):
+        with pytest.raises(errors.NoQuorum):
             await fetching
 
 
-async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[_Download, int, int]:
+async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[downloads._Download, int, int]:
     """The joiner's download, a chunk that it has asked the donor for, and how many elements that has."""
     await until(lambda: donor.donor._askers)
     download = download_of(joiner)
@@ -367,8 +351,8 @@ async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[_Download, int, in
     return download, chunk, len(ANCHOR.chunk(chunk)) // 4
 
 
-def download_of(joiner: StatePeer) -> _Download:
-    return cast(_Download, joiner.handler._tensors[StateChunk])
+def download_of(joiner: StatePeer) -> downloads._Download:
+    return cast(downloads._Download, joiner.handler._tensors[StateChunk])
 
 
 def planes_of(elements: int, size: int) -> TensorSpec:
@@ -376,8 +360,8 @@ def planes_of(elements: int, size: int) -> TensorSpec:
 
 
 def test_planes_are_for_links_that_are_known_to_be_slow():
-    planes, none = STATE_CODECS["planes"], STATE_CODECS["none"]
-    assert codec_for(planes, SLOW) is Codec.PLANES
-    assert codec_for(planes, PLANES_BELOW_BYTES_PER_S) is Codec.NONE
-    assert codec_for(planes, 0.0) is Codec.NONE
-    assert codec_for(none, SLOW) is Codec.NONE
+    planes, none = downloads.STATE_CODECS["planes"], downloads.STATE_CODECS["none"]
+    assert downloads.codec_for(planes, SLOW) is Codec.PLANES
+    assert downloads.codec_for(planes, downloads.PLANES_BELOW_BYTES_PER_S) is Codec.NONE
+    assert downloads.codec_for(planes, 0.0) is Codec.NONE
+    assert downloads.codec_for(none, SLOW) is Codec.NONE
