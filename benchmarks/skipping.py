@@ -3,7 +3,7 @@
 One model of 12 stages, trained by the product's own loop on the same text in the same order; a token is a byte.
 `tokens`: an arm called by a fraction has paths through that share of the stages, stage 0 always, skipped in a ring.
 `spread` chooses half of the stages evenly over the depth, `swap` visits two neighbouring stages in reverse order
-(SkipPipe). `trap` has 12 stages after stage 0 and 6 on a path, where ring and `spread` know two sets of stages only.
+(SkipPipe). `trap` has 12 stages after an empty stage 0 and 6 on a path: ring and `spread` know two sets of stages only.
 `rules` are those of `skipstone new`; `varied` is the same without full paths. `behind`: the full model's perplexity
 over that of `full`, minus 1. `half_spread_drop`, `half_random_drop`: the same for half of the stages (evenly spread; 8
 random draws) over the same full model.
@@ -73,7 +73,7 @@ def manifest_of(task: Task, seed: int, visited: int, stages: int = STAGES, full_
     """A run whose paths have `visited` stages, stage 0 included; its rounds change nothing."""
     return run_of(
         "skipping",
-        [1] * stages,
+        [int(stages == STAGES), *(1 for _ in range(1, stages))],
         seed=seed,
         **size_of(task),
         stages={"per_path": visited - 1},

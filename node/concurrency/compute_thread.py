@@ -83,9 +83,9 @@ class ComputeThread:
         """Queues chunks of work for idle time. Call it only on the compute thread. Raises ResourceExhausted."""
         return self._queue.submit(chunks, name)
 
-    def expect(self) -> None:
-        """Takes over when jobs should arrive (`forecast`). Idle work that would last beyond one does not start."""
-        self._queue.expected = self.forecast.expected
+    def expect(self, jobs: tuple[float, ...]) -> None:
+        """Sets when jobs should arrive (`time.monotonic`). Idle work that would last beyond one does not start."""
+        self._queue.expected = jobs
 
     def give_up_idle_work(self) -> None:
         """Cancels all submitted idle work. Call it in a job on the compute thread."""

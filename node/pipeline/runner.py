@@ -379,13 +379,13 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self.handle(BrokenOff(message))
             return Refusal(True, str(error), BUSY_RETRY_S)
         self._forecast.announced(sender, slot_of(message), tensor.byte_length, now)
-        self._worker.thread.expect()
+        self._worker.thread.expect(self._forecast.expected)
         return buffer
 
     def received(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec, buffer: memoryview) -> None:
         crash_point("arrived")
         self._forecast.arrived(sender, slot_of(message), self.clock.monotonic())
-        self._worker.thread.expect()
+        self._worker.thread.expect(self._forecast.expected)
         self._arrived[slot_of(message)] = Encoded(tensor, buffer)
         self.handle(TensorArrived(message))
         # Custody did not use the tensor if it is a second copy or its entry no longer exists.
@@ -396,7 +396,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     def broken_off(self, sender: PeerId, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._pool.give_back(buffer)
         self._forecast.broken_off(sender, slot_of(message))
-        self._worker.thread.expect()
+        self._worker.thread.expect(self._forecast.expected)
         self.handle(BrokenOff(message))
 
     # ---- arriving messages -------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Shelf:
         self.look_ups = 0
         self.published: list[Announcement] = []
 
-    async def publish(self, announcement: Announcement) -> None:
+    async def publish(self, announcement: Announcement, record: bytes) -> None:
         if self.error is not None:
             raise self.error
         self.published.append(announcement)
