@@ -125,6 +125,8 @@ class GrpcTransport:
         for here, there in ((self, other), (other, self)):
             here._local[there._peer] = LocalLink(here._peer, here._handler, there._peer, there._handler)
         for here, there in ((self, other), (other, self)):
+            if (stream := here._links.get(there._peer)) is not None:  # opened before
+                stream.end(Unreachable(f"{short(there._peer)} is in this process"), Farewell(FarewellReason.DUPLICATE))
             here._handler.link_up(there._peer)
             here._handler.announced(there._peer, there._own_record())
 
@@ -148,10 +150,10 @@ class GrpcTransport:
 
     def goodput_bytes_per_s(self, peer: PeerId) -> float:
         """Returns the measured goodput of the link to `peer`, in the sending direction; 0 if unknown."""
+        if peer in self._local:
+            return math.inf
         link = self._links.get(peer)
-        if link is None:
-            return math.inf if peer in self._local else 0.0
-        return link.figures().goodput_bytes_per_s
+        return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
     def far_end(self, peer: PeerId) -> FarEnd | None:
         link = self._links.get(peer)
@@ -160,7 +162,7 @@ class GrpcTransport:
     # ---- the table of links -------------------------------------------------------------------------------------
 
     async def _link_to(self, peer: PeerId) -> Link | LocalLink:
-        link = self._links.get(peer) or self._local.get(peer)
+        link = self._local.get(peer) or self._links.get(peer)
         if link is not None:
             return link
         if self._closing:
@@ -191,7 +193,8 @@ class GrpcTransport:
     def _retire(self, link: Link, error: PeerError) -> None:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
-            self._handler.link_down(link.peer, error)
+            if link.peer not in self._local:
+                self._handler.link_down(link.peer, error)
             self._hear_of_duplicate(link.peer, error)
 
     def _hear_of_duplicate(self, peer: PeerId, error: PeerError) -> None:

@@ -56,9 +56,10 @@ class Shelf:
         self.look_ups = 0
         self.published: list[Announcement] = []
 
-    async def publish(self, announcement: Announcement) -> None:
+    async def publish(self, announcement: Announcement, record: bytes) -> None:
         if self.error is not None:
             raise self.error
+        assert decode_announced(record, run=announcement.run, now=None) == announcement
         self.published.append(announcement)
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
