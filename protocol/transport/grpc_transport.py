@@ -94,7 +94,13 @@ class GrpcTransport:
                 f"cannot listen on {address}", hint="Choose another port, or stop the program that uses this one."
             ) from None
         await self._tasks.__aenter__()
-        await self._server.start()
+        starting = asyncio.ensure_future(self._server.start())
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:  # gRPC logs a traceback if its start is cancelled
+            await starting
+            await self._server.stop(None)
+            raise
         return self
 
     async def __aexit__(
@@ -131,9 +137,9 @@ class GrpcTransport:
             here._handler.announced(there._peer, there._own_record())
 
     def unlink_locally(self, other: GrpcTransport) -> None:
-        for here, there in ((self, other), (other, self)):
-            del here._local[there._peer]
-            here._handler.link_down(there._peer, Unreachable(LEAVING))
+        """Ends the link to another peer of this process, because this one leaves. Only the other is notified."""
+        del self._local[other._peer], other._local[self._peer]
+        other._handler.link_down(self._peer, Unreachable(LEAVING))  # this one would look for the other by a stream
 
     def is_linked(self, peer: PeerId) -> bool:
         return peer in self._links or peer in self._local
