@@ -190,11 +190,12 @@ class LocalSetup:
         # A restarted first peer joins its running swarm by link.
         begins = peer.index == 0 and peer.index not in self.returned
         is_data_node = peer.stage == 0
+        stage = str(peer.module if self._manifest.stages.experts_at(peer.stage) > 1 else peer.stage)
         options = NodeOptions(
             link=None if begins else self.link,
             manifest_path=self._manifest_path if begins else None,
             invitation=str(self._invitation) if is_data_node else None,
-            stage=None if peer.stages else self._stage(peer.module),
+            stage=stage if peer.stages is None else None,
             stages=peer.stages,
             moving=True if self._options.moving and not is_data_node else None,
             identity_path=peer.identity_path,
@@ -236,9 +237,6 @@ class LocalSetup:
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _stage(self, module: ModuleId) -> str:
-        return str(module if self._manifest.stages.experts_at(module.stage) > 1 else module.stage)
 
     def _key(self, index: int) -> Path:
         return self._keys / f"peer-{index}.key"

@@ -243,9 +243,8 @@ async def reachable(
     try:
         with session.dispatcher.registered(answers=answers):
             async with task_scope() as tasks:
-                work = [watch(climbing, hold, adoption, router)]
-                if session.first is None:  # further modules use its DHT process
-                    work.append(keep_in_step(session))
+                # Further modules use the first one's DHT process.
+                work = watch(climbing, hold, adoption, router), *([] if session.first else [keep_in_step(session)])
                 running = [tasks.create_task(each) for each in work]
                 try:
                     yield

@@ -48,6 +48,7 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 
 WITHDRAW_S: Final = 2.0
 LOOK_S: Final = 2.0
+DATA_FIRST_S: Final = 6.0  # Time for the first module to stop: a data node's microbatches still need the others
 # A module that nobody serves for this long is hosted beside others. Newcomers and moves are first.
 ALONE_S: Final = 20.0
 
@@ -90,6 +91,7 @@ class Hosting:
         self._moving = moving
         self._sessions: dict[int, NetworkSession] = {}  # By the number of the hosted module; the first has 0
         self._computes: list[Compute] = []
+        self._stop_beside = asyncio.Event()
 
     async def run(self, session: NetworkSession, events: EventSink) -> None:
         """Hosts the first module until the node stops, and others beside it. `session`: of the first module."""
@@ -99,15 +101,15 @@ class Hosting:
         with ExitStack() as stack:
             self._computes = [stack.enter_context(computing(group)) for group in groups]
             async with task_scope() as tasks:
-                beside = [
-                    tasks.create_task(self._host_beside(session, each, number, entered.stop))
-                    for number, each in enumerate(others, 1)
-                ]
+                host = partial(self._host_beside, session, stop=self._stop_beside, moving=self._moving)
+                for number, each in enumerate(others, 1):
+                    tasks.create_task(host(each, number))
                 if entered.options.may_host_more:
-                    beside.append(tasks.create_task(self._host_unserved(session, first, events)))
-                await self._host(session, events, first, 0, entered.stop, self._moving)
-                for task in beside if not entered.stop.is_set() else ():
-                    task.cancel()
+                    tasks.create_task(self._host_unserved(session, first, events))
+                hosting = tasks.create_task(self._host(session, events, first, 0, entered.stop, self._moving))
+                await entered.stop.wait()
+                await asyncio.wait((hosting,), timeout=DATA_FIRST_S)
+                self._stop_beside.set()
 
     async def _host_unserved(self, first: NetworkSession, options: NodeOptions, events: EventSink) -> None:
         """Hosts a module that nobody serves, one at a time, while memory lasts and until another peer serves it."""
@@ -149,7 +151,7 @@ class Hosting:
         stop = asyncio.Event()
 
         async def follow() -> None:
-            await self._entered.stop.wait()
+            await self._stop_beside.wait()
             stop.set()
 
         async with task_scope() as tasks:
@@ -162,12 +164,7 @@ class Hosting:
             following.cancel()
 
     async def _host_beside(
-        self,
-        first: NetworkSession,
-        options: NodeOptions,
-        number: int,
-        stop: asyncio.Event,
-        moving: Moving | None = None,
+        self, first: NetworkSession, options: NodeOptions, number: int, stop: asyncio.Event, moving: Moving | None
     ) -> None:
         """Hosts one more module as a peer with a key and a port of its own, until `stop` is set."""
         entered = self._entered
@@ -176,7 +173,7 @@ class Hosting:
         settings = DirectorySettings(options.listen, first.directory.port)
         with logged_to(options, identity.peer, entered.events) as events:
             async with present(identity, entered.signed.run, where, settings, SystemClock(), events, first) as session:
-                await self._host(session, events, options, number, stop, moving or self._moving)
+                await self._host(session, events, options, number, stop, moving)
 
     async def _host(
         self,
@@ -192,7 +189,7 @@ class Hosting:
         signed, run = entered.signed, entered.signed.run
         guests, own = signed.guests(), session.own
         invitation = b"" if entered.grant is None else entered.grant.invitation(run, identity.peer)
-        compute = self._computes[number % len(self._computes)]
+        compute = self._compute(number)
 
         async def manifest(asker: PeerId, question: Question) -> bytes:
             return signed.text
@@ -272,15 +269,16 @@ class Hosting:
             for other in self._sessions.values():
                 session.transport.unlink_locally(other.transport)
 
+    def _compute(self, number: int) -> Compute:
+        return self._computes[number % len(self._computes)]
+
     def _fitting(self, options: NodeOptions, compute: Compute, session: NetworkSession | None = None) -> FittingModules:
-        device = compute.threads.devices[0]
-
         def beside() -> list[LocalPeer]:
-            computes = [self._computes[number % len(self._computes)] for number in self._sessions]
-            others = zip(computes, self._sessions.values(), strict=True)
-            return [other.own for its, other in others if other is not session and its.threads.devices[0] == device]
+            others = [each for each in self._sessions.items() if each[1] is not session]
+            there = compute.threads.devices
+            return [each.own for number, each in others if self._compute(number).threads.devices == there]
 
-        return FittingModules(self._entered.signed.manifest, options, device, beside)
+        return FittingModules(self._entered.signed.manifest, options, compute.threads.devices[0], beside)
 
 
 def _until_others_serve(stop: asyncio.Event, context: ModuleContext) -> NextModule:

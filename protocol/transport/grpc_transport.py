@@ -132,7 +132,7 @@ class GrpcTransport:
             here._local[there._peer] = LocalLink(here._peer, here._handler, there._peer, there._handler)
         for here, there in ((self, other), (other, self)):
             if (stream := here._links.get(there._peer)) is not None:  # opened before
-                stream.end(Unreachable(f"{short(there._peer)} is in this process"), Farewell(FarewellReason.DUPLICATE))
+                stream.end(Unreachable(f"{short(there._peer)} is in this process"))
             here._handler.link_up(there._peer)
             here._handler.announced(there._peer, there._own_record())
 

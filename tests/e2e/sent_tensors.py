@@ -1,6 +1,4 @@
-"""A node that lists the tensors of microbatches that it sends to other processes:
-`python -m tests.e2e.sent_tensors FILE join ...`, the rest as `skipstone` has it.
-"""
+"""A node that lists the tensors that it sends to other processes: `python -m tests.e2e.sent_tensors FILE join ...`."""
 
 from __future__ import annotations
 
@@ -12,10 +10,8 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.link import Link
 from swarm.vocabulary.pipeline_messages import Backward, Forward, TensorMessage
 
-
-def list_sent(file: Path) -> None:
-    """Appends a line `MICROBATCH RECEIVER` for each tensor before it is sent over a stream."""
-    send, lines = Link.send, file.open("a", buffering=1)
+if __name__ == "__main__":
+    send, lines = Link.send, Path(sys.argv.pop(1)).open("a", buffering=1)  # noqa: SIM115 - until the node ends
 
     async def listed(self: Link, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
         if isinstance(message, Forward | Backward):
@@ -23,8 +19,4 @@ def list_sent(file: Path) -> None:
         await send(self, message, tensor, data)
 
     Link.send = listed  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    list_sent(Path(sys.argv.pop(1)))
     main()

@@ -14,7 +14,7 @@ from protocol.interfaces.transport import Question, QuestionAbout, Refusal
 from swarm.vocabulary.averaging_messages import StateChunk
 from swarm.vocabulary.errors import ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.pipeline_messages import Direction, Receipt, ReceiptStatus
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId
 from tests.protocol.transport.link_peers import (
     FLOATS,
     Node,
@@ -125,21 +125,8 @@ async def test_a_stranger_with_the_key_of_a_peer_of_this_process_is_refused() ->
         for persona, greeting in ((thief, hello_of(thief)), (left.persona, hello_of(left.persona))):
             async with bare_stream(persona, left, introduced=False) as stream:
                 await stream.say(greeting)
-                answer = await stream.hear()
-                assert isinstance(answer, Farewell)
-                assert (answer.reason, answer.detail) == (
-                    FarewellReason.UNSPECIFIED,
-                    "this peer is in our own process",
-                )
+                farewell = Farewell(FarewellReason.UNSPECIFIED, "this peer is in our own process")
+                assert await stream.hear() == farewell
         assert left.handler.ups == [right.peer]
         assert not left.handler.downs
         assert left.transport.is_linked(right.peer)
-
-
-async def test_a_peer_has_a_link_to_itself() -> None:
-    async with node() as only:
-        data = pattern(FLOATS, 1)
-        await only.transport.send(only.peer, forward(only.peer, only.peer), FLOATS, memoryview(data))
-        assert only.handler.tensors == [(only.peer, forward(only.peer, only.peer), FLOATS, data)]
-        only.transport.announce(b"heard by others only")
-        assert (only.handler.records, only.handler.ups) == ([], list[PeerId]())
