@@ -55,7 +55,7 @@ MODULE = Check(
     lambda text: re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) is not None, "must be a stage or STAGE.EXPERT, not {}"
 )
 STAGES = Check(
-    lambda text: bool(_stages(text)), "must be stages as 2-4 or 0,3, each once and at most 64 of them, not {}"
+    lambda text: bool(parse_stages(text)), "must be stages as 2-4 or 0,3, each once and at most 64 of them, not {}"
 )
 ADVERTISE = Check(
     lambda host: not host or is_address(joined(host, 65_535)),
@@ -255,7 +255,7 @@ class NodeOptions:
         """Returns the options of each module that the node hosts from the start."""
         if self.stages is None:
             return [self]
-        return [self.for_module(str(stage), number) for number, stage in enumerate(_stages(self.stages))]
+        return [self.for_module(str(stage), number) for number, stage in enumerate(parse_stages(self.stages))]
 
     def for_module(self, stage: str, number: int) -> NodeOptions:
         """Returns the options of the node's module with this number, from 0, for the stage or expert `stage`."""
@@ -318,7 +318,7 @@ SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
 VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
 
 
-def _stages(text: str) -> list[int]:
+def parse_stages(text: str) -> list[int]:
     """Parses `--stages`, in ascending order; empty if it is not valid."""
     if re.fullmatch(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*", text) is None or len(text) > 1024:
         return []

@@ -191,7 +191,9 @@ class LocalSwarm:
         except ProtocolViolation as error:
             self._note("warning", f"{_name(peer)}: {error}")
             return
-        if event is not None:
+        if event is not None and peer.stages is not None and getattr(event, "peer", peer.peer) != peer.peer:
+            self._take(Progressed(self.progress, (event,)))  # of a further module of this node
+        elif event is not None:
             self._take(apply(self.progress, peer.index, event, self._clock()))
 
     def _note(self, level: Literal["info", "warning", "error"], message: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from node.context.options import LogLevel, NodeOptions, without_settings
+from node.context.options import LogLevel, NodeOptions, parse_stages, without_settings
 from node.data.local_paths import as_written
 from node.experts.router import router_file
 from node.model.moments import MomentType
@@ -55,6 +55,8 @@ class LocalSwarmOptions:
     """Options of a local swarm: number of nodes and the settings of each."""
 
     peers: int
+    stages: tuple[str, ...] = ()  # `--stages` of each of the first peers. Empty: one module each.
+    device: str = "auto"
     steps: int | None = None
     threads: int | None = None  # None: an equal share of this machine's cores.
     checkpoint_dir: Path | None = None  # Also holds the nodes' keys, so that a second start resumes.
@@ -86,6 +88,7 @@ class PlannedPeer:
     dht_port: int
     deployment: Deployment
     memory_limit: int | None = None
+    stages: str | None = None  # All stages that it hosts. None: that of its module.
 
     @property
     def stage(self) -> int:
@@ -144,7 +147,9 @@ class LocalSetup:
     """The folder of a local swarm, mode 0700: manifest, and keys unless in the checkpoint folder. Call `remove`."""
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, deployments: Deployments = all_local) -> None:
-        modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
+        modules = [ModuleId(parse_stages(each)[0]) for each in options.stages]
+        if not modules:
+            modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
         self._options, self._manifest, self._deployments = options, manifest, deployments
         self.peers: list[PlannedPeer] = []
         self.ended, self.returned = set[int](), set[int]()
@@ -185,17 +190,20 @@ class LocalSetup:
         # A restarted first peer joins its running swarm by link.
         begins = peer.index == 0 and peer.index not in self.returned
         is_data_node = peer.stage == 0
+        stage = str(peer.module if self._manifest.stages.experts_at(peer.stage) > 1 else peer.stage)
         options = NodeOptions(
             link=None if begins else self.link,
             manifest_path=self._manifest_path if begins else None,
             invitation=str(self._invitation) if is_data_node else None,
-            stage=str(peer.module if self._manifest.stages.experts_at(peer.stage) > 1 else peer.stage),
+            stage=stage if peer.stages is None else None,
+            stages=peer.stages,
             moving=True if self._options.moving and not is_data_node else None,
             identity_path=peer.identity_path,
             listen=peer.deployment.host,
             advertise=peer.deployment.advertised_host,
-            port=peer.port,
+            port=0 if peer.stages else peer.port,  # each further module has the next port, which may be taken
             dht_port=peer.dht_port,
+            device=self._options.device,
             threads=self._options.threads_per_node,
             memory_limit=None if peer.memory_limit is None else str(peer.memory_limit),
             moments=self._options.moments,
@@ -239,9 +247,10 @@ class LocalSetup:
 
     def _plan(self, module: ModuleId, port: int, dht_port: int, memory_limit: int | None = None) -> PlannedPeer:
         index = len(self.peers)
-        path = self._key(index)
+        path, where = self._key(index), self._deployments(index)
         own = Identity.load_or_create(path).peer
-        self.peers.append(PlannedPeer(index, module, own, path, port, dht_port, self._deployments(index), memory_limit))
+        stages = self._options.stages[index] if index < len(self._options.stages) else None
+        self.peers.append(PlannedPeer(index, module, own, path, port, dht_port, where, memory_limit, stages))
         return self.peers[-1]
 
 

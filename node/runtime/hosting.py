@@ -49,9 +49,9 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 
 WITHDRAW_S: Final = 2.0
 LOOK_S: Final = 2.0
-ALONE_S: Final = (
-    20.0  # A module that nobody serves for this long is hosted beside others. Newcomers and moves are first.
-)
+DATA_FIRST_S: Final = 6.0  # Time for the first module to stop: a data node's microbatches still need the others
+# A module that nobody serves for this long is hosted beside others. Newcomers and moves are first.
+ALONE_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class Hosting:
     def __init__(self, entered: Entered, moving: Moving | None) -> None:
         self._entered = entered
         self._moving = moving
-        self._sessions: list[NetworkSession] = []  # One for each hosted module
+        self._sessions: dict[int, NetworkSession] = {}  # By the number of the hosted module; the first has 0
         self._computes: list[Compute] = []
-        self._hosted = 0  # Modules so far, also those given up
+        self._stop_beside = asyncio.Event()
 
     async def run(self, session: NetworkSession, events: EventSink) -> None:
         """Hosts the first module until the node stops, and others beside it. `session`: of the first module."""
@@ -102,12 +102,15 @@ class Hosting:
         with ExitStack() as stack:
             self._computes = [stack.enter_context(computing(group)) for group in groups]
             async with task_scope() as tasks:
-                beside = [tasks.create_task(self._host_beside(session, each, entered.stop)) for each in others]
+                host = partial(self._host_beside, session, stop=self._stop_beside, moving=self._moving)
+                for number, each in enumerate(others, 1):
+                    tasks.create_task(host(each, number))
                 if entered.options.may_host_more:
-                    beside.append(tasks.create_task(self._host_unserved(session, first, events)))
-                await self._host(session, events, first, self._computes[0], entered.stop, self._moving)
-                for task in beside if not entered.stop.is_set() else ():
-                    task.cancel()
+                    tasks.create_task(self._host_unserved(session, first, events))
+                hosting = tasks.create_task(self._host(session, events, first, 0, entered.stop, self._moving))
+                await entered.stop.wait()
+                await asyncio.wait((hosting,), timeout=DATA_FIRST_S)
+                self._stop_beside.set()
 
     async def _host_unserved(self, first: NetworkSession, options: NodeOptions, events: EventSink) -> None:
         """Hosts a module that nobody serves, one at a time, while memory lasts and until another peer serves it."""
@@ -116,9 +119,10 @@ class Hosting:
         more: list[asyncio.Task[None]] = []
         async with task_scope() as tasks:
             while await unless(entered.stop, asyncio.sleep(LOOK_S, result=True)):
-                now, here = clock.monotonic(), [each.own for each in self._sessions]
-                # If no peer is reachable, this node is probably partitioned, unless it is the first one.
-                sees = first.membership.reaches_somebody() and bool(first.others())
+                now, here = clock.monotonic(), [each.own for each in self._sessions.values()]
+                others = {a.peer for a in first.others() if not first.membership.is_given_up(a.peer)}
+                # If no other node is reachable, this one is probably partitioned, unless it is the first one.
+                sees = not others <= {own.peer for own in here}
                 unserved = self._unserved(first, now) if sees or options.link is None else set()
                 jitter_s = ALONE_S * random.random() / 2  # noqa: S311 - other nodes look at the same time
                 alone_since = {module: alone_since.get(module, now + jitter_s) for module in unserved}
@@ -129,56 +133,56 @@ class Hosting:
                 if not due or not all_serve or len(here) >= (options.modules or MOST_HOSTED):
                     continue
                 module = random.choice(due)  # noqa: S311 - not a secret
-                if not self._fitting(options, self._computes[0]).of([module]):
-                    alone_since[module] = now
-                    continue
-                events.emit(Note("info", f"module {module}: nobody serves it, so this node hosts it as well"))
-                place = options.for_module(f"{module.stage}.{module.expert}", self._hosted + 1)
-                more.append(tasks.create_task(self._until_replaced(first, place, events)))
+                alone_since[module] = now  # If it does not fit, or fails, it waits again
+                if self._fitting(options, self._computes[0]).of([module]):
+                    number = next(number for number in range(1, MOST_HOSTED) if number not in self._sessions)
+                    events.emit(Note("info", f"module {module}: nobody serves it, so this node hosts it as well"))
+                    more.append(tasks.create_task(self._until_replaced(first, options, module, number, events)))
 
     def _unserved(self, first: NetworkSession, now: float) -> set[ModuleId]:
         """Returns the modules after stage 0 that no known peer announces."""
         known = {a.module for a in first.others() if not first.membership.is_given_up(a.peer)}
-        hosted = {session.own.module for session in self._sessions}
+        hosted = {session.own.module for session in self._sessions.values()}
         return {module for module in self._entered.signed.manifest.modules() if module.stage > 0} - known - hosted
 
-    async def _until_replaced(self, first: NetworkSession, options: NodeOptions, events: EventSink) -> None:
+    async def _until_replaced(
+        self, first: NetworkSession, options: NodeOptions, module: ModuleId, number: int, events: EventSink
+    ) -> None:
         """Hosts a module until a peer that started later serves it, or the node stops."""
         stop = asyncio.Event()
 
         async def follow() -> None:
-            await self._entered.stop.wait()
+            await self._stop_beside.wait()
             stop.set()
 
         async with task_scope() as tasks:
             following = tasks.create_task(follow())
             try:
-                await self._host_beside(first, options, stop, partial(_until_others_serve, stop))
+                place = options.for_module(str(module), number)
+                await self._host_beside(first, place, number, stop, partial(_until_others_serve, stop))
             except SkipstoneError as error:  # the node goes on with its other modules
-                events.emit(Note("warning", f"module {options.stage} is not hosted as well: {error}"))
+                events.emit(Note("warning", f"module {module} is not hosted as well: {error}"))
             following.cancel()
 
     async def _host_beside(
-        self, first: NetworkSession, options: NodeOptions, stop: asyncio.Event, moving: Moving | None = None
+        self, first: NetworkSession, options: NodeOptions, number: int, stop: asyncio.Event, moving: Moving | None
     ) -> None:
         """Hosts one more module as a peer with a key and a port of its own, until `stop` is set."""
         entered = self._entered
-        self._hosted += 1
-        identity = entered.identity.for_module(self._hosted)
-        compute = self._computes[self._hosted % len(self._computes)]
+        identity = entered.identity.for_module(number)
         host = host_of(first.own.addresses[0]) if first.own.addresses else options.advertise
         where = Whereabouts(options.listen, host, options.port)
         settings = DirectorySettings(options.listen, first.directory.port)
         with logged_to(options, identity.peer, entered.events) as events:
             async with present(identity, entered.signed.run, where, settings, SystemClock(), events, first) as session:
-                await self._host(session, events, options, compute, stop, moving or self._moving)
+                await self._host(session, events, options, number, stop, moving)
 
     async def _host(
         self,
         session: NetworkSession,
         events: EventSink,
         options: NodeOptions,
-        compute: Compute,
+        number: int,
         stop: asyncio.Event,
         moving: Moving | None,
     ) -> None:
@@ -187,6 +191,7 @@ class Hosting:
         signed, run = entered.signed, entered.signed.run
         guests, own = signed.guests(), session.own
         invitation = b"" if entered.grant is None else entered.grant.invitation(run, identity.peer)
+        compute = self._compute(number)
 
         async def manifest(asker: PeerId, question: Question) -> bytes:
             return signed.text
@@ -196,7 +201,7 @@ class Hosting:
                 session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest}),
                 router_given(session, entered.router),
                 tokenizer_given(session, entered.tokenizer.content),
-                self._linked(session),
+                self._linked(number, session),
             ):
                 session.membership_sync.watch(signed.manifest.modules())
                 resumed = await _find_own(options, session, signed, events)
@@ -254,21 +259,26 @@ class Hosting:
         await session.withdraw(WITHDRAW_S)
 
     @contextmanager
-    def _linked(self, session: NetworkSession) -> Iterator[None]:
+    def _linked(self, number: int, session: NetworkSession) -> Iterator[None]:
         """Links the session with those of the node's other modules within the block."""
-        for other in self._sessions:
+        for other in self._sessions.values():
             session.transport.link_locally(other.transport)
-        self._sessions.append(session)
+        self._sessions[number] = session
         try:
             yield
         finally:
-            self._sessions.remove(session)
-            for other in self._sessions:
+            del self._sessions[number]
+            for other in self._sessions.values():
                 session.transport.unlink_locally(other.transport)
+
+    def _compute(self, number: int) -> Compute:
+        return self._computes[number % len(self._computes)]
 
     def _fitting(self, options: NodeOptions, compute: Compute, session: NetworkSession | None = None) -> FittingModules:
         def beside() -> list[LocalPeer]:
-            return [other.own for other in self._sessions if other is not session]
+            others = [each for each in self._sessions.items() if each[1] is not session]
+            there = compute.threads.devices
+            return [each.own for number, each in others if self._compute(number).threads.devices == there]
 
         return FittingModules(self._entered.signed.manifest, options, compute.threads.devices[0], beside)
 

@@ -39,7 +39,7 @@ class FittingModules:
         beside: Callable[[], Sequence[LocalPeer]] = tuple,
     ) -> None:
         """`beside`: the peers of this process that host other modules."""
-        self._beside = beside
+        self.beside = beside
         self.needs = needs_of(manifest, options.slots_held, options.moments)
         # Needs as other peers assume them: with float32 moments.
         self._reckoned = needs_of(manifest, options.slots_held)
@@ -53,7 +53,7 @@ class FittingModules:
         if held is not None:
             free = free.and_back(self.needs[held])
         # Modules allocate their optimizer state at the first step. A limit is for all modules together.
-        others = [(peer.module, peer.steps) for peer in self._beside() if peer.module not in (None, held)]
+        others = [(peer.module, peer.steps) for peer in self.beside() if peer.module is not None]
         for module, steps in others:
             free = free if steps else free.beside(self.needs[module])
         limit = self._options.memory_limit_bytes
@@ -229,7 +229,8 @@ class Mover:
     def _standing(self, now: float) -> SwarmView:
         membership, own = self._session.membership, self._session.own
         others = tuple(a for a in membership.peers() if not membership.is_given_up(a.peer))
-        goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
+        hosted = {own.module, *(peer.module for peer in self._fitting.beside())}
+        goals = [m for m in self._manifest.modules() if m.stage > 0 and m not in hosted]
         rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
         # Estimate the download of the new module by our fastest link.
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S

@@ -133,7 +133,8 @@ def _read_manifest(options: NodeOptions) -> SignedManifest | None:
     except OSError as error:
         raise ConfigError(f"manifest {options.manifest_path}: {error.strerror}") from None
     signed = read_signed_manifest(text, None)
-    asked_modules(options, signed.manifest)  # refuses an unknown --stage before the network starts
+    for each in options.of_each_module():
+        asked_modules(each, signed.manifest)  # refuses an unknown stage before the network starts
     return signed
 
 

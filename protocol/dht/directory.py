@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from protocol.dht.child import KEYS_PER_FIND, DhtChild, running_child
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
-from protocol.identity.signed_records import decode_announced, directory_key, encode_record, is_verified
+from protocol.identity.signed_records import decode_announced, directory_key, is_verified
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
 from swarm.vocabulary.announcement import Announcement
@@ -117,12 +117,12 @@ class DhtDirectory:
         else:
             await self._tasks.__aexit__(None, None, None)  # do not wrap the caller's error in a group
 
-    async def publish(self, announcement: Announcement, record: bytes = b"") -> None:
+    async def publish(self, announcement: Announcement, record: bytes) -> None:
         """Stores a signed record of us, or of a peer of this process, under its module's key. Raises Unreachable."""
         store = dht_process_pb2.DhtStore(
             key=directory_key(announcement.run, announcement.module),
             owner=announcement.peer,
-            record=record or encode_record(announcement, self._identity),
+            record=record,
             expires_at=announcement.expires_at,
         )
         await self.keep(f"record of {announcement.peer}", dht_process_pb2.DhtRequest(store=store))

@@ -90,7 +90,13 @@ class GrpcTransport:
                 f"cannot listen on {address}", hint="Choose another port, or stop the program that uses this one."
             ) from None
         await self._tasks.__aenter__()
-        await self._server.start()
+        starting = asyncio.ensure_future(self._server.start())
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:  # gRPC logs a traceback if its start is cancelled
+            await starting
+            await self._server.stop(None)
+            raise
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -119,13 +125,15 @@ class GrpcTransport:
         for here, there in ((self, other), (other, self)):
             here._local[there._peer] = LocalLink(here._peer, here._handler, there._peer, there._handler)
         for here, there in ((self, other), (other, self)):
+            if (stream := here._links.get(there._peer)) is not None:  # opened before
+                stream.end(Unreachable(f"{short(there._peer)} is in this process"))
             here._handler.link_up(there._peer)
             here._handler.announced(there._peer, there._own_record())
 
     def unlink_locally(self, other: GrpcTransport) -> None:
-        for here, there in ((self, other), (other, self)):
-            del here._local[there._peer]
-            here._handler.link_down(there._peer, Unreachable(LEAVING))
+        """Ends the link to another peer of this process, because this one leaves. Only the other is notified."""
+        del self._local[other._peer], other._local[self._peer]
+        other._handler.link_down(self._peer, Unreachable(LEAVING))  # this one would look for the other by a stream
 
     def is_linked(self, peer: PeerId) -> bool:
         return peer in self._links or peer in self._local
@@ -142,10 +150,10 @@ class GrpcTransport:
 
     def goodput_bytes_per_s(self, peer: PeerId) -> float:
         """Returns the measured goodput of the link to `peer`, in the sending direction; 0 if unknown."""
+        if peer in self._local:
+            return math.inf
         link = self._links.get(peer)
-        if link is None:
-            return math.inf if peer in self._local else 0.0
-        return link.figures().goodput_bytes_per_s
+        return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
     def far_end(self, peer: PeerId) -> FarEnd | None:
         link = self._links.get(peer)
@@ -154,7 +162,7 @@ class GrpcTransport:
     # ---- the table of links -------------------------------------------------------------------------------------
 
     async def _link_to(self, peer: PeerId) -> Link | LocalLink:
-        link = self._links.get(peer) or self._local.get(peer)
+        link = self._local.get(peer) or self._links.get(peer)
         if link is not None:
             return link
         if self._closing:
@@ -185,7 +193,8 @@ class GrpcTransport:
     def _retire(self, link: Link, error: PeerError) -> None:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
-            self._handler.link_down(link.peer, error)
+            if link.peer not in self._local:
+                self._handler.link_down(link.peer, error)
             self._hear_of_duplicate(link.peer, error)
 
     def _hear_of_duplicate(self, peer: PeerId, error: PeerError) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkHandler, Question, Refusal
 from protocol.transport.link import receipt_of
-from swarm.vocabulary.errors import Stalled
+from swarm.vocabulary.errors import PeerError, Rejected, Stalled
 from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward, TensorMessage
 from swarm.vocabulary.types import PeerId, short
 
@@ -39,3 +39,5 @@ class LocalLink:
                 return await self.handler.answer(self.own, question)
         except TimeoutError:
             raise Stalled(f"{short(self.peer)}, of this process, did not answer within {timeout_s:g} s") from None
+        except PeerError as error:  # about a third peer, perhaps: this one is alive
+            raise Rejected(f"{short(self.peer)} refused to answer: {error}") from None

@@ -95,6 +95,22 @@ async def test_a_swarm_that_starts_from_a_model_equals_one_process(tmp_path: Pat
     assert fetched.keys() == {"1.0", "2.0"}, "the first node alone has the folder"
 
 
+@pytest.mark.parametrize(
+    ("blocks", "stages", "device"),
+    [
+        pytest.param((0, 1, 1), ("0-2",), "auto", id="one node hosts all modules"),
+        pytest.param((0, 1, 1), ("0,2", "1"), "auto", id="a path leaves the node and comes back"),
+        pytest.param((1, 1), ("0-1",), "cpu,cpu", id="a module on each of two devices"),
+        pytest.param((2,), ("0",), "auto", id="one stage"),
+    ],
+)
+async def test_a_node_of_several_modules_equals_one_process(
+    tmp_path: Path, blocks: tuple[int, ...], stages: tuple[str, ...], device: str
+) -> None:
+    manifest = runs.small_run(runs.write_text(tmp_path / "text"), blocks=blocks, inner_steps=4)
+    await _compare(manifest, tmp_path, stages=stages, device=device)
+
+
 async def _compare(
     manifest: Manifest,
     tmp_path: Path,
@@ -102,12 +118,20 @@ async def _compare(
     router: Router | None = None,
     model: Path | None = None,
     learnt: float = 0.5,
+    stages: tuple[str, ...] = (),
+    device: str = "auto",
 ) -> runs.Watch:
     start = None if model is None else open_start(manifest, model)
     solo = runs.solo_losses(manifest, tmp_path / "solo", STEPS, router=router, start=start)
-    peers, tables = len(manifest.modules()), b"" if router is None else router.to_bytes()
     options = LocalSwarmOptions(
-        peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm", router=tables, model=model
+        peers=len(stages or manifest.modules()),
+        stages=stages,
+        device=device,
+        steps=STEPS,
+        threads=1,
+        checkpoint_dir=tmp_path / "swarm",
+        router=b"" if router is None else router.to_bytes(),
+        model=model,
     )
     async with LocalSwarm(manifest, options, deployments=deployments) as swarm:
         watch = runs.Watch(swarm)

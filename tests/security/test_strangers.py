@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from protocol.identity.keys import Identity
-from tests.protocol.dht.running import MODULE, Marked, announced, directory, needs_proc
+from tests.protocol.dht.running import MODULE, Marked, announced, directory, needs_proc, publish
 from tests.protocol.identity.minting import extension_for, new_key
 
 
@@ -81,13 +81,13 @@ async def test_idle_connections_do_not_keep_honest_nodes_out(monkeypatch: pytest
         strangers = [await idle_connection(one.port) for _ in range(STRANGERS)]
         assert open_files(daemon) >= before + STRANGERS - 1
         ours = announced(other)
-        await two.publish(ours)
+        await publish(two, ours)
         assert await one.look_up([MODULE]) == [ours]
         async with asyncio.timeout(90):
             while open_files(daemon) >= STRANGERS:
                 await asyncio.sleep(0.2)
         again = announced(other, sequence=ours.sequence + 1)
-        await two.publish(again)
+        await publish(two, again)
         assert await one.look_up([MODULE]) == [again]
         for _, writer in strangers:
             writer.transport.abort()

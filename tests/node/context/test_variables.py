@@ -51,7 +51,7 @@ OTHER_VALUES: dict[str, Any] = (
     | {"port": 4001, "dht_port": 4002, "relay_megabytes_per_hour": 50, "threads": 3, "slots": 5, "window": 6}
     | {"stage": "2.2", "invitation": "word", "listen": "127.0.0.1", "advertise": "bootstrap", "device": "cpu"}
     | {"reach": ReachMode.DIRECT, "moments": MomentType.EIGHT_BIT, "log_level": LogLevel.DEBUG}
-    | {"memory": "512MiB", "memory_limit": "8GB", "steps": 7}
+    | {"memory": "512MiB", "memory_limit": "8GB", "steps": 7, "modules": 3, "stages": "0,2-4"}
 )
 
 
@@ -102,10 +102,12 @@ class TestNodeSettings:
             changed = dataclasses.replace(plain, **{name: OTHER_VALUES[name]})
             assert changed != plain
             assert joined(monkeypatch, *changed.arguments()) == changed
-        changed = dataclasses.replace(plain, **OTHER_VALUES)
+        together = {name: value for name, value in OTHER_VALUES.items() if name != "stages"}  # not beside --stage
+        changed = dataclasses.replace(plain, **together)
         words = changed.arguments()
         variables = {}
-        for name, (option, *_) in SETTINGS.items():
+        for name in together:
+            option = SETTINGS[name][0]
             declared = [*parameters[name].opts, *parameters[name].secondary_opts]
             (at,) = (index for index, word in enumerate(words) if word in declared)
             switch = isinstance(OTHER_VALUES[name], bool)
@@ -296,6 +298,14 @@ BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("
         ({"window": -3}, "window must be"),
         ({"steps": 0}, "steps must be"),
         ({"stage": "-1"}, "stage must be a stage or STAGE.EXPERT"),
+        *(
+            ({"stages": text}, "stages must be stages as 2-4")
+            for text in ("", "x", "4-2", "2,2", "1-3,2", "0-64", "1,")
+        ),
+        ({"stages": "0-9999"}, "stages must be stages as 2-4"),
+        ({"stages": "1-2", "stage": "1"}, "--stages already says what to host"),
+        ({"stages": "1-2", "modules": 2}, "--stages already says what to host"),
+        ({"modules": 0}, "modules must be at least 1"),
         ({"memory": "-1"}, "is not a size"),
         ({"advertise": "127.0.0.1:4002"}, "advertise must be .* without a port"),
         ({"advertise": "[2001:db8::1]:4002"}, "advertise must be .* without a port"),
@@ -307,6 +317,30 @@ BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("
 def test_what_cannot_work_is_refused(settings: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         NodeOptions(**(BASE | settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [("3", [3]), ("2-4", [2, 3, 4]), ("3,0", [0, 3]), ("7,2-4", [2, 3, 4, 7]), ("0-63", [*range(64)])],
+)
+def test_each_of_several_stages_has_options_of_its_own(text: str, stages: list[int]) -> None:
+    options = NodeOptions(**(BASE | {"stages": text, "port": 4001}))
+    of_each = options.of_each_module()
+    assert [(each.asked_stage, each.stages, each.port) for each in of_each] == [
+        (stage, None, 4001 + number) for number, stage in enumerate(stages)
+    ]
+    assert not any(each.may_move or each.may_host_more for each in (options, *of_each))
+    assert {each.port for each in dataclasses.replace(options, port=0).of_each_module()} == {0}
+
+
+def test_further_modules_need_ports_too() -> None:
+    with pytest.raises(ConfigError, match="port must be from 0 to 65535, not 65536"):
+        NodeOptions(**(BASE | {"stages": "1-2", "port": 65_535})).of_each_module()
+
+
+def test_only_a_node_without_a_stage_hosts_more() -> None:
+    may = [NodeOptions(**(BASE | more)).may_host_more for more in ({}, {"modules": 2}, {"modules": 1}, {"stage": "1"})]
+    assert may == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

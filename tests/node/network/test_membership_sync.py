@@ -59,6 +59,7 @@ class Shelf:
     async def publish(self, announcement: Announcement, record: bytes) -> None:
         if self.error is not None:
             raise self.error
+        assert decode_announced(record, run=announcement.run, now=None) == announcement
         self.published.append(announcement)
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:

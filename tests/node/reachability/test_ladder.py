@@ -712,9 +712,7 @@ async def test_few_peers_are_asked_and_no_visitors_and_none_without_an_address()
 def test_different_networks_come_first() -> None:
     hosts = ["25.0.0.1", "25.0.0.2", "25.0.1.1", "[2001:db8::1]", "[2001:db8::2]", "name.example"]
     called = announced(Identity.generate(), addresses=(), via=(PeerId("a"),))
-    found = witnesses.scattered(
-        [called, *(announced(Identity.generate(), addresses=(f"{host}:1",)) for host in hosts)]
-    )
+    found = witnesses.scattered([called, *(announced(Identity.generate(), addresses=(f"{host}:1",)) for host in hosts)])
     assert found.pop() is called, "it would have to be called, which may fail"
     order = [a.addresses[0].rpartition(":")[0] for a in found]
     assert order == ["25.0.0.1", "25.0.1.1", "[2001:db8::1]", "name.example", "25.0.0.2", "[2001:db8::2]"]

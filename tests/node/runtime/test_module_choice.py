@@ -16,10 +16,11 @@ from node.context.options import NodeOptions
 from node.data.local_paths import LocalPaths
 from node.model.memory_need import needs_of
 from node.model.moments import MomentType
-from node.runtime import module_choice, node
+from node.runtime import hosting, module_choice
+from node.runtime.hosting import Hosting
 from node.runtime.module_choice import FittingModules
 from protocol.manifest.join_link import JoinLink
-from swarm.membership.memory_fit import STEP_BYTES, size_text
+from swarm.membership.memory_fit import STEP_BYTES, FreeMemory, size_text
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import OutOfMemory
@@ -134,6 +135,30 @@ async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> No
     assert sequence == [LARGE, MIDDLE, SMALL]
 
 
+def test_modules_of_one_process_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that has not stepped yet has not allocated all that it needs; later, the free memory shows it."""
+    room, beside = NEEDS[LARGE].all + NEEDS[MIDDLE].all, list[Any]()
+    monkeypatch.setattr(module_choice, "free_memory_on", lambda device: FreeMemory(Reasoned(room, "free"), None))
+    modules = [SMALL, LARGE, MIDDLE]
+
+    def fit(limit: int | None = None, held: ModuleId | None = None) -> list[ModuleId]:
+        return FittingModules(MANIFEST, told(limit), CPU, lambda: beside).of(modules, held)
+
+    assert fit() == modules
+    beside.append(SimpleNamespace(module=LARGE, steps=0))
+    assert fit() == [SMALL, MIDDLE]
+    beside.append(SimpleNamespace(module=None, steps=0))  # on its way, without a module yet
+    beside.append(SimpleNamespace(module=MIDDLE, steps=0))
+    assert fit() == []
+    room -= NEEDS[LARGE].all
+    beside[:] = [SimpleNamespace(module=LARGE, steps=1)]
+    assert fit() == [SMALL, MIDDLE], "counted once"
+    room *= 100
+    assert fit() == modules
+    assert fit(NEEDS[LARGE].all + NEEDS[MIDDLE].all) == [SMALL, MIDDLE], "the limit is for all of them"
+    assert fit(NEEDS[LARGE].all + NEEDS[SMALL].all - 1) == []
+
+
 @pytest.mark.parametrize("changes", [{"stage": "2"}, {"link": None, "manifest_path": Path("run.toml")}])
 async def test_who_was_told_its_module_takes_no_other(changes: dict[str, Any]) -> None:
     fitting = FittingModules(MANIFEST, told(**changes), CPU)
@@ -154,9 +179,9 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     async def withdraw(patience_s: float) -> None:
         return None
 
-    monkeypatch.setattr(node, "serve_module", serve)
-    monkeypatch.setattr(node, "Proofs", lambda *arguments: SimpleNamespace(signer=None))
-    monkeypatch.setattr(node, "replace", lambda given, **changes: SimpleNamespace(**{**vars(given), **changes}))
+    monkeypatch.setattr(hosting, "serve_module", serve)
+    monkeypatch.setattr(hosting, "Proofs", lambda *arguments: SimpleNamespace(signer=None))
+    monkeypatch.setattr(hosting, "replace", lambda given, **changes: SimpleNamespace(**{**vars(given), **changes}))
     session, events, options = Session(announcement("data", 0)), KeptEvents(), told()
     session.withdraw = withdraw  # type: ignore[attr-defined]
     given: Any = SimpleNamespace(
@@ -164,8 +189,9 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     )
     given.proofs = SimpleNamespace(signer=None)
     fitting = FittingModules(MANIFEST, options, CPU)
+    entered: Any = SimpleNamespace(signed=None)
     with ComputeThread() as given.compute:
-        await node._serve(given, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
+        await Hosting(entered, None)._serve(given, fitting, None, asyncio.Event())  # type: ignore[arg-type]
     assert served == [LARGE, MIDDLE, SMALL]
     assert [event.level for event in events.events] == ["warning", "warning"]
     assert "out of memory; module 3.0: module 2.0 ran out of memory" in events.events[0].message

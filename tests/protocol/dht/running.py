@@ -15,6 +15,7 @@ import pytest
 from protocol.dht.directory import DhtDirectory, DirectorySettings
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
+from protocol.identity.signed_records import encode_record
 from protocol.interfaces.clock import SystemClock
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerState, RunId, VersionRange
@@ -45,6 +46,11 @@ def directory(identity: Identity, *joining: DhtDirectory, **changes: object) -> 
     initial_peers = tuple(multiaddr for other in joining for multiaddr in other.multiaddrs())
     settings = DirectorySettings(host="127.0.0.1", experts=(1, 2, 2, 2), initial_peers=initial_peers)
     return DhtDirectory(dataclasses.replace(settings, **changes), identity, RUN, SystemClock())
+
+
+async def publish(where: DhtDirectory, announcement: Announcement) -> None:
+    """Publishes what the directory's own peer announces."""
+    await where.publish(announcement, encode_record(announcement, where._identity))
 
 
 class Marked:

@@ -48,6 +48,7 @@ from tests.protocol.dht.running import (
     announced,
     directory,
     needs_proc,
+    publish,
 )
 from tests.protocol.transport.link_peers import MIB, connected, digest_of, echo, sent, three
 
@@ -76,7 +77,7 @@ async def published_again(publishing: DhtDirectory, identity: Identity) -> int:
     while True:
         announcement = announced(identity)
         try:
-            await publishing.publish(announcement)
+            await publish(publishing, announcement)
         except Unreachable:
             await asyncio.sleep(0.05)
         else:
@@ -87,11 +88,11 @@ async def test_two_directories_see_each_other() -> None:
     async with directory(FIRST) as one, directory(SECOND, one) as two:
         ours, theirs = announced(FIRST), announced(SECOND, module=ModuleId(3, 1))
         visitor = announced(SECOND, module=None, state=PeerState.VISITING, sequence=theirs.sequence + 1)
-        await one.publish(ours)
-        await two.publish(theirs)
+        await publish(one, ours)
+        await publish(two, theirs)
         assert (await one.look_up([ModuleId(3, 1)]), await two.look_up([MODULE])) == ([theirs], [ours])
         assert await two.look_up([ModuleId(2)]) == []
-        await two.publish(visitor)
+        await publish(two, visitor)
         assert await one.look_up([]) == [visitor]
         assert await one.look_up([ModuleId(3, 1)]) == [visitor], "a peer that moved is known by its newest record only"
         assert one.multiaddrs()[0].endswith(f"/p2p/{FIRST.peer}")
@@ -128,7 +129,7 @@ async def test_a_client_need_not_listen_anywhere() -> None:
 
 async def test_who_becomes_a_client_keeps_its_name_and_record_and_nothing_for_others() -> None:
     async with directory(FIRST) as one, directory(SECOND, one) as two:
-        await two.publish(announced(SECOND, module=ModuleId(2)))
+        await publish(two, announced(SECOND, module=ModuleId(2)))
         before = two.multiaddrs()
         two.take_part(client=True)
         await until(lambda: two.restarts == 1 and two.process_id is not None)
@@ -146,7 +147,7 @@ async def test_whoever_starts_before_its_initial_peer_joins_when_that_comes(unus
     late = f"/ip4/127.0.0.1/tcp/{unused_port}/p2p/{FIRST.peer}"
     async with directory(SECOND, initial_peers=(late,)) as early:
         with pytest.raises(Unreachable, match="no other node"):
-            await early.publish(announced(SECOND))
+            await publish(early, announced(SECOND))
         async with directory(FIRST, port=unused_port) as one:
             await published_again(early, SECOND)
             assert set(await found(one, MODULE)) == {SECOND.peer}
@@ -156,7 +157,7 @@ async def test_whoever_starts_before_its_initial_peer_joins_when_that_comes(unus
 async def test_a_killed_child_comes_back_with_its_name_and_our_record(marked: Marked) -> None:
     async with directory(FIRST) as one:
         announcement = announced(FIRST)
-        await one.publish(announcement)
+        await publish(one, announcement)
         before = one.multiaddrs()
         killed, daemons = one.process_id, marked.network_daemons()
         assert killed is not None
@@ -182,7 +183,7 @@ async def test_without_a_child_callers_are_told(marked: Marked) -> None:
         with pytest.raises(Unreachable, match="restarted"):
             await one.look_up([MODULE])
         with pytest.raises(Unreachable, match="restarted"):
-            await one.publish(announced(FIRST))
+            await publish(one, announced(FIRST))
     assert marked.processes() == {}, "leaving in the middle of a restart leaves nothing either"
 
 
@@ -191,7 +192,7 @@ async def test_a_dead_network_daemon_is_replaced(marked: Marked) -> None:
     async with directory(FIRST) as one:
         os.kill(marked.network_daemons().pop(), signal.SIGKILL)
         await until(lambda: one.restarts == 1)
-        await one.publish(announced(FIRST))
+        await publish(one, announced(FIRST))
     assert marked.processes() == {}
 
 
@@ -372,7 +373,7 @@ async def test_nested_extensions_do_not_end_the_process(tmp_path: Path) -> None:
         for _ in range(400):
             nested = msgpack.packb(msgpack.ExtType(0x40, b"\x91" + nested))
         assert not await stranger.stores(nested, time.time() + 60, subkey=DHTProtocol.IS_DICTIONARY)
-        await target.publish(announced(NEIGHBOUR))
+        await publish(target, announced(NEIGHBOUR))
         assert len(await target.look_up([MODULE])) == 1
         assert (target.process_id, target.restarts) == (process, 0)
 
@@ -380,7 +381,7 @@ async def test_nested_extensions_do_not_end_the_process(tmp_path: Path) -> None:
 async def test_a_lying_node_hides_nobody(tmp_path: Path) -> None:
     honest, other = announced(OWNER), announced(NEIGHBOUR)
     async with directory(OWNER) as keeper, directory(NEIGHBOUR, keeper) as looker, network_to(keeper, tmp_path) as p2p:
-        await keeper.publish(honest)
+        await publish(keeper, honest)
         liar = await DHTNode.create(
             p2p=p2p, node_id=node_id_of(p2p.peer_id), initial_peers=[*keeper.multiaddrs(), *looker.multiaddrs()]
         )

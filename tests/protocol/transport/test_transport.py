@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -278,6 +279,24 @@ async def test_a_port_in_use_is_a_configuration_error() -> None:
         with pytest.raises(errors.ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
             async with node(settings=with_settings(listen_port=first.port)):
                 pass
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    async def start() -> None:
+        async with node():
+            await asyncio.Event().wait()
+
+    for turns in range(4):  # of the event loop, before the cancellation
+        starting = asyncio.create_task(start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            await starting
+        del starting
+        gc.collect()  # an abandoned server shuts down here
+        await asyncio.sleep(0)
+    assert not caplog.records
 
 
 async def test_links_are_limited() -> None:

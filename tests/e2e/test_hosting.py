@@ -1,0 +1,164 @@
+"""Nodes that host several modules, beside nodes of one module; and runs of one stage."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.context.options import NodeOptions
+from node.export.swarm_source import open_swarm
+from node.export.writer import export
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, PlannedPeer
+from node.observability.events import (
+    CaughtUp,
+    Completed,
+    Event,
+    NodeStatus,
+    NodeSummary,
+    Note,
+    PeerChange,
+    RoundCommitted,
+    Step,
+)
+from node.runtime import hosting
+from node.runtime.node import run_node
+from protocol.identity.keys import Identity
+from protocol.manifest.join_link import parse_link
+from protocol.manifest.signing import sign_manifest
+from protocol.transport.link import Link
+from swarm.vocabulary.types import ModuleId
+from tests.e2e.small_run import PATIENCE_S, Watch, checked, events_of, small_run, whole_lines, write_text
+from tests.kit.events import KeptEvents
+
+pytestmark = pytest.mark.e2e
+
+
+def peers_of(node: PlannedPeer, modules: int) -> set[str]:
+    """The peers of one process: each module has a key of its own."""
+    identity = Identity.load(node.identity_path)
+    return {identity.peer, *(identity.for_module(number).peer for number in range(1, modules))}
+
+
+async def test_whole_path_nodes_and_nodes_of_one_module_train_one_run_though_one_of_each_is_killed(
+    tmp_path: Path,
+) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=4)
+    stages = ("0-2", "0-2", "1", "2")
+    listing = (sys.executable, "-P", "-m", "tests.e2e.sent_tensors", str(tmp_path / "sent"))
+    options = LocalSwarmOptions(peers=4, stages=stages, threads=1, log_dir=tmp_path / "logs")
+    deployments: Deployments = lambda index: Deployment(command=None if index else listing)  # noqa: E731
+    async with LocalSwarm(manifest, options, deployments=deployments) as swarm:
+        watch = Watch(swarm)
+        await watch.under_way(swarm)
+        own = peers_of(swarm.peers[0], 3)
+        for index in (1, 2):
+            lost = swarm.peers[index].peer
+            swarm.kill(index, signal.SIGKILL)
+            await watch.until(lambda event, lost=lost: event == PeerChange(lost, "down", getattr(event, "reason", "")))
+            await watch.step(swarm.progress.step + 6)
+        swarm.request_stop()
+        await watch.to_the_end(swarm)
+        assert {index: end.exit_code for index, end in swarm.ends.items()} == {0: 0, 1: 137, 2: 137, 3: 0}
+    report = checked(tmp_path / "logs")
+    assert report["logs"] == 3 + 3 + 1 + 1
+    sent = [line.split() for line in whole_lines(tmp_path / "sent")]
+    assert not own & {receiver for _, receiver in sent}, "nothing is sent to a peer of the same process"
+    done = [e for e in events_of(tmp_path / "logs") if isinstance(e, Completed) and e.peer in own]
+    at_home = {e.microbatch for e in done if all(hop.rpartition("@")[2] in own for hop in e.hops)}
+    assert at_home - {microbatch for microbatch, _ in sent}, "no microbatch stayed in the node"
+
+
+async def test_a_run_of_one_stage_goes_on_when_a_node_is_killed_and_another_joins(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(2,), inner_steps=4)
+    options = LocalSwarmOptions(peers=3, threads=1, log_dir=tmp_path / "logs")
+    async with LocalSwarm(manifest, options) as swarm:
+        watch = Watch(swarm)
+
+        async def round_of(*indices: int) -> RoundCommitted:
+            members = {swarm.peers[index].peer for index in indices}
+            event = await watch.until(lambda event: isinstance(event, RoundCommitted) and {*event.members} == members)
+            assert isinstance(event, RoundCommitted)
+            return event
+
+        first = await round_of(0, 1, 2)
+        assert first.module == "0.0"
+        assert len(first.contributors) == 3
+        swarm.kill(1)
+        later = await round_of(0, 2)
+        added = swarm.start_peer(0)
+        await watch.until(lambda event: isinstance(event, CaughtUp) and event.peer == swarm.peers[added].peer)
+        last = await round_of(0, 2, added)
+        assert first.round < later.round < last.round
+        async with open_swarm(swarm.link, lambda *progress: None) as source:
+            await export(source, tmp_path / "model")
+            assert list(source.versions) == [ModuleId(0)]
+        swarm.request_stop()
+        await watch.to_the_end(swarm)
+    losses = watch.losses()
+    assert min(losses[-5:]) < losses[0] - 0.5
+    assert {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code} == {1: 137}
+    report = checked(tmp_path / "logs")
+    assert report["completed"] > 0
+    assert not report.get("abandoned")
+
+
+class Heard(KeptEvents):
+    async def until(self, wanted: Callable[[Event], bool]) -> Event:
+        async with asyncio.timeout(PATIENCE_S):
+            while (found := next(filter(wanted, self.events), None)) is None:
+                await asyncio.sleep(0.05)
+        return found
+
+    async def more_steps(self, count: int) -> None:
+        done = sum(isinstance(event, Step) for event in self.events)
+        await self.until(lambda event: isinstance(event, Step) and event.step >= done + count)
+
+
+async def test_a_node_hosts_a_module_that_nobody_serves_until_a_newcomer_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, send = Counter[str](), Link.send
+
+    async def counted(self: Link, message: object, *rest: object) -> None:
+        sent[type(message).__name__] += 1
+        await send(self, message, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Link, "send", counted)
+    monkeypatch.setattr(hosting, "ALONE_S", 1.0)
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=4)
+    path, key = tmp_path / "run.toml", tmp_path / "first.key"
+    own = Identity.create(key)
+    path.write_bytes(sign_manifest(manifest, own).text)
+    heard, heard_later = Heard(), Heard()
+
+    def run(heard: Heard, stop: asyncio.Event, **options: Any) -> Coroutine[Any, Any, None]:
+        here = {"listen": "127.0.0.1", "device": "cpu", "log_dir": tmp_path / "logs"}
+        return run_node(NodeOptions(**here, **options), heard, stop)
+
+    async with asyncio.TaskGroup() as tasks:
+        stop, stop_later = asyncio.Event(), asyncio.Event()
+        first = tasks.create_task(run(heard, stop, link=None, manifest_path=path, identity_path=key))
+        await heard.more_steps(3)
+        notes = [event.message for event in heard.events if isinstance(event, Note)]
+        assert "module 1.0: nobody serves it, so this node hosts it as well" in notes
+        assert not sent, "all paths are in one process"
+        [link, *_] = [event.link for event in heard.events if isinstance(event, NodeStatus)]
+        later = {"link": parse_link(link), "manifest_path": None, "identity_path": tmp_path / "later.key", "stage": "1"}
+        tasks.create_task(run(heard_later, stop_later, **later))
+        given_up = await heard.until(lambda event: isinstance(event, NodeSummary) and event.module == "1.0")
+        assert isinstance(given_up, NodeSummary)
+        assert given_up.peer == own.for_module(1).peer
+        await heard.more_steps(3)
+        stop.set()
+        await first
+        stop_later.set()
+    assert sent["Forward"] > 0
+    assert checked(tmp_path / "logs")["ended_well"] == 3
