@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,6 @@ MAX_WAITING_MESSAGES = 256  # Unsent messages per peer. Further ones are dropped
 MOST_SHORT_OF_MEMORY = 32  # Consecutive computations that may run out of memory before the module counts as too large
 MAX_LINKS: Final = 1024  # Links whose codecs are remembered. The transport keeps fewer open.
 DESCRIBED_LINKS: Final = 64
-FASTEST: Final = 1e12  # Throughput that the status shows for a peer of this process, in bytes per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,8 @@ class LinkCodecs:
         links = {}
         for peer, chosen in itertools.islice(self._chosen.items(), DESCRIBED_LINKS):
             codecs = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in chosen.items()}
-            links[short(peer)] = LinkStatus(round(min(FASTEST, self._rate(peer))), **codecs)
+            if math.isfinite(rate := self._rate(peer)):  # else a peer of this process
+                links[short(peer)] = LinkStatus(round(rate), **codecs)
         return CodecStatus(
             {traffic.value: tuple(codec.name.lower() for codec in levels) for traffic, levels in self._levels.items()},
             tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),

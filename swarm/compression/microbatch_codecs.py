@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -49,6 +50,8 @@ def choose(
         return Reasoned(levels[0], NO_CHOICE)
     if not bytes_per_s or not visit_s:
         return Reasoned(levels[0], "the link is not measured yet")
+    if math.isinf(bytes_per_s):
+        return Reasoned(levels[0], "the peer is in this process")
     allowed = MOST_OF_A_VISIT * visit_s
     if current is not None and current in levels:
         kept = levels.index(current)
