@@ -265,7 +265,8 @@ class ModuleRounds:
         )
         # Data nodes sign their own work, so it proves their invitation and no amount.
         tallies = proofs.tallies if self._context.module.stage > 0 else ()
-        return ReplicasChanged(tuple(sorted(found, key=lambda replica: replica.peer)), tallies)
+        leaving = self._context.session.own.state is PeerState.DRAINING
+        return ReplicasChanged(tuple(sorted(found, key=lambda replica: replica.peer)), tallies, leaving)
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         known = self._store.current

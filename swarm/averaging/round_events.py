@@ -60,6 +60,7 @@ class ReplicasChanged:
 
     others: tuple[OtherReplica, ...]
     tallies: tuple[WorkTally, ...] = ()
+    leaving: bool = False  # Whether our own replica is leaving the module
 
 
 @dataclass(frozen=True, slots=True)

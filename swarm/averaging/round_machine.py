@@ -167,6 +167,7 @@ class RoundMachine:
         self._last_call: float | None = None
         self._slept = 0.0
         self._seen = False
+        self._is_leaving = False
         self._alone: bool | None = None
         self._alone_since: float | None = None
 
@@ -293,6 +294,7 @@ class RoundMachine:
     def _replicas_changed(self, event: events.ReplicasChanged) -> Actions:
         view = self._view
         self._seen = True
+        self._is_leaving = event.leaving
         view.prove(event.tallies)
         gone = view.others.changed(replica for replica in event.others if replica.peer != view.own)
         return [action for peer in sorted(gone) for action in self._link_lost(peer)]
@@ -336,6 +338,8 @@ class RoundMachine:
         view = self._view
         attempt_log = view.attempt_log
         if not view.others.serving or self._part is not None or view.now < attempt_log.quiet_until or view.hasty:
+            return []
+        if self._is_leaving:  # the result of a round of its own would leave with it
             return []
         due = view.due()
         if not (due.value and view.may_lead()):

@@ -133,7 +133,7 @@ async def test_a_node_hosts_a_module_that_nobody_serves_until_a_newcomer_does(
 
     monkeypatch.setattr(Link, "send", counted)
     monkeypatch.setattr(hosting, "ALONE_S", 1.0)
-    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=4)
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=40)
     path, key = tmp_path / "run.toml", tmp_path / "first.key"
     own = Identity.create(key)
     path.write_bytes(sign_manifest(manifest, own).text)
