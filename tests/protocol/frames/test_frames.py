@@ -180,6 +180,7 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "question dial_back": QuestionFrame(4, Question(QuestionAbout.DIAL_BACK, port=65_535)),
     "question call": QuestionFrame(5, Question(QuestionAbout.CALL, peer=B, record=b"record")),
     "question router": QuestionFrame(7, Question(QuestionAbout.ROUTER)),
+    "question router piece": QuestionFrame(7, Question(QuestionAbout.ROUTER, piece=3)),
     "question work": QuestionFrame(8, Question(QuestionAbout.WORK, module=ModuleId(3, 1), accused=(B,))),
     "question tokenizer": QuestionFrame(7, Question(QuestionAbout.TOKENIZER, piece=258)),
     "question called": QuestionFrame(6, Question(QuestionAbout.CALLED, record=b"record")),
