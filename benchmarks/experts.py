@@ -7,8 +7,8 @@ losses. Of each file or folder of `--domains` the first 1.1 MB count; without an
 pieces of 16 KiB, or shorter where those would be fewer than 128.
 
 `rounds`: 2x2 experts with two replicas each, which train on half of the documents and average every 50 inner steps,
-against a dense path and against a dense model with the blocks of all experts; both at equal steps (a step of one
-microbatch, as a path has) and at equal steps and tokens.
+against a dense path and against dense models with the parameters of all experts, as more blocks or wider ones; each at
+equal steps (a step of one microbatch, as a path has) and at equal steps and tokens.
 
 `swarm`: five real nodes behind links of 20 ms, 2x2 experts against a dense run with two replicas a stage; tokens per
 second, bytes a token of all that the peers send, and `unevenness`: of any 32 microbatches in a row, the most visits of
@@ -114,7 +114,7 @@ def _text_of(path: Path, pattern: str, most: int) -> bytes:
 @dataclass(frozen=True, slots=True)
 class Arm:
     """Experts and blocks of each stage after stage 0, microbatches of a step, whether a router chooses, share of the
-    text, replicas of each module."""
+    text, replicas of each module, width of the feed-forward layers over `hidden`."""
 
     experts: int = 1
     microbatches: int = 4
@@ -122,6 +122,7 @@ class Arm:
     text: float = 1.0
     blocks: int = 1
     replicas: int = 1
+    feed_forward: float = 3
 
 
 ARMS: Final = {
@@ -140,11 +141,13 @@ ROUNDS_ARMS: Final = {
     "dense_tokens": Arm(microbatches=8),
     "all_blocks_steps": Arm(microbatches=1, blocks=2),
     "all_blocks_tokens": Arm(microbatches=8, blocks=2),
+    "wide_steps": Arm(microbatches=1, feed_forward=22 / 3),
+    "wide_tokens": Arm(microbatches=8, feed_forward=22 / 3),
     "routed": Arm(2, routed=True),
     "rounds": Arm(2, routed=True, replicas=2),
 }
 ROUND_STEPS: Final = 50
-ROUNDS_BARS: Final = {f"rounds/{dense}": 0.0 for dense in list(ROUNDS_ARMS)[:4]} | {"rounds/routed": 0.02}
+ROUNDS_BARS: Final = {f"rounds/{dense}": 0.0 for dense in list(ROUNDS_ARMS)[:6]} | {"rounds/routed": 0.02}
 BARS: Final = {"routed/dense_steps": -0.08, "routed/dense_tokens": -0.015, "random/routed": 0.03}
 """Changes of perplexity: at most, at most, at least."""
 
@@ -157,7 +160,7 @@ def manifest_of(arm: Arm, options: Any, seed: int, routing: dict[str, Any] | Non
         seed=seed,
         hidden=hidden,
         heads=2,
-        feed_forward=3 * hidden,
+        feed_forward=round(arm.feed_forward * hidden),
         sequence=SEQUENCE,
         rows=ROWS,
         microbatches=arm.microbatches,
