@@ -6,6 +6,10 @@ with half of the text. The first `--prefix` bytes of each document, by which rou
 losses. Of each file or folder of `--domains` the first 1.1 MB count; without any, those of this machine. Documents are
 pieces of 16 KiB, or shorter where those would be fewer than 128.
 
+`rounds`: 2x2 experts with two replicas each, which train on half of the documents and average every 50 inner steps,
+against a dense path and against dense models with the parameters of all experts, as more blocks or wider ones; each at
+equal steps (a step of one microbatch, as a path has) and at equal steps and tokens.
+
 `swarm`: five real nodes behind links of 20 ms, 2x2 experts against a dense run with two replicas a stage; tokens per
 second, bytes a token of all that the peers send, and `unevenness`: of any 32 microbatches in a row, the most visits of
 a module over the mean of its stage.
@@ -19,7 +23,7 @@ import statistics
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +39,7 @@ from benchmarks import kit
 from benchmarks.kit import Solo, evaluate, loss_of, medians, run_of, tell
 from lab.run import Run
 from lab.scenario import Scenario, scenario_from_table
+from node.averaging.anchor.outer_step import OuterRule, outer_rule
 from node.data.documents import Documents, is_held_out
 from node.data.sources import PIECE_BYTES
 from node.data.tokenizers import ByteTokenizer
@@ -60,16 +65,16 @@ Domains = dict[str, bytes]
 
 
 class MixedSource:
-    """The documents of several domains: equal pieces of the first `share` of each text."""
+    """The documents of several domains: equal pieces of the first `share` of each text, or each `every`th of them."""
 
-    def __init__(self, domains: Domains, share: float = 1.0) -> None:
+    def __init__(self, domains: Domains, share: float = 1.0, first: int = 0, every: int = 1) -> None:
         size = min(PIECE_BYTES, max(LEAST_DOCUMENT_BYTES, sum(map(len, domains.values())) // DOCUMENTS))
         self._pieces = {
             f"{number}-{name}@{at}": text[at : at + size]
             for number, (name, text) in enumerate(domains.items())
             for at in range(0, int(len(text) * share), size)
         }
-        self.names = sorted(self._pieces)
+        self.names = sorted(self._pieces)[first::every]
 
     def read(self, name: str) -> bytes:
         return self._pieces[name]
@@ -108,12 +113,16 @@ def _text_of(path: Path, pattern: str, most: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Experts of each stage after stage 0, microbatches of a step, whether a router chooses, share of the text."""
+    """Experts and blocks of each stage after stage 0, microbatches of a step, whether a router chooses, share of the
+    text, replicas of each module, width of the feed-forward layers over `hidden`."""
 
     experts: int = 1
     microbatches: int = 4
     routed: bool = False
     text: float = 1.0
+    blocks: int = 1
+    replicas: int = 1
+    feed_forward: float = 3
 
 
 ARMS: Final = {
@@ -127,6 +136,18 @@ MORE_ARMS: Final = {
     "dense_half_text": Arm(text=0.5),
     "routed_3x3_half_text": Arm(3, routed=True, text=0.5),
 }
+ROUNDS_ARMS: Final = {
+    "dense_steps": Arm(microbatches=1),
+    "dense_tokens": Arm(microbatches=8),
+    "all_blocks_steps": Arm(microbatches=1, blocks=2),
+    "all_blocks_tokens": Arm(microbatches=8, blocks=2),
+    "wide_steps": Arm(microbatches=1, feed_forward=22 / 3),
+    "wide_tokens": Arm(microbatches=8, feed_forward=22 / 3),
+    "routed": Arm(2, routed=True),
+    "rounds": Arm(2, routed=True, replicas=2),
+}
+ROUND_STEPS: Final = 50
+ROUNDS_BARS: Final = {f"rounds/{dense}": 0.0 for dense in list(ROUNDS_ARMS)[:6]} | {"rounds/routed": 0.02}
 BARS: Final = {"routed/dense_steps": -0.08, "routed/dense_tokens": -0.015, "random/routed": 0.03}
 """Changes of perplexity: at most, at most, at least."""
 
@@ -135,11 +156,11 @@ def manifest_of(arm: Arm, options: Any, seed: int, routing: dict[str, Any] | Non
     hidden, step = options.hidden, arm.microbatches * ROWS * SEQUENCE
     return run_of(
         "experts",
-        [0, 1, 1],
+        [0, arm.blocks, arm.blocks],
         seed=seed,
         hidden=hidden,
         heads=2,
-        feed_forward=3 * hidden,
+        feed_forward=round(arm.feed_forward * hidden),
         sequence=SEQUENCE,
         rows=ROWS,
         microbatches=arm.microbatches,
@@ -148,6 +169,7 @@ def manifest_of(arm: Arm, options: Any, seed: int, routing: dict[str, Any] | Non
         data={"held_out": HELD_OUT},
         sections={} if routing is None else {"routing": routing},
         inner={"learning_rate": LEARNING_RATE.get(hidden, 0.256 / hidden)},
+        inner_steps=ROUND_STEPS if arm.replicas == 1 else 1_000_000,  # those of replicas are held by `rounds_of`
         schedule={"warmup_tokens": min(20, options.steps // 2) * step, "total_tokens": options.steps * step},
     )
 
@@ -170,30 +192,62 @@ def train(arm: Arm, domains: Domains, options: Any, seed: int) -> dict[str, Any]
     """Trains one arm; its held-out loss in nats a byte."""
     manifest, router = routed_manifest(arm, domains, options, seed)
     # All arms are measured on the whole text, whatever share of it they train on.
-    documents, measured = (
-        Documents(MixedSource(domains, share), ByteTokenizer(), seed, document_router(manifest, router))
-        for share in (arm.text, 1.0)
+    *documents, measured = (
+        Documents(MixedSource(domains, *share), ByteTokenizer(), seed, document_router(manifest, router))
+        for share in (*((arm.text, replica, arm.replicas) for replica in range(arm.replicas)), ())
     )
     with flushed_denormals():
-        trained = Solo(manifest, 10**6, None, documents, measured, options.prefix)
-        for _ in range(options.steps):
-            trained.step()
+        replicas = [Solo(manifest, 10**6, None, each, measured, options.prefix) for each in documents]
+        meet, trained = rounds_of(replicas, outer_rule(manifest)), replicas[0]
+        for step in range(1, options.steps + 1):
+            for replica in replicas:
+                replica.step()
+            if arm.replicas > 1 and (step % ROUND_STEPS == 0 or step == options.steps):
+                meet()
         result = evaluate(partial(loss_of, trained.model), trained.texts)
-        report: dict[str, Any] = {"loss": round(result["loss"], 4), "tokens": trained.trainer.tokens}
+        tokens = sum(replica.trainer.tokens for replica in replicas)
+        report: dict[str, Any] = {"loss": round(result["loss"], 4), "tokens": tokens}
         for name, of in result.get("routes", {}).items():
             report.setdefault("routes", {})[name] = [round(of["loss"], 4), of["tokens"]]
     return report
 
 
+def rounds_of(replicas: Sequence[Solo], rule: OuterRule) -> Callable[[], None]:
+    """A round of all modules: an outer step on the mean of the replicas' parameters (arXiv:2311.08105)."""
+    modules = [[part for _, parts in replica.model.modules() for part in parts] for replica in replicas]
+    parameters = [list(dict.fromkeys(p for part in parts for p in part.parameters())) for parts in modules]
+    anchors = [parameter.detach().clone() for parameter in parameters[0]]
+    outer = torch.optim.SGD(anchors, rule.learning_rate, rule.momentum, nesterov=True)
+
+    @torch.no_grad()
+    def meet() -> None:
+        for anchor, *of_replicas in zip(anchors, *parameters, strict=True):
+            anchor.grad = anchor - torch.stack(of_replicas).mean(dim=0)
+        outer.step()
+        for anchor, *of_replicas in zip(anchors, *parameters, strict=True):
+            for parameter in of_replicas:
+                parameter.copy_(anchor)
+
+    return meet
+
+
 def measure_loss(options: Any) -> dict[str, Any]:
+    return compared(ARMS | (MORE_ARMS if options.all else {}), BARS, options)
+
+
+def measure_rounds(options: Any) -> dict[str, Any]:
+    return compared(ROUNDS_ARMS, ROUNDS_BARS, options)
+
+
+def compared(arms: dict[str, Arm], bars: dict[str, float], options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    domains, arms = domains_of(options.domains or [], options.domain_bytes), ARMS | (MORE_ARMS if options.all else {})
+    domains = domains_of(options.domains or [], options.domain_bytes)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for seed, (name, arm) in product(options.seeds, arms.items()):
         found[name].append(train(arm, domains, options, seed))
         tell(f"seed {seed}, {name}: {found[name][-1]['loss']}")
     changes = {}
-    for pair, bar in BARS.items():
+    for pair, bar in bars.items():
         one, other = ([each["loss"] for each in found[name]] for name in pair.split("/"))
         differences = [a - b for a, b in zip(one, other, strict=True)]
         changes[pair] = {"change": round(math.expm1(statistics.median(differences)), 4), "bar": bar}
@@ -264,7 +318,7 @@ def measure_swarm(options: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8, "rounds": 3, "seconds": 20}
-    quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**16, "parts": ["loss"]}
+    quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**16, "parts": ["loss", "rounds"]}
     quick |= {"rounds": 1, "seconds": 10}
     own = {"domains": [Path], "domain_bytes": DOMAIN_BYTES, "all": False}
-    kit.run(__doc__, {"loss": measure_loss, "swarm": measure_swarm}, quick, **own, **usual)
+    kit.run(__doc__, {"loss": measure_loss, "rounds": measure_rounds, "swarm": measure_swarm}, quick, **own, **usual)

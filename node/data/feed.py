@@ -30,13 +30,19 @@ from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPac
 from node.data.row_files import Row, encoding_problem
 from node.data.sources import FileStream, LocalSource, open_source
 from node.data.tokenizers import open_tokenizer
-from node.experts.router import DocumentRouter, Router, document_router, fit_router, router_digest
+from node.experts.router import (
+    DocumentRouter,
+    Router,
+    document_router,
+    documents_to_fit,
+    fit_router,
+    router_digest,
+)
 from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, manifest_from_table
 from swarm.vocabulary.errors import ConfigError, SkipstoneError
 from swarm.vocabulary.types import MicrobatchId, PeerId
 
 START: Final = Cursor()
-FITTED_TO: Final = 4096
 ENOUGH: Final = 2  # Tokens read for held-out microbatches per token wanted, because microbatches are never quite full
 
 
@@ -57,10 +63,10 @@ def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
     text = manifest_from_table(table | {"data": table["data"] | source_keys(source)})
     if not manifest.stages.has_experts:
         raise ConfigError("--route-from needs experts, and this run has none", hint="Set their number with --experts.")
-    seed, held_out = manifest.seed, manifest.data.held_out
-    opened = _documents(text, as_written(text.data), None)
-    documents = list(opened.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
-    router = fit_router(documents, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed)
+    seed, held_out, experts = manifest.seed, manifest.data.held_out, manifest.stages.experts_of_each
+    opened, most = _documents(text, as_written(text.data), None), documents_to_fit(experts)
+    documents = list(opened.openings(lambda name: not is_held_out(seed, name, held_out), most, DEFAULT_PREFIX))
+    router = fit_router(documents, experts, DEFAULT_PREFIX, seed)
     routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
     return manifest_from_table(table | {"routing": routing}), router
 

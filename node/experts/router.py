@@ -35,7 +35,7 @@ from swarm.vocabulary.types import MAX_STAGES, Affinity
 Tokens = npt.NDArray[np.int64]
 
 BUCKETS: Final = 4096
-MAX_ROUTER_BYTES: Final = 68 * 1024  # Allows sixteen experts and many stages, and fits in an answer
+MAX_ROUTED_EXPERTS: Final = 64  # Of all stages with several; their tables take 257 KiB
 MAX_ENTRY: Final = 127
 MAX_BIAS: Final = 2**24  # Limit that keeps scores of the longest prefix within 32 bits
 _MAGIC: Final = b"skipstone-router"
@@ -112,6 +112,17 @@ def buckets(tokens: Tokens) -> Tokens:
     return (31 * tokens[1:] + 1009 * tokens[:-1] + 7) & (BUCKETS - 1)
 
 
+def router_bytes(experts: Sequence[int]) -> int:
+    """Returns the length of a router's file for `experts` at each stage. Raises StateError if there are too many."""
+    several = sum(count for count in experts if count > 1)
+    if several > MAX_ROUTED_EXPERTS:
+        raise StateError(
+            f"the router is for {several} experts, and this version reads routers for at most {MAX_ROUTED_EXPERTS}",
+            hint="Update Skipstone: the author may use a newer version.",
+        )
+    return _HEADER.size + 2 * len(experts) + several * (_EXPERT.size + BUCKETS)
+
+
 def router_digest(data: bytes) -> str:
     return blake3(data).hexdigest()
 
@@ -119,7 +130,7 @@ def router_digest(data: bytes) -> str:
 def read_router(data: bytes, manifest: Manifest) -> Router:
     """Parses a router from a peer or a file. Raises StateError if it is not the router that the manifest names."""
     assert manifest.routing is not None, "the caller checked that the run has a router"
-    if len(data) > MAX_ROUTER_BYTES or router_digest(data) != manifest.routing.router:  # before parsing
+    if router_digest(data) != manifest.routing.router:  # before parsing
         raise StateError(
             f"this is not the router of run {manifest.name}, whose BLAKE3 is {manifest.routing.router}",
             hint="Use the file that `skipstone new` wrote next to the manifest, or join by a link.",
@@ -157,11 +168,10 @@ def parse_router(data: bytes) -> Router:
         experts = struct.unpack_from(f"<{stages}H", data, _HEADER.size)
     except struct.error:
         raise _unreadable("it is truncated") from None
-    at = _HEADER.size + 2 * stages
-    several = [count for count in experts if count > 1]
     # Check the length before allocating tables.
-    if not several or 0 in experts or experts[0] != 1 or len(data) != at + sum(several) * (_EXPERT.size + BUCKETS):
+    if max(experts) == 1 or 0 in experts or experts[0] != 1 or len(data) != router_bytes(experts):
         raise _unreadable("its length does not match its tables")
+    at = _HEADER.size + 2 * stages
     tables: list[StageTable | None] = []
     for count in experts[1:]:
         if count == 1:
@@ -197,7 +207,8 @@ def load_router(manifest_file: Path, manifest: Manifest) -> Router | None:
     path = router_file(manifest_file)
     try:
         with path.open("rb") as file:
-            return read_router(file.read(MAX_ROUTER_BYTES + 1), manifest)  # if it is too long, `read_router` rejects it
+            # If the file is too long, `read_router` rejects it.
+            return read_router(file.read(router_bytes(manifest.stages.experts_of_each) + 1), manifest)
     except OSError as error:
         raise ConfigError(
             f"cannot read the run's router {path}: {error.strerror}",
@@ -239,9 +250,11 @@ Matrix = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 
 RESTARTS: Final = 8
+MOST_CLUSTERS: Final = 512  # Of all restarts together, because each takes time
 ITERATIONS: Final = 15
 PER_ROUTE: Final = 8
-MAX_ROUTES: Final = 256
+MAX_ROUTES: Final = 1024
+FITTED_TO: Final = 4096  # Documents, or twice as many as the routes need
 PRIOR: Final = 256.0  # Smoothing: pairs of the mean document added to each cluster
 DESCENT: Final = 150  # Gradient descent steps per stage
 SHRINK: Final = 1e-3  # Weight decay of the tables
@@ -256,17 +269,32 @@ def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
     return counted
 
 
+def documents_to_fit(experts: Sequence[int]) -> int:
+    """Returns how many documents a fit takes at most. Raises ConfigError if no router can have these experts."""
+    several, routes = sum(count for count in experts if count > 1), math.prod(experts)
+    if several > MAX_ROUTED_EXPERTS or routes > MAX_ROUTES:
+        raise ConfigError(
+            f"{several} experts on {routes} routes are too many for a router, which allows at most {MAX_ROUTED_EXPERTS}"
+            f" experts (in stages with several) and {MAX_ROUTES} routes",
+            hint="Use experts in fewer stages, or omit --route-from to assign documents at random.",
+        )
+    return max(FITTED_TO, 2 * PER_ROUTE * routes)
+
+
 def fit_router(
     documents: Sequence[tuple[Tokens, int]], experts: Sequence[int], prefix: int, seed: int, restarts: int = RESTARTS
 ) -> Router:
     """Fits a router to documents (first tokens, length). Raises ConfigError if there are too few documents."""
-    stages = tuple(experts[1:])
-    routes = math.prod(stages)
-    _check(stages, routes, len(documents))
-    openings, sizes = [opening for opening, _ in documents], np.array([size for _, size in documents], dtype=np.int64)
-    counts = counts_of(openings, prefix)
+    stages, routes, most = tuple(experts[1:]), math.prod(experts), documents_to_fit(experts)
+    if len(documents) < PER_ROUTE * routes:
+        raise ConfigError(
+            f"{len(documents)} non-empty documents are too few to fit {routes} routes, which need {PER_ROUTE * routes}",
+            hint="Use a source with more documents, or fewer experts.",
+        )
+    openings, lengths = zip(*documents[:most], strict=True)
+    counts, sizes = counts_of(openings, prefix), np.array(lengths, dtype=np.int64)
     random = np.random.default_rng(seed)
-    found = [_clustered(counts, routes, random) for _ in range(restarts)]
+    found = [_clustered(counts, routes, random) for _ in range(max(1, min(restarts, MOST_CLUSTERS // routes)))]
     _, labels, centres = max(found, key=lambda each: each[0])
     layout = _laid_out(centres, stages)
     of_stage = layout[labels]
@@ -277,34 +305,16 @@ def fit_router(
     return Router(tables, prefix)
 
 
-def _check(stages: tuple[int, ...], routes: int, documents: int) -> None:
-    several = sum(count for count in stages if count > 1)
-    if routes > MAX_ROUTES or several * (BUCKETS + 8) + 1024 > MAX_ROUTER_BYTES:
-        raise ConfigError(
-            f"{several} experts on {routes} routes are too many for a router, which allows at most"
-            f" {(MAX_ROUTER_BYTES - 1024) // (BUCKETS + 8)} experts (in stages with several) and {MAX_ROUTES} routes",
-            hint="Use experts in fewer stages, or omit --route-from to assign documents at random.",
-        )
-    if documents < PER_ROUTE * routes:
-        raise ConfigError(
-            f"{documents} non-empty documents are too few to fit {routes} routes, which need {PER_ROUTE * routes}",
-            hint="Use a source with more documents, or fewer experts.",
-        )
-
-
 def _clustered(counts: Matrix, clusters: int, random: np.random.Generator) -> tuple[float, Labels, Matrix]:
     """Clusters documents by balanced hard EM. Returns log likelihood, document clusters, token log probabilities."""
     labels = random.permutation(len(counts)) % clusters
-    # Start from single, distant documents. Mixtures of all documents would be too similar.
-    chosen = [int(random.integers(len(counts)))]
     mean = counts.sum(axis=0) / counts.sum()
-    for _ in range(1, clusters):
-        chosen.append(int(_far_from(counts, chosen, random)))
-    centres = _log_probabilities(counts[chosen], mean)
+    # Start from single, distant documents. Mixtures of all documents would be too similar.
+    centres = _log_probabilities(counts[_distant(counts, clusters, random)], mean)
     likelihood = -math.inf
     for _ in range(ITERATIONS):
         scores = counts @ centres.T
-        before, labels = labels, np.array(balanced(scores.tolist(), clusters), dtype=np.int64)
+        before, labels = labels, np.array(balanced(scores, clusters), dtype=np.int64)
         likelihood = float(scores[np.arange(len(counts)), labels].sum())
         sums = np.stack([counts[labels == cluster].sum(axis=0) for cluster in range(clusters)])
         centres = _log_probabilities(sums, mean)
@@ -313,11 +323,15 @@ def _clustered(counts: Matrix, clusters: int, random: np.random.Generator) -> tu
     return likelihood, labels, centres
 
 
-def _far_from(counts: Matrix, chosen: list[int], random: np.random.Generator) -> int:
-    """Draws a document by its distance from the nearest chosen one (k-means++, Arthur and Vassilvitskii 2007)."""
+def _distant(counts: Matrix, wanted: int, random: np.random.Generator) -> list[int]:
+    """Draws documents, each by its distance from the nearest one before (k-means++, Arthur and Vassilvitskii 2007)."""
     units = np.sqrt(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
-    distances = np.maximum(1 - (units @ units[chosen].T).max(axis=1), 1e-9)
-    return int(random.choice(len(counts), p=distances / distances.sum()))
+    chosen = [int(random.integers(len(counts)))]
+    nearest = np.full(len(counts), np.inf, np.float32)
+    while len(chosen) < wanted:
+        nearest = np.minimum(nearest, np.maximum(1 - units @ units[chosen[-1]], 1e-9))
+        chosen.append(int(random.choice(len(counts), p=nearest / nearest.sum())))
+    return chosen
 
 
 def _log_probabilities(sums: Matrix, mean: Matrix) -> Matrix:
@@ -331,23 +345,25 @@ def _laid_out(centres: Matrix, stages: tuple[int, ...]) -> Labels:
     routes = np.array(list(product(*(range(count) for count in stages))), dtype=np.int64)
     # Number of stages with a choice that two routes share.
     shared = (routes[:, None, :] == routes[None, :, :])[:, :, np.array(stages) > 1].sum(axis=2)
-    squares = (centres**2).sum(axis=1)
-    apart = (squares[:, None] + squares[None, :] - 2 * centres @ centres.T) / centres.shape[1]
-    place = np.arange(len(centres))
+    squares = (centres**2).sum(axis=1, dtype=np.float64)
+    apart = (squares[:, None] + squares[None, :] - 2.0 * (centres @ centres.T)) / centres.shape[1]
+    apart = (apart + apart.T) / 2
+    np.fill_diagonal(apart, 0)
+    place, near, most = np.arange(len(centres)), shared.astype(np.float64), shared[0, 0]
     better = True
     while better:
         better = False
         for one in range(len(place)):
-            for other in range(one):
-                swapped = place.copy()
-                swapped[[one, other]] = place[[other, one]]
-                if _cost(shared, apart, place) - _cost(shared, apart, swapped) > 1e-6:
-                    place, better = swapped, True
+            # Half of the change of (near * apart).sum() if `one` swaps places with each other cluster.
+            own = (near * apart).sum(axis=1)
+            change = near @ apart[one] + apart @ near[one] - own - own[one] - 2 * (most - near[one]) * apart[one]
+            other = int(change.argmin())
+            if change[other] < -1e-6:
+                pair, swapped = [one, other], [other, one]
+                place[pair], near[pair] = place[swapped], near[swapped]
+                near[:, pair] = near[:, swapped]
+                better = True
     return routes[place]
-
-
-def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:
-    return float((shared[np.ix_(place, place)] * apart).sum())
 
 
 def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) -> StageTable:
@@ -355,7 +371,7 @@ def _stage_table(counts: Matrix, sizes: Labels, labels: Labels, experts: int) ->
     weights = softmax_weights(counts, labels, experts)
     scale = MAX_ENTRY / max(float(np.abs(weights).max()), 1e-9)
     entries = np.rint(weights * scale).astype(np.int8)  # integer scores are equal on every machine
-    scores = counts.astype(np.int64) @ entries.T.astype(np.int64)
+    scores = (counts @ entries.T.astype(np.float32)).astype(np.int64)  # exact: all sums are below 2^24
     bias = np.clip(even_bias(scores, sizes, EVEN), -MAX_BIAS, MAX_BIAS).astype(np.int32)
     return StageTable(entries, bias, tuple(shares_of_tokens(scores + bias, sizes).tolist()))
 
@@ -381,33 +397,31 @@ def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
 SLACK: Final = 1.05  # Largest size of a cluster, relative to an equal share
 
 
-def balanced(scores: Sequence[Sequence[float]], clusters: int, slack: float = SLACK) -> list[int]:
+def balanced(scores: npt.ArrayLike, clusters: int, slack: float = SLACK) -> list[int]:
     """Assigns documents to clusters by scores [documents, clusters], at most `slack` times an equal share each."""
-    capacity = math.ceil(slack * len(scores) / clusters)
-    room = [capacity] * clusters
-    waiting = [(*_loss(of, room), index) for index, of in enumerate(scores)]  # Negative loss, cluster, document
+    values = np.asarray(scores, np.float64)
+    capacity = math.ceil(slack * len(values) / clusters)
+    room, full = [capacity] * clusters, np.zeros(clusters)
+    waiting = [(*_loss(of, full), index) for index, of in enumerate(values)]  # Negative loss, cluster, document
     heapify(waiting)
-    chosen = [0] * len(scores)
+    chosen = [0] * len(values)
     while waiting:
         _, best, index = waiting[0]  # a lazy heap: entries are updated when they reach the top
-        current = _loss(scores[index], room)
+        current = _loss(values[index], full)
         if current != waiting[0][:2]:  # a cluster filled up meanwhile
             heapreplace(waiting, (*current, index))
             continue
         heappop(waiting)
         chosen[index] = best
         room[best] -= 1
+        if not room[best]:
+            full[best] = -np.inf
     return chosen
 
 
-def _loss(scores: Sequence[float], room: Sequence[int]) -> tuple[float, int]:
+def _loss(scores: npt.NDArray[np.float64], full: npt.NDArray[np.float64]) -> tuple[float, int]:
     """Returns the second best score minus the best one, among clusters with room, and the best cluster."""
-    best, second, found = -math.inf, -math.inf, -1
-    for cluster, score in enumerate(scores):
-        if not room[cluster]:
-            continue
-        if score > best:
-            best, second, found = score, best, cluster
-        elif score > second:
-            second = score
-    return second - best, found
+    left = scores + full  # -inf for a full cluster
+    best = int(left.argmax())
+    most, left[best] = float(left[best]), -np.inf
+    return float(left.max()) - most, best

@@ -4,55 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Final, TypeVar
 
 from node.concurrency.task_groups import task_scope
-from node.experts.router import Router, read_router
-from node.network.session import ASK_TIMEOUT_S, ASKED_AT_ONCE, NetworkSession
-from protocol.interfaces.transport import MAX_TOKENIZER_PIECES, TOKENIZER_PIECE_BYTES, Question, QuestionAbout
+from node.experts.router import Router, read_router, router_bytes
+from node.network.session import ASK_TIMEOUT_S, NetworkSession
+from protocol.interfaces.transport import (
+    MAX_TOKENIZER_PIECES,
+    ROUTER_PIECE_BYTES,
+    TOKENIZER_PIECE_BYTES,
+    Question,
+    QuestionAbout,
+)
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ProtocolViolation, Stalled, StateError
 from swarm.vocabulary.types import PeerId
 
+File = TypeVar("File")
+
 PEERS_AT_ONCE: Final = 2  # So that one slow or lying peer delays nothing; half of the bytes are wasted
 PIECES_AT_ONCE: Final = 4  # Half of the questions that a peer allows at a time
 WHOLE_S: Final = 300.0  # A file of 20 MB at 70 kB/s
+PIECE_BYTES: Final = {QuestionAbout.ROUTER: ROUTER_PIECE_BYTES, QuestionAbout.TOKENIZER: TOKENIZER_PIECE_BYTES}
 
 
 async def fetch_router(session: NetworkSession, manifest: Manifest, patience_s: float) -> Router | None:
-    """Downloads the expert router from a peer; None if the run has none. Raises Unreachable after `patience_s`."""
+    """Downloads the expert router; None if the run has none. Raises Unreachable, StateError if it is too large."""
     if manifest.routing is None:
         return None
-
-    async def ask(peer: PeerId) -> Router:
-        data = await session.transport.ask(peer, Question(QuestionAbout.ROUTER), ASK_TIMEOUT_S)
-        try:
-            return read_router(data, manifest)
-        except StateError as error:
-            raise ProtocolViolation(str(error)) from None
-
-    return await session.first_answer(ask, lambda peer: True, patience_s, "gave this run's router", ASKED_AT_ONCE)
+    pieces = -(-router_bytes(manifest.stages.experts_of_each) // ROUTER_PIECE_BYTES)
+    return await _fetched(
+        session, QuestionAbout.ROUTER, pieces, lambda content: read_router(content, manifest), patience_s
+    )
 
 
 async def fetch_tokenizer(session: NetworkSession, sha256: str, patience_s: float) -> bytes:
-    """Downloads the tokenizer's file; never asks a peer again that sent a wrong file. Raises Unreachable."""
-    liars = set[PeerId]()
+    """Downloads the tokenizer's file. Raises Unreachable after `patience_s`."""
 
-    async def ask(peer: PeerId) -> bytes:
-        try:
-            async with asyncio.timeout(WHOLE_S):
-                content = await _pieces(session, peer)
-        except TimeoutError:
-            raise Stalled(f"it did not send the tokenizer's file within {WHOLE_S:g} s") from None
-        # A single piece cannot be checked, so parse nothing before the whole file matches the manifest's hash.
+    def checked(content: bytes) -> bytes:
         if hashlib.sha256(content).hexdigest() != sha256:
-            liars.add(peer)
-            raise ProtocolViolation("it sent a tokenizer other than the run's")
+            raise StateError("it sent a tokenizer other than the run's")
         return content
 
-    what = "gave this run's tokenizer"
-    return await session.first_answer(ask, lambda peer: peer not in liars, patience_s, what, PEERS_AT_ONCE)
+    return await _fetched(session, QuestionAbout.TOKENIZER, MAX_TOKENIZER_PIECES, checked, patience_s)
 
 
 def router_given(session: NetworkSession, router: Router | None) -> AbstractContextManager[None]:
@@ -70,30 +66,53 @@ def _given(session: NetworkSession, about: QuestionAbout, content: bytes | None)
         return nullcontext()
 
     async def answer(asker: PeerId, question: Question) -> bytes:
-        if about is QuestionAbout.ROUTER:
-            return content
-        first = question.piece * TOKENIZER_PIECE_BYTES
-        return content[first : first + TOKENIZER_PIECE_BYTES]
+        first = question.piece * PIECE_BYTES[about]
+        return content[first : first + PIECE_BYTES[about]]
 
     return session.dispatcher.registered(answers={about: answer})
 
 
-async def _pieces(session: NetworkSession, peer: PeerId) -> bytes:
-    """Downloads a peer's tokenizer file in pieces, until a short piece; at most MAX_TOKENIZER_PIECES."""
-    found = bytearray()
-    for first in range(0, MAX_TOKENIZER_PIECES, PIECES_AT_ONCE):
+async def _fetched(
+    session: NetworkSession, about: QuestionAbout, pieces: int, checked: Callable[[bytes], File], patience_s: float
+) -> File:
+    """Downloads a file of at most `pieces` pieces; never asks a peer again that sent a wrong file.
+
+    Args:
+        checked: returns the parsed file. Raises StateError if it is not the one that the manifest names.
+    """
+    liars = set[PeerId]()
+
+    async def ask(peer: PeerId) -> File:
+        try:
+            async with asyncio.timeout(WHOLE_S):
+                content = await _pieces(session, peer, about, pieces)
+        except TimeoutError:
+            raise Stalled(f"it did not send the {about.value}'s file within {WHOLE_S:g} s") from None
+        # A single piece cannot be checked, so parse nothing before the whole file matches the manifest's hash.
+        try:
+            return checked(content)
+        except StateError as error:
+            liars.add(peer)
+            raise ProtocolViolation(str(error)) from None
+
+    what = f"gave this run's {about.value}"
+    return await session.first_answer(ask, lambda peer: peer not in liars, patience_s, what, PEERS_AT_ONCE)
+
+
+async def _pieces(session: NetworkSession, peer: PeerId, about: QuestionAbout, pieces: int) -> bytes:
+    """Downloads a peer's file until a short piece, or all `pieces`."""
+    found, most = bytearray(), PIECE_BYTES[about]
+    for first in range(0, pieces, PIECES_AT_ONCE):
         async with task_scope() as tasks:
             asked = [
-                tasks.create_task(
-                    session.transport.ask(peer, Question(QuestionAbout.TOKENIZER, piece=piece), ASK_TIMEOUT_S)
-                )
-                for piece in range(first, first + PIECES_AT_ONCE)
+                tasks.create_task(session.transport.ask(peer, Question(about, piece=piece), ASK_TIMEOUT_S))
+                for piece in range(first, min(first + PIECES_AT_ONCE, pieces))
             ]
         for task in asked:
             piece = task.result()
-            if len(piece) > TOKENIZER_PIECE_BYTES:
-                raise ProtocolViolation(f"a piece of {len(piece)} bytes is longer than {TOKENIZER_PIECE_BYTES}")
+            if len(piece) > most:
+                raise ProtocolViolation(f"a piece of {len(piece)} bytes is longer than {most}")
             found += piece
-            if len(piece) < TOKENIZER_PIECE_BYTES:
+            if len(piece) < most:
                 return bytes(found)
     return bytes(found)

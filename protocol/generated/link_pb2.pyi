@@ -710,8 +710,10 @@ class ManifestQuestion(_message.Message):
     def __init__(self) -> None: ...
 
 class RouterQuestion(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("piece",)
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    piece: int
+    def __init__(self, piece: _Optional[int] = ...) -> None: ...
 
 class TokenizerQuestion(_message.Message):
     __slots__ = ("piece",)

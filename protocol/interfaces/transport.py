@@ -34,6 +34,7 @@ class AddressBook(Protocol):
 
 
 MAX_RECORD_BYTES: Final = 2048
+ROUTER_PIECE_BYTES: Final = 68 * 1024  # A router of up to 16 experts is one piece, as older peers expect
 TOKENIZER_PIECE_BYTES: Final = 2**16
 MAX_TOKENIZER_PIECES: Final = 2**11
 MAX_ACCUSED: Final = 8
@@ -66,7 +67,7 @@ class Question:
     record: Record = b""  # `call` and `called`: record of the peer that wants the link
     # `work`: replicas of the module that the asker excludes from rounds as liars
     accused: Annotated[tuple[PeerId, ...], Length(0, MAX_ACCUSED)] = ()
-    # `tokenizer`: index of a piece of TOKENIZER_PIECE_BYTES
+    # `router` and `tokenizer`: index of a piece of the file
     piece: Annotated[int, Range(0, MAX_TOKENIZER_PIECES - 1)] = 0
 
 
@@ -78,7 +79,7 @@ class QuestionAbout(enum.Enum):
     DIAL_BACK = "dial_back"  # Whether the asker can be dialled
     CALL = "call"  # To an intermediate peer: ask another peer to dial the asker
     CALLED = "called"  # From an intermediate peer: dial the owner of the record
-    ROUTER = "router"
+    ROUTER = "router"  # A piece of the router file, as for the tokenizer
     WORK = "work"  # Tallies that prove the work of a module's replicas
     TOKENIZER = "tokenizer"  # A piece of the tokenizer file; shorter or empty at its end
 

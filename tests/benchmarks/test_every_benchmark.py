@@ -35,7 +35,7 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
     ("name", "keys"),
     [
         ("codecs", {"table", "loss"}),
-        ("experts", {"loss"}),
+        ("experts", {"loss", "rounds"}),
         ("filling", {"put_off", "filling"}),
         ("kfac", {"schedule", "training"}),
         ("memory", {"head"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,11 @@ def test_buckets_are_in_range_for_any_vocabulary() -> None:
     assert found.max() < routing.BUCKETS
 
 
-@pytest.mark.parametrize("experts", [(1, 2, 3), (1, 1, 4), (1, 2, 1)])
+@pytest.mark.parametrize("experts", [(1, 2, 3), (1, 1, 4), (1, 2, 1), (1, 32, 32)])
 def test_its_bytes_give_it_back(experts: tuple[int, ...]) -> None:
     router = some_router(experts)
     data = router.to_bytes()
+    assert len(data) == routing.router_bytes(experts)
     back = routing.read_router(data, manifest_with(router))
     assert back.to_bytes() == data
     scores = back.affinity("", tokens(b"some text"))
@@ -91,7 +93,7 @@ def test_another_router_than_the_manifest_names_is_refused() -> None:
     with pytest.raises(StateError, match="this is not the router"):
         routing.read_router(some_router(seed=1).to_bytes(), manifest_with(ROUTER))
     with pytest.raises(StateError, match="this is not the router"):
-        routing.read_router(bytes(routing.MAX_ROUTER_BYTES + 1), manifest_with(ROUTER))
+        routing.read_router(bytes(10**6), manifest_with(ROUTER))
 
 
 DATA = ROUTER.to_bytes()
@@ -201,8 +203,40 @@ def test_what_a_router_cannot_tell_apart_is_refused() -> None:
     openings, _ = documents(4)
     with pytest.raises(ConfigError, match=r"16 non-empty documents are too few to fit 4 routes"):
         routing.fit_router(openings, (1, 2, 2), 64, seed=1)
-    with pytest.raises(ConfigError, match="18 experts on 18 routes"):
-        routing.fit_router(openings, (1, 18), 64, seed=1)
+    for experts, why in {(1, 65): "65 experts on 65 routes", (1, 10, 11, 10): "31 experts on 1100 routes"}.items():
+        with pytest.raises(ConfigError, match=why):
+            routing.documents_to_fit(experts)
+    assert routing.documents_to_fit((1, 16, 16)) == 4096
+    assert routing.documents_to_fit((1, 32, 32)) == 16_384
+
+
+def test_no_two_clusters_would_better_swap_their_routes() -> None:
+    stages = (3, 1, 4)
+    centres = np.random.default_rng(2).normal(size=(12, 8)).astype(np.float32)
+    routes = routing._laid_out(centres, stages)
+    assert {tuple(route) for route in routes.tolist()} == set(product(*map(range, stages)))
+    apart = ((centres[:, None] - centres[None, :]).astype(np.float64) ** 2).sum(axis=2)
+
+    def cost(places: np.ndarray[Any, Any]) -> float:
+        shared = ((places[:, None] == places[None, :]) & (np.array(stages) > 1)).sum(axis=2)
+        return float((shared * apart).sum())
+
+    for one, other in combinations(range(12), 2):
+        swapped = routes.copy()
+        swapped[[one, other]] = routes[[other, one]]
+        assert cost(routes) <= cost(swapped) + 1e-3
+
+
+def test_many_kinds_have_routes_of_their_own() -> None:
+    """16 kinds of documents on 16 routes of 4 x 4 experts; the fit depends on the seed only."""
+    random, letters = np.random.default_rng(7), np.arange(64).reshape(16, 4)
+    openings = [(random.choice(letters[kind], 64), 100) for kind in range(16) for _ in range(8)]
+    fitted = routing.fit_router(openings, (1, 4, 4), 64, seed=1, restarts=2)
+    found = routes_of(fitted, openings)
+    assert len(set(found)) >= 14
+    purity = [Counter(found[first : first + 8]).most_common(1)[0][1] for first in range(0, 128, 8)]
+    assert sum(purity) >= 120
+    assert routing.fit_router(openings, (1, 4, 4), 64, seed=1, restarts=2).to_bytes() == fitted.to_bytes()
 
 
 def test_experts_have_equal_shares_of_the_tokens_and_not_of_the_documents() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from node.experts.router import Router
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from node.network.peer_files import PIECES_AT_ONCE, fetch_router, fetch_tokenizer, router_given, tokenizer_given
@@ -20,6 +22,7 @@ from node.network.session import NetworkSession, first_good
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import (
     MAX_TOKENIZER_PIECES,
+    ROUTER_PIECE_BYTES,
     TOKENIZER_PIECE_BYTES,
     Question,
     QuestionAbout,
@@ -28,7 +31,7 @@ from protocol.interfaces.transport import (
 )
 from swarm.membership.membership import Membership
 from swarm.vocabulary import averaging_messages
-from swarm.vocabulary.errors import ManifestError, Rejected, Unreachable
+from swarm.vocabulary.errors import ManifestError, Rejected, StateError, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Close,
@@ -215,12 +218,15 @@ class Seen:
 
 
 class FilePeers:
-    """A session whose peers give these files; None has none, and a number is the length of each of its pieces."""
+    """A session whose peers give these files; None has none, and a number is the length of each of its pieces.
+
+    A router in bytes is sent whole in answer to any question, as older peers do.
+    """
 
     introduced: frozenset[PeerId] = frozenset()
     first_answer = NetworkSession.first_answer
 
-    def __init__(self, files: Mapping[str, bytes | int | None]) -> None:
+    def __init__(self, files: Mapping[str, bytes | Router | int | None]) -> None:
         self._files = files
         self.asked = Counter[str]()
         self.open = self.most_open = 0
@@ -241,11 +247,11 @@ class FilePeers:
             raise Rejected("it has none")
         if isinstance(file, int):
             return bytes(file)
-        if question.about is QuestionAbout.ROUTER:
+        if question.about is QuestionAbout.ROUTER and isinstance(file, bytes):
             return file
         giving = FilePeers({})
-        with tokenizer_given(giving, file):
-            answer: bytes = await giving.answers[QuestionAbout.TOKENIZER](PeerId("asker"), question)
+        with router_given(giving, file) if isinstance(file, Router) else tokenizer_given(giving, file):
+            answer: bytes = await giving.answers[question.about](PeerId("asker"), question)
         return answer
 
     @contextmanager
@@ -282,10 +288,24 @@ async def test_a_file_without_an_end_is_not_read_for_ever() -> None:
 
 async def test_the_one_whose_hash_is_right_is_taken() -> None:
     wrong = {"none": None, "other": some_router(seed=4).to_bytes(), "long": bytes(10**5)}
-    found = await fetch_router(FilePeers({**wrong, "good": ROUTER.to_bytes()}), MANIFEST, 0.0)
+    peers = FilePeers({**wrong, "good": ROUTER.to_bytes()})
+    found = await fetch_router(peers, MANIFEST, 0.0)
     assert found.to_bytes() == ROUTER.to_bytes()
+    assert peers.asked["good"] == 1
     with pytest.raises(Unreachable, match="no peer gave this run's router"):
         await fetch_router(FilePeers(wrong), MANIFEST, 0.0)
+
+
+async def test_a_router_of_more_experts_arrives_in_pieces() -> None:
+    large = some_router((1, 32, 32))
+    peers = FilePeers({"old": large.to_bytes()[:ROUTER_PIECE_BYTES], "short": ROUTER, "good": large})
+    found = await fetch_router(peers, manifest_with(large), 0.0)
+    assert found.to_bytes() == large.to_bytes()
+    assert peers.asked["good"] == math.ceil(len(large.to_bytes()) / ROUTER_PIECE_BYTES) == 4
+    peers = FilePeers({"good": large})
+    with pytest.raises(StateError, match="is for 65 experts, and this version reads routers for at most 64"):
+        await fetch_router(peers, manifest_with(some_router((1, 33, 32))), 0.0)
+    assert not peers.asked
 
 
 async def test_a_run_without_a_router_asks_nobody_and_a_peer_with_one_gives_it() -> None:

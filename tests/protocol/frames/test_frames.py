@@ -117,6 +117,7 @@ EXAMPLES: Final[dict[str, frames.SmallFrame]] = {
     "question dial_back": frames.QuestionFrame(4, Question(QuestionAbout.DIAL_BACK, port=65_535)),
     "question call": frames.QuestionFrame(5, Question(QuestionAbout.CALL, peer=B, record=b"record")),
     "question router": frames.QuestionFrame(7, Question(QuestionAbout.ROUTER)),
+    "question router piece": frames.QuestionFrame(7, Question(QuestionAbout.ROUTER, piece=3)),
     "question work": frames.QuestionFrame(8, Question(QuestionAbout.WORK, module=types.ModuleId(3, 1), accused=(B,))),
     "question tokenizer": frames.QuestionFrame(7, Question(QuestionAbout.TOKENIZER, piece=258)),
     "question called": frames.QuestionFrame(6, Question(QuestionAbout.CALLED, record=b"record")),
