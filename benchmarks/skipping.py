@@ -2,8 +2,7 @@
 
 One model of 12 stages, trained by the product's own loop on the same text in the same order; a token is a byte.
 `tokens`: an arm called by a fraction has paths through that share of the stages, stage 0 always, skipped in a ring.
-`spread` chooses half of the stages evenly over the depth, `swap` visits two neighbouring stages in reverse order
-(SkipPipe). `trap` has 12 stages after an empty stage 0 and 6 on a path: ring and `spread` know two sets of stages only.
+`spread` chooses half of the stages evenly over the depth. `trap` has 12 stages after an empty stage 0 and 6 on a path: ring and `spread` know two sets of stages only.
 `rules` are those of `skipstone new`; `varied` is the same without full paths. `behind`: the full model's perplexity
 over that of `full`, minus 1. `half_spread_drop`, `half_random_drop`: the same for half of the stages (evenly spread; 8
 random draws) over the same full model.
@@ -98,18 +97,6 @@ def spread(manifest: Manifest) -> ChooseStages:
     return lambda number: spread_stages(rules, number)
 
 
-def swapped(manifest: Manifest) -> ChooseStages:
-    """Two neighbours of each path change places, another pair for each microbatch."""
-
-    def choose(number: int) -> Sequence[int]:
-        path = list(ring(manifest)(number))
-        first = number % (len(path) - 1)
-        path[first : first + 2] = reversed(path[first : first + 2])
-        return path
-
-    return choose
-
-
 @dataclass(frozen=True, slots=True)
 class Arm:
     """`visited` stages of a path, stage 0 included, and how they are chosen."""
@@ -126,7 +113,6 @@ ARMS: Final = {
     "2/3": Arm(STAGES * 2 // 3, ring),
     "1/2": Arm(STAGES // 2, ring),
     "spread": Arm(STAGES // 2, spread),
-    "swap": Arm(STAGES // 2, swapped),
     "rules": Arm(STAGES // 2, planned_stages, full_every=10),
 }
 TRAP_ARMS: Final = {
