@@ -2,10 +2,10 @@
 
 One model of 12 stages, trained by the product's own loop on the same text in the same order; a token is a byte.
 `tokens`: an arm called by a fraction has paths through that share of the stages, stage 0 always, skipped in a ring.
-`spread` chooses half of the stages evenly over the depth. `trap` has 12 stages after an empty stage 0 and 6 on a path: ring and `spread` know two sets of stages only.
-`rules` are those of `skipstone new`; `varied` is the same without full paths. `behind`: the full model's perplexity
-over that of `full`, minus 1. `half_spread_drop`, `half_random_drop`: the same for half of the stages (evenly spread; 8
-random draws) over the same full model.
+`spread` chooses half of the stages evenly over the depth. `trap` has 12 stages after an empty stage 0 and 6 on a path,
+where ring and `spread` know two sets of stages only. `rules` are those of `skipstone new`; `varied` is the same without
+full paths. `behind`: the full model's perplexity over that of `full`, minus 1. `half_spread_drop`, `half_random_drop`:
+the same for half of the stages (evenly spread; 8 random draws) over the same full model.
 
 `time`: all arms get the emulated seconds in which full paths make `--steps` steps. Each stage after stage 0 has two
 replicas of 1 to 4 visits a second, log-uniform by seed; the first full stage sets the pace, and a faster arm trains on
