@@ -43,7 +43,7 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
         ("packing", {"hidden", "bars", "settings"}),
         ("parity", {"rounds", "difference"}),
         ("paths", {"compared", "runs"}),
-        ("skipping", {"stages", "task", "tokens", "time"}),
+        ("skipping", {"stages", "task", "tokens", "trap", "time"}),
         ("transport", {"chunks", "best_mb_per_s", "skipstone"}),
     ],
 )
