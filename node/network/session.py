@@ -100,6 +100,15 @@ class MembershipSync:
         """Requests that this node's record is published soon, because its state changed."""
         self._publish_now.set()
 
+    async def publish(self) -> bool:
+        """Announces this node to linked peers and the directory. False without a valid record. Raises Unreachable."""
+        announcement = self.own.announcement()
+        record = self.record.of(announcement)
+        self.transport.announce(record)
+        if self.record.is_encodable:
+            await self.directory.publish(announcement, record)
+        return self.record.is_encodable
+
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
         """Receives other peers' records and link changes from the dispatcher within the block."""
         return dispatcher.registered(announced=self.announced, link_up=self.link_up, link_down=self.link_down)
@@ -202,12 +211,7 @@ class MembershipSync:
         while True:
             wait = RECORD_LIFETIME_S / 3  # two publications may fail before the record expires
             try:
-                announcement = self.own.announcement()
-                record = self.record.of(announcement)
-                self.transport.announce(record)
-                if self.record.is_encodable:
-                    await self.directory.publish(announcement, record)
-                else:
+                if not await self.publish():
                     wait = PUBLISH_RETRY_S
             except Unreachable as error:
                 log.info("directory: %s", error)
@@ -379,12 +383,9 @@ class NetworkSession:
     async def withdraw(self, limit_s: float) -> None:
         """Announces to linked peers and the directory that this node no longer hosts a module."""
         self.own.state, self.own.module = PeerState.VISITING, None
-        announcement = self.own.announcement()
-        record = self.membership_sync.record.of(announcement)
-        self.transport.announce(record)
         try:
             async with asyncio.timeout(limit_s):
-                await self.directory.publish(announcement, record)
+                await self.membership_sync.publish()
         except (Unreachable, TimeoutError) as error:
             log.info("the directory drops this node only when its record expires: %s", error)
 

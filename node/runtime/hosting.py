@@ -1,7 +1,7 @@
-"""The modules that one node hosts: its first one, those of --stages, and modules that no other peer serves.
+"""The modules of one node: its first one, those of --stages, and modules without another peer.
 
 Each module is a peer of its own, with key, port, rounds and checkpoints; the process, the devices and the DHT process
-are shared. Peers of one node pass microbatches to each other by a call (`protocol.transport.local_link`).
+are shared. Peers of one node pass microbatches to each other by a call (`protocol.transport.grpc_transport.LocalLink`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 WITHDRAW_S: Final = 2.0
 LOOK_S: Final = 2.0
 DATA_FIRST_S: Final = 6.0  # Time for the first module to stop: a data node's microbatches still need the others
-# A module that nobody serves for this long is hosted beside others. Newcomers and moves are first.
+# Seconds without a peer after which a module is hosted here too. Newcomers and moving nodes come before that.
 ALONE_S: Final = 20.0
 
 
@@ -72,7 +72,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One or several devices that compute together, the first of which holds a module's state."""
+    """Devices that compute together, and their thread. The first device holds the module's state."""
 
     threads: DeviceThreads
     thread: ComputeThread
@@ -113,7 +113,7 @@ class Hosting:
                 self._stop_beside.set()
 
     async def _host_unserved(self, first: NetworkSession, options: NodeOptions, events: EventSink) -> None:
-        """Hosts a module that nobody serves, one at a time, while memory lasts and until another peer serves it."""
+        """Hosts modules without a peer, while they fit. Begins one at a time; each ends once another peer serves it."""
         entered, clock = self._entered, first.own.clock
         alone_since: dict[ModuleId, float] = {}
         more: list[asyncio.Task[None]] = []
@@ -260,7 +260,7 @@ class Hosting:
 
     @contextmanager
     def _linked(self, number: int, session: NetworkSession) -> Iterator[None]:
-        """Links the session with those of the node's other modules within the block."""
+        """Links the session to the node's other sessions within the block."""
         for other in self._sessions.values():
             session.transport.link_locally(other.transport)
         self._sessions[number] = session
@@ -291,7 +291,7 @@ def _until_others_serve(stop: asyncio.Event, context: ModuleContext) -> NextModu
         while True:
             await asyncio.sleep(LOOK_S)
             replicas = session.membership.replicas(context.module, session.own.clock.monotonic())
-            # Of two nodes that host the module beside others, only one may give it up.
+            # Only the node that started first gives the module up, so that one of two keeps it.
             if any(a.incarnation > session.own.incarnation for a in replicas) and await others_serve(context):
                 stop.set()
 

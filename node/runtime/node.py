@@ -109,9 +109,10 @@ async def _joined(
     text = local_paths(signed.manifest.data, options.local_path_options, own=own)
     if uninvited is not None:
         text = Reasoned(None, f"{uninvited}. {HOW_TO_BE_INVITED}")
-    fitting = FittingModules(signed.manifest, options, device).fitting_stages()
-    if consent is not None and not await unless(stop, consent(signed, text, fitting, own)):
-        raise Declined("the run was not joined")
+    if consent is not None:
+        fitting = FittingModules(signed.manifest, options, device).fitting_stages()
+        if not await unless(stop, consent(signed, text, fitting, own)):
+            raise Declined("the run was not joined")
     return text
 
 

@@ -14,7 +14,7 @@ from node.averaging.module_rounds import first_state
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import Saver
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.task_groups import task_scope, unless
+from node.concurrency.task_groups import background, unless
 from node.context.module_context import ModuleContext
 from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
@@ -158,16 +158,11 @@ def _become(state: PeerState, context: ModuleContext) -> None:
 
 @asynccontextmanager
 async def _at_work(role: NodeRole, context: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
-    async with task_scope() as tasks:
-        work = [role.runner.run(), role.run(), _report(role, context), *([] if saver is None else [saver.run()])]
-        running = [tasks.create_task(each) for each in work]
-        try:
-            await asyncio.sleep(0)  # the runner must run before it can take work
-            with role.runner.receiving(context.session.dispatcher):
-                yield
-        finally:
-            for task in running:
-                task.cancel()
+    work = [role.runner.run(), role.run(), _report(role, context), *([] if saver is None else [saver.run()])]
+    async with background(*work):
+        await asyncio.sleep(0)  # the runner must run before it can take work
+        with role.runner.receiving(context.session.dispatcher):
+            yield
 
 
 async def _report(role: NodeRole, context: ModuleContext) -> None:

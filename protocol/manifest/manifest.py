@@ -556,7 +556,7 @@ class Manifest(Section):
             raise ValueError('stages.experts above 1 needs model.attention = "documents": whole documents are routed')
         jump, visited, skippable = self.paths.max_jump, self.stages.visited_per_path, self.stages.count - 1
         if jump is not None and visited * (jump + 1) < skippable:
-            # Of jump + 1 stages in a row each path visits one, so with equal visits it visits every (jump + 1)th.
+            # Each path visits at least one of any jump + 1 neighbouring stages, and visits are equal.
             skipped, least = -(-skippable // visited) - 1, -(-skippable // (jump + 1))
             raise ValueError(
                 f"paths.max_jump ({jump}): a path of {visited} of {skippable} stages skips {skipped} in a row; visit at"

@@ -1,4 +1,4 @@
-"""The transport: one link per pair of peers, over gRPC with mutual TLS."""
+"""The transport: one link per pair of peers, over gRPC with mutual TLS, or by calls within a process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from protocol.frames.frames import AnnouncementFrame, Farewell, FarewellReason, 
 from protocol.identity.certificates import TlsCredentials
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import AddressBook, FarEnd, LinkFigures, LinkHandler, Question
+from protocol.interfaces.transport import AddressBook, FarEnd, LinkFigures, LinkHandler, Question, Refusal
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.transport.handshake import SameKey, expect_hello, objection_to, proven_peer
-from protocol.transport.link import Link, LinkSurroundings
-from protocol.transport.local_link import LocalLink
+from protocol.transport.link import Link, LinkSurroundings, receipt_of
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings, joined
-from swarm.vocabulary.errors import LEAVING, ConfigError, PeerError, ProtocolViolation, Rejected, Unreachable
-from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.errors import LEAVING, ConfigError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
+from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward, TensorMessage
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
@@ -42,6 +41,36 @@ class _Dial:
 
     outcome: asyncio.Future[Link]
     task: asyncio.Task[None]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLink:
+    """The link of `own` to `peer`, with the handlers of both; the two are the same for a path without hops."""
+
+    own: PeerId
+    own_handler: LinkHandler
+    peer: PeerId
+    handler: LinkHandler
+
+    async def send(self, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        admitted = self.handler.admit(self.own, message, tensor)
+        if not isinstance(admitted, Refusal):
+            admitted[:] = data.cast("B")  # The peer keeps its input longer than we keep our output
+            self.handler.received(self.own, message, tensor, admitted)
+        elif isinstance(message, Forward | Backward):
+            self.own_handler.received_control(self.peer, receipt_of(message, admitted))
+
+    async def send_control(self, message: ControlMessage) -> None:
+        self.handler.received_control(self.own, message)
+
+    async def ask(self, question: Question, timeout_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.handler.answer(self.own, question)
+        except TimeoutError:
+            raise Stalled(f"{short(self.peer)}, of this process, did not answer within {timeout_s:g} s") from None
+        except PeerError as error:  # about a third peer, perhaps: this one is alive
+            raise Rejected(f"{short(self.peer)} refused to answer: {error}") from None
 
 
 class GrpcTransport:
