@@ -7,6 +7,9 @@ at staleness 0 (steps wait for each other) and 1 (data nodes launch freely).
 (`tests/e2e/emulated.py`), so the choice of paths is measured and not the cores. `CELLS` are the settings and the bars.
 The arms of a seed run one after the other in random order on the same machines and links. Announced speeds are wrong by
 up to a factor of 2. A swarm is measured after every replica has had ten visits, or after the longest warm-up.
+Cell P is a published problem (`--instances`, six stages and three on a path) whose own schedule (`--schedule`, as
+`skipstone simulate --arm replay:` has it) is the other arm. Its seconds count as a quarter, and a replica dies in the
+middle of the measured time. `seconds_to_the_loss`: until the loss that the worst arm of a seed reaches at the end.
 `share_of_bound`: throughput over that of the slowest stage if its replicas never idled. `machine_load`: busy share of
 the cores; above 0.7 the emulated times are not true.
 """
@@ -21,21 +24,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import all_serve, emulated, median, rounded, tell
+from benchmarks.kit import all_serve, emulated, median, reached, rounded, tell
 from benchmarks.problems import problem
-from lab.simulate import Simulated, read_instance, simulated
+from lab.simulate import Simulated, read_instance, read_schedule, simulated
 from lab.world.arms import OURS, RULES, SWARM
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, assign_modules
-from protocol.manifest.manifest import Manifest
-from tests.e2e.emulated import Network, Spec
+from node.observability.events import Step
+from protocol.manifest.manifest import Manifest, PathsSection
+from tests.e2e.emulated import REPLAY, Network, Spec
 from tests.e2e.small_run import HOME, LOST, FlightMark, read_flights, small_run, write_text
 
 # ---- virtual time ----------------------------------------------------------------------------------------------------
@@ -92,19 +96,22 @@ class Cell:
     """Two arms, and the least ratio of their tokens/s that is wanted."""
     arms: tuple[str, ...] = RULES
     per_path: int = SKIPPABLE
+    blocks: tuple[int, ...] = BLOCKS
+    inner_steps: int = 1_000_000
 
     def manifest(self, text: Path, arm: str) -> Manifest:
-        """A model so small that computing it takes little next to what is emulated, without rounds."""
+        """A model so small that computing it takes little next to what is emulated; only P has rounds."""
         _, _, variant = arm.partition("-")
-        return small_run(
+        made = small_run(
             text,
-            blocks=BLOCKS,
+            blocks=self.blocks,
             per_path=self.visited(arm),
             visit_ratio=float(variant) if variant.startswith("1") else 1.0,
-            inner_steps=1_000_000,
+            inner_steps=self.inner_steps,
             round_seconds=1e6,
             staleness=2,
         )
+        return made.model_copy(update={"paths": PathsSection(max_jump=3)}) if REPLAY in self.arms else made
 
     def visited(self, arm: str) -> int:
         """Stages after stage 0 on a path."""
@@ -115,6 +122,7 @@ CELLS: Final[Mapping[str, Cell]] = {
     "D": Cell("unequal visits", ("ours-1.5", OURS, 1.18), (OURS, "ours-1.25", "ours-1.5", SWARM), 3),
     "E": Cell("full paths", (OURS, SWARM, 1.0)),
     "S": Cell("partial paths", (OURS, "ours-full", 1.2), (OURS, "ours-full", SWARM, "swarm-full"), 3),
+    "P": Cell("a published problem", (OURS, REPLAY, 1.0), (OURS, REPLAY, SWARM), 3, (1,) * 6, 16),
 }
 
 
@@ -127,6 +135,10 @@ REGIONS: Final = ("a", "b", "c")
 INSIDE_S: Final = 0.002
 ACROSS_S: Final = (0.040, 0.150)
 MISANNOUNCED: Final = 2.0
+MACHINE: Final = Spec(0.0, "", window=WINDOW)
+SCALE: Final = 0.25
+"""Emulated seconds of a published second."""
+SLOWEST_LINK_S: Final = 4.0  # Nodes break a link that is silent for 10 s; one published link takes 132 s.
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +150,10 @@ class Environment:
     announced: tuple[float, ...]  # announced over true speed
     regions: tuple[str, ...]
     one_way_s: dict[str, dict[str, float]]
+    of_all: Spec = MACHINE
+    """What is the same for all machines."""
+    routes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """A published schedule: data node and replicas of each path."""
 
     def replicas(self, stage: int) -> list[int]:
         return [index for index, own in enumerate(self.stages) if own == stage]
@@ -145,7 +161,10 @@ class Environment:
     def bound_per_s(self, per_path: int) -> float:
         """Microbatches per second if the slowest stage never idled, with equal visits to every stage."""
         stages = range(1, max(self.stages) + 1)
-        rates = [sum(1 / Spec(self.forward_s[index], "").visit_s for index in self.replicas(at)) for at in stages]
+        rates = [
+            sum(1 / replace(self.of_all, forward_s=self.forward_s[index]).visit_s for index in self.replicas(at))
+            for at in stages
+        ]
         return min(rates) * len(rates) / per_path
 
 
@@ -162,10 +181,33 @@ def make_environment(seed: int) -> Environment:
     return Environment(stages, tuple(forward), tuple(announced), tuple(next(decks[stage]) for stage in stages), one_way)
 
 
+def published(instance: Path, schedule: Path) -> Environment:
+    """The machines and links of a published problem, and the paths of its schedule."""
+    one = read_instance(instance)
+    stage_of = {peer: stage for stage, peers in enumerate(one.stages) for peer in peers}
+    peers, costs = sorted(stage_of), one.costs
+    slots = min(costs.slots.values())
+    one_way = {
+        str(here): {str(to): min(SLOWEST_LINK_S, SCALE * seconds) for to, seconds in costs.message_s[here].items()}
+        for here in peers
+    }
+    routes = read_schedule(schedule, one)
+    return Environment(
+        tuple(stage_of[peer] for peer in peers),
+        tuple(SCALE * costs.forward_s[peer] for peer in peers),
+        (1.0,) * len(peers),
+        tuple(map(str, peers)),
+        one_way,
+        Spec(0.0, "", costs.backward_factor, window=slots, slots=slots, loss_factor=one.head_factor),
+        tuple((int(own), tuple(map(int, route))) for own, paths in routes.items() for route in paths),
+    )
+
+
 # ---- one swarm -------------------------------------------------------------------------------------------------------
 
 WARM_VISITS: Final = 10
 LOOK_S: Final = 0.5
+POINT_STEPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +226,11 @@ class Trial:
 
     def spec(self, index: int) -> Spec:
         is_data_node = self.environment.stages[index] == 0
-        return Spec(
-            self.environment.forward_s[index],
-            str(self.folder / "network.json"),
+        return replace(
+            self.environment.of_all,
+            forward_s=self.environment.forward_s[index],
+            network=str(self.folder / "network.json"),
             rule=self.arm.partition("-")[0],
-            window=WINDOW,
             announced_factor=self.environment.announced[index],
             flights=str(self.flights(index)) if is_data_node else None,
             seed=index,
@@ -206,8 +248,12 @@ def trials(options: Any, folder: Path) -> list[Trial]:
     """The swarms, seed by seed and cell by cell; the order of the arms is random but repeatable."""
     planned = []
     for seed, name in itertools.product(range(1, options.seeds + 1), options.cells):
-        environment = make_environment(seed)
-        arms = [arm for arm in CELLS[name].arms if arm.partition("-")[0] in options.arms]
+        is_published = REPLAY in CELLS[name].arms
+        if is_published and not (options.instances and options.schedule):
+            tell(f"left out: cell {name} needs --instances and --schedule")
+            continue
+        environment = published(options.instances[0], options.schedule) if is_published else make_environment(seed)
+        arms = [arm for arm in CELLS[name].arms if arm == REPLAY or arm.partition("-")[0] in options.arms]
         random.Random(f"order {name} {seed}").shuffle(arms)
         planned += [Trial(name, arm, seed, environment, folder / f"{name}-{seed}-{arm}") for arm in arms]
     return planned
@@ -218,12 +264,18 @@ async def observe(trial: Trial, text: Path, options: Any) -> dict[str, Any]:
     trial.folder.mkdir(parents=True)
     manifest = trial.cell.manifest(text, trial.arm)
     least_s, most_s = options.warm
-    async with LocalSwarm(
-        manifest, LocalSwarmOptions(peers=PEERS, threads=1), deployments=lambda index: emulated(trial.spec(index))
-    ) as swarm:
-        regions = {str(peer.peer): trial.environment.regions[peer.index] for peer in swarm.peers}
-        Network(regions, trial.environment.one_way_s).write(trial.folder / "network.json")
+    environment, curve = trial.environment, list[tuple[float, float]]()
+    hosts = tuple(map(str, environment.stages)) if environment.routes else ()
+    options_of_all = LocalSwarmOptions(peers=len(environment.stages), stages=hosts, threads=1)
+    async with LocalSwarm(manifest, options_of_all, deployments=lambda index: emulated(trial.spec(index))) as swarm:
+        regions = {str(peer.peer): environment.regions[peer.index] for peer in swarm.peers}
+        named = [str(peer.peer) for peer in swarm.peers]
+        routes: dict[str, list[list[str]]] = {}
+        for own, route in environment.routes:
+            routes.setdefault(named[own], []).append([named[index] for index in route])
+        Network(regions, environment.one_way_s, routes).write(trial.folder / "network.json")
         await all_serve(swarm)
+        following = asyncio.create_task(follow(swarm, curve))
         indices = {str(peer.peer): peer.index for peer in swarm.peers}
         start = time.monotonic()
         cold = [index for index, stage in enumerate(trial.environment.stages) if stage]
@@ -232,13 +284,33 @@ async def observe(trial: Trial, text: Path, options: Any) -> dict[str, Any]:
             visits = visits_of([mark for marks in trial.marks().values() for mark in marks], indices)
             cold = [index for index in cold if visits[index] < WARM_VISITS]
         begun, before = time.monotonic(), cpu_ticks()
-        await asyncio.sleep(options.live_seconds)
+        await asyncio.sleep(options.live_seconds / 2)
+        middle = time.monotonic()
+        if environment.routes:
+            swarm.kill(random.Random(trial.seed).choice([i for i, stage in enumerate(environment.stages) if stage]))
+        await asyncio.sleep(options.live_seconds / 2)
         ended, after = time.monotonic(), cpu_ticks()
         await swarm.stop()
+        await following
         failures = sum(end.exit_code != 0 for end in swarm.ends.values())
     busy, whole = (late - early for early, late in zip(before, after, strict=True))
     own = {"machine_load": round(busy / max(1, whole), 3), "cold_replicas": cold, "failures": failures}
-    return figures(trial, trial.marks(), indices, (begun, ended), manifest.microbatch_tokens) | own
+    tokens, marks = manifest.microbatch_tokens, trial.marks()
+    if environment.routes:
+        own["tokens_per_s_after_death"] = figures(trial, marks, indices, (middle, ended), tokens)["tokens_per_s"]
+        own["curve"] = curve
+    return figures(trial, marks, indices, (begun, ended), tokens) | own
+
+
+async def follow(swarm: LocalSwarm, curve: list[tuple[float, float]]) -> None:
+    """Adds the seconds from now and the mean loss of every POINT_STEPS steps until the swarm ends."""
+    start, losses = time.monotonic(), list[float]()
+    async for event in swarm.events():
+        if isinstance(event, Step):
+            losses.append(event.loss)
+        if len(losses) == POINT_STEPS:
+            curve.append((round(time.monotonic() - start, 2), round(statistics.fmean(losses), 4)))
+            losses.clear()
 
 
 def visits_of(marks: Sequence[FlightMark], indices: Mapping[str, int]) -> Counter[int]:
@@ -296,8 +368,15 @@ def report(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if arm == one and (other, seed) in values
         ]
         mean = statistics.geometric_mean(ratios) if ratios else None
+        times: dict[str, list[float | None]] = {}
+        for seed in {run["seed"] for run in own if run.get("curve")}:
+            curves = {run["arm"]: run["curve"] for run in own if run["seed"] == seed and run.get("curve")}
+            loss = max(curve[-1][-1] for curve in curves.values())
+            for arm, curve in curves.items():
+                times.setdefault(arm, []).append(reached(curve, 0, loss, 1.0))
         found[name] = {
             "about": cell.about,
+            **({"seconds_to_the_loss": {arm: median(each) for arm, each in times.items()}} if times else {}),
             "arms": {
                 arm: {
                     key: median(run[key] for run in own if run["arm"] == arm)
@@ -332,6 +411,6 @@ def measure(options: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     virtual = {"problems": 22, "instances": [Path], "seeds": 1, "seconds": 300.0, "arms": RULES, "kill": 0.0}
-    live = {"cells": tuple(CELLS), "live_seconds": 30.0, "warm": [20.0, 45.0]}
+    live = {"schedule": Path, "cells": tuple(CELLS), "live_seconds": 30.0, "warm": [20.0, 45.0]}
     quick = {"problems": 1, "seconds": 20.0, "cells": ["E"], "live_seconds": 10.0, "warm": [2.0, 10.0]}
     kit.run(__doc__, measure, quick, parts=["virtual"], **virtual, **live)

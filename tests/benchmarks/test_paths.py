@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from benchmarks.paths import CELLS, Environment, Trial, figures, make_environment, report, trials
+from benchmarks.paths import CELLS, Environment, Trial, figures, make_environment, published, report, trials
+from swarm.pipeline.custody import Work
 from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightMark, write_text
 
 WAYS = {"a": {"a": 0.0, "b": 0.1}, "b": {"a": 0.1, "b": 0.0}}
 SMALL = Environment((0, 1, 1, 2), (0.01, 0.1, 0.2, 0.05), (1.0,) * 4, ("a", "a", "b", "b"), WAYS)
+TWENTY = Path(__file__).parents[1] / "lab" / "world" / "twenty_peers.json"
 ALL = Namespace(seeds=2, cells=["D", "E"], arms=["ours", "swarm", "greedy"])
 
 
@@ -28,6 +31,18 @@ def test_a_seed_always_makes_the_same_environment_which_all_arms_share_in_a_repe
     assert all(trial.environment == make_environment(trial.seed) for trial in planned)
     one_rule = trials(Namespace(seeds=1, cells=["D"], arms=["ours"]), Path("here"))
     assert {trial.arm for trial in one_rule} == {"ours", "ours-1.25", "ours-1.5"}
+
+
+def test_a_published_problem_keeps_its_machines_and_its_schedule(tmp_path: Path) -> None:
+    problem, schedule = json.loads(TWENTY.read_text()), tmp_path / "schedule.json"
+    paths = [{"data_node": own, "peers": [0, 2, 8]} for own in problem["stages"][0]]
+    schedule.write_text(json.dumps({"paths": paths}))
+    found = published(TWENTY, schedule)
+    assert [found.replicas(stage) for stage in range(6)] == [sorted(peers) for peers in problem["stages"]]
+    assert found.routes[1] == (1, (0, 2, 8))
+    spec = Trial("P", "replay", 1, found, tmp_path).spec(0)
+    assert (spec.rule, spec.slots, spec.compute_s(Work.LOSS)) == ("replay", 3, pytest.approx(0.25 * 0.25 * 0.4829))
+    assert found.one_way_s["00000"]["00006"] == pytest.approx(0.25 * 0.3666)
 
 
 def test_arms_differ_in_their_paths_only(tmp_path: Path) -> None:

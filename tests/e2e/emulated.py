@@ -18,10 +18,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import node.pipeline.admission
 import node.runtime.data_role
 import node.runtime.serving
 import node.runtime.stage_role
@@ -50,6 +51,8 @@ from swarm.workload.microbatch_sizes import Size, VisitCost
 from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightWriter, whole_lines
 
 Written = Callable[[float, float], None]
+REPLAY = "replay"
+"""The rule that repeats the routes of the network's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Spec:
     flights: str | None = None
     computed: str | None = None
     seed: int = 0
+    loss_factor: float | None = None  # None: both passes
 
     @property
     def visit_s(self) -> float:
@@ -74,6 +78,8 @@ class Spec:
         """Of one computation, by a machine that is as fast as ever."""
         backward = self.backward_factor
         factors = {Work.FORWARD: 1.0, Work.BACKWARD: backward, Work.REPLAY: 1.0 + backward, Work.LOSS: 1.0 + backward}
+        if self.loss_factor is not None:
+            factors[Work.LOSS] = self.loss_factor
         return factors[work] * self.forward_s
 
     def to_json(self) -> str:
@@ -84,6 +90,7 @@ class Spec:
 class Network:
     region_of: dict[str, str]
     one_way_s: dict[str, dict[str, float]]
+    routes: dict[str, list[list[str]]] = field(default_factory=dict)  # of each data node, for the rule REPLAY
 
     def between(self, one: PeerId, other: PeerId) -> float:
         """0 to and from who has no place: somebody who only asks."""
@@ -257,7 +264,7 @@ def count_visits() -> Callable[[], int]:
     return visits.total
 
 
-def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
+def emulate_data_node(rule: str, seed: int, flights: str | None, network: Path) -> None:
     """Before the node starts: its data role, if it gets one, launches by `rule` and writes its record."""
     if rule == OURS and flights is None:
         return
@@ -268,7 +275,9 @@ def emulate_data_node(rule: str, seed: int, flights: str | None) -> None:
         tokens, made = context.manifest.microbatch_tokens, list[RulePlanner]()
 
         def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes) -> Planner:
-            planner = planner_of(rule, seed, tokens, None)(rules, membership, times)
+            routes = Network.read(network).routes if rule == REPLAY else {}
+            schedule = {PeerId(own): [tuple(map(PeerId, each)) for each in those] for own, those in routes.items()}
+            planner = planner_of(rule, seed, tokens, schedule or None)(rules, membership, times)
             if isinstance(planner, RulePlanner):
                 made.append(planner)
             return planner
@@ -314,10 +323,22 @@ def tell(listener: Listener, role: DataRole, now: Callable[[], float]) -> None:
     ends.passed, ends.finished, ends.lost = passed_and_tell, finished_and_tell, lost_and_tell
 
 
+def allow_steps_back() -> None:
+    """Lets paths through that visit two neighbouring stages in descending order, as SkipPipe's schedules do."""
+    honestly = node.pipeline.admission.path_rules
+
+    def path_rules(manifest: Manifest) -> PathRules:
+        return replace(honestly(manifest), max_back_stops=2, max_back_distance=2)
+
+    node.pipeline.admission.path_rules = path_rules
+
+
 def emulate(spec: Spec) -> None:
     slow_computing(spec)
     slow_links(spec)
-    emulate_data_node(spec.rule, spec.seed, spec.flights)
+    emulate_data_node(spec.rule, spec.seed, spec.flights, Path(spec.network))
+    if spec.rule == REPLAY:
+        allow_steps_back()
     for name, limit in (("--window", spec.window), ("--slots", spec.slots)):
         if limit is not None:
             sys.argv += [name, str(limit)]
