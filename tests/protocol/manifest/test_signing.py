@@ -569,7 +569,7 @@ def test_hosts_are_kept_in_their_shortest_spelling() -> None:
     [
         ("https://example.org", "must begin with 'skipstone:'"),
         (f"skipstone:{RUN}", "no '@'"),
-        (f"skipstone:{RUN}@", "does not begin with '/'"),
+        (f"skipstone:{RUN}@", "is not /HOST-KIND/"),
         (f"skipstone:{RUN[:-1]}@{ADDRESS}", "64 lower-case"),
         (f"skipstone:{RUN.upper()}@{ADDRESS}", "64 lower-case"),
         (f"skipstone:{RUN}@{ADDRESS}, {ADDRESS}", "white space"),
@@ -587,7 +587,7 @@ def test_a_malformed_link_is_refused_with_an_example(text: str, message: str) ->
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        (ADDRESS[1:], "begin with '/'"),
+        (ADDRESS[1:], "is not /HOST-KIND/"),
         (ADDRESS + "/p2p-circuit", "is not /HOST-KIND/"),
         (f"/ip4/127.0.0.1/udp/4001/p2p/{PEER}", "is not /HOST-KIND/"),
         (f"/dnsaddr/node.example/tcp/4001/p2p/{PEER}", "not with ip4, ip6, dns4 or dns6"),
