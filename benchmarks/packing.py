@@ -37,7 +37,7 @@ from benchmarks.kit import Solo, evaluate, loss_of, median, median_ratio, run_of
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
 from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from protocol.manifest.manifest import Manifest, quadratic_share
-from swarm.workload.packing import Capacity, DocumentPiece, pack_and_end
+from swarm.workload.packing import Capacity, DocumentPiece, pack
 
 # ---- balance ---------------------------------------------------------------------------------------------------------
 
@@ -102,13 +102,11 @@ def ours(task: Task) -> Arm:
         if (is_rest or length > task.sequence) and 2 * taken >= task.sequence:
             whole.append((taken, is_rest))
             rest = length - taken, True
-        seen = [*read, last]
-        cut = [at for at, (tokens, is_rest) in enumerate(seen[: len(whole)]) if is_rest or tokens > task.sequence]
+        cut = [at for at, (tokens, is_rest) in enumerate(whole) if is_rest or tokens > task.sequence]
         chance = partial(shuffled, len(packed))
-        work = partial(pack_and_end, [tokens for tokens, _ in whole], cut, room, level, chance)
-        (found, kept), seconds = _timed(work)
+        found, seconds = _timed(partial(pack, [tokens for tokens, _ in whole], cut, room, level, chance))
         longest_s, level = max(longest_s, seconds), found.level
-        waiting.extendleft(reversed(seen[kept:] if kept < len(whole) else [rest]))
+        waiting.appendleft(rest)
         packed += [tuple(piece.stop - piece.start for piece in chosen) for chosen in found.microbatches]
     return Arm(packed, 0.0, 1000 * longest_s)
 

@@ -24,12 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState, TensorsInParts
-from node.data.documents import StreamPosition
-from node.data.packing import Cursor
 from node.model.optimizer import InnerState
 from node.model.optimizers.inner_rule import ParameterState
 from node.model.optimizers.packed import Floats
 from node.observability.failpoints import crash_point
+from node.observability.typed_json import from_json
 from protocol.codecs.memory import octets_of_tensor
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
@@ -224,25 +223,13 @@ def parse_header(text: bytes) -> Header:
 
 
 def _header(table: dict[str, Any]) -> Header:
-    owner, anchor, data, record = table["owner"], table["anchor"], table["data"], FileRecord(**table["file"])
+    header = from_json(Header, table, "the header")
+    record, anchor = header.file, header.anchor
     if Path(record.name).name != record.name or len(record.blake3) != _HASH_CHARACTERS:
         raise CorruptSnapshot(f"it names an invalid file: {record.name!r}")
-    if anchor is not None:
-        anchor = AnchorVersion(**(anchor | {"digest": bytes.fromhex(anchor["digest"])}))
-    if data is not None:
-        cursor = data["cursor"]
-        cursor.pop("routed_by", None)  # written by older versions, whose router kept learning
-        data = DataState(**(data | {"cursor": Cursor(**(cursor | {"block": StreamPosition(**cursor["block"])}))}))
-    return Header(
-        Owner(RunId(owner["run"]), PeerId(owner["peer"]), ModuleId(**owner["module"])),
-        int(table["number"]),
-        int(table["steps"]),
-        dict(table["adam_steps"]),
-        Counters(**table["counters"]),
-        anchor,
-        data,
-        record,
-    )
+    if anchor is None:
+        return header
+    return dataclasses.replace(header, anchor=dataclasses.replace(anchor, digest=bytes.fromhex(anchor.digest.decode())))
 
 
 def _canonical(table: dict[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.microbatch_sizes import Size
-from swarm.workload.packing import Capacity, DocumentPiece, pack, pack_and_end
+from swarm.workload.packing import Capacity, DocumentPiece, pack
 
 BLOCK_TOKENS: Final = 2**20  # Tokens packed and shuffled together, approximately
 
@@ -167,7 +167,7 @@ MOST_MICROBATCHES: Final = 512  # Per block without experts, because the first m
 ROUTED: Final = 4  # Factor on the block size with experts; in smaller blocks a route's share differs from the text's
 MOST_DOCUMENTS: Final = 3000  # Documents per block, approximately. Packing time grows with each
 UNEVEN: Final = 1.05  # Largest share of a block's tokens for one expert, relative to an equal share
-PACKING: Final = 3  # Version of the packing. A cursor from another version restarts its block
+PACKING: Final = 4  # Version of the packing. A cursor from another version restarts its block
 FULL: Final = 0.995  # Fill level of a block, such that its documents fit into the planned microbatches
 
 
@@ -279,40 +279,26 @@ class DocumentPacker:
         )
 
     def _next_block(self) -> _Block | None:
-        read, left, place = list[tuple[StreamPosition, _Stretch]](), self._block_tokens, self.cursor.block
+        read, left, place = list[_Stretch](), self._block_tokens, self.cursor.block
         while (found := self._waiting.popleft() if self._waiting else next(self._stretches, None)) is not None:
             at, stretch = found
             # Do not mix epochs in a block that is large enough.
             if at.epoch > place.epoch and self._block_tokens - left >= self._enough_tokens:
                 self._waiting.appendleft(found)
-                return self._packed([stretch for _, stretch in read], at)
+                return self._packed(read, at)
             if stretch.labels.size > left:  # it does not fit: take a part if it is cut anyway, and end the block
-                return self._ended(read, found, self._taken_now(stretch, left))
-            read.append(found)
+                if taken := self._taken_now(stretch, left):
+                    now, later = stretch.parted(taken)
+                    read.append(now)
+                    found = StreamPosition(at.epoch, at.position, at.offset + taken), later
+                self._waiting.appendleft(found)
+                return self._packed(read, found[0])
+            read.append(stretch)
             left -= stretch.labels.size
             if len(read) == MOST_DOCUMENTS:  # packing takes time, so now only fill the last microbatch
                 left = min(left, tokens_of_last(self._block_tokens - left, self._capacity.tokens))
             place = StreamPosition(at.epoch, at.position + 1)
-        return self._packed([stretch for _, stretch in read], place) if read else None
-
-    def _ended(
-        self, read: list[tuple[StreamPosition, _Stretch]], last: tuple[StreamPosition, _Stretch], taken: int
-    ) -> _Block:
-        """Packs a block from the documents `read` and the first `taken` tokens of the document `last`."""
-        at, stretch = last
-        whole, rest = [of for _, of in read], last
-        if taken:
-            now, later = stretch.parted(taken)
-            whole.append(now)
-            rest = StreamPosition(at.epoch, at.position, at.offset + taken), later
-        if self._router is not None:  # With routes, the block takes every document. Without, it may push some back
-            self._waiting.appendleft(rest)
-            return self._packed(whole, rest[0])
-        lengths, cut = self._sizes(whole)
-        packing, kept = pack_and_end(lengths, cut, self._capacity, self.cursor.level, self._chance())
-        back = [*read, last][kept:] if kept < len(whole) else [rest]
-        self._waiting.extendleft(reversed(back))
-        return _Block(whole[:kept], list(packing.microbatches), self._end(back[0][0], packing.level))
+        return self._packed(read, place) if read else None
 
     def _taken_now(self, stretch: _Stretch, left: int) -> int:
         """Returns how many tokens of a long document to put into a block that has room for `left` tokens."""
@@ -335,7 +321,8 @@ class DocumentPacker:
             of_routes.setdefault(best_route(stretch.affinity), []).append(index)
         packed, levels = list[list[tuple[DocumentPiece, ...]]](), list[float]()
         for route, members in sorted(of_routes.items()):
-            lengths, cut = self._sizes([stretches[index] for index in members])
+            lengths = [stretches[index].labels.size for index in members]
+            cut = [number for number, index in enumerate(members) if self._is_cut(stretches[index])]
             chance = self._chance(f":{route}" * bool(route))
             packing = pack(lengths, cut, self._capacity, self.cursor.level, chance)
             packed.append(
@@ -346,16 +333,9 @@ class DocumentPacker:
         ranks = permutation(f"routes:{self._at}", len(packed)).tolist()
         given = [iter(packed[rank]) for rank in ranks]
         turns = [next(given[turn]) for turn in in_shares([len(packed[rank]) for rank in ranks])]
-        return _Block(stretches, turns, self._end(end, min(levels)))
+        return _Block(stretches, turns, Cursor(end, level=min(levels), packing=PACKING))
 
-    def _end(self, place: StreamPosition, level: float) -> Cursor:
-        return Cursor(place, level=level, packing=PACKING)
-
-    def _sizes(self, stretches: list[_Stretch]) -> tuple[list[int], list[int]]:
-        cut = [index for index, stretch in enumerate(stretches) if self._is_cut(stretch)]
-        return [stretch.labels.size for stretch in stretches], cut
-
-    def _chance(self, key: str = "") -> Callable[[int], list[int]]:
+    def _chance(self, key: str) -> Callable[[int], list[int]]:
         """Returns a function that permutes 0..count-1, depending only on the block's start and `key`."""
         return lambda count: permutation(f"documents:{self._at}{key}", count).tolist()
 

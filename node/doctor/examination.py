@@ -6,7 +6,6 @@ import asyncio
 import enum
 import os
 import platform
-import re
 import shutil
 import statistics
 import tempfile
@@ -18,6 +17,9 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from node.concurrency.task_groups import aside
 from node.model.free_memory import GIB, available_memory
@@ -100,9 +102,6 @@ TOO_FEW_FILES: Final = 256
 ROUGH: Final = 10**5
 MANY_FRAGMENTS: Final = 8  # Fragments of the dial for large stages; averaging in parts needs less memory
 
-_REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)\s*([^;]*)")
-_CLAUSE: Final = re.compile(r"(==|>=|<)\s*([0-9][0-9.]*?)(\.\*)?")  # Operators that pyproject.toml uses
-
 
 @dataclass(frozen=True, slots=True)
 class WantedVersions:
@@ -130,38 +129,15 @@ def wanted_here() -> WantedVersions:
     except metadata.PackageNotFoundError:
         project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
         python, requirements = project["requires-python"], project["dependencies"]
-    found = [match.groups() for text in requirements if "extra" not in text and (match := _REQUIREMENT.match(text))]
-    return WantedVersions(python, {name: specifier.strip(" ()") for name, specifier in found if name in LIBRARIES})
-
-
-def satisfies(version: str, specifier: str) -> bool:
-    """Whether a version is in a range, by release numbers and the operators that pyproject.toml uses (PEP 440)."""
-    here = _numbers(version)
-    for clause in filter(None, (part.strip() for part in specifier.split(","))):
-        match = _CLAUSE.fullmatch(clause)
-        if match is None:
-            return False
-        operator, number, any_after = match.groups()
-        there = _numbers(number)
-        length = max(len(here), len(there))
-        a, b = (numbers + (0,) * (length - len(numbers)) for numbers in (here, there))
-        equal = here[: len(there)] == there if any_after else a == b
-        if not {"==": equal, ">=": a >= b, "<": a < b}[operator]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Parses the release numbers: `2.13.0` of `2.13.0+cpu` or `2.13.0rc1`."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(number) for number in match[0].split(".")) if match else ()
+    found = [Requirement(text) for text in requirements if "extra" not in text]
+    return WantedVersions(python, {each.name: str(each.specifier) for each in found if each.name in LIBRARIES})
 
 
 def _compared(name: str, version: str | None, specifier: str, fix: str) -> Finding:
     wanted = specifier or "any version"
     if version is None:
         return Finding(name, Level.FAIL, f"not installed; {wanted} is needed", fix)
-    if satisfies(version, specifier):
+    if SpecifierSet(specifier).contains(version, prereleases=True):
         return Finding(name, Level.OK, f"{version} ({wanted} is needed)")
     return Finding(name, Level.FAIL, f"{version}, but {wanted} is needed", fix)
 

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import runpy
-import selectors
 import signal
 import socket
 import subprocess
@@ -27,111 +26,47 @@ DESCRIPTORS: Final = 4
 NUMBER_BYTES: Final = 8
 
 
-@dataclass(slots=True)
-class _Child:
-    pid: int
-    life: socket.socket | None
-    ended: bool = False
-
-
-class _Server:
-    def __init__(self, requests: socket.socket) -> None:
-        self._requests = requests
-        self._children: list[_Child] = []
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(requests, selectors.EVENT_READ)
-        # The wake-up pipe turns SIGCHLD into a readable descriptor for the selector.
-        self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wakes, False)
-        os.set_blocking(self._wake, False)
-        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, Python writes nothing to the pipe
-        self._selector.register(self._wakes, selectors.EVENT_READ)
-
-    def serve(self) -> list[str] | None:
-        """Forks nodes on request. Returns the arguments in a forked node, None in the server at the end."""
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._requests:
-                    message, descriptors, _, _ = socket.recv_fds(self._requests, MAX_REQUEST_BYTES, DESCRIPTORS)
-                    if not message:
-                        return None
-                    arguments: list[str] = json.loads(message)
-                    if self._fork(descriptors):
-                        return arguments
-                elif key.fileobj == self._wakes:
-                    os.read(self._wakes, MAX_REQUEST_BYTES)
-                    self._look_for_ended()
-                else:
-                    self._let_go(key.data)
-
-    def _fork(self, descriptors: list[int]) -> bool:
-        """Forks a node with these standard streams. Returns True in the node, False in the server."""
-        streams, life = descriptors[:3], socket.socket(fileno=descriptors[3])
-        pid = os.fork()
-        if pid == 0:
-            life.close()
-            self._become_a_node(streams)
-            return True
-        # The node does this too: the group must exist before the client learns its id.
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
-        for descriptor in streams:
+def _serve(requests: socket.socket) -> list[str] | None:
+    """Forks nodes on request. Returns the arguments in a forked node, None in the server at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps monitors
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, DESCRIPTORS)
+        if not message:
+            return None
+        arguments: list[str] = json.loads(message)
+        # A node's parent must outlive it, to report its end: each node has a monitor.
+        if os.fork() == 0:
+            requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _fork_and_monitor(descriptors[:3], socket.socket(fileno=descriptors[3]))
+            return arguments
+        for descriptor in descriptors:
             os.close(descriptor)
-        child = _Child(pid, life)
-        self._children.append(child)
-        self._selector.register(life, selectors.EVENT_READ, child)
-        self._send(child, pid)
-        return False
 
-    def _become_a_node(self, streams: list[int]) -> None:
-        """Detaches a forked node from the server: process group, signal handlers and descriptors."""
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+def _fork_and_monitor(streams: list[int], life: socket.socket) -> None:
+    """Forks a node with these standard streams, and returns in it. Reports its process id and its end on `life`."""
+    pid = os.fork()
+    with contextlib.suppress(OSError):  # both do it: the group must exist before the client learns its id
+        os.setpgid(pid, pid)
+    if pid == 0:
+        life.close()
         for target, descriptor in enumerate(streams):
             os.dup2(descriptor, target)
-        self._selector.close()
-        for each in (self._requests, *(child.life for child in self._children if child.life)):
-            each.close()
-        for descriptor in (*streams, self._wakes, self._wake):
-            os.close(descriptor)
-
-    def _look_for_ended(self) -> None:
-        for child in self._children:
-            # WNOWAIT keeps the process id taken until the client has let go of it.
-            if child.ended or os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            child.ended = True
-            if child.life is not None:
-                self._send(child, _status(child.pid))
-        self._reap()
-
-    def _let_go(self, child: _Child) -> None:
-        assert child.life is not None
-        self._selector.unregister(child.life)
-        child.life.close()
-        child.life = None
-        self._reap()
-
-    def _reap(self) -> None:
-        for child in [each for each in self._children if each.ended and each.life is None]:
-            os.waitpid(child.pid, 0)
-            self._children.remove(child)
-
-    @staticmethod
-    def _send(child: _Child, number: int) -> None:
-        assert child.life is not None
-        with contextlib.suppress(OSError):  # the client is gone
-            child.life.send(number.to_bytes(NUMBER_BYTES, signed=True))
-
-
-def _status(pid: int) -> int:
-    """Returns the exit code of an ended child, or minus its signal."""
+    for descriptor in streams:
+        os.close(descriptor)
+    if pid == 0:
+        return
+    with contextlib.suppress(OSError):  # the client is gone
+        life.send(pid.to_bytes(NUMBER_BYTES, signed=True))
+    # WNOWAIT keeps the process id taken until the client has let go of it.
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+    status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+    with contextlib.suppress(OSError):
+        life.send(status.to_bytes(NUMBER_BYTES, signed=True))
+        life.recv(1)
+    os._exit(0)
 
 
 def main() -> None:
@@ -140,7 +75,7 @@ def main() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # garbage collection in a node would copy the shared pages
-    arguments = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
     if arguments is None:
         os._exit(0)  # nodes outlive the server, so there is nothing to clean up
     sys.argv = ["skipstone", *arguments]
@@ -206,7 +141,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Ends the server. Its running nodes become orphans."""
+        """Ends the server. Its nodes run on, and their ends are reported."""
         self._requests.close()
         self._process.kill()
         self._process.wait()
@@ -237,7 +172,7 @@ class ForkedProcess:
         try:
             received = self._life.recv(NUMBER_BYTES)
         except OSError:
-            received = b""  # the server is gone, so it cannot report the end
+            received = b""  # the monitor was killed, so it cannot report the end
         finally:
             self._life.close()
         return int.from_bytes(received, signed=True) if received else -signal.SIGKILL

@@ -142,27 +142,20 @@ def multiaddr_of(host: str, port: int) -> str:
 
 def _checked_address(address: str) -> str:
     """Normalises a multiaddr. Raises ConfigError unless it has a valid host, TCP or QUIC port, and peer id."""
-    parts = address.split("/")
-    if len(parts) < 2 or parts[0]:
-        raise _wrong(f"the address {_shown(address)} does not begin with '/'")
-    match parts[1:]:
-        case [kind, host, "tcp", port, "p2p", peer]:
-            transport = f"tcp/{_checked_port(port, address)}"
-        case [kind, host, "udp", port, "quic-v1", "p2p", peer]:
-            transport = f"udp/{_checked_port(port, address)}/quic-v1"
+    match address.split("/"):
+        case ["", kind, host, "tcp", port, "p2p", peer]:
+            transport = f"tcp/{port}"
+        case ["", kind, host, "udp", port, "quic-v1", "p2p", peer]:
+            transport = f"udp/{port}/quic-v1"
         case _:
             raise _wrong(f"the address {_shown(address)} is not /HOST-KIND/HOST/tcp/PORT/p2p/PEER or udp/PORT/quic-v1")
+    if not _PORT.fullmatch(port) or int(port) > 65_535:
+        raise _wrong(f"in the address {_shown(address)}, the port is {_shown(port)}, not 1 to 65535")
     try:
         public_key_of(PeerId(peer))
     except ProtocolViolation as error:
         raise _wrong(f"in the address {_shown(address)}, {error}") from None
     return f"/{kind}/{_checked_host(kind, host, address)}/{transport}/p2p/{peer}"
-
-
-def _checked_port(port: str, address: str) -> int:
-    if not _PORT.fullmatch(port) or int(port) > 65_535:
-        raise _wrong(f"in the address {_shown(address)}, the port is {_shown(port)}, not 1 to 65535")
-    return int(port)
 
 
 def _checked_host(kind: str, host: str, address: str) -> str:

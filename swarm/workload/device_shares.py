@@ -17,8 +17,6 @@ from swarm.vocabulary.types import Reasoned
 
 CUTTING: Final = 0.06  # Relative extra cost of a cut document, for the exchange of keys and values in every block
 LEAST_PIECE: Final = 16
-EVEN: Final = 0.002  # Relative excess of the largest load that counts as balanced
-EXCHANGED: Final = 32  # Shortest documents per device that are tried for an exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,43 +81,12 @@ def _deal(costs: Sequence[float], devices: int, cut: frozenset[int], cutting: fl
         heapreplace(least, (load + costs[index], device))
     loads = [sum(costs[index] for index in held) for held in whole]
     if not cut:
-        _exchange(whole, loads, costs)
         return Dealing(tuple(tuple(sorted(held)) for held in whole), (), (0.0,) * devices, tuple(loads))
     together = sum(costs[index] for index in sorted(cut)) * (1 + cutting)
     level = _level(loads, together)
     shares = [max(0.0, level - load) / together for load in loads]
     all_loads = tuple(load + share * together for load, share in zip(loads, shares, strict=True))
     return Dealing(tuple(tuple(sorted(held)) for held in whole), tuple(sorted(cut)), tuple(shares), all_loads)
-
-
-def _exchange(whole: list[list[int]], loads: list[float], costs: Sequence[float]) -> None:
-    """Moves or swaps documents between the fullest and the emptiest device while that lowers the higher load."""
-    mean = sum(loads) / len(loads)
-    for _ in costs:
-        full = max(range(len(loads)), key=lambda device: loads[device])
-        empty = min(range(len(loads)), key=lambda device: loads[device])
-        if loads[full] <= (1 + EVEN) * mean:
-            return
-        wanted = (loads[full] - loads[empty]) / 2
-        best: tuple[float, int, int | None] | None = None
-        giving, taking = (sorted(whole[device], key=lambda index: costs[index])[:EXCHANGED] for device in (full, empty))
-        ways = [(costs[given], given, None) for given in giving] + [
-            (costs[given] - costs[taken], given, taken) for given in giving for taken in taking
-        ]
-        for gain, given, taken in ways:
-            off = abs(wanted - gain)
-            if 0 < gain < 2 * wanted and (best is None or off < best[0]):
-                best = (off, given, taken)
-        if best is None or best[0] >= wanted * (1 - 1e-9):
-            return
-        _, given, taken = best
-        whole[full].remove(given)
-        whole[empty].append(given)
-        if taken is not None:
-            whole[empty].remove(taken)
-            whole[full].append(taken)
-        for device in (full, empty):
-            loads[device] = sum(costs[index] for index in whole[device])
 
 
 def _level(loads: Sequence[float], more: float) -> float:

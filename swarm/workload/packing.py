@@ -2,10 +2,9 @@
 
 The cost is tokens plus `quadratic_share` times the sum of squared document lengths. Documents that fit are not cut.
 
-* Filling: the longest piece first, into the microbatch that will be cheapest when it is full. Then the most expensive
-  microbatch exchanges documents with the cheapest one, and long pieces of cut documents are cut again.
+* Filling: the longest piece first, into the microbatch that will be cheapest when it is full. Then long pieces of cut
+  documents are cut again.
 * Order: a block starts with the cost at the end of the previous block.
-* End: documents that would start a microbatch without filling it go into the next block.
 
 Sources: packing by workload, WLB-LLM (arXiv:2503.17924) section 4; longest first, Graham (doi:10.1137/0117039).
 """
@@ -13,20 +12,16 @@ Sources: packing by workload, WLB-LLM (arXiv:2503.17924) section 4; longest firs
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from typing import Final, NamedTuple
 
 from swarm.vocabulary.types import MAX_DOCUMENTS
 
 RATE_AGAIN: Final = 0.7  # Relative length after which the rate of the remaining documents is computed again
-EXCHANGES: Final = 64
-OTHERS: Final = 4  # Number of most expensive, and of cheapest, microbatches that are tried
-EVEN: Final = 0.01  # Relative difference up to which costs count as equal
 SHORTEST_CUT: Final = 16  # Pieces up to this many tokens are not cut to lower a cost
 
 
@@ -91,7 +86,6 @@ class Filling:
                 break
             aims = [*aims, *[0.0] * (len(self.bins) - len(aims))]  # again, because the late ones have too little
         self._pour([*poured, *left])
-        self._even_out()
 
     @property
     def mean(self) -> float:
@@ -103,15 +97,12 @@ class Filling:
 
     def lower(self, bound: float) -> None:
         """Cuts documents that may be cut, until no microbatch costs more than the bound."""
-        dear = [found for found in self.bins if found.beside > bound]
-        for found in dear:
+        for found in [each for each in self.bins if each.beside > bound]:
             for index in sorted(found.pieces, key=lambda index: (-self._lengths[index], index)):
                 if found.beside <= bound or self._lengths[index] <= SHORTEST_CUT or len(found.pieces) >= MAX_DOCUMENTS:
                     break
                 if self.pieces[index].document in self._cut:
                     self._cut_for(found, index, found.beside - bound)
-        if dear:
-            self._even_out()
 
     # ---- dealing -----------------------------------------------------------------------------------------------------
 
@@ -191,11 +182,6 @@ class Filling:
         found.cost += self._costs(self._lengths[index])
         found.tokens += self._lengths[index]
 
-    def _give(self, found: Bin, index: int) -> None:
-        found.pieces.remove(index)
-        found.cost -= self._costs(self._lengths[index])
-        found.tokens -= self._lengths[index]
-
     # ---- cutting -----------------------------------------------------------------------------------------------------
 
     def _cut_for(self, found: Bin, index: int, less: float) -> None:
@@ -214,49 +200,6 @@ class Filling:
         self.pieces.append(DocumentPiece(document, start + kept, stop))
         self._lengths.append(stop - start - kept)
         return len(self.pieces) - 1
-
-    # ---- evening out -------------------------------------------------------------------------------------------------
-
-    def _even_out(self) -> None:
-        """Exchanges documents between the most expensive and the cheapest microbatches while this lowers the gap."""
-        apart, tried = EVEN * self.mean, 0
-        while tried < EXCHANGES:
-            by_cost = sorted(self.bins, key=lambda found: found.beside)
-            rich, poor = by_cost[-1], by_cost[0]
-            pairs = [(rich, of) for of in (poor, *by_cost[1:OTHERS])] + [(of, poor) for of in by_cost[-OTHERS:-1]]
-            for rich, poor in pairs:
-                tried += rich.beside - poor.beside > apart
-                best = self._exchange(rich, poor) if rich.beside - poor.beside > apart else None
-                if best is not None:
-                    break
-            else:
-                return
-            _, given, taken = best
-            moves = [(rich, poor, self._one_of(rich, given)), (poor, rich, self._one_of(poor, taken))]
-            for gives, takes, index in moves:
-                if index is not None:
-                    self._give(gives, index)
-                    self._take(takes, index)
-
-    def _one_of(self, found: Bin, length: int) -> int | None:
-        return next((index for index in found.pieces if self._lengths[index] == length), None)
-
-    def _exchange(self, rich: Bin, poor: Bin) -> tuple[float, int, int] | None:
-        """Finds the best pieces to exchange: (decrease of the squared costs' sum, length given, length taken or 0)."""
-        costs, gap, left = self._costs, rich.beside - poor.beside, self._capacity.tokens - poor.tokens
-        ours, theirs = (sorted({self._lengths[index] for index in found.pieces}) for found in (rich, poor))
-        best: tuple[float, int, int] | None = None
-        for given in ours:
-            least = given - left  # shortest length to take back, so that the given one fits
-            place = bisect_left(theirs, costs(given) - gap / 2, key=costs)
-            at = bisect_left(theirs, least)
-            for taken in (0, *theirs[max(0, place - 1) : place + 1], *theirs[at : at + 1]):
-                moved = costs(given) - (costs(taken) if taken else 0.0)
-                may = taken >= least and (taken or len(poor.pieces) < MAX_DOCUMENTS)
-                gain = 2 * moved * (gap - moved)
-                if may and gain > 0 and (best is None or gain > best[0]):
-                    best = gain, given, taken
-        return best
 
 
 # ---- the order of microbatches ---------------------------------------------------------------------------------------
@@ -453,49 +396,3 @@ def slope(step: float, count: int) -> list[float]:
     aims = [step * max(-1 / 3, 1 - 4 / 3 * (place // STRATA + 0.5) / down) for place in range(count)]
     mean = math.fsum(aims) / count
     return [aim - mean for aim in aims]
-
-
-# ---- the end of a block ----------------------------------------------------------------------------------------------
-
-
-EMPTY_AT_END: Final = 0.016  # Share of unused tokens without a penalty
-UNEVEN_AT_END: Final = 1.025  # Badness up to which no other end is tried
-FULLEST: Final = 0.75  # Share of fullest microbatches that shows how full one can be
-FURTHER: Final = 0.3  # Step to the next end, in microbatches
-TRIED: Final = 1600  # Documents packed again for all other ends together
-MOST_TRIED: Final = 3
-
-
-def pack_and_end(
-    lengths: Sequence[int], cut: Sequence[int], capacity: Capacity, level: float = 0.0, chance: Chance = range
-) -> tuple[Packing, int]:
-    """Packs all documents, or fewer if costs are more equal without the last ones. Returns also the number packed."""
-    best, taken = pack(lengths, cut, capacity, level, chance), len(lengths)
-    count = len(best.microbatches)
-    if count < 2 or (wanted := _badness_of_end(best, capacity, level)) <= UNEVEN_AT_END:
-        return best, taken
-    full = sorted(_tokens(best), reverse=True)[: max(1, int(FULLEST * count))]
-    ends = list(accumulate(lengths))
-    tokens = ends[-1]
-    step, least = math.ceil(FURTHER * tokens / count), tokens - tokens // count
-    most = max((count - 1) * sum(full) // len(full), tokens - step)
-    kept = len(lengths) - 1
-    for _ in range(min(MOST_TRIED, TRIED // len(lengths))):
-        kept = min(kept, bisect_right(ends, most))
-        if not kept or ends[kept - 1] < least:
-            break
-        found = pack(lengths[:kept], [index for index in cut if index < kept], capacity, level, chance)
-        badness = _badness_of_end(found, capacity, level)
-        if badness < wanted:
-            best, taken, wanted = found, kept, badness
-        most = ends[kept - 1] - step
-    return best, taken
-
-
-def _tokens(packing: Packing) -> list[int]:
-    return [sum(piece.stop - piece.start for piece in of) for of in packing.microbatches]
-
-
-def _badness_of_end(packing: Packing, capacity: Capacity, level: float) -> float:
-    empty = 1 - sum(_tokens(packing)) / (len(packing.microbatches) * capacity.tokens)
-    return worst_run(packing.costs, level) + EMPTY_COUNTS * max(0.0, empty - EMPTY_AT_END)

@@ -381,16 +381,6 @@ def test_a_block_that_was_packed_in_another_way_is_begun_anew() -> None:
     assert (again.cursor, again.next().tokens.tolist()) == (begin, first.tokens.tolist())
 
 
-def test_documents_that_would_not_fill_a_microbatch_are_of_the_next_block() -> None:
-    """Two fill a microbatch of twice their length; an odd number that has been read leaves one over."""
-    texts = texts_of([LONGEST - 1] * 40)
-    assert MOST % LONGEST == 0
-    each = MOST // LONGEST
-    packer = packer_of(texts, (3 * each + 1) * LONGEST, endless=True)
-    for _ in range(12):
-        assert packer.next().documents == (LONGEST,) * each
-
-
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=16), BLOCK)
 def test_every_piece_of_a_document_goes_the_documents_route_and_none_is_lost(lengths: list[int], block: int) -> None:
     texts = all_of(packer_of(letters_of(lengths), block))

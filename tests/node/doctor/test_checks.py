@@ -33,7 +33,6 @@ from node.doctor.examination import (
     look_at_port,
     look_at_stage_memory,
     reach_finding,
-    satisfies,
     versions,
     wanted_here,
     what_fits_of,
@@ -49,23 +48,6 @@ from tests.kit.waiting import ManualClock
 from tests.node.small_manifest import small_manifest
 
 HERE = "127.0.0.1"
-
-
-@pytest.mark.parametrize(
-    ("specifier", "fitting", "others"),
-    [
-        ("==2.13.*", ["2.13.0+cpu"], ["2.14.0", "2.1.3"]),
-        ("==1.1.12", ["1.1.12", "1.1.12.0"], ["1.1.1"]),
-        (">=1.80", ["1.80"], ["1.9"]),
-        (">=3.11", ["3.11.7"], ["3.10.14"]),
-        (">=3.11, <3.14", ["3.13.2"], ["3.14.0rc1"]),
-        ("", ["1.0"], []),
-        ("=== 1.0", [], ["1.0"]),
-    ],
-)
-def test_which_version_fits(specifier: str, fitting: list[str], others: list[str]) -> None:
-    assert all(satisfies(version, specifier) for version in fitting)
-    assert not any(satisfies(version, specifier) for version in others)
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
@@ -84,7 +66,7 @@ def missing(name: str) -> None:
 
 def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() -> None:
     wanted = WantedVersions(">=3.11", {"torch": "==2.13.*", "hivemind": "==1.1.12", "grpcio": ">=1.80"})
-    there = {"torch": "2.12.1", "grpcio": "1.85.1"}
+    there = {"torch": "2.12.1+cpu", "grpcio": "1.85.1"}
     found = {finding.check: finding for finding in versions(wanted, "3.11.7", there.get)}
     levels = {"python": Level.OK, "torch": Level.FAIL, "hivemind": Level.FAIL, "grpcio": Level.OK}
     assert {name: finding.level for name, finding in found.items()} == levels

@@ -593,14 +593,13 @@ async def test_it_leads_a_group_and_holds_its_own_descriptors_only(server: ForkS
 
 
 @FORKS
-async def test_a_server_that_is_killed_ends_its_nodes_for_whoever_follows_them(
-    server: ForkServer, waiting: list[str]
-) -> None:
+async def test_nodes_outlive_their_server_and_end_with_their_exit_codes(server: ForkServer, waiting: list[str]) -> None:
     """The last of this module: it ends the server that the tests share."""
     child = await forked(server, *waiting)
     following = asyncio.create_task(child.follow(lambda _: None))
     server.close()
-    assert (await following).exit_code == 128 + signal.SIGKILL
+    child.terminate()
+    assert (await following).exit_code == 128 + signal.SIGTERM
     await gone(child.pid)
     assert await server.start(["version"]) is None
 

@@ -19,7 +19,6 @@ from swarm.workload.packing import (
     Packing,
     in_turns,
     pack,
-    pack_and_end,
     worst_run,
 )
 
@@ -155,26 +154,3 @@ def test_a_run_counts_what_came_before_the_block() -> None:
     assert worst_run([1.0] * 20, 1.0) == 1.0
     assert worst_run([2.0] + [1.0] * 20, 1.0) == 16 / 9
     assert worst_run([1.0, 3.0]) == 1.5
-
-
-CAPACITY_OF_FOUR = Capacity(4096, 16_384, 1 / 3000)
-
-
-def test_only_what_would_leave_a_microbatch_half_empty_goes_into_the_next_block() -> None:
-    packing, taken = pack_and_end([4096] * 254, (), CAPACITY_OF_FOUR)
-    assert taken == 252
-    assert {len(of) for of in packing.microbatches} == {4}
-    assert len(pack([4096] * 254, (), CAPACITY_OF_FOUR).microbatches) == len(packing.microbatches) + 1
-    lengths = [random.Random(1).randint(20, 1500) for _ in range(600)]
-    packing, taken = pack_and_end(lengths, (), CAPACITY_OF_FOUR)
-    assert (packing, taken) == (pack(lengths, (), CAPACITY_OF_FOUR), 600)
-
-
-def test_what_is_packed_is_what_would_be_packed_of_those_alone() -> None:
-    chance = random.Random(4)
-    for _ in range(20):
-        lengths = [chance.choice((51, 3001, 4001, 9000)) for _ in range(chance.randint(1, 250))]
-        cut = [index for index, length in enumerate(lengths) if length > CAPACITY_OF_FOUR.sequence]
-        packing, taken = pack_and_end(lengths, cut, CAPACITY_OF_FOUR, 25_000.0)
-        assert sum(lengths[taken:]) <= CAPACITY_OF_FOUR.tokens
-        assert packing == pack(lengths[:taken], [index for index in cut if index < taken], CAPACITY_OF_FOUR, 25_000.0)
