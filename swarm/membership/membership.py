@@ -228,10 +228,11 @@ class LookUps:
     def begin(self, now: float) -> Reasoned[bool]:
         """Decides whether the look-up that begins now is a wide one, which no single node of the DHT can deceive."""
         since = now - self._wide
-        if since < WIDE_AFTER_S or (self._done and since < WIDE_EVERY_S):
+        has_changed = self._restarted > self._wide
+        if since < (WIDE_AFTER_S if has_changed else WIDE_EVERY_S):
             return Reasoned(False, f"the last wide one was {since:.0f} s ago")
         self._wide = now
-        return Reasoned(True, "peers changed" if not self._done else "long since the last one")
+        return Reasoned(True, "other modules lack a replica" if has_changed else "long since the last one")
 
     def pause(self, missing: frozenset[ModuleId], now: float, draw: float, *, alone: bool) -> Reasoned[float]:
         """Returns the pause until the next look-up, with a jitter of 25 % by `draw`, 0 to 1."""
