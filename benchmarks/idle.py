@@ -1,6 +1,6 @@
 """What an idle node sends and computes for the swarm, by the number of nodes: bytes a second, share of a CPU core.
 
-Real nodes with a stage each, in network namespaces of this machine (root, `ip`), whose devices count what leaves a node.
+Real nodes with a stage each, in network namespaces of this machine (root, `ip`), whose devices count what leaves.
 `missing`: nobody hosts stage 0. `complete`: one more peer announces it, and launches nothing. Figures are means of the
 nodes over `seconds`, from `settle` seconds after the last node serves. `python -m benchmarks.idle peer LINK HOST` is
 that one more peer.
@@ -14,6 +14,8 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,36 +70,35 @@ def until_all(folders: list[Path], ready: Any) -> None:
         time.sleep(0.2)
 
 
-def sent(network: SplitNetwork, index: int) -> int:
-    """Returns the bytes that a node's namespace has sent."""
-    words = ("ip", "-n", f"{network.hub}-{index}", "-s", "-j", "link", "show", "eth0")
-    return int(json.loads(subprocess.run(words, check=True, capture_output=True).stdout)[0]["stats64"]["tx"]["bytes"])
-
-
-def cpu_s(network: SplitNetwork, index: int) -> dict[str, float]:
-    """Returns the CPU seconds of a node's processes: `node`, `dht`, `p2pd`."""
-    found = dict.fromkeys(("node", "dht", "p2pd"), 0.0)
-    words = ("ip", "netns", "pids", f"{network.hub}-{index}")
-    for process in subprocess.run(words, check=True, capture_output=True, text=True).stdout.split():
-        command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
-        ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
-        kind = "p2pd" if "/p2pd" in command.split(" ")[0] else "dht" if "protocol.dht" in command else "node"
-        found[kind] += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+def spent(network: SplitNetwork, nodes: Iterable[int]) -> Counter[str]:
+    """Returns the bytes that the nodes' namespaces have sent, and the CPU seconds of their processes, by kind."""
+    found = Counter[str]()
+    for namespace in (f"{network.hub}-{index}" for index in nodes):
+        shown = output("ip", "-n", namespace, "-s", "-j", "link", "show", "eth0")
+        found["bytes"] += json.loads(shown)[0]["stats64"]["tx"]["bytes"]
+        for process in output("ip", "netns", "pids", namespace).split():
+            command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+            ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+            kind = "p2pd" if "/p2pd" in command.split(" ")[0] else "dht" if "protocol.dht" in command else "node"
+            found[kind] += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
     return found
+
+
+def output(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 def one(nodes: int, *, complete: bool, settle_s: float, seconds: float) -> dict[str, Any]:
     with TemporaryDirectory() as name, split_network("a" * (nodes + complete)) as network, ExitStack() as stack:
-        folder, links = Path(name), list[Path]()
-        run = [sys.executable, "-P", "-m", "node", "new", str(folder / "run.toml")]
-        subprocess.run(run, check=True, capture_output=True, cwd=ROOT, env={**os.environ, "SKIPSTONE_HOME": str(folder)})
-        link = folder / "link0"
+        folder, every = Path(name), range(nodes)
+        environment, run, link = {**os.environ, "SKIPSTONE_HOME": name}, folder / "run.toml", folder / "link0"
+        new = (sys.executable, "-P", "-m", "node", "new", str(run))
+        subprocess.run(new, check=True, capture_output=True, cwd=ROOT, env=environment)
         for index in range(nodes):
             host, place = network.addresses.format(index + 1), folder / str(index)
-            words = ("node", "join", str(link if index else folder / "run.toml"), "--yes", "--json", "--threads", "1")
+            words = ("node", "join", str(link if index else run), "--yes", "--json", "--threads", "1")
             where = ("--stage", str(1 + index % BLOCK_STAGES), "--listen", host, "--advertise", host)
-            links.append(folder / f"link{index}")
-            more = ("--reach", "direct", "--link-file", str(links[index]))
+            more = ("--reach", "direct", "--link-file", str(folder / f"link{index}"))
             start(stack, network, index, place, *words, *where, *more)
             until_all([link], Path.exists)
         until_all([folder / str(index) for index in range(nodes)], serves)
@@ -106,14 +107,11 @@ def one(nodes: int, *, complete: bool, settle_s: float, seconds: float) -> dict[
             start(stack, network, nodes, folder / str(nodes), *words)
         tell(f"{nodes} nodes serve")
         time.sleep(settle_s)
-        every, began = range(nodes), time.monotonic()
-        before = [(sent(network, index), cpu_s(network, index)) for index in every]
+        began, before = time.monotonic(), spent(network, every)
         time.sleep(seconds)
-        elapsed = (time.monotonic() - began) * nodes
-        after = [(sent(network, index), cpu_s(network, index)) for index in every]
-        rate = sum(late[0] - early[0] for late, early in zip(after, before, strict=True)) / elapsed
-        spent = {kind: sum(late[1][kind] - early[1][kind] for late, early in zip(after, before, strict=True)) for kind in after[0][1]}
-        share = {kind: round(each / elapsed, 4) for kind, each in spent.items()}
+        after, elapsed = spent(network, every), (time.monotonic() - began) * nodes
+        rates = {kind: (after[kind] - before[kind]) / elapsed for kind in after}
+        rate, share = rates.pop("bytes"), {kind: round(each, 4) for kind, each in rates.items()}
         bar = FLOOR_BYTES + BYTES_A_PEER * (nodes - 1 + complete)
         figures = {"bytes_per_s": round(rate), "bar": round(bar), "cpu": round(sum(share.values()), 4), "cpu_of": share}
         return {"nodes": nodes, "stages": "complete" if complete else "missing", **figures}
@@ -129,4 +127,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["peer"]:
         asyncio.run(announce_stage_zero(*sys.argv[2:]))
     else:
-        kit.run(__doc__, measure, {"nodes": "2", "settle": 5.0, "seconds": 5.0}, nodes="4,8,16", settle=60.0, seconds=40.0)
+        quick = {"nodes": "2", "settle": 5.0, "seconds": 5.0}
+        kit.run(__doc__, measure, quick, nodes="4,8,16", settle=60.0, seconds=40.0)

@@ -114,19 +114,21 @@ class MembershipSync:
 
     async def publish(self) -> bool:
         """Announces this node to linked peers and the directory. False without a valid record. Raises Unreachable."""
-        announcement, record = self._push()
+        announcement = self.own.announcement()
+        record = self.record.of(announcement)
+        self._push(announcement, record)
         if self.record.is_encodable:
             await self.directory.publish(announcement, record)
         return self.record.is_encodable
 
-    def _push(self) -> tuple[Announcement, bytes]:
-        """Sends this node's record to linked peers if it changed. Returns the announcement and its record."""
-        announcement = self.own.announcement()
-        record = self.record.of(announcement)
-        if self.record.is_encodable and what_changed(self._pushed, announcement):
+    def _push(self, announcement: Announcement, record: bytes = b"") -> None:
+        """Sends this node's record to linked peers if it changed; signs it if it is not given."""
+        if not what_changed(self._pushed, announcement):
+            return
+        record = record or self.record.of(announcement)
+        if self.record.is_encodable:
             self._pushed = announcement
             self.transport.announce(record)
-        return announcement, record
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
         """Receives other peers' records and link changes from the dispatcher within the block."""
@@ -164,14 +166,14 @@ class MembershipSync:
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         """Marks the peer of a failed link as suspect and probes it; forgets a visitor (a peer without a module)."""
-        known = self.membership.get(peer)
+        now, known = self.own.clock.monotonic(), self.membership.get(peer)
         if known is not None and known.state is PeerState.VISITING:
             self.membership.forget(peer)
             self._publish_view()
-        elif known is not None and not self.membership.is_suspect(peer, self.own.clock.monotonic()):  # one probe of a suspect peer is enough
+        elif known is not None and not self.membership.is_suspect(peer, now):  # one probe of a suspect peer is enough
             self._tasks.begin(self._probe(peer))
         was_linked = peer in self.membership.linked
-        self.membership.fail(peer, self.own.clock.monotonic())
+        self.membership.fail(peer, now)
         # A path may have led to a peer that is not in our view yet.
         newly_missing = self._missing() - self._look_ups.missing
         if known is None or known.module in newly_missing:
@@ -268,7 +270,7 @@ class MembershipSync:
                     offset_s - before_s,
                 )
                 self.announce()
-            self._push()
+            self._push(self.own.announcement())
 
     async def _greet_for_ever(self) -> None:
         """Opens links to the replicas that we work with, a few at a time, until cancelled."""

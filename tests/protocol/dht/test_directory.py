@@ -34,7 +34,6 @@ from protocol.dht.guards import node_id_of
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import directory_key, encode_record
-from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Contact
 from protocol.transport.settings import free_ports
 from swarm.vocabulary.errors import ConfigError, Unreachable
