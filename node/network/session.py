@@ -39,16 +39,14 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
 
 log = logging.getLogger(__name__)
 
-LOOKED_UP_AT_ONCE = 256  # Bounds the load on the directory
-LOOK_UP_GAP_S = 0.5  # Shortest time between look-ups
+LOOK_UP_GAP_S = 0.25  # Shortest time between look-ups
 LOOK_S = 5.0  # Timeout of a look-up on demand
 PUSH_S = 5.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 GREET_S = 1.0
 GREETED_AT_ONCE = 8
-MOST_GREETED = 128  # Links beyond which a data node opens no more for possible work
-MOST_NEIGHBOURS = 32  # The same for other nodes
+MOST_GREETED = 128  # Links beyond which no more are opened for possible work
 CLOCK_STEP_S = 5.0  # Jump of the wall clock that is logged
 FEW_REPLICAS = 2  # Modules with this few replicas are probed before a decision
 MAX_ASKED = 64
@@ -96,7 +94,7 @@ class MembershipSync:
     def watch(self, modules: Sequence[ModuleId]) -> None:
         """Sets the modules whose replicas are looked up in the directory; by default the first two."""
         self._modules = tuple(modules)
-        self._look_ups.restart()
+        self._look_ups = LookUps()
         self.looked.clear()
         self._look_now.set()
 
@@ -105,8 +103,7 @@ class MembershipSync:
         self.looked.clear()
         self._look_now.set()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await self.looked.wait()
+            await asyncio.wait_for(self.looked.wait(), LOOK_S)
 
     def announce(self) -> None:
         """Requests that this node's record is published soon, because its state changed."""
@@ -175,33 +172,28 @@ class MembershipSync:
         was_linked = peer in self.membership.linked
         self.membership.fail(peer, now)
         # A path may have led to a peer that is not in our view yet.
-        newly_missing = self._missing() - self._look_ups.missing
-        if known is None or known.module in newly_missing:
+        if known is None or known.module in self._missing() - self._look_ups.missing:
             self._look_now.set()
         if was_linked:
             self.events.emit(PeerChange(peer, "down", str(error)))
         self.changed.set()
 
-    async def _probe(self, peer: PeerId) -> Status | None:
+    async def _probe(self, peer: PeerId, *, is_greeting: bool = False) -> Status | None:
         """Asks the peer for its status; marks the peer as dead if it does not answer, so that no work is sent there."""
         try:
             answer = await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
-            self._answered(peer)
+            if self.membership.is_suspect(peer, now := self.own.clock.monotonic()):
+                self.membership.answered(peer, now)  # it sends no record while nothing changes
+                self.changed.set()
             return parse_status(answer)
         except (Unreachable, Stalled) as error:
             log.debug("%s does not answer: %s", peer, error)
-            self.membership.give_up(peer, self.own.clock.monotonic())
-            self.changed.set()
+            if not is_greeting:  # silence has no consequence then: a cut network would cost all replicas
+                self.membership.give_up(peer, self.own.clock.monotonic())
+                self.changed.set()
         except PeerError as error:
             log.debug("%s is alive, but refused to answer: %s", peer, error)
         return None
-
-    def _answered(self, peer: PeerId) -> None:
-        """Uses a suspect peer again, because it sends no record on its link while nothing changes."""
-        now = self.own.clock.monotonic()
-        if self.membership.is_suspect(peer, now):
-            self.membership.answered(peer, now)
-            self.changed.set()
 
     async def serves(self, peer: PeerId, module: ModuleId) -> bool:
         """Asks the peer whether it serves the module; False if it refuses or does not answer."""
@@ -222,29 +214,23 @@ class MembershipSync:
 
     async def _look_up_for_ever(self) -> None:
         while True:
-            watched = self._modules  # `watch` may replace the modules meanwhile; then start over
-            wide, failed = self._look_ups.begin(self.own.clock.monotonic()).value, False
+            watched, alone = self._modules, False
             try:
-                for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
-                    found = await self.directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE], wide=wide)
-                    self._observe(found, self.own.clock.wall())
-                    if watched is not self._modules:
-                        break
-                    if start + LOOKED_UP_AT_ONCE < len(watched):
-                        await asyncio.sleep(LOOK_UP_GAP_S)
-                else:
+                wide = self._look_ups.begin(self.own.clock.monotonic())
+                self._observe(await self.directory.look_up(watched, wide=wide.value), self.own.clock.wall())
+                if watched is self._modules:  # `watch` may have replaced the modules meanwhile
                     self.looked.set()
             except Unreachable as error:
                 log.info("directory: %s", error)
-                failed = True
+                alone = True
             now = self.own.clock.monotonic()
             if self.membership.expire(now):
                 self._publish_view()
-            alone = failed or not self.membership.peers()
+            alone = alone or not self.membership.peers()
             pause = self._look_ups.pause(self._missing(), now, random.random(), alone=alone)  # noqa: S311 - not a secret
             log.debug("next look-up in %.1f s: %s", pause.value, pause.reason)
-            await asyncio.sleep(LOOK_UP_GAP_S / 2)
-            await set_or_after(self._look_now, max(0.0, pause.value - LOOK_UP_GAP_S / 2))
+            await asyncio.sleep(LOOK_UP_GAP_S)
+            await set_or_after(self._look_now, max(0.0, pause.value - LOOK_UP_GAP_S))
 
     async def _publish_for_ever(self) -> None:
         while True:
@@ -285,21 +271,12 @@ class MembershipSync:
             known = {a.peer for a in serving if ours is not None and zero in (ours, a.module)}
             known |= {a.peer for a in serving if is_near(ours, a.module, stages)}
             met = (met | linked) & known
-            most = MOST_GREETED if ours == zero else MOST_NEIGHBOURS
-            room = max(0, min(GREETED_AT_ONCE, most - len(linked)))
+            room = max(0, min(GREETED_AT_ONCE, MOST_GREETED - len(linked)))
             # Half of the room is for peers whose link broke, and the choice is random: many silent names cannot keep an
             # honest replica waiting for long.
             chosen = some(met - linked, room // 2)
             chosen += some({peer for peer in known - met if not self.membership.is_given_up(peer)}, room - len(chosen))
-            await asyncio.gather(*map(self._greet, chosen))
-
-    async def _greet(self, peer: PeerId) -> None:
-        """Asks the peer anything, for the link. Silence has no consequence: a cut network would cost all replicas."""
-        try:
-            await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
-            self._answered(peer)
-        except PeerError as error:
-            log.debug("%s does not answer a greeting: %s", peer, error)
+            await asyncio.gather(*(self._probe(peer, is_greeting=True) for peer in chosen))  # for the link
 
     def _clock_offset_s(self) -> float:
         return self.own.clock.wall() - self.own.clock.monotonic()

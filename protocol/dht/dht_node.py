@@ -23,7 +23,6 @@ from protocol.generated import dht_process_pb2
 from protocol.identity.signed_records import MAX_LIFETIME_S
 from protocol.libp2p.daemon import any_answers, start_daemon
 from swarm.vocabulary.errors import Unreachable
-from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import RunId
 
 log = logging.getLogger(__name__)
@@ -34,8 +33,6 @@ MISSING_RETRY_S = (0.2, 5.0)  # First and longest pause between attempts to reac
 MISSING_PATIENCE_S = 120.0  # After this time missing initial peers are retried every REFRESH_S
 REFRESH_S = 60.0
 NEAREST = 5  # Nodes that store a record
-SEARCH_S = 300.0  # Interval of searches for the nodes nearest to our own record's key
-MAX_SEARCHED = 16
 MAX_BLACKLIST = 4096
 
 
@@ -45,7 +42,6 @@ class DhtService:
     def __init__(self, node: DHTNode, initial_peers: dict[PeerID, list[Multiaddr]], *, client: bool) -> None:
         self._node, self._initial_peers, self._client = node, initial_peers, client
         self._tried = asyncio.Event()
-        self._searched = Latest[str, float](MAX_SEARCHED)  # Monotonic time of the last search, by key
 
     @classmethod
     async def start(cls, start: dht_process_pb2.DhtStart) -> DhtService:
@@ -96,26 +92,16 @@ class DhtService:
 
     async def store(self, request: dht_process_pb2.DhtStore) -> None:
         """Stores our record at the nodes nearest to its key. Raises Unreachable if no other node accepts it."""
-        # A search asks every node near the key; between searches the routing table knows the nearest ones.
-        now = time.monotonic()
-        if now - self._searched.get(request.key, -SEARCH_S) >= SEARCH_S or not await self._stored_again(request):
-            self._searched[request.key] = now
-            stored = await self._node.store(
-                request.key, request.record, request.expires_at, subkey=request.owner, exclude_self=self._client
-            )
-            if not stored:
-                raise Unreachable("no node of the DHT accepted the record")
+        # Look-ups keep the routing table right about our key. A search would ask every node near it.
+        protocol, key, value = self._node.protocol, DHTID.generate(request.key), MSGPackSerializer.dumps(request.record)
+        nearest = protocol.routing_table.get_nearest_neighbors(key, NEAREST)
+        record = ([key], [value], request.expires_at, [request.owner])
+        answers = await asyncio.gather(*(protocol.call_store(peer, *record) for _, peer in nearest))
+        kept = not self._client and protocol.storage.store(key, value, request.expires_at, subkey=request.owner)
+        if not kept and not any(answer and all(answer) for answer in answers):
+            raise Unreachable("no node of the DHT accepted the record")
         if self._initial_peers and not self._peers_known():
             raise Unreachable("no other node of the DHT is reachable; only this node has the record")
-
-    async def _stored_again(self, request: dht_process_pb2.DhtStore) -> bool:
-        protocol, key, value = self._node.protocol, DHTID.generate(request.key), MSGPackSerializer.dumps(request.record)
-        record = ([key], [value], request.expires_at, [request.owner])
-        nearest = protocol.routing_table.get_nearest_neighbors(key, NEAREST)
-        answers = await asyncio.gather(*(protocol.call_store(peer, *record) for _, peer in nearest))
-        if not self._client:
-            protocol.storage.store(key, value, request.expires_at, subkey=request.owner)
-        return any(answer and all(answer) for answer in answers)
 
     async def find(self, keys: list[str], *, wide: bool) -> list[bytes]:
         """Looks records up: if `wide`, at all nodes near each key, so that no single node can hide a record."""

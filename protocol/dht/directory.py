@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from protocol.dht.child import KEYS_PER_FIND, DhtChild, running_child
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
-from protocol.identity.signed_records import decode_verified, directory_key
+from protocol.identity.signed_records import decode_announced, directory_key
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
 from swarm.vocabulary.announcement import Announcement
@@ -179,7 +179,7 @@ class DhtDirectory:
         valid: list[Announcement] = []
         for record in records:
             try:
-                valid.append(decode_verified(record, run=self._run, now=now))
+                valid.append(decode_announced(record, run=self._run, now=now, is_verified=True))
             except ProtocolViolation as violation:
                 log.debug("ignoring a record from the DHT: %s", violation)
         return valid

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from protocol.frames.codec import Parsed, checked_peer, checked_version, parsed
@@ -68,21 +68,10 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
 _verified = Latest[bytes, Announcement](MAX_RECORDS)
 
 
-def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
+def decode_announced(data: bytes, *, run: RunId, now: float | None, is_verified: bool = False) -> Announcement:
     """Decodes a peer's announcement; checks run, dates, fields, signature and certificate. Raises ProtocolViolation."""
     # `now`: Unix time in seconds, or None on a link from the owner, where a record is always fresh.
-    return _decoded(data, run, now, _check_signatures)
-
-
-def decode_verified(data: bytes, *, run: RunId, now: float) -> Announcement:
-    """Decodes an announcement whose signatures this node's DHT process has checked. Raises ProtocolViolation."""
-    return _decoded(data, run, now, lambda envelope, announcement: None)
-
-
-Check = Callable[[records_pb2.SignedRecord, Announcement], None]
-
-
-def _decoded(data: bytes, run: RunId, now: float | None, check: Check) -> Announcement:
+    # `is_verified`: this node's DHT process has checked both signatures.
     if len(data) > MAX_RECORD_BYTES:
         raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
     data = bytes(data)
@@ -94,20 +83,20 @@ def _decoded(data: bytes, run: RunId, now: float | None, check: Check) -> Announ
     announcement = _announcement_of(_parse(records_pb2.Announcement, envelope.body, "record body"))
     _check_run_and_time(announcement, run, now)
     _check_fields(announcement)
-    check(envelope, announcement)
+    if not is_verified:
+        _check_signature(envelope, announcement)
+        _check_certificate(announcement)
     _verified[data] = announcement
     return announcement
 
 
-def _check_signatures(envelope: records_pb2.SignedRecord, announcement: Announcement) -> None:
-    """Checks the record's and the certificate's signature. Raises ProtocolViolation."""
+def _check_signature(envelope: records_pb2.SignedRecord, announcement: Announcement) -> None:
     if len(envelope.public_key) != 32 or len(envelope.signature) != 64:
         raise ProtocolViolation("record: a public key has 32 bytes and a signature 64")
     if peer_id_of(envelope.public_key) != announcement.peer:
         raise ProtocolViolation(f"record: names {announcement.peer[:64]} but carries another peer's key")
     if not verify(envelope.public_key, envelope.signature, _signed_bytes(announcement, envelope.body)):
         raise ProtocolViolation(f"record: the signature of {announcement.peer} does not match")
-    _check_certificate(announcement)
 
 
 def _signed_bytes(announcement: Announcement, body: bytes) -> bytes:

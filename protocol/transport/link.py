@@ -396,10 +396,6 @@ class Meter:
         self._received_bytes += size_bytes
         self._heard_at = self._clock.monotonic()
 
-    @property
-    def carried_bytes(self) -> int:
-        return self._sent_bytes + self._received_bytes
-
     def silence_s(self) -> float:
         return self._clock.monotonic() - self._heard_at
 
@@ -726,7 +722,8 @@ class Link:
             if self._meter.silence_s() > self._settings.stall_after_s:
                 raise Stalled(f"{short(self.peer)} was silent for {self._meter.silence_s():.1f} s")
             self._inbox.break_off_slow()
-            carried, before_bytes = self._meter.carried_bytes, carried
+            figures, before_bytes = self._meter.figures(), carried
+            carried = figures.sent_bytes + figures.received_bytes
             quiet_s = period * random.uniform(1.0, 2.0)  # noqa: S311 - not a secret
             # On an idle link one side's ping, which is answered, serves both.
             is_due = carried - before_bytes > IDLE_BYTES or self._meter.silence_s() > quiet_s

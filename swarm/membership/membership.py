@@ -206,8 +206,8 @@ def _serves(member: _Member, now: float) -> bool:
     )
 
 
-FIRST_LOOK_UP_S, LONGEST_LOOK_UP_S = 0.5, 30.0  # Unlinked peers' records, valid for 40 to 60 s, must not expire between
-LOOK_UP_PAUSE_S: Final = ExponentialBackoff(FIRST_LOOK_UP_S, LONGEST_LOOK_UP_S)
+# Records of unlinked peers, valid for 40 to 60 s, must not expire between two look-ups.
+LOOK_UP_PAUSE_S: Final = ExponentialBackoff(0.5, 30.0)
 LONELY_S = 4.0  # Longest pause while no peer is known: nobody has to answer
 RESTART_S = 10.0  # Shortest time between restarts of the pauses
 WIDE_AFTER_S, WIDE_EVERY_S = 60.0, 480.0  # Shortest and longest time between wide look-ups
@@ -222,13 +222,9 @@ class LookUps:
     _restarted: float = -math.inf
     _wide: float = -math.inf
 
-    def restart(self) -> None:
-        self._done, self._restarted, self._wide = 0, -math.inf, -math.inf
-
     def begin(self, now: float) -> Reasoned[bool]:
         """Decides whether the look-up that begins now is a wide one, which no single node of the DHT can deceive."""
-        since = now - self._wide
-        has_changed = self._restarted > self._wide
+        since, has_changed = now - self._wide, self._restarted > self._wide
         if since < (WIDE_AFTER_S if has_changed else WIDE_EVERY_S):
             return Reasoned(False, f"the last wide one was {since:.0f} s ago")
         self._wide = now
@@ -240,29 +236,24 @@ class LookUps:
         if missing != self.missing and now - self._restarted >= RESTART_S:
             self.missing, self._done, self._restarted = missing, 0, now
         self._done += 1
-        longest_s = LONELY_S if alone else LONGEST_LOOK_UP_S
-        pause_s = min(longest_s, LOOK_UP_PAUSE_S.seconds(self._done)) * (0.75 + draw / 2)
+        pause_s = min(LONELY_S if alone else math.inf, LOOK_UP_PAUSE_S.seconds(self._done)) * (0.75 + draw / 2)
         return Reasoned(pause_s, f"{len(missing)} modules lack a replica since {self._done} look-ups")
 
 
-_PASSING: Final = ("sequence", "expires_at")
-_MEASURED: Final = ("tokens_per_second", "quadratic_share", "memory_bytes", "device_bytes")
-TOLERANCE = 0.1  # Of a measured figure
-SLOTS_TOLERANCE = 1 / 8
+# Changes that are not worth sending: of `free_slots` relative to all slots, of measured figures to themselves
+_MEASURED = ("tokens_per_second", "quadratic_share", "memory_bytes", "device_bytes")
+_TOLERANCES = {"sequence": math.inf, "expires_at": math.inf, "free_slots": 1 / 8, **dict.fromkeys(_MEASURED, 0.1)}
 
 
 def what_changed(before: Announcement | None, after: Announcement) -> str:
     """Returns the first field of a peer's record that changed by more than its tolerance; empty if none did."""
     if before is None:
         return "peer"
-    for name in (field.name for field in fields(after) if field.name not in _PASSING):
-        old, new = getattr(before, name), getattr(after, name)
-        tolerance = 0.0
-        if name in _MEASURED:
-            tolerance = TOLERANCE * max(old, new)
-        elif name == "free_slots":
-            tolerance = SLOTS_TOLERANCE * after.slots
-        if old != new and not (tolerance and abs(new - old) <= tolerance):
+    for name in (field.name for field in fields(after)):
+        old, new, tolerance = getattr(before, name), getattr(after, name), _TOLERANCES.get(name)
+        if old != new and (
+            tolerance is None or abs(new - old) > tolerance * (after.slots if name == "free_slots" else max(old, new))
+        ):
             return name
     return ""
 
