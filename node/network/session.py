@@ -32,7 +32,7 @@ from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
-from swarm.membership.membership import Change, LookUps, Membership, is_near, what_changed
+from swarm.membership.membership import STAY, Change, LookUps, Membership, is_near, what_changed
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
@@ -267,9 +267,10 @@ class MembershipSync:
             linked = self.membership.linked
             # Stage 0 works with all modules; others introduce themselves to it and to the stages before and behind.
             ours, stages, zero = self.own.module, 1 + max(module.stage for module in self._modules), ModuleId(0)
-            serving = [a for a in self.membership.peers() if a.state is PeerState.SERVING and a.is_reachable]
-            known = {a.peer for a in serving if ours is not None and zero in (ours, a.module)}
-            known |= {a.peer for a in serving if is_near(ours, a.module, stages)}
+            # A link to a joining peer brings its record as soon as it serves.
+            useful = [a for a in self.membership.peers() if a.is_reachable and a.state in STAY]
+            known = {a.peer for a in useful if ours is not None and zero in (ours, a.module)}
+            known |= {a.peer for a in useful if is_near(ours, a.module, stages)}
             met = (met | linked) & known
             room = max(0, min(GREETED_AT_ONCE, MOST_GREETED - len(linked)))
             # Half of the room is for peers whose link broke, and the choice is random: many silent names cannot keep an

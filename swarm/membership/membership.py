@@ -209,7 +209,7 @@ def _serves(member: _Member, now: float) -> bool:
 # Records of unlinked peers, valid for 40 to 60 s, must not expire between two look-ups.
 LOOK_UP_PAUSE_S: Final = ExponentialBackoff(0.5, 30.0)
 LONELY_S = 4.0  # Longest pause while no peer is known: nobody has to answer
-RESTART_S = 10.0  # Shortest time between restarts of the pauses
+RESTART_S = 3.0  # Shortest time between restarts of the pauses
 WIDE_AFTER_S, WIDE_EVERY_S = 60.0, 480.0  # Shortest and longest time between wide look-ups
 
 
@@ -258,7 +258,7 @@ def what_changed(before: Announcement | None, after: Announcement) -> str:
     return ""
 
 
-_STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
+STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
 
 
 def is_near(module: ModuleId | None, other: ModuleId | None, stages: int) -> bool:
@@ -272,7 +272,7 @@ def by_worth(
     own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
 ) -> list[PeerId]:
     """Ranks dialable peers to stay connected to: near stages and replicas, then peers in `kept`, then by hash."""
-    fit = [a for a in announcements if a.addresses and a.module is not None and a.state in _STAY and a.peer != own]
+    fit = [a for a in announcements if a.addresses and a.module is not None and a.state in STAY and a.peer != own]
     stages = 1 + max((a.module.stage for a in fit if a.module is not None), default=0)
     if module is not None:
         stages = max(stages, module.stage + 1)
