@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,27 +46,22 @@ async def announce_stage_zero(link: str, host: str) -> None:
         await asyncio.Event().wait()
 
 
-def start(stack: ExitStack, network: SplitNetwork, index: int, folder: Path, *words: str) -> subprocess.Popen[bytes]:
+def start(stack: ExitStack, network: SplitNetwork, index: int, folder: Path, *words: str) -> None:
     """Starts a Python module in the namespace of a node until the end of the stack."""
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SKIPSTONE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
     command = ("ip", "netns", "exec", f"{network.hub}-{index}", sys.executable, "-P", "-m", *words)
     with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
         process = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-    stack.callback(process.wait, 30)
+    stack.callback(process.wait, 120)
     stack.callback(process.terminate)
-    return process
 
 
-def serves(folder: Path) -> bool:
-    return '"state":"serving"' in (folder / "out").read_text().replace(" ", "")
-
-
-def until_all(folders: list[Path], ready: Any) -> None:
+def until(what: str, met: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
-    while not all(map(ready, folders)):
+    while not met():
         if time.monotonic() > end:
-            raise TimeoutError(f"{[folder.name for folder in folders if not ready(folder)]} are not ready")
+            raise TimeoutError(what)
         time.sleep(0.2)
 
 
@@ -100,12 +95,12 @@ def one(nodes: int, *, complete: bool, settle_s: float, seconds: float) -> dict[
             where = ("--stage", str(1 + index % BLOCK_STAGES), "--listen", host, "--advertise", host)
             more = ("--reach", "direct", "--link-file", str(folder / f"link{index}"))
             start(stack, network, index, place, *words, *where, *more)
-            until_all([link], Path.exists)
-        until_all([folder / str(index) for index in range(nodes)], serves)
+            until("no link", link.exists)
+        outputs = [folder / str(index) / "out" for index in every]
+        until("some do not serve", lambda: all('"state":"serving"' in each.read_text() for each in outputs))
         if complete:
             words = ("benchmarks.idle", "peer", link.read_text().strip(), network.addresses.format(nodes + 1))
             start(stack, network, nodes, folder / str(nodes), *words)
-        tell(f"{nodes} nodes serve")
         time.sleep(settle_s)
         began, before = time.monotonic(), spent(network, every)
         time.sleep(seconds)
@@ -113,8 +108,10 @@ def one(nodes: int, *, complete: bool, settle_s: float, seconds: float) -> dict[
         rates = {kind: (after[kind] - before[kind]) / elapsed for kind in after}
         rate, share = rates.pop("bytes"), {kind: round(each, 4) for kind, each in rates.items()}
         bar = FLOOR_BYTES + BYTES_A_PEER * (nodes - 1 + complete)
-        figures = {"bytes_per_s": round(rate), "bar": round(bar), "cpu": round(sum(share.values()), 4), "cpu_of": share}
-        return {"nodes": nodes, "stages": "complete" if complete else "missing", **figures}
+        row = {"nodes": nodes, "stages": "complete" if complete else "missing", "bytes_per_s": round(rate)}
+        row |= {"bar": round(bar), "cpu": round(sum(share.values()), 4), "cpu_of": share}
+        tell(row)
+        return row
 
 
 def measure(options: Any) -> dict[str, Any]:
