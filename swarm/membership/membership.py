@@ -224,17 +224,18 @@ class LookUps:
 
     def begin(self, now: float) -> Reasoned[bool]:
         """Decides whether the look-up that begins now is a wide one, which no single node of the DHT can deceive."""
-        since, has_changed = now - self._wide, self._restarted > self._wide
-        if since < (WIDE_AFTER_S if has_changed else WIDE_EVERY_S):
+        since = now - self._wide
+        if since < WIDE_EVERY_S:
             return Reasoned(False, f"the last wide one was {since:.0f} s ago")
         self._wide = now
-        return Reasoned(True, "other modules lack a replica" if has_changed else "long since the last one")
+        return Reasoned(True, f"no wide one for {since:.0f} s, or other modules lack a replica")
 
     def pause(self, missing: frozenset[ModuleId], now: float, draw: float, *, alone: bool) -> Reasoned[float]:
         """Returns the pause until the next look-up, with a jitter of 25 % by `draw`, 0 to 1."""
         # A peer that comes and goes cannot make us look up all the time.
         if missing != self.missing and now - self._restarted >= RESTART_S:
             self.missing, self._done, self._restarted = missing, 0, now
+            self._wide = -math.inf if now - self._wide >= WIDE_AFTER_S else self._wide
         self._done += 1
         pause_s = min(LONELY_S if alone else math.inf, LOOK_UP_PAUSE_S.seconds(self._done)) * (0.75 + draw / 2)
         return Reasoned(pause_s, f"{len(missing)} modules lack a replica since {self._done} look-ups")
