@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -32,17 +32,16 @@ from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
-from swarm.membership.membership import Change, Membership
+from swarm.membership.membership import STAY, Change, LookUps, Membership, is_near, what_changed
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
 
 log = logging.getLogger(__name__)
 
-LOOK_UP_EAGER_S = 0.5
-LOOK_UP_CALM_S = 5.0
-LOOKED_UP_AT_ONCE = 256  # Bounds the load on the directory
-PUSH_S = 2.0
+LOOK_UP_GAP_S = 0.25  # Shortest time between look-ups
+LOOK_S = 5.0  # Timeout of a look-up on demand
+PUSH_S = 5.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 GREET_S = 1.0
@@ -86,6 +85,8 @@ class MembershipSync:
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the view changes; the waiter clears it
     looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set once all watched modules were looked up
     _modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
+    _look_ups: LookUps = field(default_factory=LookUps)
+    _pushed: Announcement | None = None  # Last announcement to linked peers
     _publish_now: asyncio.Event = field(default_factory=asyncio.Event)
     _look_now: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: TaskTracker = field(default_factory=TaskTracker)
@@ -93,8 +94,16 @@ class MembershipSync:
     def watch(self, modules: Sequence[ModuleId]) -> None:
         """Sets the modules whose replicas are looked up in the directory; by default the first two."""
         self._modules = tuple(modules)
+        self._look_ups = LookUps()
         self.looked.clear()
         self._look_now.set()
+
+    async def look(self) -> None:
+        """Looks all watched modules up now, for a decision that needs a fresh view; gives up after LOOK_S."""
+        self.looked.clear()
+        self._look_now.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.looked.wait(), LOOK_S)
 
     def announce(self) -> None:
         """Requests that this node's record is published soon, because its state changed."""
@@ -104,10 +113,19 @@ class MembershipSync:
         """Announces this node to linked peers and the directory. False without a valid record. Raises Unreachable."""
         announcement = self.own.announcement()
         record = self.record.of(announcement)
-        self.transport.announce(record)
+        self._push(announcement, record)
         if self.record.is_encodable:
             await self.directory.publish(announcement, record)
         return self.record.is_encodable
+
+    def _push(self, announcement: Announcement, record: bytes = b"") -> None:
+        """Sends this node's record to linked peers if it changed; signs it if it is not given."""
+        if not what_changed(self._pushed, announcement):
+            return
+        record = record or self.record.of(announcement)
+        if self.record.is_encodable:
+            self._pushed = announcement
+            self.transport.announce(record)
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
         """Receives other peers' records and link changes from the dispatcher within the block."""
@@ -145,28 +163,34 @@ class MembershipSync:
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         """Marks the peer of a failed link as suspect and probes it; forgets a visitor (a peer without a module)."""
-        known = self.membership.get(peer)
+        now, known = self.own.clock.monotonic(), self.membership.get(peer)
         if known is not None and known.state is PeerState.VISITING:
             self.membership.forget(peer)
             self._publish_view()
-        elif known is None:  # a path led to a peer that is not in our view yet
-            self._look_now.set()
-        elif not self.membership.is_suspect(peer, self.own.clock.monotonic()):  # one probe of a suspect peer is enough
+        elif known is not None and not self.membership.is_suspect(peer, now):  # one probe of a suspect peer is enough
             self._tasks.begin(self._probe(peer))
         was_linked = peer in self.membership.linked
-        self.membership.fail(peer, self.own.clock.monotonic())
+        self.membership.fail(peer, now)
+        # A path may have led to a peer that is not in our view yet.
+        if known is None or known.module in self._missing() - self._look_ups.missing:
+            self._look_now.set()
         if was_linked:
             self.events.emit(PeerChange(peer, "down", str(error)))
         self.changed.set()
 
-    async def _probe(self, peer: PeerId) -> Status | None:
+    async def _probe(self, peer: PeerId, *, is_greeting: bool = False) -> Status | None:
         """Asks the peer for its status; marks the peer as dead if it does not answer, so that no work is sent there."""
         try:
-            return parse_status(await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
+            answer = await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
+            if self.membership.is_suspect(peer, now := self.own.clock.monotonic()):
+                self.membership.answered(peer, now)  # it sends no record while nothing changes
+                self.changed.set()
+            return parse_status(answer)
         except (Unreachable, Stalled) as error:
             log.debug("%s does not answer: %s", peer, error)
-            self.membership.give_up(peer, self.own.clock.monotonic())
-            self.changed.set()
+            if not is_greeting:  # silence has no consequence then: a cut network would cost all replicas
+                self.membership.give_up(peer, self.own.clock.monotonic())
+                self.changed.set()
         except PeerError as error:
             log.debug("%s is alive, but refused to answer: %s", peer, error)
         return None
@@ -190,22 +214,23 @@ class MembershipSync:
 
     async def _look_up_for_ever(self) -> None:
         while True:
-            watched = self._modules  # `watch` may replace the modules meanwhile; then start over
+            watched, alone = self._modules, False
             try:
-                for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
-                    found = await self.directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
-                    self._observe(found, self.own.clock.wall())
-                    if watched is not self._modules:
-                        break
-                    if start + LOOKED_UP_AT_ONCE < len(watched):
-                        await asyncio.sleep(LOOK_UP_EAGER_S)
-                else:
+                wide = self._look_ups.begin(self.own.clock.monotonic())
+                self._observe(await self.directory.look_up(watched, wide=wide.value), self.own.clock.wall())
+                if watched is self._modules:  # `watch` may have replaced the modules meanwhile
                     self.looked.set()
             except Unreachable as error:
                 log.info("directory: %s", error)
-            if self.membership.expire(self.own.clock.monotonic()):
+                alone = True
+            now = self.own.clock.monotonic()
+            if self.membership.expire(now):
                 self._publish_view()
-            await set_or_after(self._look_now, LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
+            alone = alone or not self.membership.peers()
+            pause = self._look_ups.pause(self._missing(), now, random.random(), alone=alone)  # noqa: S311 - not a secret
+            log.debug("next look-up in %.1f s: %s", pause.value, pause.reason)
+            await asyncio.sleep(LOOK_UP_GAP_S)
+            await set_or_after(self._look_now, max(0.0, pause.value - LOOK_UP_GAP_S))
 
     async def _publish_for_ever(self) -> None:
         while True:
@@ -219,7 +244,7 @@ class MembershipSync:
             await set_or_after(self._publish_now, wait)
 
     async def _push_for_ever(self) -> None:
-        """Sends this node's load and progress to linked peers until cancelled, more often than to the directory."""
+        """Sends this node's load and progress, as they change, to linked peers until cancelled."""
         offset_s = self._clock_offset_s()
         while True:
             await asyncio.sleep(PUSH_S)
@@ -231,7 +256,7 @@ class MembershipSync:
                     offset_s - before_s,
                 )
                 self.announce()
-            self.transport.announce(self.record.fresh())
+            self._push(self.own.announcement())
 
     async def _greet_for_ever(self) -> None:
         """Opens links to the replicas that we work with, a few at a time, until cancelled."""
@@ -240,23 +265,19 @@ class MembershipSync:
         while True:
             await asyncio.sleep(GREET_S)
             linked = self.membership.linked
-            ours = self.own.module  # stage 0 works with all modules
-            serving = [a for a in self.membership.peers() if a.state is PeerState.SERVING and a.is_reachable]
-            known = {a.peer for a in serving if a.module is not None and ours in (a.module, ModuleId(0))}
+            # Stage 0 works with all modules; others introduce themselves to it and to the stages before and behind.
+            ours, stages, zero = self.own.module, 1 + max(module.stage for module in self._modules), ModuleId(0)
+            # A link to a joining peer brings its record as soon as it serves.
+            useful = [a for a in self.membership.peers() if a.is_reachable and a.state in STAY]
+            known = {a.peer for a in useful if ours is not None and zero in (ours, a.module)}
+            known |= {a.peer for a in useful if is_near(ours, a.module, stages)}
             met = (met | linked) & known
             room = max(0, min(GREETED_AT_ONCE, MOST_GREETED - len(linked)))
             # Half of the room is for peers whose link broke, and the choice is random: many silent names cannot keep an
             # honest replica waiting for long.
             chosen = some(met - linked, room // 2)
             chosen += some({peer for peer in known - met if not self.membership.is_given_up(peer)}, room - len(chosen))
-            await asyncio.gather(*map(self._greet, chosen))
-
-    async def _greet(self, peer: PeerId) -> None:
-        """Asks the peer anything, for the link. Silence has no consequence: a cut network would cost all replicas."""
-        try:
-            await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
-        except PeerError as error:
-            log.debug("%s does not answer a greeting: %s", peer, error)
+            await asyncio.gather(*(self._probe(peer, is_greeting=True) for peer in chosen))  # for the link
 
     def _clock_offset_s(self) -> float:
         return self.own.clock.wall() - self.own.clock.monotonic()
@@ -269,15 +290,14 @@ class MembershipSync:
         if any(change is not Change.IGNORED for change in changes):
             self._publish_view()
 
+    def _missing(self) -> frozenset[ModuleId]:
+        """Returns the watched modules, except our own, without a usable replica."""
+        served = self.membership.with_replicas(self.own.clock.monotonic())
+        return frozenset(self._modules) - served - {self.own.module}
+
     def _publish_view(self) -> None:
         self.book.replace_all(self.membership.peers())
         self.changed.set()
-
-    def _is_complete(self) -> bool:
-        """Whether every module except our own has a usable replica. If not, look-ups are frequent."""
-        now = self.own.clock.monotonic()
-        joining = self.own.state in (PeerState.VISITING, PeerState.JOINING)
-        return not joining and self.membership.with_replicas(now) | {self.own.module} >= set(self._modules)
 
 
 def some(peers: set[PeerId], most: int) -> list[PeerId]:

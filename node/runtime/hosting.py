@@ -127,6 +127,9 @@ class Hosting:
                 jitter_s = ALONE_S * random.random() / 2  # noqa: S311 - other nodes look at the same time
                 alone_since = {module: alone_since.get(module, now + jitter_s) for module in unserved}
                 due = [module for module, since in alone_since.items() if now - since >= ALONE_S]
+                if due:  # a newcomer may be known to the directory only
+                    await first.membership_sync.look()
+                    due = [module for module in due if module in self._unserved(first, clock.monotonic())]
                 more = [task for task in more if not task.done()]
                 # Free memory is known once all modules that were begun are loaded.
                 all_serve = len(here) == 1 + len(more) and all(own.state is PeerState.SERVING for own in here)

@@ -218,6 +218,9 @@ class Mover:
             looked = now if due else looked
             await self._proofs.refresh()
             goal = self._watch.consider(self._standing(now), now)
+            if goal.value is not None:  # another peer may have gone there already
+                await self._session.membership_sync.look()
+                goal = self._watch.consider(self._standing(now), now)
             if goal.value is not None:
                 return Reasoned(goal.value, goal.reason)
 

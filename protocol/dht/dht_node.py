@@ -11,11 +11,14 @@ from typing import Any
 
 import hivemind.dht.node
 from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
 from protocol.dht import guards
+from protocol.dht.guards import MAX_NEAREST
 from protocol.generated import dht_process_pb2
 from protocol.identity.signed_records import MAX_LIFETIME_S
 from protocol.libp2p.daemon import any_answers, start_daemon
@@ -29,6 +32,7 @@ FIRST_JOIN_PATIENCE_S = 2.0  # Joining continues in the background
 MISSING_RETRY_S = (0.2, 5.0)  # First and longest pause between attempts to reach missing initial peers
 MISSING_PATIENCE_S = 120.0  # After this time missing initial peers are retried every REFRESH_S
 REFRESH_S = 60.0
+NEAREST = 5  # Nodes that store a record
 MAX_BLACKLIST = 4096
 
 
@@ -88,19 +92,45 @@ class DhtService:
 
     async def store(self, request: dht_process_pb2.DhtStore) -> None:
         """Stores our record at the nodes nearest to its key. Raises Unreachable if no other node accepts it."""
-        stored = await self._node.store(
-            request.key, request.record, request.expires_at, subkey=request.owner, exclude_self=self._client
-        )
-        if not stored:
+        # Look-ups keep the routing table right about our key. A search would ask every node near it.
+        protocol, key, value = self._node.protocol, DHTID.generate(request.key), MSGPackSerializer.dumps(request.record)
+        nearest = protocol.routing_table.get_nearest_neighbors(key, NEAREST)
+        record = ([key], [value], request.expires_at, [request.owner])
+        answers = await asyncio.gather(*(protocol.call_store(peer, *record) for _, peer in nearest))
+        kept = not self._client and protocol.storage.store(key, value, request.expires_at, subkey=request.owner)
+        if not kept and not any(answer and all(answer) for answer in answers):
             raise Unreachable("no node of the DHT accepted the record")
         if self._initial_peers and not self._peers_known():
             raise Unreachable("no other node of the DHT is reachable; only this node has the record")
 
-    async def find(self, keys: list[str]) -> list[bytes]:
-        """Looks records up at all nodes near each key and merges them, so that no single node can hide a record."""
+    async def find(self, keys: list[str], *, wide: bool) -> list[bytes]:
+        """Looks records up: if `wide`, at all nodes near each key, so that no single node can hide a record."""
+        if not wide:
+            found = await asyncio.gather(*(self._find_at_one(DHTID.generate(key)) for key in keys))
+            return [record for records in found for record in records]
         answers = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         dictionaries = [answer.value for answer in answers.values() if answer is not None]
         return [item.value for dictionary in dictionaries for item in dictionary.values()]
+
+    async def _find_at_one(self, key: Any) -> list[bytes]:
+        """Looks a key's records up at a random one of the nodes that store them."""
+        protocol = self._node.protocol
+        known = dict(protocol.routing_table.get_nearest_neighbors(key, NEAREST))
+        packed = [kept.value for kept in protocol.storage.of_key(key).values()]
+        asked, answered = {self._node.node_id}, None
+        while len(asked) <= 2 * NEAREST:
+            nearest = sorted(known.keys() - asked | ({answered} & known.keys()), key=key.xor_distance)[:NEAREST]
+            # An answer names nodes nearer to the key; the answer counts if its sender is among the nearest of all.
+            if not nearest or answered in nearest:
+                break
+            chosen = random.choice(nearest)  # noqa: S311 - not a secret
+            asked.add(chosen)
+            answer = await protocol.call_find(known[chosen], [key])
+            if answer is not None:
+                answered, (item, more) = chosen, answer.get(key, (None, {}))
+                known |= more
+                packed += [] if item is None else [value for value, _ in item.value.data.values()]
+        return list(map(guards.unpack_bytes, packed))
 
     async def situation(self) -> dht_process_pb2.DhtSituation:
         """Returns this node's addresses and counts of known nodes and records. Fails if p2pd does not answer."""
@@ -119,7 +149,7 @@ class DhtService:
         """Pings all initial peers and looks up the nearest DHT nodes. Returns how many initial peers did not answer."""
         greeted = await asyncio.gather(*(self._greet(peer, at) for peer, at in self._initial_peers.items()))
         if self._peers_known():
-            await self._node.find_nearest_nodes([self._node.node_id])
+            await self._node.find_nearest_nodes([self._node.node_id], MAX_NEAREST, MAX_NEAREST)
         if len(self._node.blacklist.ban_counter) > MAX_BLACKLIST:
             self._node.blacklist.clear()
         return greeted.count(False)

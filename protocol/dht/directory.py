@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from protocol.dht.child import KEYS_PER_FIND, DhtChild, running_child
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
-from protocol.identity.signed_records import decode_announced, directory_key, is_verified
+from protocol.identity.signed_records import decode_announced, directory_key
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Contact
 from swarm.vocabulary.announcement import Announcement
@@ -30,7 +30,6 @@ HEARTBEAT_TIMEOUT_S = 10.0
 RESTART_PAUSE_S = (0.1, 30.0)  # First and longest pause; doubled each time, with up to 50 % jitter
 STEADY_S = 60.0  # Lifetime of a child after which the pause is reset
 MAX_REMEMBERED_PEERS = 8192
-MAX_NEW_RECORDS = 256  # Records per look-up whose signatures are checked; known records cost nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +126,17 @@ class DhtDirectory:
         )
         await self.keep(f"record of {announcement.peer}", dht_process_pb2.DhtRequest(store=store))
 
-    async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+    async def look_up(self, modules: Sequence[ModuleId], *, wide: bool = True) -> list[Announcement]:
         """Finds the newest records of these modules' replicas and of peers without a module. Raises Unreachable."""
+        # `wide` asks all nodes near each key, which costs some twenty times as much.
         child = self._running()
         keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
         records: list[bytes] = []
         for start in range(0, len(keys), KEYS_PER_FIND):
-            find = dht_process_pb2.DhtFind(keys=keys[start : start + KEYS_PER_FIND])
+            find = dht_process_pb2.DhtFind(keys=keys[start : start + KEYS_PER_FIND], wide=wide)
             reply = await child.ask(dht_process_pb2.DhtRequest(find=find), self._settings.look_up_timeout_s)
             records += reply.records
         now = self._clock.wall()
-        # Signatures take about a millisecond each, so they are checked beside the event loop.
         valid = await asyncio.to_thread(self._decoded, records, now)
         newest: dict[PeerId, Announcement] = {}
         for announcement in sorted(valid, key=lambda each: -each.sequence):
@@ -177,16 +176,10 @@ class DhtDirectory:
         return self._child
 
     def _decoded(self, records: Sequence[bytes], now: float) -> list[Announcement]:
-        """Decodes the valid records, among them at most MAX_NEW_RECORDS that were not verified before."""
-        new = [record for record in records if not is_verified(record)]
-        # A random choice: a stranger's thousands of records cannot keep the same honest ones out for ever.
-        left_out = set(random.sample(new, max(0, len(new) - MAX_NEW_RECORDS)))
         valid: list[Announcement] = []
         for record in records:
-            if record in left_out:
-                continue
             try:
-                valid.append(decode_announced(record, run=self._run, now=now))
+                valid.append(decode_announced(record, run=self._run, now=now, is_verified=True))
             except ProtocolViolation as violation:
                 log.debug("ignoring a record from the DHT: %s", violation)
         return valid

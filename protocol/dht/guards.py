@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ MAX_KEYS_PER_REQUEST = 256
 BUDGET_BURST_BYTES = 4 * 2**20
 BUDGET_BYTES_PER_S = 256 * 2**10  # About 200 records per second, a tenth of a CPU core
 LOOKUP_COST_BYTES = 4096
+MAX_ANSWERED = 64  # Records of one key in an answer
+MAX_NEAREST = 8  # Nodes named in an answer, for each key
 
 
 def guard_serializer() -> None:
@@ -192,7 +195,9 @@ class GuardedStorage:
         return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if self._holds(kept)}
 
     def get(self, key: Any) -> ValueWithExpiration | None:
-        return dictionary_of(self.of_key(key))  # a new dictionary each time, because hivemind merges into it
+        # A new dictionary each time, because hivemind merges into it. Of many records a random sample.
+        records = list(self.of_key(key).items())
+        return dictionary_of(dict(random.sample(records, min(len(records), MAX_ANSWERED))))
 
     def items(self) -> Iterator[tuple[Any, ValueWithExpiration]]:
         self._drop_expired()
@@ -279,7 +284,10 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         if len(request.keys) > MAX_KEYS_PER_REQUEST:
             raise ProtocolViolation(f"at most {MAX_KEYS_PER_REQUEST} keys")
         self.budgets.spend(str(context.remote_id), LOOKUP_COST_BYTES * len(request.keys))
-        return await super().rpc_find(request, context)
+        response = await super().rpc_find(request, context)
+        for result in response.results:
+            del result.nearest_node_ids[MAX_NEAREST:], result.nearest_peer_ids[MAX_NEAREST:]
+        return response
 
     async def call_find(self, peer: PeerID, keys: Iterable[Any]) -> dict[Any, tuple[Any, dict[Any, PeerID]]] | None:
         found = await super().call_find(peer, keys)
@@ -290,9 +298,12 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
         """Drops a key's invalid records, so that an expired record does not hide others. False if all are invalid."""
         with dictionary.freeze():
-            for subkey, (value, expires_at) in tuple(dictionary.items()):
+            records = list(dictionary.items())
+            # A random choice: a stranger's thousands of records cannot keep the same honest ones out for ever.
+            random.shuffle(records)
+            for position, (subkey, (value, expires_at)) in enumerate(records):
                 record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expires_at)
-                if not self.record_validator.validate(record):
+                if position >= MAX_ANSWERED or not self.record_validator.validate(record):
                     del dictionary[subkey]
         return bool(dictionary.data)
 

@@ -57,7 +57,7 @@ class _Work:
             case "store":
                 await self._dht.store(request.store)
             case "find":
-                reply.records.extend(await self._dht.find(list(request.find.keys)))
+                reply.records.extend(await self._dht.find(list(request.find.keys), wide=request.find.wide))
             case "status":
                 await self.describe(reply)
             case "attach":

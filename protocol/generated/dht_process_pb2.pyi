@@ -81,10 +81,12 @@ class DhtStore(_message.Message):
     def __init__(self, key: _Optional[str] = ..., owner: _Optional[str] = ..., record: _Optional[bytes] = ..., expires_at: _Optional[float] = ...) -> None: ...
 
 class DhtFind(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "wide")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    WIDE_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, keys: _Optional[_Iterable[str]] = ...) -> None: ...
+    wide: bool
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., wide: _Optional[bool] = ...) -> None: ...
 
 class DhtStatus(_message.Message):
     __slots__ = ()

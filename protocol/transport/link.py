@@ -6,6 +6,7 @@ import asyncio
 import enum
 import itertools
 import math
+import random
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -326,6 +327,7 @@ def receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
     )
 
 
+IDLE_BYTES: Final = 1024  # Bytes per ping period, both directions, up to which a link is idle
 ROUND_TRIP_WEIGHT: Final = 1 / 8  # RFC 6298, section 2
 HORIZON_S: Final = 1.0  # Busy time after which a measurement's weight is 1/e, in seconds
 MOST_ON_THE_WAY: Final = 1024  # Most tensors in flight that are measured
@@ -709,7 +711,7 @@ class Link:
         self._meter.wrote(len(frame))
 
     async def _keep_alive(self) -> None:
-        period = min(self._settings.ping_period_s, self._settings.stall_after_s / 4)
+        period, carried = min(self._settings.ping_period_s, self._settings.stall_after_s / 4), 0
         while True:
             before = self._clock.monotonic()
             await asyncio.sleep(period)
@@ -720,7 +722,12 @@ class Link:
             if self._meter.silence_s() > self._settings.stall_after_s:
                 raise Stalled(f"{short(self.peer)} was silent for {self._meter.silence_s():.1f} s")
             self._inbox.break_off_slow()
-            if not self._meter.ping_is_open:
+            figures, before_bytes = self._meter.figures(), carried
+            carried = figures.sent_bytes + figures.received_bytes
+            quiet_s = period * random.uniform(1.0, 2.0)  # noqa: S311 - not a secret
+            # On an idle link one side's ping, which is answered, serves both.
+            is_due = carried - before_bytes > IDLE_BYTES or self._meter.silence_s() > quiet_s
+            if is_due and not self._meter.ping_is_open:
                 self.say(frames.Ping(self._meter.ping()))
 
     def _dispatch(self, frame: frames.Frame, answering: Answering) -> None:

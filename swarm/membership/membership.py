@@ -6,17 +6,18 @@ import enum
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
-from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
+from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, Reasoned, RunId
 
 MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)  # Pause for a peer that announces itself, after failures
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
+KEPT_S = 60.0  # Time for which a peer is remembered after its link, in seconds
 
 
 class Change(enum.Enum):
@@ -61,13 +62,15 @@ class Membership:
             return Change.IGNORED
         known = self._members.get(announcement.peer)
         if known is None or known.expires <= now:
-            self._members[announcement.peer] = _Member(announcement, now + remaining, now)
+            # A link's keepalive shows that its peer is alive, so its record does not expire.
+            expires = math.inf if announcement.peer in self.linked else now + remaining
+            self._members[announcement.peer] = _Member(announcement, expires, now)
             evicted = self._evict_one() if len(self._members) > MAX_PEERS else None
             return Change.IGNORED if evicted == announcement.peer else Change.NEW
         if announcement.sequence <= known.announcement.sequence:
             return Change.IGNORED
         known.announcement = announcement
-        known.expires = now + remaining
+        known.expires = math.inf if announcement.peer in self.linked else now + remaining
         known.heard = now
         if announcement.sequence > known.failed_ms:  # otherwise it is older than the failure, and arrived late
             known.suspect_until = min(known.suspect_until, now + REUSE_S.seconds(known.failures))
@@ -87,7 +90,10 @@ class Membership:
         self.linked.discard(peer)
         # A failure during the suspicion belongs to the same outage. A later one gives the peer up.
         member = self._members.get(peer)
-        if member is None or member.suspect_until > now:
+        if member is None:
+            return
+        member.expires = min(member.expires, now + KEPT_S)
+        if member.suspect_until > now:
             return
         member.failures += 1
         member.suspect(now, now + FIRST_PAUSE_S if member.failures == 1 else math.inf)
@@ -107,7 +113,15 @@ class Membership:
         self.linked.add(peer)
         member = self._members.get(peer)
         if member is not None:
-            member.failures, member.suspect_until = 0, 0.0
+            member.failures, member.suspect_until, member.expires = 0, 0.0, math.inf
+
+    def answered(self, peer: PeerId, now: float) -> None:
+        """Uses a peer again that answers on its link, after a pause that grows with its failures."""
+        self.linked.add(peer)
+        member = self._members.get(peer)
+        if member is not None:
+            member.suspect_until = min(member.suspect_until, now + REUSE_S.seconds(member.failures))
+            member.expires = math.inf
 
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)
@@ -192,22 +206,80 @@ def _serves(member: _Member, now: float) -> bool:
     )
 
 
-_STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
+# Records of unlinked peers, valid for 40 to 60 s, must not expire between two look-ups.
+LOOK_UP_PAUSE_S: Final = ExponentialBackoff(0.5, 30.0)
+LONELY_S = 4.0  # Longest pause while no peer is known: nobody has to answer
+RESTART_S = 3.0  # Shortest time between restarts of the pauses
+WIDE_AFTER_S, WIDE_EVERY_S = 60.0, 480.0  # Shortest and longest time between wide look-ups
+
+
+@dataclass(slots=True)
+class LookUps:
+    """Schedule of a node's look-ups in the directory, whose pauses double while the same modules lack a replica."""
+
+    missing: frozenset[ModuleId] = frozenset()  # Modules without a replica as of the last restart
+    _done: int = 0  # Since the last restart
+    _restarted: float = -math.inf
+    _wide: float = -math.inf
+
+    def begin(self, now: float) -> Reasoned[bool]:
+        """Decides whether the look-up that begins now is a wide one, which no single node of the DHT can deceive."""
+        since = now - self._wide
+        if since < WIDE_EVERY_S:
+            return Reasoned(False, f"the last wide one was {since:.0f} s ago")
+        self._wide = now
+        return Reasoned(True, f"no wide one for {since:.0f} s, or other modules lack a replica")
+
+    def pause(self, missing: frozenset[ModuleId], now: float, draw: float, *, alone: bool) -> Reasoned[float]:
+        """Returns the pause until the next look-up, with a jitter of 25 % by `draw`, 0 to 1."""
+        # A peer that comes and goes cannot make us look up all the time.
+        if missing != self.missing and now - self._restarted >= RESTART_S:
+            self.missing, self._done, self._restarted = missing, 0, now
+            self._wide = -math.inf if now - self._wide >= WIDE_AFTER_S else self._wide
+        self._done += 1
+        pause_s = min(LONELY_S if alone else math.inf, LOOK_UP_PAUSE_S.seconds(self._done)) * (0.75 + draw / 2)
+        return Reasoned(pause_s, f"{len(missing)} modules lack a replica since {self._done} look-ups")
+
+
+# Changes that are not worth sending: of `free_slots` relative to all slots, of measured figures to themselves
+_MEASURED = ("tokens_per_second", "quadratic_share", "memory_bytes", "device_bytes")
+_TOLERANCES = {"sequence": math.inf, "expires_at": math.inf, "free_slots": 1 / 8, **dict.fromkeys(_MEASURED, 0.1)}
+
+
+def what_changed(before: Announcement | None, after: Announcement) -> str:
+    """Returns the first field of a peer's record that changed by more than its tolerance; empty if none did."""
+    if before is None:
+        return "peer"
+    for name in (field.name for field in fields(after)):
+        old, new, tolerance = getattr(before, name), getattr(after, name), _TOLERANCES.get(name)
+        if old != new and (
+            tolerance is None or abs(new - old) > tolerance * (after.slots if name == "free_slots" else max(old, new))
+        ):
+            return name
+    return ""
+
+
+STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
+
+
+def is_near(module: ModuleId | None, other: ModuleId | None, stages: int) -> bool:
+    """Whether `other` is the same module, or one of the stage before or behind."""
+    if module is None or other is None:
+        return False
+    return other == module or (other.stage - module.stage) % stages in (1, stages - 1)
 
 
 def by_worth(
     own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
 ) -> list[PeerId]:
     """Ranks dialable peers to stay connected to: near stages and replicas, then peers in `kept`, then by hash."""
-    fit = [a for a in announcements if a.addresses and a.module is not None and a.state in _STAY and a.peer != own]
+    fit = [a for a in announcements if a.addresses and a.module is not None and a.state in STAY and a.peer != own]
     stages = 1 + max((a.module.stage for a in fit if a.module is not None), default=0)
     if module is not None:
         stages = max(stages, module.stage + 1)
 
     def worth(announcement: Announcement) -> tuple[bool, bool, bytes]:
-        other, near = announcement.module, False
-        if module is not None and other is not None:
-            near = other == module or (other.stage - module.stage) % stages in (1, stages - 1)
+        near = is_near(module, announcement.module, stages)
         draw = hashlib.sha256(f"{own} {announcement.peer}".encode()).digest()
         return not near, announcement.peer not in kept, draw
 

@@ -34,7 +34,6 @@ from protocol.dht.guards import node_id_of
 from protocol.generated import dht_process_pb2
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import directory_key, encode_record
-from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Contact
 from protocol.transport.settings import free_ports
 from swarm.vocabulary.errors import ConfigError, Unreachable
@@ -56,17 +55,6 @@ pytestmark = pytest.mark.e2e
 
 FIRST = Identity.generate()
 SECOND = Identity.generate()
-
-
-def test_a_flood_of_new_records_costs_few_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.dht.directory.MAX_NEW_RECORDS", 3)
-    looking = DhtDirectory(DirectorySettings(), FIRST, RUN, SystemClock())
-    known = encode_record(announced(SECOND), SECOND)
-    assert len(looking._decoded([known], time.time())) == 1
-    flood = [encode_record(announced(owner), owner) for owner in (Identity.generate() for _ in range(8))]
-    decoded = [each.peer for each in looking._decoded([*flood, known], time.time())]
-    assert len(decoded) == 4
-    assert SECOND.peer in decoded, "a verified record costs nothing"
 
 
 async def found(looking: DhtDirectory, *modules: ModuleId) -> dict[str, int]:
@@ -91,7 +79,11 @@ async def test_two_directories_see_each_other() -> None:
         await publish(one, ours)
         await publish(two, theirs)
         assert (await one.look_up([ModuleId(3, 1)]), await two.look_up([MODULE])) == ([theirs], [ours])
-        assert await two.look_up([ModuleId(2)]) == []
+        for wide in (True, False):
+            assert await two.look_up([ModuleId(2)], wide=wide) == []
+            newer = announced(FIRST, sequence=ours.sequence + 2 - wide)
+            await publish(one, newer)
+            assert await two.look_up([MODULE], wide=wide) == [newer], "the second one is stored without a search"
         await publish(two, visitor)
         assert await one.look_up([]) == [visitor]
         assert await one.look_up([ModuleId(3, 1)]) == [visitor], "a peer that moved is known by its newest record only"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from types import SimpleNamespace
 
 import msgpack
 import pytest
@@ -177,6 +178,22 @@ async def test_a_node_with_a_place_of_its_own_choice_is_not_remembered() -> None
     assert not protocol.routing_table.uid_to_peer_id
     await protocol.update_routing_table(guards.node_id_of(peer), peer)
     assert protocol.routing_table.uid_to_peer_id == {guards.node_id_of(peer): peer}
+
+
+def test_a_key_with_many_records_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, owners = guards.GuardedStorage(time.time), set(map(str, range(9)))
+    for owner in owners:
+        store.store_subkey("key", owner, b"", time.time() + 60)
+    flood = store.get("key")
+    monkeypatch.setattr("protocol.dht.guards.MAX_ANSWERED", 3)
+    samples = [set(answer.value.data) for answer in (store.get("key") for _ in range(50)) if answer is not None]
+    assert ({len(sample) for sample in samples}, set.union(*samples)) == ({3}, owners), "a random sample is answered"
+    checked: list[DHTRecord] = []
+    protocol = guards.GuardedProtocol(_initialized_with_create=True)
+    protocol.record_validator = SimpleNamespace(validate=lambda record: checked.append(record) is None)
+    assert flood is not None
+    assert protocol._validate_dictionary(b"key", flood.value)
+    assert (len(checked), len(flood.value.data)) == (3, 3), "few signatures of a flood are checked"
 
 
 def test_a_newer_record_replaces_and_an_older_one_changes_nothing() -> None:

@@ -7,7 +7,19 @@ from dataclasses import replace
 import pytest
 
 from swarm.membership import membership as module_under_test
-from swarm.membership.membership import FIRST_PAUSE_S, HARM_PAUSE_S, REUSE_S, Change, Membership, by_worth
+from swarm.membership.membership import (
+    FIRST_PAUSE_S,
+    HARM_PAUSE_S,
+    KEPT_S,
+    RESTART_S,
+    REUSE_S,
+    WIDE_AFTER_S,
+    Change,
+    LookUps,
+    Membership,
+    by_worth,
+    what_changed,
+)
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 from tests.swarm.membership.announcements import RUN, announcement
@@ -137,6 +149,72 @@ def test_who_does_harm_is_left_out_longer_each_time_unless_there_is_nobody_else(
     assert is_asked(members, 60.0) == [A, PeerId("b")]
     assert [members.leave_out(A, 1e6 * n) for n in range(1, 8)] == [120, 240, 480, 960, 1920, 3600, 3600]
     assert HARM_PAUSE_S.longest_s == 3600
+
+
+def test_a_link_keeps_its_peer_alive_and_its_end_begins_the_expiry(members: Membership) -> None:
+    members.observe(announcement("A", expires_at=60.0), now=0.0, wall=0.0)
+    members.recover(PeerId("A"))
+    assert members.expire(1e6) == []
+    assert members.is_served(ModuleId(1), 1e6)
+    members.fail(PeerId("A"), 1e6)
+    assert members.expire(1e6 + KEPT_S - 1) == []
+    members.fail(PeerId("A"), 1e6 + KEPT_S - 1)
+    assert members.expire(1e6 + KEPT_S) == [PeerId("A")]
+
+
+def test_who_answers_is_used_again_though_it_announces_nothing_new(members: Membership) -> None:
+    members.observe(announcement("A"), now=0.0, wall=0.0)
+    for now, pause_s in ((10.0, 0.0), (20.0, 0.0), (30.0, REUSE_S.seconds(3)), (40.0, REUSE_S.seconds(4))):
+        members.fail(PeerId("A"), now)
+        members.give_up(PeerId("A"), now)
+        members.answered(PeerId("A"), now + 1)
+        assert members.is_suspect(PeerId("A"), now + 1 + pause_s / 2) == (pause_s > 0)
+        assert not members.is_suspect(PeerId("A"), now + 1 + pause_s)
+
+
+def pauses(look_ups: LookUps, now: float, until: float, *missing: int, alone: bool = False) -> tuple[list[float], int]:
+    """The pauses between these times, and how many look-ups were wide."""
+    found, wide = list[float](), 0
+    while now < until:
+        wide += look_ups.begin(now).value
+        found.append(look_ups.pause(frozenset(map(ModuleId, missing)), now, 0.5, alone=alone).value)
+        now += found[-1]
+    return found, wide
+
+
+def test_look_ups_back_off_while_nothing_changes_and_start_over_when_a_module_is_lost() -> None:
+    look_ups = LookUps()
+    calm = ([0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0], 1)
+    for begin, missing in ((0.0, []), (200.0, [2]), (400.0, [])):
+        assert pauses(look_ups, begin, begin + 120.0, *missing) == calm
+    assert pauses(look_ups, 600.0, 7800.0)[1] == pytest.approx(7200.0 / 480.0, abs=1.0), "of 240"
+    assert max(pauses(LookUps(), 0.0, 600.0, alone=True)[0]) == 4.0
+    assert LookUps().pause(frozenset(), 0.0, 0.0, alone=False).value == 0.375
+
+
+def test_a_peer_that_comes_and_goes_makes_nobody_look_up_all_the_time() -> None:
+    look_ups, now, count, wide = LookUps(), 0.0, 0, 0
+    while now < 600.0:
+        wide += look_ups.begin(now).value
+        now += look_ups.pause(frozenset(map(ModuleId, range(count % 2))), now, 0.5, alone=False).value
+        count += 1
+    assert count < 600 / RESTART_S * 6
+    assert wide <= 600 / WIDE_AFTER_S + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"sequence": 9, "expires_at": 2e9, "tokens_per_second": 1090.0, "free_slots": 7}, ""),
+        ({"tokens_per_second": 890.0}, "tokens_per_second"),
+        ({"free_slots": 6}, "free_slots"),
+        ({"state": PeerState.DRAINING, "sequence": 9}, "state"),
+    ],
+)
+def test_a_record_is_sent_when_something_in_it_changed(changes: dict[str, object], field: str) -> None:
+    before = announcement("A")
+    assert what_changed(before, replace(before, **changes)) == field
+    assert what_changed(None, before)
 
 
 def test_strangers_may_fail_and_leave(members: Membership) -> None:
