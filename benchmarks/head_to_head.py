@@ -40,9 +40,11 @@ from benchmarks.kit import ROOT, medians, rounded, tell
 from benchmarks.lines import Nodes, line_of, nodes_behind
 from node.data.sources import python_standard_library
 from protocol.identity.keys import Identity
+from protocol.manifest.join_link import short_link
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest
 from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import RunId
 from tests.e2e.home_network import why_no_namespaces
 
 NODES: Final = 4
@@ -55,7 +57,8 @@ TEXT_BYTES: Final = 1_100_000
 WINDOW: Final = 16_384
 AT_S: Final = (15, 30, 55)
 TOKENS: Final = 100_000
-PATIENCE_S: Final = 120.0
+PATIENCE_S: Final = 300.0
+PORT: Final = 4002
 SAMPLE_S: Final = 0.5
 SIZES: Final = {
     "tiny": {"hidden": 32, "heads": 2, "feed_forward": 64, "learning_rate": 3e-3},
@@ -87,10 +90,10 @@ def why_not(arm: str, python: Path) -> str | None:
 def manifest_of(arm: str, options: Any, text: Path) -> Manifest:
     size = dict(SIZES[options.size])
     inner = {"learning_rate": size.pop("learning_rate")}
-    whole = arm == OURS
+    whole = arm != "skip-pipe"
     return kit.run_of(
         "head-to-head",
-        BLOCKS[arm],
+        BLOCKS.get(arm, BLOCKS[OURS]),
         sequence=SEQUENCE,
         rows=ROWS if whole else ROWS // 2,
         microbatches=1 if whole else 2 * NODES,
@@ -107,16 +110,18 @@ def manifest_of(arm: str, options: Any, text: Path) -> Manifest:
     )
 
 
-def our_command(arm: str, nodes: Nodes, node: int, folder: Path, text: Path) -> list[str]:
-    address, link = nodes.address(node), folder / "link0"
-    command = [sys.executable, "-P", "-m", "node", "join", str(link if node else folder / "run.toml")]
-    command += ["--yes", "--json", "--threads", "1", "--text", str(text), "--link-file", str(folder / f"link{node}")]
-    command += ["--listen", address, "--advertise", address, "--port", "4002", "--dht-port", "4001", "--reach", "direct"]
+def our_command(arm: str, nodes: Nodes, node: int, folder: Path, text: Path, run: RunId) -> list[str]:
+    address, first = nodes.address(node), f"{nodes.address(0)}:{PORT}"
+    # A short link names an address alone, so that all nodes can start at once, as those of other systems do.
+    where = str(short_link(run, (first,)) if node else folder / "run.toml")
+    command = [sys.executable, "-P", "-m", "node", "join", where, "--yes", "--json", "--threads", "1"]
+    command += ["--text", str(text), "--patience", str(PATIENCE_S), "--listen", address, "--advertise", address]
+    command += ["--port", str(PORT), "--dht-port", str(PORT - 1), "--reach", "direct"]
     return [*command, "--stage", str(node)] if arm == "skip-pipe" else command
 
 
 def peer_command(arm: str, nodes: Nodes, node: int, folder: Path, text: Path, options: Any) -> list[str]:
-    manifest = manifest_of(OURS, options, text)
+    manifest = manifest_of(arm, options, text)
     own = {
         "arm": arm,
         "rank": node,
@@ -127,7 +132,7 @@ def peer_command(arm: str, nodes: Nodes, node: int, folder: Path, text: Path, op
         "text": str(text),
         "seed": options.seed,
         "model": manifest.model.model_dump(mode="json"),
-        "blocks": BLOCKS.get(arm, BLOCKS[OURS]),
+        "blocks": manifest.stages.blocks,
         "rows": ROWS,
         "microbatches": 2 * NODES,
         "learning_rate": manifest.training.inner.learning_rate,
@@ -142,22 +147,20 @@ def peer_command(arm: str, nodes: Nodes, node: int, folder: Path, text: Path, op
 @contextmanager
 def started(arm: str, nodes: Nodes, folder: Path, text: Path, options: Any) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The process of each node; node N prints to the folder's `N.out` and `N.err`."""
-    ours, processes = arm in BLOCKS and arm.startswith("skip"), list[subprocess.Popen[bytes]]()
-    if ours:
-        signed = sign_manifest(manifest_of(arm, options, text), Identity.load_or_create(folder / "author"))
-        (folder / "run.toml").write_bytes(signed.text)
+    processes = list[subprocess.Popen[bytes]]()
+    signed = sign_manifest(manifest_of(arm, options, text), Identity.load_or_create(folder / "author"))
+    (folder / "run.toml").write_bytes(signed.text)
     try:
         for node in range(len(nodes.names)):
-            until = time.monotonic() + PATIENCE_S
-            while ours and node and not (folder / "link0").exists() and time.monotonic() < until:
-                time.sleep(0.1)
-            command = our_command(arm, nodes, node, folder, text) if ours else None
-            command = command or peer_command(arm, nodes, node, folder, text, options)
-            environment = {"OMP_NUM_THREADS": "1", "SKIPSTONE_HOME": str(folder / f"home{node}")}
+            if arm.startswith("skip"):
+                command = our_command(arm, nodes, node, folder, text, signed.run)
+            else:
+                command = peer_command(arm, nodes, node, folder, text, options)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "SKIPSTONE_HOME": str(folder / f"home{node}")}
             with (folder / f"{node}.out").open("wb") as out, (folder / f"{node}.err").open("wb") as err:
-                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-                words = [*nodes.inside(node), *command]
-                processes.append(subprocess.Popen(words, cwd=ROOT, env={**os.environ, **environment}, **streams))
+                own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "cwd": ROOT}
+                own["start_new_session"] = True  # Linux shares the cores between sessions, so none is another's
+                processes.append(subprocess.Popen([*nodes.inside(node), *command], env=environment, **own))
         yield processes
     finally:
         for process in processes:

@@ -80,6 +80,7 @@ def solo(own: Any, net: Decoder) -> None:
 def hivemind_local(own: Any, net: Decoder) -> None:
     """Local steps and the mean of parameters every epoch, 8 bits."""
     import hivemind
+    from hivemind.compression import Uniform8BitQuantization
 
     place = Path(own.folder) / "addresses"
     while own.rank and not place.exists():
@@ -94,7 +95,7 @@ def hivemind_local(own: Any, net: Decoder) -> None:
     if not own.rank:
         place.with_suffix(".new").write_text(" ".join(map(str, dht.get_visible_maddrs())))
         place.with_suffix(".new").rename(place)
-    eight_bits = hivemind.Uniform8BitQuantization()
+    eight_bits = Uniform8BitQuantization()
     optimizer = hivemind.Optimizer(
         dht=dht,
         run_id="head-to-head",
