@@ -1,12 +1,12 @@
 """The same model over the same links: Skipstone beside what a user would pick instead. Needs root (`lines.py`).
 
-Four processes of one thread each train a Llama on bytes: `5m` is 4.9 million parameters (6 blocks of 256), `20m` is 20.7
-(6 blocks of 512). All arms have AdamW, the same rates and initial deviations, rows of 128 tokens and 4096 tokens a step.
+Four processes of one thread each train a Llama on bytes: `5m` has 4.9 million parameters (6 blocks of 256), `20m` has
+20.7 (6 blocks of 512). All arms have AdamW, equal rates and initial deviations, rows of 128 tokens, 4096 tokens a step.
 `skip-diloco`: a run of one stage, rounds of 8 bits every `--inner-steps`. `hivemind-local`: hivemind.Optimizer with
 local updates, epochs of as many tokens, 8 bits. `torchft-diloco`: torchft 0.2.0, gloo, float32 (its 8 bits need a GPU).
-`skip-pipe`: stages of 0, 2, 2, 2 blocks, hidden states of 8 bits, `--staleness`. `torch-pipe`: 1F1B over gloo, stages of
-1, 2, 2, 1 blocks, bfloat16 between them. `solo`: plain torch in one process. `--outer-rate` and `--outer-momentum` are
-those of both DiLoCos. Links: `lo`, or Mbit/s up and down by round trip in ms, such as `20x80`.
+`skip-pipe`: stages of 0, 2, 2, 2 blocks, hidden states of 8 bits, `--staleness`. `torch-pipe`: 1F1B over gloo, stages
+of 1, 2, 2, 1 blocks, bfloat16 between them. `solo`: plain torch in one process. `--outer-rate` and `--outer-momentum`
+are those of both DiLoCos. Links: `lo`, or Mbit/s up and down by round trip in ms, such as `20x80`.
 
 Other systems need a Python of their own: `python -m venv X; X/bin/pip install hivemind 'numpy<2.4' torchft==0.2.0
 opentelemetry-exporter-otlp 'torch==2.13.*'`, then `--peers-python X/bin/python`.
@@ -48,8 +48,7 @@ from swarm.vocabulary.types import RunId
 from tests.e2e.home_network import why_no_namespaces
 
 NODES: Final = 4
-ROWS: Final = 8
-"""Of a process in a step, where each has the whole model."""
+ROWS: Final = 8  # of a process in a step, where each has the whole model
 SEQUENCE: Final = 128
 STEP: Final = NODES * ROWS * SEQUENCE
 WARMUP_STEPS: Final = 10
@@ -122,25 +121,11 @@ def our_command(arm: str, nodes: Nodes, node: int, folder: Path, text: Path, run
 
 def peer_command(arm: str, nodes: Nodes, node: int, folder: Path, text: Path, options: Any) -> list[str]:
     manifest = manifest_of(arm, options, text)
-    own = {
-        "arm": arm,
-        "rank": node,
-        "world": NODES,
-        "addresses": [nodes.address(each) for each in range(len(nodes.names))],
-        "device": nodes.device,
-        "folder": str(folder),
-        "text": str(text),
-        "seed": options.seed,
-        "model": manifest.model.model_dump(mode="json"),
-        "blocks": manifest.stages.blocks,
-        "rows": ROWS,
-        "microbatches": 2 * NODES,
-        "learning_rate": manifest.training.inner.learning_rate,
-        "warmup_steps": WARMUP_STEPS,
-        "inner_steps": options.inner_steps,
-        "outer_rate": options.outer_rate,
-        "outer_momentum": options.outer_momentum,
-    }
+    own: dict[str, Any] = {"arm": arm, "rank": node, "world": NODES, "rows": ROWS, "microbatches": 2 * NODES}
+    own |= {key: getattr(options, key) for key in ("seed", "inner_steps", "outer_rate", "outer_momentum")}
+    own |= {"device": nodes.device, "addresses": [nodes.address(each) for each in range(len(nodes.names))]}
+    own |= {"model": manifest.model.model_dump(mode="json"), "blocks": manifest.stages.blocks, "folder": str(folder)}
+    own |= {"learning_rate": manifest.training.inner.learning_rate, "warmup_steps": WARMUP_STEPS, "text": str(text)}
     return [str(options.peers_python), "-m", "benchmarks.peers", json.dumps(own)]
 
 
@@ -167,9 +152,7 @@ def started(arm: str, nodes: Nodes, folder: Path, text: Path, options: Any) -> I
             process.send_signal(signal.SIGINT)
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            process.kill()
-            process.wait()
+                process.wait(10)  # then its namespace kills it
 
 
 def trees(roots: Sequence[int]) -> Iterator[tuple[float, list[int]]]:
@@ -188,14 +171,13 @@ def trees(roots: Sequence[int]) -> Iterator[tuple[float, list[int]]]:
         yield sum(cpu_s.get(process, 0.0) for process in found), found
 
 
-def resident(processes: Sequence[int]) -> int:
-    """Bytes of memory, of what is shared with others its part."""
+def resident(processes: Sequence[int]) -> float:
+    """MB of memory, of what is shared with others its part."""
     total = 0
     for process in processes:
-        with suppress(OSError):
-            rows = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-            total += sum(1024 * int(row.split()[1]) for row in rows if row.startswith("Pss:"))
-    return total
+        with suppress(OSError, IndexError):  # it has ended
+            total += int(Path(f"/proc/{process}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0])
+    return 1.024e-3 * total
 
 
 @dataclass(slots=True)
@@ -204,7 +186,7 @@ class Seen:
 
     steps: list[tuple[float, int, float]] = field(default_factory=list)
     samples: list[tuple[float, int, int, float]] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -223,7 +205,9 @@ class Seen:
     def loss_after(self, tokens: int) -> float | None:
         """The same when so many tokens are done."""
         done = itertools.accumulate(tokens for _, tokens, _ in self.steps)
-        return next((self.loss_at(at) for (at, _, _), so_far in zip(self.steps, done, strict=True) if so_far >= tokens), None)
+        return next(
+            (self.loss_at(at) for (at, _, _), so_far in zip(self.steps, done, strict=True) if so_far >= tokens), None
+        )
 
     def figures(self, round_tokens: int) -> dict[str, Any]:
         first, last = self.steps[0][0], self.steps[-1][0]
@@ -240,14 +224,14 @@ class Seen:
             "cpu_ms_per_token": round(1e3 * (end[3] - begin[3]) / tokens, 4),
             "rounds_counted": whole,
             "tokens": self.tokens,
-            "memory_mb": round(max(self.memory) / 1e6),
-            "memory_mb_of_each": [round(each / 1e6) for each in self.memory],
+            "memory_mb": round(max(self.memory)),
+            "memory_mb_of_each": list(map(round, self.memory)),
         }
 
 
 def watch(processes: Sequence[subprocess.Popen[bytes]], nodes: Nodes, folder: Path, seconds: float) -> Seen:
     """Reads the steps until so long after the first one. Raises RuntimeError if a process ends or none takes a step."""
-    seen, before = Seen(memory=[0] * len(processes)), [0] * len(processes)
+    seen, before = Seen(memory=[0.0] * len(processes)), [0] * len(processes)
     outputs = [(folder / f"{node}.out").open() for node in range(len(processes))]
     kept, begun, sampled = [""] * len(processes), time.monotonic(), 0.0
     while not seen.steps or time.monotonic() < seen.steps[0][0] + seconds:
@@ -276,18 +260,18 @@ def watch(processes: Sequence[subprocess.Popen[bytes]], nodes: Nodes, folder: Pa
 def measured(arm: str, link: str, text: Path, options: Any) -> dict[str, Any]:
     """Runs an arm once."""
     figures: dict[str, Any] = {"arm": arm, "link": link, "load": round(os.getloadavg()[0], 1)}
-    with (
-        kit.folder(None, "run") as folder,
-        nodes_behind(line_of(link), 1 if arm == "solo" else NODES) as nodes,
-    ):
-        begun = time.monotonic()
-        with started(arm, nodes, folder, text, options) as processes:
-            try:
-                seen = watch(processes, nodes, folder, options.seconds)
-            except RuntimeError as error:
-                return figures | {"failed": str(error)}
-        figures["first_step_s"] = round(seen.steps[0][0] - begun, 1)
-        return figures | seen.figures(options.inner_steps * STEP)
+    count, begun = 1 if arm == "solo" else NODES, time.monotonic()
+    try:
+        with (
+            kit.folder(None, "run") as folder,
+            nodes_behind(line_of(link), count) as nodes,
+            started(arm, nodes, folder, text, options) as processes,
+        ):
+            seen = watch(processes, nodes, folder, options.seconds)
+    except RuntimeError as error:
+        return figures | {"failed": str(error)}
+    figures["first_step_s"] = round(seen.steps[0][0] - begun, 1)
+    return figures | seen.figures(options.inner_steps * STEP)
 
 
 # ---- all -------------------------------------------------------------------------------------------------------------
@@ -340,7 +324,13 @@ def measure(options: Any) -> dict[str, Any]:
             for link, arm in turns:
                 runs.append(measured(arm, link, text, options))
                 tell(f"repeat {number + 1}: {json.dumps(runs[-1])}")
-    task = {**SIZES[options.size], "blocks": sum(BLOCKS[OURS]), "nodes": NODES, "step_tokens": STEP, "sequence": SEQUENCE}
+    task = {
+        **SIZES[options.size],
+        "blocks": sum(BLOCKS[OURS]),
+        "nodes": NODES,
+        "step_tokens": STEP,
+        "sequence": SEQUENCE,
+    }
     task |= {"inner_steps": options.inner_steps, "seconds": options.seconds, "repeats": options.repeats}
     return {"task": task, "arms": arms, "links": summary(runs), "runs": runs}
 

@@ -28,26 +28,23 @@ from benchmarks.kit import hear, process
 from tests.e2e.home_network import ip
 
 MTU: Final = 1500
-QUEUE_S: Final = 0.15
-"""Longest wait in a line; a packet that would wait longer is dropped."""
-BURST: Final = 32
-"""Packets taken from a device at a time."""
+QUEUE_S: Final = 0.15  # longest wait in a line; a packet that would wait longer is dropped
+BURST: Final = 32  # packets taken from a device at a time
 NETWORK: Final = IPv4Address("10.88.0.0")
 TUNSETIFF: Final = 0x400454CA
 IFF_TUN_NO_PI: Final = 0x1001
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Rate of each node's line in Mbit/s, the same up and down, and round trip between two nodes in ms."""
-
-    mbit: float
-    rtt_ms: float
+Line = tuple[float, float]
+"""Rate of each node's line in Mbit/s, the same up and down, and round trip between two nodes in ms."""
 
 
 def line_of(word: str) -> Line | None:
     """The line of a word such as `20x80`; None for `lo`, the loopback device."""
-    return None if word == "lo" else Line(*map(float, word.split("x")))
+    if word == "lo":
+        return None
+    rate, rtt_ms = map(float, word.split("x"))
+    return rate, rtt_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class Nodes:
         return ("ip", "netns", "exec", self.names[node])
 
     def sent(self, node: int, process_id: int) -> int:
-        """Bytes that the node has sent with the headers of IP, by a process in it. Without lines: that all have sent."""
+        """Bytes that the node of a process has sent, with the headers of IP. Without lines: that all have sent."""
         rows = (row.split() for row in Path(f"/proc/{process_id}/net/dev").read_text().replace(":", ": ").splitlines())
         return next((int(row[9]) for row in rows if row[0] == f"{self.device}:"), 0)
 
@@ -118,7 +115,7 @@ def carry(connection: Connection, line: Line, nodes: Nodes) -> None:
     for file in (*files, connection.fileno()):
         poll.register(file, select.EPOLLIN)
     connection.send(None)
-    byte_s, numbers = 8e-6 / line.mbit, count()
+    byte_s, numbers = 8e-6 / line[0], count()
     up, down = [0.0] * len(files), [0.0] * len(files)  # when each line is free
     under_way = list[tuple[float, int, int, bool, bytes]]()  # when, in order, to whom, whether it has its turn, packet
 
@@ -145,7 +142,7 @@ def carry(connection: Connection, line: Line, nodes: Nodes) -> None:
                     continue  # IPv6's own, and multicast
                 through = turn(up, node_of[file], time.monotonic(), len(packet))
                 if through is not None:
-                    heappush(under_way, (through + line.rtt_ms / 2000, next(numbers), to, False, packet))
+                    heappush(under_way, (through + line[1] / 2000, next(numbers), to, False, packet))
         while under_way and under_way[0][0] <= time.monotonic():
             at, _, to, is_through, packet = heappop(under_way)
             if not is_through:

@@ -85,30 +85,18 @@ def hivemind_local(own: Any, net: Decoder) -> None:
     place = Path(own.folder) / "addresses"
     while own.rank and not place.exists():
         time.sleep(0.2)
-    dht = hivemind.DHT(
-        host_maddrs=[f"/ip4/{own.addresses[own.rank]}/tcp/4001"],
-        initial_peers=place.read_text().split() if own.rank else [],
-        start=True,
-        use_relay=False,
-        use_auto_relay=False,
-    )
+    known = {"initial_peers": place.read_text().split()} if own.rank else {}
+    here = [f"/ip4/{own.addresses[own.rank]}/tcp/4001"]
+    dht = hivemind.DHT(host_maddrs=here, start=True, use_relay=False, use_auto_relay=False, **known)
     if not own.rank:
         place.with_suffix(".new").write_text(" ".join(map(str, dht.get_visible_maddrs())))
         place.with_suffix(".new").rename(place)
-    eight_bits = Uniform8BitQuantization()
-    optimizer = hivemind.Optimizer(
-        dht=dht,
-        run_id="head-to-head",
-        batch_size_per_step=own.rows,
-        target_batch_size=own.rows * own.world * own.inner_steps,
-        params=net.parameters(),
-        optimizer=lambda parameters: adamw(own, parameters),
-        use_local_updates=True,
-        matchmaking_time=3.0,
-        averaging_timeout=PATIENCE.total_seconds(),
-        grad_compression=eight_bits,
-        state_averaging_compression=eight_bits,
-    )
+    sizes = {"batch_size_per_step": own.rows, "target_batch_size": own.rows * own.world * own.inner_steps}
+    times = {"matchmaking_time": 3.0, "averaging_timeout": PATIENCE.total_seconds()}
+    codecs = dict.fromkeys(("grad_compression", "state_averaging_compression"), Uniform8BitQuantization())
+    trained = {"params": net.parameters(), "optimizer": lambda parameters: adamw(own, parameters)}
+    shape: Any = {**trained, **sizes, **times, **codecs, "use_local_updates": True}
+    optimizer = hivemind.Optimizer(dht=dht, run_id="head-to-head", **shape)
     train(own, net, optimizer, optimizer.state_averager.optimizer.param_groups, own.rows, None)
 
 
@@ -123,23 +111,12 @@ def torchft_diloco(own: Any, net: Decoder) -> None:
     port, others = 29610 + own.rank, 10_000  # on one device the stores share all addresses
     servers = [] if own.rank else [LighthouseServer(lighthouse, own.world, others)]
     servers.append(TCPStore(host, port, is_master=True, wait_for_workers=False))
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=PATIENCE),
-        min_replica_size=1,
-        load_state_dict=lambda state: None,
-        state_dict=dict,
-        replica_id=f"peer{own.rank}",
-        lighthouse_addr=f"http://{lighthouse}",
-        store_addr=host,
-        store_port=port,
-        rank=0,
-        world_size=1,
-        timeout=PATIENCE,
-        quorum_timeout=PATIENCE,
-        use_async_quorum=False,
-        init_sync=False,  # its server names the host, which other namespaces do not know
-        hostname=host,
-    )
+    where = {"hostname": host, "store_addr": host, "store_port": port, "lighthouse_addr": f"http://{lighthouse}"}
+    whole = {"rank": 0, "world_size": 1, "min_replica_size": 1, "replica_id": f"peer{own.rank}"}
+    waits = {"timeout": PATIENCE, "quorum_timeout": PATIENCE, "use_async_quorum": False}
+    # All begin alike, and the server of a first synchronisation names the host, which other namespaces do not know.
+    state: Any = {"load_state_dict": lambda state: None, "state_dict": dict, "init_sync": False}
+    manager = Manager(ProcessGroupGloo(timeout=PATIENCE), **where, **whole, **waits, **state)
     optimizer = adamw(own, net.parameters())
     outer = torch.optim.SGD(net.parameters(), own.outer_rate, own.outer_momentum, nesterov=own.outer_momentum > 0)
     with DiLoCo(manager, [net], optimizer, outer, sync_every=own.inner_steps):
@@ -165,24 +142,15 @@ def torch_pipe(own: Any, net: Decoder) -> None:
     train(own, net, optimizer, optimizer.param_groups, own.rows * own.world, compute)
 
 
-ARMS = {
-    "solo": solo,
-    "hivemind-local": hivemind_local,
-    "torchft-diloco": torchft_diloco,
-    "torch-pipe": torch_pipe,
-}
-
-
 def main(own: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(own.seed)
     os.environ["GLOO_SOCKET_IFNAME"] = own.device
-    if own.arm == "torch-pipe":
-        first, last = own.rank == 0, own.rank == own.world - 1
-        net = Decoder(own.model, own.blocks[own.rank], first, last, torch.bfloat16)
-    else:
-        net = Decoder(own.model, sum(own.blocks))
-    ARMS[own.arm](own, initialised(net, sum(own.blocks)))
+    first, last = own.rank == 0, own.rank == own.world - 1
+    ends = (first, last, torch.bfloat16) if own.arm == "torch-pipe" else ()
+    net = Decoder(own.model, own.blocks[own.rank] if ends else sum(own.blocks), *ends)
+    arm = {f.__name__.replace("_", "-"): f for f in (solo, hivemind_local, torchft_diloco, torch_pipe)}[own.arm]
+    arm(own, initialised(net, sum(own.blocks)))
 
 
 if __name__ == "__main__":

@@ -37,12 +37,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Consecutive blocks of a decoder of the sizes of a manifest's model section.
-
-    Args:
-        first: with the embedding, so that it takes tokens. last: with norm and head, so that it returns logits.
-        wire: type of hidden states between parts.
-    """
+    """Consecutive blocks of a decoder with the sizes of a manifest's model section; the `first` ones take tokens, the
+    `last` ones return logits. `wire` is the type of hidden states between parts."""
 
     def __init__(
         self, model: Any, blocks: int, first: bool = True, last: bool = True, wire: torch.dtype = torch.float32
