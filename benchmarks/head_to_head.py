@@ -194,7 +194,7 @@ class Seen:
 
     def loss_at(self, at: float) -> float | None:
         """Mean over the last tokens before a time; None if the run is shorter."""
-        if not self.steps or at > self.steps[-1][0]:
+        if at > self.samples[-1][0]:
             return None
         weight, total = 0, 0.0
         for _, tokens, loss in reversed([step for step in self.steps if step[0] <= at]):
@@ -202,24 +202,23 @@ class Seen:
                 weight, total = weight + tokens, total + tokens * loss
         return total / weight
 
-    def loss_after(self, tokens: int) -> float | None:
-        """The same when so many tokens are done."""
+    def when(self, tokens: int) -> float | None:
+        """When so many tokens were done."""
         done = itertools.accumulate(tokens for _, tokens, _ in self.steps)
-        return next(
-            (self.loss_at(at) for (at, _, _), so_far in zip(self.steps, done, strict=True) if so_far >= tokens), None
-        )
+        return next((at for (at, _, _), so_far in zip(self.steps, done, strict=True) if so_far >= tokens), None)
 
     def figures(self, round_tokens: int) -> dict[str, Any]:
         first, last = self.steps[0][0], self.steps[-1][0]
         whole = int(self.tokens / round_tokens - 0.5)
-        wanted = (round_tokens // 2, round_tokens * (2 * whole + 1) // 2) if whole else (0, self.tokens)
-        begin, end = (min(self.samples, key=lambda sample, at=at: abs(sample[1] - at)) for at in wanted)  # type: ignore[misc]
+        middles = (round_tokens // 2, round_tokens * (2 * whole + 1) // 2)
+        times = [self.when(tokens) or last for tokens in middles] if whole else [first, last]
+        begin, end = (min(self.samples, key=lambda sample, at=at: abs(sample[0] - at)) for at in times)  # type: ignore[misc]
         tokens = max(1, end[1] - begin[1])
         return {
             "tokens_per_s": round((self.tokens - self.steps[0][1]) / max(last - first, 1e-9), 1),
             **{f"loss_after_{at}_s": rounded(self.loss_at(first + at)) for at in AT_S},
             "loss_at_end": rounded(self.loss_at(last)),
-            "loss_at_100k_tokens": rounded(self.loss_after(TOKENS)),
+            "loss_at_100k_tokens": None if (at := self.when(TOKENS)) is None else rounded(self.loss_at(at)),
             "bytes_per_token": round((end[2] - begin[2]) / tokens, 1),
             "cpu_ms_per_token": round(1e3 * (end[3] - begin[3]) / tokens, 4),
             "rounds_counted": whole,

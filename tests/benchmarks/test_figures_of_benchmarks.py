@@ -43,12 +43,13 @@ def test_the_ratio_is_that_of_the_paces(slowed: float) -> None:
 
 def test_loss_is_the_mean_over_a_window_of_tokens_before_a_time() -> None:
     half = head_to_head.WINDOW // 2
-    seen = head_to_head.Seen([(0.0, half, 9.0), (20.0, half, 5.0), (40.0, half, 3.0), (60.0, half, 1.0)])
+    steps = [(0.0, half, 9.0), (20.0, half, 5.0), (40.0, half, 3.0), (60.0, half, 1.0)]
+    seen = head_to_head.Seen(steps, [(70.0, 4 * half, 0, 0.0)])
     assert seen.loss_at(45.0) == pytest.approx(4.0)
     assert seen.loss_at(19.0) == pytest.approx(9.0)
-    assert seen.loss_at(61.0) is None, "the run is shorter"
-    assert seen.loss_after(4 * half) == pytest.approx(2.0)
-    assert seen.loss_after(4 * half + 1) is None
+    assert seen.loss_at(69.0) == pytest.approx(2.0), "the next step is late"
+    assert seen.loss_at(71.0) is None, "the run is shorter"
+    assert (seen.when(4 * half), seen.when(4 * half + 1)) == (60.0, None)
 
 
 def test_bytes_are_those_of_whole_rounds() -> None:
