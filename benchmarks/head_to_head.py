@@ -194,7 +194,7 @@ class Seen:
 
     def loss_at(self, at: float) -> float | None:
         """Mean over the last tokens before a time; None if the run is shorter."""
-        if at > self.samples[-1][0]:
+        if at > max(self.samples[-1][0], self.steps[-1][0]):
             return None
         weight, total = 0, 0.0
         for _, tokens, loss in reversed([step for step in self.steps if step[0] <= at]):
