@@ -30,9 +30,11 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.kit import ROOT, rate, verdict
+from benchmarks.plain import Decoder
+from benchmarks.plain import loss_of as plain_loss
 from protocol.codecs import decode, encode
 from protocol.codecs.memory import buffer_for
 from protocol.manifest.manifest import Manifest, manifest_from_table
@@ -226,64 +228,11 @@ def trained(manifest: Manifest, times: list[tuple[float, int]], device: torch.de
     return figures | {"steps": len(times) - 1}
 
 
-class PlainBlock(nn.Module):
-    """The block of a Llama, as anyone would write it."""
-
-    def __init__(self, hidden: int, heads: int, kv_heads: int, feed_forward: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head = heads, kv_heads, hidden // heads
-        self.first, self.second = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * self.head, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
-        self.gate_up = nn.Linear(hidden, 2 * feed_forward, bias=False)
-        self.down = nn.Linear(feed_forward, hidden, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows, tokens, _ = x.shape
-        qkv = self.qkv(self.first(x)).view(rows, tokens, -1, self.head).transpose(1, 2)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.second(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-class PlainModel(nn.Module):
-    """The same decoder in plain torch: the loss of a batch."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        super().__init__()
-        model = manifest.model
-        sizes = (model.hidden, model.heads, model.kv_heads, model.feed_forward)
-        self.embedding = nn.Embedding(model.vocabulary, model.hidden)
-        self.blocks = nn.ModuleList(PlainBlock(*sizes) for _ in range(sum(manifest.stages.blocks)))
-        self.norm, self.lm_head = nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocabulary, bias=False)
-        if model.tied_embeddings:
-            self.lm_head.weight = self.embedding.weight
-        half = model.hidden // model.heads // 2
-        angles = torch.outer(torch.arange(model.sequence), 10_000 ** (-torch.arange(half) / half))
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
-
-
 def plain(manifest: Manifest, seconds: float, device: torch.device) -> Result:
     """Trains the same model in a plain torch loop: float32 weights, bfloat16 autocast, fused AdamW, SDPA."""
     fresh(device)
     with torch.device(device):
-        model = PlainModel(manifest)
+        model = Decoder(manifest.model, sum(manifest.stages.blocks))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (manifest.training.rows, manifest.model.sequence)
     accumulated = manifest.training.inner_tokens // manifest.microbatch_tokens
@@ -292,7 +241,7 @@ def plain(manifest: Manifest, seconds: float, device: torch.device) -> Result:
         for _ in range(accumulated):
             tokens = torch.randint(manifest.model.vocabulary, shape, device=device)
             with torch.autocast(device.type, torch.bfloat16):
-                loss = model(tokens, tokens.roll(-1, dims=1)) / accumulated
+                loss = plain_loss(model(tokens), tokens.roll(-1, dims=1)) / accumulated
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

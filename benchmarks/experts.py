@@ -1,28 +1,22 @@
-"""Experts against one dense path on domains of real text: held-out nats a byte, and the pace of a swarm.
+"""Experts against one dense path on domains of real text: held-out nats a byte.
 
 `loss`: a dense path at equal steps (of one microbatch: what the papers compare with), a dense path at equal steps and
-tokens, 2x2 experts with a fitted router, the same with documents dealt by chance; with `--all` also 3x3 with all and
-with half of the text. The first `--prefix` bytes of each document, by which routes are chosen, are left out of all
-losses. Of each file or folder of `--domains` the first 1.1 MB count; without any, those of this machine. Documents are
-pieces of 16 KiB, or shorter where those would be fewer than 128.
+tokens, 2x2 experts with a fitted router, the same with documents dealt by chance. The first `--prefix` bytes of each
+document, by which routes are chosen, are left out of all losses. Of each file or folder of `--domains` the first 1.1 MB
+count; without any, those of this machine. Documents are pieces of 16 KiB, or shorter where those would be fewer than
+128.
 
 `rounds`: 2x2 experts with two replicas each, which train on half of the documents and average every 50 inner steps,
 against a dense path and against dense models with the parameters of all experts, as more blocks or wider ones; each at
 equal steps (a step of one microbatch, as a path has) and at equal steps and tokens.
-
-`swarm`: five real nodes behind links of 20 ms, 2x2 experts against a dense run with two replicas a stage; tokens per
-second, bytes a token of all that the peers send, and `unevenness`: of any 32 microbatches in a row, the most visits of
-a module over the mean of its stage.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import statistics
 import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,19 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import kit
-from benchmarks.kit import Solo, evaluate, loss_of, medians, run_of, tell
-from lab.run import Run
-from lab.scenario import Scenario, scenario_from_table
+from benchmarks.kit import Solo, evaluate, loss_of, run_of, tell
 from node.averaging.anchor.outer_step import OuterRule, outer_rule
 from node.data.documents import Documents, is_held_out
 from node.data.sources import PIECE_BYTES
 from node.data.tokenizers import ByteTokenizer
 from node.experts.router import Router, document_router, fit_router, router_digest
 from node.model.device import flushed_denormals
-from node.observability.events import Completed
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
-from tests.e2e.small_run import events_of
 
 # ---- the text --------------------------------------------------------------------------------------------------------
 
@@ -65,14 +55,14 @@ Domains = dict[str, bytes]
 
 
 class MixedSource:
-    """The documents of several domains: equal pieces of the first `share` of each text, or each `every`th of them."""
+    """The documents of several domains: equal pieces of each text, or each `every`th of them."""
 
-    def __init__(self, domains: Domains, share: float = 1.0, first: int = 0, every: int = 1) -> None:
+    def __init__(self, domains: Domains, first: int = 0, every: int = 1) -> None:
         size = min(PIECE_BYTES, max(LEAST_DOCUMENT_BYTES, sum(map(len, domains.values())) // DOCUMENTS))
         self._pieces = {
             f"{number}-{name}@{at}": text[at : at + size]
             for number, (name, text) in enumerate(domains.items())
-            for at in range(0, int(len(text) * share), size)
+            for at in range(0, len(text), size)
         }
         self.names = sorted(self._pieces)[first::every]
 
@@ -113,13 +103,12 @@ def _text_of(path: Path, pattern: str, most: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Experts and blocks of each stage after stage 0, microbatches of a step, whether a router chooses, share of the
-    text, replicas of each module, width of the feed-forward layers over `hidden`."""
+    """Experts and blocks of each stage after stage 0, microbatches of a step, whether a router chooses, replicas of
+    each module, width of the feed-forward layers over `hidden`."""
 
     experts: int = 1
     microbatches: int = 4
     routed: bool = False
-    text: float = 1.0
     blocks: int = 1
     replicas: int = 1
     feed_forward: float = 3
@@ -130,11 +119,6 @@ ARMS: Final = {
     "dense_tokens": Arm(),
     "routed": Arm(2, routed=True),
     "random": Arm(2),
-}
-MORE_ARMS: Final = {
-    "routed_3x3": Arm(3, routed=True),
-    "dense_half_text": Arm(text=0.5),
-    "routed_3x3_half_text": Arm(3, routed=True, text=0.5),
 }
 ROUNDS_ARMS: Final = {
     "dense_steps": Arm(microbatches=1),
@@ -179,7 +163,7 @@ def routed_manifest(arm: Arm, domains: Domains, options: Any, seed: int) -> tupl
     plain = manifest_of(arm, options, seed)
     if not arm.routed:
         return plain, None
-    documents = Documents(MixedSource(domains, arm.text), ByteTokenizer(), seed)
+    documents = Documents(MixedSource(domains), ByteTokenizer(), seed)
     fitted_to = list(
         documents.openings(lambda name: not is_held_out(seed, name, HELD_OUT), FIT_DOCUMENTS, options.prefix)
     )
@@ -191,10 +175,10 @@ def routed_manifest(arm: Arm, domains: Domains, options: Any, seed: int) -> tupl
 def train(arm: Arm, domains: Domains, options: Any, seed: int) -> dict[str, Any]:
     """Trains one arm; its held-out loss in nats a byte."""
     manifest, router = routed_manifest(arm, domains, options, seed)
-    # All arms are measured on the whole text, whatever share of it they train on.
+    # Replicas train on a part of the text each, and all arms are measured on the whole.
     *documents, measured = (
         Documents(MixedSource(domains, *share), ByteTokenizer(), seed, document_router(manifest, router))
-        for share in (*((arm.text, replica, arm.replicas) for replica in range(arm.replicas)), ())
+        for share in (*((replica, arm.replicas) for replica in range(arm.replicas)), ())
     )
     with flushed_denormals():
         replicas = [Solo(manifest, 10**6, None, each, measured, options.prefix) for each in documents]
@@ -232,7 +216,7 @@ def rounds_of(replicas: Sequence[Solo], rule: OuterRule) -> Callable[[], None]:
 
 
 def measure_loss(options: Any) -> dict[str, Any]:
-    return compared(ARMS | (MORE_ARMS if options.all else {}), BARS, options)
+    return compared(ARMS, BARS, options)
 
 
 def measure_rounds(options: Any) -> dict[str, Any]:
@@ -254,71 +238,8 @@ def compared(arms: dict[str, Arm], bars: dict[str, float], options: Any) -> dict
     return {"domains": {name: len(text) for name, text in domains.items()}, "perplexity": changes, "every_seed": found}
 
 
-# ---- swarm -----------------------------------------------------------------------------------------------------------
-
-SWARM_ARMS: Final[dict[str, dict[str, Any]]] = {
-    "dense": {},
-    "experts": {"route_from": "python-stdlib", "stages": {"experts": 2}},
-}
-SWARM_BARS: Final = {"tokens_per_s": 0.9, "bytes_a_token": 1.02, "unevenness": 1.25}
-"""Experts over dense: at least, at most; visits of a module over the mean: at most."""
-WINDOW: Final = 32
-
-
-def scenario(arm: str, seed: int, seconds: int) -> Scenario:
-    own = dict(SWARM_ARMS[arm])
-    manifest = {
-        "model": {"hidden": 64, "heads": 4, "kv_heads": 4, "feed_forward": 128, "sequence": 128},
-        "stages": {"blocks": [0, 1, 1], **own.pop("stages", {})},
-        "training": {"rows": 4, "inner_tokens": 4096, "inner_steps": 16, "staleness": 1},
-    }
-    group = {"name": "peers", "peers": 5, "profile": "none", "latency_ms": 20}
-    table = {"name": arm, "seed": seed, "duration": seconds, "held_out": 0, "manifest": manifest, "group": [group]}
-    return scenario_from_table(table | own)
-
-
-def measured(arm: str, seed: int, seconds: int) -> dict[str, float]:
-    """Runs one arm once."""
-    with kit.folder(None, "experts") as path:
-        run = Run(scenario(arm, seed, seconds), path, lambda line: None, asyncio.Event())
-        outcome = asyncio.run(run.to_the_end())
-        if outcome.objections:
-            raise SystemExit(f"{arm}: {outcome.objections}")
-        completed = [event for event in events_of(run.logs) if isinstance(event, Completed)]
-        return {
-            "tokens_per_s": round(outcome.tokens_per_s, 1),
-            "bytes_a_token": round(sum(outcome.traffic("up").values()) / outcome.tokens, 2),
-            "unevenness": round(unevenness([[hop.partition("@")[0] for hop in one.hops] for one in completed]), 3),
-        }
-
-
-def unevenness(visited: Sequence[Sequence[str]]) -> float:
-    """Largest ratio, over stages and runs of WINDOW microbatches, of a module's visits over the mean of its stage."""
-    modules = sorted({module for path in visited for module in path})
-    ratios = [1.0]
-    for start in range(len(visited) - WINDOW + 1):
-        counts = Counter(module for path in visited[start : start + WINDOW] for module in path)
-        for stage in {module.partition(".")[0] for module in modules}:
-            of_stage = [counts[module] for module in modules if module.partition(".")[0] == stage]
-            ratios.append(max(of_stage) * len(of_stage) / max(1, sum(of_stage)))
-    return max(ratios)
-
-
-def measure_swarm(options: Any) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in SWARM_ARMS}
-    for number in range(options.rounds):
-        for arm in list(SWARM_ARMS)[:: 1 if number % 2 == 0 else -1]:
-            found[arm].append(measured(arm, number + 1, options.seconds))
-            tell(f"{arm}, round {number + 1}: {found[arm][-1]}")
-    arms = {arm: medians(runs) for arm, runs in found.items()}
-    ratios = {key: round(arms["experts"][key] / arms["dense"][key], 3) for key in ("tokens_per_s", "bytes_a_token")}
-    ratios["unevenness"] = arms["experts"]["unevenness"]
-    return {"figures": ratios, "bars": SWARM_BARS, "arms": arms}
-
-
 if __name__ == "__main__":
-    usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8, "rounds": 3, "seconds": 20}
-    quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**16, "parts": ["loss", "rounds"]}
-    quick |= {"rounds": 1, "seconds": 10}
-    own = {"domains": [Path], "domain_bytes": DOMAIN_BYTES, "all": False}
-    kit.run(__doc__, {"loss": measure_loss, "rounds": measure_rounds, "swarm": measure_swarm}, quick, **own, **usual)
+    usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8}
+    quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**16}
+    own = {"domains": [Path], "domain_bytes": DOMAIN_BYTES}
+    kit.run(__doc__, {"loss": measure_loss, "rounds": measure_rounds}, quick, **own, **usual)

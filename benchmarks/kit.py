@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from node.data.documents import Documents
     from node.data.packing import Microbatch
     from node.local_swarm.local_swarm import LocalSwarm
-    from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions
+    from node.local_swarm.setup import Deployment, LocalSwarmOptions
     from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
     from node.observability.events import Event
     from node.solo.trainer import ChooseStages, WholeModel
@@ -238,16 +238,13 @@ def introduce(peers: Sequence[Connection]) -> None:
 # ---- swarms ----------------------------------------------------------------------------------------------------------
 
 
-async def swarm_to_its_end(
-    manifest: Manifest, options: LocalSwarmOptions, deployments: Deployments | None = None
-) -> tuple[float, list[Event]]:
+async def swarm_to_its_end(manifest: Manifest, options: LocalSwarmOptions) -> tuple[float, list[Event]]:
     """Runs a swarm until it has taken its steps; its tokens per second after the first step, and its events."""
     from node.local_swarm.local_swarm import LocalSwarm
-    from node.local_swarm.setup import all_local
     from node.observability.events import Step
 
     times, events = list[tuple[float, int]](), list[Any]()
-    async with LocalSwarm(manifest, options, deployments=deployments or all_local) as nodes:
+    async with LocalSwarm(manifest, options) as nodes:
         async for event in nodes.events():
             events.append(event)
             if isinstance(event, Step):

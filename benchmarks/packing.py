@@ -9,15 +9,11 @@ largest cost over the mean one; `cv2`: squared coefficient of variation of all c
 empty; `cut`: share of the documents that fit into S but were cut; `ms_a_block`: the longest processor time (best of
 three) of packing 64 microbatches or a million tokens.
 
-`loss`: held-out nats a token at equal tokens, whole documents against one concatenated stream, in one process. `swarm`:
-tokens/s of a real swarm of two hops at staleness 0, where the most expensive microbatch of a step holds up the others:
-ours against concatenation with a mask and against rows of a stream, in turns; medians of the ratios of a round.
-`python -m benchmarks.packing node join ...` is a node that concatenates.
+`loss`: held-out nats a token at equal tokens, whole documents against one concatenated stream, in one process.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import sys
@@ -33,22 +29,17 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import kit
-from benchmarks.kit import Solo, evaluate, loss_of, median, median_ratio, run_of, swarm_to_its_end, tell
+from benchmarks.kit import Solo, evaluate, loss_of, median, median_ratio, run_of, tell
 from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_block, tokens_of_last
-from node.local_swarm.setup import Deployment, LocalSwarmOptions
 from protocol.manifest.manifest import Manifest, quadratic_share
-from swarm.workload.packing import Capacity, DocumentPiece, pack
+from swarm.workload.packing import Capacity, pack
 
 # ---- balance ---------------------------------------------------------------------------------------------------------
 
 WINDOW: Final = 8
 QUEUES: Final = (0.25, 0.5, 0.75)  # documents longer than these shares of S are outliers of one queue each
 SEED: Final = 5
-BARS: Final = {"max_over_mean": 1.04, "cv2": 0.002, "padding": 0.02, "ms_a_block": 20.0} | {
-    "documents_over_causal": 1.005,
-    "ours_over_concat": 1.10,
-    "ours_over_rows": 1.35,
-}
+BARS: Final = {"max_over_mean": 1.04, "cv2": 0.002, "padding": 0.02, "ms_a_block": 20.0, "documents_over_causal": 1.005}
 Packed = tuple[int, ...]  # the lengths of a microbatch's documents and pieces
 
 
@@ -280,81 +271,12 @@ def measure_loss(options: Any) -> dict[str, Any]:
     return {"losses": losses, "documents_over_causal": round(ratio, 4), "perplexity": round(perplexity, 4)}
 
 
-# ---- swarm -----------------------------------------------------------------------------------------------------------
-
-SWARM_SIZE: Final = {"hidden": 64, "sequence": 8192, "rows": 4, "microbatches": 8}
-QUICK_SIZE: Final = {"hidden": 16, "sequence": 64, "rows": 2, "microbatches": 2}
-SWARM_DOCUMENTS: Final = 6000
-
-
-def run_concatenating_node() -> None:
-    """Runs `skipstone` with a packer that cuts the stream of documents wherever a microbatch is full."""
-    from node.__main__ import main as skipstone
-    from node.data import feed
-    from node.data.documents import StreamPosition
-    from node.data.packing import Cursor, DocumentPacker, _Block, _Stretch
-
-    class ConcatPacker(DocumentPacker):
-        def _packed(self, stretches: list[_Stretch], end: StreamPosition) -> _Block:
-            turns, turn, room = list[tuple[DocumentPiece, ...]](), list[DocumentPiece](), self._capacity.tokens
-            for index, stretch in enumerate(stretches):
-                start = 0
-                while start < stretch.labels.size:
-                    stop = min(start + min(room, self._capacity.sequence), stretch.labels.size)
-                    turn.append(DocumentPiece(index, start, stop))
-                    room, start = room - (stop - start), stop
-                    if not room:
-                        turns.append(tuple(turn))
-                        turn, room = [], self._capacity.tokens
-            return _Block(stretches, [*turns, tuple(turn)] if turn else turns, Cursor(end))
-
-    feed.DocumentPacker = ConcatPacker  # type: ignore[misc]
-    skipstone()
-
-
-def swarm_run(options: Any, text: Path, attention: str) -> Manifest:
-    size: dict[str, Any] = QUICK_SIZE if options.quick else SWARM_SIZE
-    model, data = {"attention": attention}, {"source": f"path:{text}"}
-    return run_of("workload", [0, 1, 1], **size, model=model, data=data, inner_steps=1_000_000, round_seconds=1e6)
-
-
-def write_documents(folder: Path, count: int) -> Path:
-    folder.mkdir()
-    rng = random.Random(3)
-    for number, length in enumerate(log_normal(count)):
-        (folder / f"{number:05}.txt").write_bytes(bytes(rng.choices(b"abcdefghij klm\n", k=length)))
-    return folder
-
-
-def measure_swarm(options: Any) -> dict[str, Any]:
-    found: dict[str, list[float]] = {"ours": [], "concat": [], "rows": []}
-    concat = Deployment(command=(sys.executable, "-P", "-m", "benchmarks.packing", "node"))
-    with kit.folder(None, "packing") as folder:
-        text = write_documents(folder / "text", 200 if options.quick else SWARM_DOCUMENTS)
-        whole, rows = swarm_run(options, text, "documents"), swarm_run(options, text, "causal")
-        arms = {"ours": (whole, Deployment()), "concat": (whole, concat), "rows": (rows, Deployment())}
-        for number in range(options.rounds):
-            for arm, (manifest, place) in arms.items():
-                swarm_options = LocalSwarmOptions(peers=3, steps=options.steps, threads=1)
-                rate, _ = asyncio.run(swarm_to_its_end(manifest, swarm_options, lambda index, at=place: at))
-                found[arm].append(rate)
-                tell(f"swarm, round {number + 1}, {arm}: {rate:.0f} tokens/s")
-    ratios = {f"ours_over_{arm}": round(median_ratio(found["ours"], found[arm]), 3) for arm in ("concat", "rows")}
-    return {"tokens_per_s": found, **ratios}
-
-
 def measure(options: Any) -> dict[str, Any]:
     found = {"bars": BARS, **(measure_balance(options) if "balance" in options.parts else {})}
-    for part, measured in (("loss", measure_loss), ("swarm", measure_swarm)):
-        found |= {part: measured(options)} if part in options.parts else {}
-    return found
+    return found | ({"loss": measure_loss(options)} if "loss" in options.parts else {})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["node"]:
-        del sys.argv[1]
-        run_concatenating_node()
-        sys.exit()
-    usual = {"hidden": 256, "microbatches": 512, "seeds": [1, 2, 3], "loss_steps": 300, "steps": 4, "rounds": 3}
-    quick = {"microbatches": 64, "seeds": [1], "loss_steps": 3, "steps": 2, "rounds": 1}
+    usual = {"hidden": 256, "microbatches": 512, "seeds": [1, 2, 3], "loss_steps": 300}
+    quick = {"microbatches": 64, "seeds": [1], "loss_steps": 3}
     kit.run(__doc__, measure, quick, parts=["balance"], **usual)

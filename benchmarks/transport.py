@@ -139,7 +139,10 @@ class Book:
 
 
 class TensorCounter:
-    """Receives tensors into a fixed set of buffers and counts whole batches."""
+    """A `LinkHandler` that receives tensors into a fixed set of buffers and counts whole batches."""
+
+    announced = link_up = link_down = staticmethod(lambda *of: None)
+    serves = minds = staticmethod(lambda *of: True)
 
     def __init__(self) -> None:
         self._free = [memoryview(bytearray(TENSOR.byte_length)) for _ in range(2 * IN_FLIGHT)]
@@ -162,22 +165,8 @@ class TensorCounter:
     def received_control(self, sender: PeerId, message: Any) -> None:
         self.whole.set()
 
-
-class LinkCounter(TensorCounter):
-    """A `LinkHandler` that answers nothing else."""
-
-    announced = link_up = link_down = staticmethod(lambda *of: None)
-    serves = minds = staticmethod(lambda *of: True)
-
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         return b""
-
-
-async def confirm_batches(transport: Any, counter: TensorCounter) -> None:
-    """Confirms each whole batch to its sender, until cancelled."""
-    while True:
-        peer = await counter.batches.get()
-        await transport.send_control(peer, Close(MicrobatchId(peer, 0), "whole"))
 
 
 async def send_batches(transport: Any, counter: TensorCounter, own: PeerId, peer: PeerId, batches: int) -> list[float]:
@@ -214,14 +203,16 @@ def tensor_process(connection: Connection, receiver: Contact | None, batches: in
     identity = Identity.generate()
 
     async def main() -> None:
-        counter = LinkCounter()
+        counter = TensorCounter()
         transport, contact = transport_of(identity, counter, Book(*([receiver] if receiver else [])))
         async with transport:
             if receiver is not None:
                 connection.send(await send_batches(transport, counter, identity.peer, receiver.peer, batches))
                 return
             connection.send(replace(contact, addresses=(f"127.0.0.1:{transport.port}",)))
-            await confirm_batches(transport, counter)
+            while True:  # until the process is ended
+                peer = await counter.batches.get()
+                await transport.send_control(peer, Close(MicrobatchId(peer, 0), "whole"))
 
     uvloop.run(main())
 

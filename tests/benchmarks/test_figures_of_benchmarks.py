@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import codecs, rounds_live, skipping
+from benchmarks import codecs, head_to_head, rounds_live, skipping
 from node.data.feed import TrainingFeed, open_documents
 from swarm.vocabulary.types import Codec
 
@@ -36,6 +36,38 @@ def test_the_ratio_is_that_of_the_paces(slowed: float) -> None:
     assert found["median_ratio"] == pytest.approx(slowed, abs=0.02)
     assert found["rounds"] == len(ROUNDS) - 2, "not the first, and not the last, with nothing after it"
     assert found["computed_of_home"] == pytest.approx(1.0, abs=0.04)
+
+
+# ---- other systems -------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_the_mean_over_a_window_of_tokens_before_a_time() -> None:
+    half = head_to_head.WINDOW // 2
+    steps = [(0.0, half, 9.0), (20.0, half, 5.0), (40.0, half, 3.0), (60.0, half, 1.0)]
+    seen = head_to_head.Seen(steps, [(70.0, 4 * half, 0, 0.0)])
+    assert seen.loss_at(45.0) == pytest.approx(4.0)
+    assert seen.loss_at(19.0) == pytest.approx(9.0)
+    assert seen.loss_at(69.0) == pytest.approx(2.0), "the next step is late"
+    assert seen.loss_at(71.0) is None, "the run is shorter"
+    assert (seen.when(4 * half), seen.when(4 * half + 1)) == (60.0, None)
+
+
+def test_bytes_are_those_of_whole_rounds() -> None:
+    steps = [(float(number), 10, 1.0) for number in range(26)]  # rounds of 100 tokens, after which 1000 bytes are sent
+    samples = [(float(number), 10 * number, 1000 * (number // 10), 0.02 * number) for number in range(26)]
+    found = head_to_head.Seen(steps, samples, [100.0, 300.0]).figures(100)
+    assert (found["rounds_counted"], found["bytes_per_token"]) == (2, 10.0)
+    assert (found["cpu_ms_per_token"], found["memory_mb"]) == (2.0, 300)
+
+
+def test_a_bar_compares_the_longest_time_that_both_have_reached() -> None:
+    ours = {"loss_after_15_s": 4.0, "loss_after_30_s": 3.0, "loss_after_55_s": 2.0}
+    theirs = {"loss_after_15_s": 3.0, "loss_after_30_s": 3.5, "loss_after_55_s": None}
+    costs = {"bytes_per_token": 300.0, "cpu_ms_per_token": 0.5}
+    found = head_to_head.bars({head_to_head.OURS: ours | costs, "hivemind-local": theirs | costs})
+    assert found.keys() == {"hivemind-local"}
+    assert found["hivemind-local"]["loss_after_30_s"] == {"ours": 3.0, "theirs": 3.5, "met": True}
+    assert "loss_after_55_s" not in found["hivemind-local"]
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
