@@ -15,6 +15,7 @@ from typing import Any, Final
 from node.model.memory_need import blocks_that_fit, need_of
 from node.model.moments import MomentType
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
+from node.pipeline.admission import hidden_tensor
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.membership.memory_fit import FreeMemory, Need, size_text
@@ -443,14 +444,14 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
         parameter_bytes(parameter_shapes(manifest, ModuleId(each))) // BYTES_PER_PARAMETER for each in (0, largest)
     )
     # Matrix products take the time, so the embedding counts only if it is the head as well.
-    first -= 0 if model.tied_embeddings else model.vocabulary * model.hidden
+    first -= 0 if model.tied_embeddings else model.vocabulary * model.stream
     computed = ASSUMED_FLOPS[card >= LARGE_CARD] / OPERATIONS / (max(first, parameters) if largest else first)
     pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
     round_bytes = 2 * pseudo.byte_length
     # A peer sends a hidden state forward and a gradient back.
-    dtype = DType.BFLOAT16 if model.dtype == "bfloat16" else DType.FLOAT32
-    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
-    hops = sum(TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
+    state = hidden_tensor(manifest)
+    there, back = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
+    hops = replace(state, codec=there).byte_length + replace(state, codec=back, token_bytes=0).byte_length
     in_rounds = round_bytes / (training.inner_steps * training.inner_tokens)
     token_bytes = hops / manifest.microbatch_tokens if largest else in_rounds
     total = training.schedule_tokens[1]

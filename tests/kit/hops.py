@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from node.model.passes import HIDDEN_TYPES
+from node.model.residual import HIDDEN_TYPES
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker, tensor_of
 from protocol.codecs import Encoded, encode

@@ -27,6 +27,7 @@ from node.model.passes import (
     build_embedding,
     build_head,
 )
+from node.model.residual import HIDDEN_TYPES
 from node.pipeline import device_passes
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import (
@@ -701,7 +702,7 @@ def stack(manifest: Manifest) -> BlockStack:
 
 def drawn(manifest: Manifest, number: int, documents: tuple[int, ...] = ()) -> Tensor:
     shape = (1, sum(documents), manifest.model.hidden) if documents else manifest.hidden_shape
-    return vectors(*shape, seed=number).to(passes.HIDDEN_TYPES[manifest.model.dtype])
+    return vectors(*shape, seed=number).to(HIDDEN_TYPES[manifest.model.dtype])
 
 
 def whole(manifest: Manifest, documents: tuple[int, ...] = ()) -> tuple[Tensor, Gradients]:
