@@ -77,7 +77,7 @@ def test_an_optimizer_that_keeps_more_takes_more_stages() -> None:
 
 @pytest.mark.parametrize(("peers", "stages"), [(2, 2), (5, 5), (7, 7), (40, 7)])
 def test_each_peer_gets_a_stage_as_long_as_there_are_blocks(peers: int, stages: int) -> None:
-    turned = turn(Wish(parameters=10 * MILLION, peers=Peers(number=peers), may_be_whole=False), "run")
+    turned = turn(Wish(parameters=10 * MILLION, peers=Peers(number=peers), may_be_whole=False, residual=0), "run")
     assert turned.manifest.stages.count == stages
     assert sum(turned.manifest.stages.blocks) == 6
 
