@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -36,6 +37,7 @@ from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.packing import Microbatch
 from node.model import passes
 from node.model.initialization import parameters_of
+from node.pipeline.admission import hidden_tensor
 from node.runtime.malloc import keep_freed_memory
 from protocol import codecs
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -269,6 +271,18 @@ def coded_boundaries(options: Any, codec: Codec, seed: int) -> dict[str, float]:
     return {"loss": loss, "bytes_a_token": per_token}
 
 
+def measure_hop(_: Any) -> dict[str, float]:
+    """Bytes of a token forward and backward at width 1024: 64 numbers in INT8 with the token's, or all, per codec."""
+    found: dict[str, float] = {}
+    for residual, codec in ((64, Codec.INT8), (0, Codec.INT8), (0, Codec.BF16), (0, Codec.NONE)):
+        model = {"residual": residual, "vocabulary": 65_536}
+        run = run_of("hop", [0, 1], hidden=1024, sequence=1024, rows=4, microbatches=1, model=model)
+        there = replace(hidden_tensor(run), codec=codec)
+        both = there.byte_length + replace(there, token_bytes=0).byte_length
+        found[f"{codec.name} of {residual or 1024}"] = both / run.microbatch_tokens
+    return found
+
+
 def measure_loss(options: Any) -> dict[str, Any]:
     rows = {arm.name: [coded_boundaries(options, arm, seed) for seed in options.seeds] for arm in BOUNDARIES}
     dense = [row["loss"] for row in rows["NONE"]]
@@ -284,4 +298,4 @@ if __name__ == "__main__":
     usual = {"rounds": 7, "steps": 200, "loss_steps": 600, "seeds": [1, 2], "text": Path}
     quick = {"rounds": 1, "steps": 4, "loss_steps": 4, "seeds": [1]}
     torch.set_num_threads(1)
-    kit.run(__doc__, {"table": measure_table, "loss": measure_loss}, quick, **usual)
+    kit.run(__doc__, {"table": measure_table, "hop": measure_hop, "loss": measure_loss}, quick, **usual)

@@ -74,11 +74,17 @@ def description(
         f"{_experts(manifest.stages)}",
         f"reads     {_reading(manifest, options, text)}",
         "sends     hidden states of the run's text, gradients and parameters to peers of this run; "
-        "the peer with the next stage can turn hidden states back into text",
+        f"{_readable(manifest)}",
         f"fits      {fits.reason}",
         f"may use   {_use(options)}",
     )
     return tuple(harmless(line, 400) for line in lines)
+
+
+def _readable(manifest: Manifest) -> str:
+    if manifest.model.residual:
+        return "hidden states have the text's token numbers, so every peer with a stage reads the text"
+    return "the peer with the next stage can turn hidden states back into text"
 
 
 def _experts(stages: StagesSection) -> str:
@@ -94,8 +100,8 @@ def _parameters(manifest: Manifest) -> int:
 
     model, blocks = manifest.model, manifest.stages.blocks
     apart = sum(own * experts for own, experts in zip(blocks, manifest.stages.experts_of_each, strict=True))
-    norms = 2 * model.hidden
-    return apart * (block_parameters(model) + norms) + (2 * model.vocabulary + 1) * model.hidden
+    norms, embedding = 2 * model.hidden, model.vocabulary * model.stream
+    return apart * (block_parameters(model) + norms) + (model.vocabulary + 1) * model.hidden + embedding
 
 
 def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[LocalPaths | None]) -> str:

@@ -84,6 +84,13 @@ class ManifestChanges:
             help="documents: attention within each document; causal: one stream cut into rows [default: documents]"
         ),
     ] = None
+    residual: Annotated[
+        int | None,
+        "model.residual",
+        typer.Option(
+            help="For slow links: numbers per token that links carry, such as 64; shows peers the text [default: all]"
+        ),
+    ] = None
     inner: Annotated[
         str | None, "training.inner.name", typer.Option(help="Inner optimizer: adamw, soap or muon [default: adamw]")
     ] = None
@@ -156,6 +163,11 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
     from node.start.cut_model import TOKENIZER, CutModel, ModelFolder, blocks_of, model_table
     from protocol.manifest.manifest import manifest_from_table
 
+    if base.model.residual:
+        raise ConfigError(
+            "--from-model and model.residual cannot be combined: the blocks of a finished model write all of its width",
+            hint="Leave out --residual, or train a new model.",
+        )
     folder = ModelFolder(path)
     table = base.model_dump()
     model = model_table(folder.config, None if is_default else base.model.sequence)

@@ -77,6 +77,7 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
         total_tokens=changes.total_tokens,
         inner=changes.inner or "adamw",
         blocks=changes.keys().get("stages.blocks"),
+        residual=changes.residual,
         may_be_whole=changes.stages_per_path is None and changes.experts is None,
     )
     dialed = turn(wish, name)
@@ -212,6 +213,8 @@ def new(
     typer.echo(f"  text: {manifest.data.source}{text}")
     for line in sample_lines(sample, manifest.training):
         typer.echo(f"  {line}")
+    if manifest.model.residual:
+        typer.echo("  residual: hops carry the text's token numbers, so every peer with a stage can read the text")
     if manifest.data.open:
         typer.echo("  open: anybody with the link can hand out work, and so decide what the model learns")
     if manifest.stages.has_experts:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from node.model.memory_need import blocks_that_fit, need_of
 from node.model.moments import MomentType
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
+from node.pipeline.admission import hidden_tensor
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.membership.memory_fit import FreeMemory, Need, size_text
@@ -128,16 +129,19 @@ class Shape:
     kv_heads: int
     feed_forward: int
     tied: bool
+    residual: int = 0  # Numbers per token that blocks write; 0: all of `hidden`
 
     @property
     def ends(self) -> int:
         """Number of parameters of stage 0: embedding, head and last norm."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+        embedding = 0 if self.tied else self.vocabulary * (self.residual or self.hidden)
+        return embedding + self.vocabulary * self.hidden + self.hidden
 
     @property
     def block(self) -> int:
         kv_size = self.hidden // self.heads * self.kv_heads
-        return self.hidden * (2 * self.hidden + 2 * kv_size + 3 * self.feed_forward) + 2 * self.hidden
+        written = (self.residual or self.hidden) * (self.hidden + self.feed_forward)
+        return self.hidden * (self.hidden + 2 * kv_size + 2 * self.feed_forward) + written + 2 * self.hidden
 
     @property
     def parameters(self) -> int:
@@ -147,14 +151,14 @@ class Shape:
 Choices = dict[str, Reasoned[Any]]  # Chosen values by the names under which they are printed, in that order
 
 
-def choose_shape(parameters: int, vocabulary: int) -> Shape:
+def choose_shape(parameters: int, vocabulary: int, residual: int = 0) -> Shape:
     """Chooses width, depth and heads for a number of parameters and a vocabulary. Raises ConfigError."""
     if not SMALLEST <= parameters <= LARGEST:
         raise ConfigError(
             f"--size of {parameters:,} parameters is outside {SMALLEST:,} to {LARGEST:,}",
             hint="Write it as 10m, 160m, 1.5b or 7b.",
         )
-    shapes = list(_shapes(parameters, vocabulary))
+    shapes = list(_shapes(parameters, vocabulary, residual))
     if not shapes:
         raise ConfigError(
             f"a model of {parameters:,} parameters cannot hold a vocabulary of {vocabulary:,} and two blocks",
@@ -166,17 +170,19 @@ def choose_shape(parameters: int, vocabulary: int) -> Shape:
     return min(shapes, key=lambda each: abs(each.parameters - parameters))
 
 
-def _shapes(parameters: int, vocabulary: int) -> Iterator[Shape]:
+def _shapes(parameters: int, vocabulary: int, residual: int) -> Iterator[Shape]:
     """Yields one shape per width, with the depth that comes closest to the wanted number of parameters."""
     for hidden in (*range(128, WIDE, 128), *range(WIDE, WIDEST + 1, 256)):
         heads = hidden // (64 if hidden < WIDE else 128)
         kv_heads = heads // 4 if heads % 4 == 0 else heads // 2
         wide = round(8 / 3 * hidden / GRID) * GRID
-        one = Shape(vocabulary, hidden, 1, heads, kv_heads, wide, parameters < TIED_BELOW)
+        one = Shape(
+            vocabulary, hidden, 1, heads, kv_heads, wide, parameters < TIED_BELOW and not residual, residual % hidden
+        )
         blocks = round((parameters - one.ends) / one.block)
         if blocks < 2:  # wider models would be even shallower
             return
-        yield Shape(vocabulary, hidden, blocks, heads, kv_heads, wide, one.tied)
+        yield replace(one, blocks=blocks)
 
 
 def _shape_choices(shape: Shape, wish: Wish) -> Choices:
@@ -201,7 +207,9 @@ def _shape_choices(shape: Shape, wish: Wish) -> Choices:
         "feed-forward": Reasoned(
             shape.feed_forward, "8/3 of the width, because SwiGLU has three matrices instead of two (Llama)"
         ),
-        "embeddings": Reasoned("tied", tied) if shape.tied else Reasoned("apart", apart),
+        "embeddings": Reasoned("tied", tied)
+        if shape.tied
+        else Reasoned("apart", "the embedding is narrower than the LM head" if shape.residual else apart),
     }
 
 
@@ -304,6 +312,7 @@ class Wish:
     total_tokens: int | None = None
     inner: str = "adamw"
     blocks: tuple[int, ...] | None = None  # Of each stage; None lets the dial choose
+    residual: int | None = None  # Numbers per token that blocks write, 0 for all; None lets the dial choose
     may_be_whole: bool = True  # Whether one stage is a choice. Paths that skip stages or have experts need several
 
 
@@ -315,9 +324,35 @@ class DialedRun:
     choices: tuple[tuple[str, Reasoned[Any]], ...]
 
 
+RESIDUAL: Final = 64
+
+
 def turn(wish: Wish, name: str) -> DialedRun:
     """Chooses all settings of a run. Raises ConfigError if no run is possible."""
-    sizes = choose_shape(wish.parameters, -(-wish.tokens.value // GRID) * GRID)
+    run, peers = _turned(wish, name), wish.peers
+    if wish.residual is not None or wish.blocks is not None or run.manifest.stages.count == 1:
+        return run
+    seen = forecast(run.manifest, peers.card_bytes)
+    if seen.tokens_per_s(peers.mbit_s) >= seen.computed_per_s:
+        return run
+    narrow = _turned(replace(wish, residual=RESIDUAL), name)
+    paces = [_pace(each.manifest, peers) for each in (run, narrow)]
+    if narrow.manifest.stages.count == 1 or paces[1] <= paces[0]:
+        return run
+    why = f"{peers.mbit_s} Mbit/s links decide: {paces[1]:,.0f} tokens/s, {paces[0]:,.0f} with all of the width"
+    told = Reasoned(RESIDUAL, f"numbers that a hop carries per token, besides the token: peers see the text. {why}")
+    return replace(narrow, choices=(*narrow.choices, ("residual", told)))
+
+
+def _pace(manifest: Manifest, peers: Peers) -> float:
+    """Returns the expected tokens per second of all peers together."""
+    stages = manifest.stages.count
+    replicas = (peers.number or max(2, stages)) // stages
+    return forecast(manifest, peers.card_bytes).tokens_per_s(peers.mbit_s) * replicas
+
+
+def _turned(wish: Wish, name: str) -> DialedRun:
+    sizes = choose_shape(wish.parameters, -(-wish.tokens.value // GRID) * GRID, wish.residual or 0)
     uncut = _manifest(name, sizes, wish)
     if wish.blocks is not None and sum(wish.blocks) != sizes.blocks:
         raise ConfigError(
@@ -346,9 +381,8 @@ def choose_cut(uncut: Manifest, parameters: int, wish: Wish) -> tuple[Reasoned[t
         return cut, {"whole models": Reasoned("too large", too_large)}
     whole, stages = (sum(cut.value),), len(cut.value)
     runs = (_trained(uncut, blocks, parameters, wish)[0] for blocks in (whole, cut.value))
-    alone, piped = (forecast(run, peers.card_bytes).tokens_per_s(peers.mbit_s) for run in runs)
     number = peers.number or max(2, stages)
-    alone, piped = alone * number, piped * (number // stages)
+    alone, piped = (_pace(run, replace(peers, number=number)) for run in runs)
     where = f"{number} peers at {peers.mbit_s} Mbit/s"
     compared: Choices = {
         "whole models": Reasoned(f"{alone:,.0f} tokens/s", f"{where}: each trains the whole model, averaged in rounds"),
@@ -379,6 +413,7 @@ def _manifest(name: str, sizes: Shape, wish: Wish) -> Manifest:
                 "feed_forward": sizes.feed_forward,
                 "sequence": sequence,
                 "tied_embeddings": sizes.tied,
+                "residual": sizes.residual,
                 "dtype": "bfloat16",
                 "attention": "documents",
             },
@@ -443,14 +478,14 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
         parameter_bytes(parameter_shapes(manifest, ModuleId(each))) // BYTES_PER_PARAMETER for each in (0, largest)
     )
     # Matrix products take the time, so the embedding counts only if it is the head as well.
-    first -= 0 if model.tied_embeddings else model.vocabulary * model.hidden
+    first -= 0 if model.tied_embeddings else model.vocabulary * model.stream
     computed = ASSUMED_FLOPS[card >= LARGE_CARD] / OPERATIONS / (max(first, parameters) if largest else first)
     pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
     round_bytes = 2 * pseudo.byte_length
     # A peer sends a hidden state forward and a gradient back.
-    dtype = DType.BFLOAT16 if model.dtype == "bfloat16" else DType.FLOAT32
-    codecs = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
-    hops = sum(TensorSpec(manifest.hidden_shape, dtype, codec).byte_length for codec in codecs)
+    state = hidden_tensor(manifest)
+    there, back = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
+    hops = replace(state, codec=there).byte_length + replace(state, codec=back, token_bytes=0).byte_length
     in_rounds = round_bytes / (training.inner_steps * training.inner_tokens)
     token_bytes = hops / manifest.microbatch_tokens if largest else in_rounds
     total = training.schedule_tokens[1]

@@ -24,8 +24,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
+from torch import Tensor
+
 from node.data.tokenizers import ByteTokenizer, Tokenizer, unpacked
-from node.model.shapes import Shape, names_in_part, parameter_bytes, parameter_shapes
+from node.model.residual import Residual
+from node.model.shapes import EMBEDDING, Shape, names_in_part, parameter_bytes, parameter_shapes, writes
 from node.observability.version import installed_version
 from protocol.manifest.manifest import Manifest, ModelSection
 from protocol.manifest.signing import SignedManifest
@@ -49,6 +53,27 @@ class Shard:
 
     file: str
     shapes: Mapping[str, Shape]
+
+
+def full_width(manifest: Manifest) -> Manifest:
+    """Returns the manifest of the exported model, whose blocks write all of `hidden`."""
+    if not manifest.model.residual:
+        return manifest
+    return manifest.model_copy(update={"model": manifest.model.model_copy(update={"residual": 0})})
+
+
+def at_full_width(manifest: Manifest, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns a module's parameters for `full_width`. They make the same logits: T + E U, and U^T W of each output."""
+    residual = Residual(manifest.model, manifest.seed)
+    if residual.directions is None:
+        return parameters
+    rows = residual.directions.float()
+    found = {name: rows.T @ tensor if writes(name) else tensor for name, tensor in parameters.items()}
+    if EMBEDDING in found:
+        found[EMBEDDING] = found[EMBEDDING] @ rows
+        for part in torch.split(torch.arange(manifest.model.vocabulary), 2**14):
+            found[EMBEDDING][part] += residual.fixed(part).float()
+    return found
 
 
 def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:

@@ -16,7 +16,17 @@ from torch import Tensor
 from node.checkpoint.folder import opened_tensors
 from node.data.files import read_named, read_table
 from node.experts.router import DocumentRouter, Router, document_router, load_router
-from node.export.hugging_face import CONFIG, FORMAT, MANIFEST, ORIGIN, model_config, module_file, shard_files
+from node.export.hugging_face import (
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    ORIGIN,
+    at_full_width,
+    full_width,
+    model_config,
+    module_file,
+    shard_files,
+)
 from node.model.decoder import Decoder, decoder_bytes
 from node.model.initialization import digest_of_tensors
 from node.model.shapes import Shape, names_in_part, parameter_bytes, parameter_shapes
@@ -46,10 +56,12 @@ class ModuleSource(Protocol):
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
-    """Reads a module; checks its parameters' names, shapes, values. Raises StateError, errors of `source.module`."""
-    parameters = await source.module(module)
-    await asyncio.to_thread(_check, source.signed.manifest, module, parameters)
-    return parameters
+    """Reads a module for `full_width`; checks names, shapes, values. Raises StateError, errors of `source.module`."""
+    parameters, manifest = await source.module(module), source.signed.manifest
+    if isinstance(source, ExportedSource):
+        manifest = full_width(manifest)
+    await asyncio.to_thread(_check, manifest, module, parameters)
+    return await asyncio.to_thread(at_full_width, manifest, parameters)
 
 
 def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, ...]:
@@ -134,7 +146,7 @@ class RoutedModel:
 
     async def decoder(self, route: Route | None) -> Decoder:
         """Returns a route's Decoder; loads only modules not loaded before. Raises SkipstoneError."""
-        manifest, modules = self._source.signed.manifest, path_modules(self._source, route)
+        manifest, modules = full_width(self._source.signed.manifest), path_modules(self._source, route)
         require_memory(manifest, tuple({*self.read, *modules}))  # modules of earlier paths stay in memory
         for module in modules:
             if module not in self.read:
@@ -228,8 +240,8 @@ class ExportedSource:
     def _by_file(self, module: ModuleId) -> dict[Path, dict[str, Shape]]:
         files: dict[Path, dict[str, Shape]] = {}
         if self._files is None:
-            return {self._path / module_file(module): dict(parameter_shapes(self.signed.manifest, module))}
-        for name, shape in parameter_shapes(self.signed.manifest, module).items():
+            return {self._path / module_file(module): dict(self._shapes(module))}
+        for name, shape in self._shapes(module).items():
             if self._names[name] not in self._files:
                 raise StateError(
                     f"{self._path} is incomplete: no file has parameter {name} of module {module}",
@@ -237,6 +249,9 @@ class ExportedSource:
                 )
             files.setdefault(self._files[self._names[name]], {})[name] = shape
         return files
+
+    def _shapes(self, module: ModuleId) -> Mapping[str, Shape]:
+        return parameter_shapes(full_width(self.signed.manifest), module)
 
 
 def is_exported(path: Path) -> bool:

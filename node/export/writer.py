@@ -60,7 +60,8 @@ async def export(
         raise ConfigError(f"run {manifest.name} has a single path", hint="Omit --all to export the whole model.")
     modules = source.modules if every else path_modules(source, route)
     require_free(target, replace=replace)
-    shards = layout.module_shards(manifest, modules) if every else layout.plan_shards(manifest, modules, shard_bytes)
+    whole = layout.full_width(manifest)
+    shards = layout.module_shards(whole, modules) if every else layout.plan_shards(whole, modules, shard_bytes)
     with _written_beside(target) as beside:
         await asyncio.to_thread(_write_tokenizer, beside, manifest, modules, tokenizer_file)
         digests = await _write_parameters(beside, source, modules, shards)

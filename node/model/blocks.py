@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from node.model.document_attention import CutDocuments, document_attention
 from node.model.optimizers.packed import Narrow, SplitWeight
+from node.model.residual import WIDE, Stream
 from protocol.manifest.manifest import ModelSection
 
 # Lengths of the packed documents in a single row (empty: plain rows), or one device's part of cut documents
@@ -175,14 +176,14 @@ class Attention(nn.Module):
         self.q_proj = projection("q_proj", section.hidden, section.query_size)
         self.k_proj = projection("k_proj", section.hidden, kv_size)
         self.v_proj = projection("v_proj", section.hidden, kv_size)
-        self.o_proj = projection("o_proj", section.query_size, section.hidden)
+        self.o_proj = projection("o_proj", section.query_size, section.stream)
         self.q_norm = self.k_norm = None
         if section.has_head_norms:
             self.q_norm = RMSNorm(section.head_size, section.norm_epsilon)
             self.k_norm = RMSNorm(section.head_size, section.norm_epsilon)
 
     def forward(self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None) -> Tensor:
-        """Maps [rows, tokens, hidden] to the same shape. The cache `past` has the tokens before these."""
+        """Maps [rows, tokens, hidden] to [rows, tokens, stream]. The cache `past` has the tokens before these."""
         is_first = past is None or past.length == 0
         queries, keys = self._by_head(self.q_proj(hidden)), self._by_head(self.k_proj(hidden))
         if self.q_norm is not None and self.k_norm is not None:
@@ -218,7 +219,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_proj = Linear(section.hidden, section.feed_forward)
         self.up_proj = Linear(section.hidden, section.feed_forward)
-        self.down_proj = Linear(section.feed_forward, section.hidden)
+        self.down_proj = Linear(section.feed_forward, section.stream)
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
@@ -226,7 +227,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block. Maps [rows, tokens, hidden] to the same shape."""
+    """A pre-norm transformer block. Maps hidden states [rows, tokens, channels] to the same shape."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -235,7 +236,14 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(section.hidden, section.norm_epsilon)
         self.mlp = FeedForward(section)
 
-    def forward(self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None) -> Tensor:
-        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), angles, documents, past)
-        output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
-        return output
+    def forward(
+        self,
+        hidden: Tensor,
+        angles: Angles,
+        documents: Documents = (),
+        past: Past | None = None,
+        stream: Stream = WIDE,
+    ) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(stream.read(hidden)), angles, documents, past)
+        hidden = stream.add(hidden, attended)
+        return stream.add(hidden, self.mlp(self.post_attention_layernorm(stream.read(hidden))))

@@ -31,15 +31,16 @@ class Decoder:
         self.vocabulary = manifest.model.vocabulary
         self.device = device
         with torch.device("meta"):  # the weights exist already
-            self._body = EmbeddingPart(manifest.model, sum(manifest.stages.blocks))
-            self._head = HeadPart(manifest.model)
+            self._body = EmbeddingPart(manifest.model, sum(manifest.stages.blocks), manifest.seed)
+            self._head = HeadPart(manifest.model, manifest.seed)
         if manifest.model.tied_embeddings:
             parameters = {**parameters, HEAD: parameters[EMBEDDING]}
         for part in (self._body, self._head):
             own = {name: parameters[name] for name, _ in part.named_parameters() if name in parameters}
             part.load_state_dict(own, strict=False, assign=True)
             part.requires_grad_(False)
-        self._body.rotary.to(device)
+        for constants in (self._body.rotary, self._body.residual, self._head.residual):
+            constants.to(device)
         self._every_block = [block for block in self._body.model["layers"].children() if isinstance(block, Block)]
         self._ends = list(accumulate(manifest.stages.blocks))
         self._blocks = self._every_block
@@ -75,12 +76,13 @@ class Decoder:
         return self._head.logits(hidden[0, -1]).cpu()
 
     def _hidden(self, tokens: Tensor, past: Sequence[Past] | None = None, documents: tuple[int, ...] = ()) -> Tensor:
-        """Returns the last block's output, [rows, tokens, hidden]."""
-        hidden: Tensor = self._body.model["embed_tokens"](tokens.to(self.device)).to(self._body.hidden_type)
+        """Returns the last block's output, [rows, tokens, channels]."""
+        hidden = self._body.embed(tokens.to(self.device))
         pasts: Sequence[Past | None] = [None] * len(self._blocks) if past is None else past
         angles = self._body.rotary(tokens.shape[1], documents, past[0].length if past else 0, hidden.dtype)
+        stream = self._body.residual.stream(hidden)
         for block, own in zip(self._blocks, pasts, strict=True):
-            hidden = block(hidden, angles, documents, own)
+            hidden = block(hidden, angles, documents, own, stream)
         return hidden
 
 

@@ -17,19 +17,22 @@ from torch import Tensor, nn
 
 from node.model.blocks import RMSNorm, packed_weights
 from node.model.optimizers.packed import Floats
-from node.model.shapes import EMBEDDING, HEAD
+from node.model.residual import SMALL
+from node.model.shapes import EMBEDDING, HEAD, writes
 
 _CHUNK: Final = 2**20  # Integers drawn at a time (8 MiB)
 _SUM_MEAN: Final = 4 * 65_535 // 2
 _SUM_DEVIATION: Final = math.sqrt(4 * (65_536**2 - 1) / 12)
 
-_SMALL: Final = 0.02  # Standard deviation of embedding and head, which makes the first loss close to ln(vocabulary)
-_WRITES_TO_RESIDUAL: Final = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-
 
 @torch.no_grad()
-def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> None:
-    """Fills the parameters of `parts` with initial values. `total_blocks` is the depth of the whole model."""
+def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int, gain: float = 1.0) -> None:
+    """Fills the parameters of `parts` with initial values.
+
+    Args:
+        total_blocks: depth of the whole model.
+        gain: factor for weights that write to the residual stream. A narrow stream needs sqrt(width / numbers).
+    """
     for part in parts:
         norms = {id(module.weight) for module in part.modules() if isinstance(module, RMSNorm)}
         for name, parameter in part.named_parameters():
@@ -38,16 +41,16 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> N
             elif parameter.dim() == 1:
                 parameter.zero_()  # biases
             else:
-                deviation = standard_deviation(name, parameter.shape[1], total_blocks)
+                deviation = standard_deviation(name, parameter.shape[1], total_blocks, gain)
                 parameter.copy_(near_normal(seed, name, parameter.shape, deviation))
 
 
-def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
+def standard_deviation(name: str, fan_in: int, total_blocks: int, gain: float = 1.0) -> float:
     """Returns a weight's initial deviation: 1/sqrt(fan_in), less for outputs to the residual stream (GPT-2's rule)."""
     if name in (EMBEDDING, HEAD):
-        return _SMALL
+        return SMALL * gain if name == EMBEDDING else SMALL
     deviation = 1 / math.sqrt(fan_in)
-    return deviation / math.sqrt(2 * total_blocks) if name.endswith(_WRITES_TO_RESIDUAL) else deviation
+    return gain * deviation / math.sqrt(2 * total_blocks) if writes(name) else deviation
 
 
 def near_normal(seed: int, name: str, shape: Iterable[int], deviation: float) -> Tensor:

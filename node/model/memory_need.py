@@ -13,7 +13,7 @@ from node.model.free_memory import available_memory
 from node.model.moments import MomentType
 from node.model.optimizer import optimizer_bytes
 from node.model.optimizers.adamw import AdamW, EightBitAdamW
-from node.model.passes import HIDDEN_TYPES
+from node.model.residual import HIDDEN_TYPES, TABLE_BYTES
 from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
 from swarm.membership.memory_fit import FreeMemory, Need, Needs, size_text
@@ -158,6 +158,9 @@ class _Measure:
         kept = _HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward
         # Blocks are computed one stage at a time, so only the largest graph counts.
         graph = max(blocks) * manifest.microbatch_tokens * kept * width
+        if model.residual:  # the fixed rows of all tokens, or of the microbatch's
+            rows = min(model.vocabulary, max(manifest.microbatch_tokens, TABLE_BYTES // (model.hidden * width)))
+            graph += rows * model.hidden * width
         held = RECEIVED_PER_SLOT * microbatches * math.prod(manifest.hidden_shape) * width
         of_each = DEVICE_BYTES
         if ends:  # stage 0 holds gradients apart from the sums, and narrow copies of its weights for bfloat16 products

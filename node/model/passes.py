@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from node.model.blocks import Block, Documents, Linear, RMSNorm, Rotary
 from node.model.initialization import initialise
 from node.model.optimizers.packed import NarrowCopy
+from node.model.residual import Residual
 from node.model.shapes import EMBEDDING
 from protocol.manifest.manifest import Manifest, ModelSection
 from swarm.vocabulary.types import ModuleId
@@ -156,20 +157,18 @@ class _Workspace:
 
 LOGITS_AT_ONCE: Final = 2**25  # Logits in memory at a time, in elements (128 MiB in float32)
 
-# Dtype of hidden states and matrix products by `model.dtype`
-HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class BlockStack(nn.Module):
-    """Consecutive transformer blocks, from the model's block `first`. Maps [rows, tokens, hidden] to the same shape."""
+    """Consecutive transformer blocks, from the model's block `first`. Maps hidden states to the same shape."""
 
-    def __init__(self, section: ModelSection, first: int, count: int) -> None:
+    def __init__(self, section: ModelSection, first: int, count: int, seed: int) -> None:
         super().__init__()
         self.model = nn.ModuleDict({"layers": _layers(section, first, count)})
         self.rotary = Rotary(section)
+        self.residual = Residual(section, seed)
 
     def forward(self, hidden: Tensor, documents: Documents = ()) -> Tensor:
-        return _through(self.model["layers"], hidden, self.rotary, documents)
+        return _through(self.model["layers"], hidden, self.rotary, documents, self.residual)
 
     def split_weights(self) -> None:
         """Calls `Linear.split` on every linear layer, to store its weight in two 16-bit halves."""
@@ -181,25 +180,28 @@ class BlockStack(nn.Module):
 class EmbeddingPart(nn.Module):
     """First part of stage 0, computed at the start of every path: the embedding, and stage 0's blocks if any."""
 
-    def __init__(self, section: ModelSection, blocks: int) -> None:
+    def __init__(self, section: ModelSection, blocks: int, seed: int) -> None:
         super().__init__()
-        size = section.vocabulary, section.hidden
+        size = section.vocabulary, section.stream
         embedding = nn.Embedding(*size, _weight=torch.empty(size))  # not initialised
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": _layers(section, 0, blocks)})
         self.rotary = Rotary(section)
-        self.hidden_type = HIDDEN_TYPES[section.dtype]
+        self.residual = Residual(section, seed)
 
     def forward(self, tokens: Tensor, documents: Documents = ()) -> Tensor:
-        """Maps int64 tokens [rows, tokens] to hidden states [rows, tokens, hidden]."""
-        hidden = self.model["embed_tokens"](tokens).to(self.hidden_type)
-        return _through(self.model["layers"], hidden, self.rotary, documents)
+        """Maps int64 tokens [rows, tokens] to hidden states [rows, tokens, channels]."""
+        return _through(self.model["layers"], self.embed(tokens), self.rotary, documents, self.residual)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.residual.begin(self.model["embed_tokens"](tokens), tokens)
 
 
 class HeadPart(nn.Module):
     """Second part of stage 0, computed at the end of every path: final norm, LM head and loss."""
 
-    def __init__(self, section: ModelSection, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+    def __init__(self, section: ModelSection, seed: int, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
+        self.residual = Residual(section, seed)
         self.model = nn.ModuleDict({"norm": RMSNorm(section.hidden, section.norm_epsilon)})
         self.lm_head = Linear(section.hidden, section.vocabulary)
         self.logits_at_once = logits_at_once
@@ -210,14 +212,19 @@ class HeadPart(nn.Module):
         assert isinstance(norm, RMSNorm)
         return norm
 
+    @property
+    def reader(self) -> nn.Module:
+        """Maps hidden states [..., channels] to the normed input of the LM head, [..., hidden]."""
+        return nn.Sequential(self.residual, self.norm)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Maps hidden states [..., hidden] to float32 logits [..., vocabulary]."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        """Maps hidden states [..., channels] to float32 logits [..., vocabulary]."""
+        logits: Tensor = self.lm_head(self.reader(hidden))
         return logits.float()
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean loss in nats per token of [rows, tokens, hidden], with int64 labels [rows, tokens]."""
-        normed = self.norm(hidden).flatten(0, -2)
+        """Returns the mean loss in nats per token of [rows, tokens, channels], with int64 labels [rows, tokens]."""
+        normed = self.reader(hidden).flatten(0, -2)
         loss: Tensor = SummedLoss.apply(normed, self.lm_head.weight, labels.flatten(), self.logits_at_once)  # type: ignore[no-untyped-call]
         return loss / labels.numel()
 
@@ -226,10 +233,10 @@ def _layers(section: ModelSection, first: int, count: int) -> nn.ModuleDict:
     return nn.ModuleDict({str(index): Block(section) for index in range(first, first + count)})
 
 
-def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary, documents: Documents) -> Tensor:
-    angles = rotary(hidden.shape[1], documents, dtype=hidden.dtype)
+def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary, documents: Documents, residual: Residual) -> Tensor:
+    angles, stream = rotary(hidden.shape[1], documents, dtype=hidden.dtype), residual.stream(hidden)
     for block in layers.children():  # a ModuleDict keeps insertion order, which is by depth
-        hidden = block(hidden, angles, documents)
+        hidden = block(hidden, angles, documents, stream=stream)
     return hidden
 
 
@@ -238,20 +245,20 @@ def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
     if module.stage == 0 or not manifest.has(module):
         raise ValueError(f"module {module} is not a stack of blocks of this run")
     blocks = manifest.stages.blocks
-    stack = BlockStack(manifest.model, sum(blocks[: module.stage]), blocks[module.stage])
+    stack = BlockStack(manifest.model, sum(blocks[: module.stage]), blocks[module.stage], manifest.seed)
     _fill(manifest, stack)
     return stack
 
 
 def build_embedding(manifest: Manifest) -> EmbeddingPart:
-    part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
+    part = EmbeddingPart(manifest.model, manifest.stages.blocks[0], manifest.seed)
     _fill(manifest, part)
     return part
 
 
 def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> HeadPart:
     """Builds and initialises stage 0's head. With tied embeddings, it shares the matrix of `embedding`."""
-    part = HeadPart(manifest.model)
+    part = HeadPart(manifest.model, manifest.seed)
     if not manifest.model.tied_embeddings:
         _fill(manifest, part)
         return part
@@ -265,7 +272,8 @@ def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> He
 def _fill(manifest: Manifest, part: nn.Module) -> None:
     """Initialises a part from the run's seed. If the run starts from a model, fills it with zeros, replaced later."""
     if manifest.start is None:
-        initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
+        gain = math.sqrt(manifest.model.hidden / manifest.model.stream)
+        initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks), gain=gain)
     else:
         for parameter in part.parameters():
             parameter.zero_()
@@ -376,7 +384,8 @@ class OneHead:
         if not self._bounded():
             return None
         head, count = self._head, labels.numel()
-        visit = forward(head.norm, hidden)
+        reader = head.reader
+        visit = forward(reader, hidden)
         # One narrow copy per step is cheaper than a cast per microbatch.
         if head.lm_head.narrow is None and hidden.dtype is not head.lm_head.weight.dtype:
             head.lm_head.narrow = NarrowCopy(head.lm_head.weight, hidden.dtype)
@@ -394,7 +403,7 @@ class OneHead:
 
         loss, gradient = added(weight)
         try:
-            of_norm = backward(head.norm, visit, gradient.div_(count).view_as(visit.result))
+            of_norm = backward(reader, visit, gradient.div_(count).view_as(visit.result))
             assert of_norm.source is not None
             found = HeadVisit(float(loss.item()) / count, of_norm.source, take_back)
         except BaseException:

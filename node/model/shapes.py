@@ -14,6 +14,7 @@ from swarm.vocabulary.types import ModuleId
 Shape = tuple[int, ...]
 
 EMBEDDING: Final = "model.embed_tokens.weight"
+_WRITE: Final = ("self_attn.o_proj", "mlp.down_proj")
 HEAD: Final = "lm_head.weight"  # Name of the LM head if it is not tied to the embedding
 BYTES_PER_PARAMETER: Final = 4
 LEAST_ELEMENTS: Final = 4096  # Smallest matrix whose moments may have 8 bits, in elements (as in bitsandbytes)
@@ -32,9 +33,9 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
     }
     if module.stage:
         return layers
-    vocabulary = (model.vocabulary, model.hidden)
-    ends = {EMBEDDING: vocabulary, **layers, "model.norm.weight": (model.hidden,)}
-    return ends if model.tied_embeddings else {**ends, HEAD: vocabulary}
+    embedding = (model.vocabulary, model.stream)
+    ends = {EMBEDDING: embedding, **layers, "model.norm.weight": (model.hidden,)}
+    return ends if model.tied_embeddings else {**ends, HEAD: (model.vocabulary, model.hidden)}
 
 
 def names_in_part(manifest: Manifest, modules: Sequence[ModuleId]) -> dict[str, str]:
@@ -43,6 +44,11 @@ def names_in_part(manifest: Manifest, modules: Sequence[ModuleId]) -> dict[str, 
     kept = list(accumulate(stage in stages for stage, count in enumerate(manifest.stages.blocks) for _ in range(count)))
     names = (name for module in modules for name in parameter_shapes(manifest, module))
     return {name: re.sub(r"(?<=^model\.layers\.)\d+", lambda n: str(kept[int(n[0])] - 1), name) for name in names}
+
+
+def writes(name: str) -> bool:
+    """Tells whether a parameter belongs to a layer whose output is added to hidden states."""
+    return name.rpartition(".")[0].endswith(_WRITE)
 
 
 def is_block_matrix(name: str, shape: Shape) -> bool:
@@ -69,7 +75,7 @@ def _block_shapes(model: ModelSection) -> dict[str, Shape]:
         "q_proj": (model.query_size, hidden),
         "k_proj": (kv_size, hidden),
         "v_proj": (kv_size, hidden),
-        "o_proj": (hidden, model.query_size),
+        "o_proj": (model.stream, model.query_size),
     }
     norms = ("q_norm", "k_norm") if model.has_head_norms else ()
     return {
@@ -80,5 +86,5 @@ def _block_shapes(model: ModelSection) -> dict[str, Shape]:
         "post_attention_layernorm.weight": (hidden,),
         "mlp.gate_proj.weight": (wide, hidden),
         "mlp.up_proj.weight": (wide, hidden),
-        "mlp.down_proj.weight": (hidden, wide),
+        "mlp.down_proj.weight": (model.stream, wide),
     }

@@ -33,9 +33,10 @@ RouteFault = Callable[[MicrobatchTensor], str | None]
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:
-    """Returns shape and type of hidden states and their gradients; with packed documents, the largest shape."""
-    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
-    return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
+    """Returns shape and type of hidden states; with packed documents, the largest. Gradients have no token numbers."""
+    model = manifest.model
+    dtype = DType.BFLOAT16 if model.dtype == "bfloat16" else DType.FLOAT32
+    return TensorSpec((*manifest.hidden_shape[:-1], model.stream), dtype, token_bytes=model.token_bytes)
 
 
 def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
@@ -64,6 +65,9 @@ class Admission:
 
     def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
         """Raises ProtocolViolation if an honest peer could not have sent this header: shape, codec, path or sender."""
+        numbered = self._tensor.token_bytes if isinstance(message, Forward) else 0
+        if tensor.token_bytes != numbered:
+            raise ProtocolViolation(f"the header announces {tensor.token_bytes} bytes per token number, not {numbered}")
         if not self._is_of_this_run(tensor, message.path.documents):
             raise ProtocolViolation(self._of_another_run(tensor, message.path.documents))
         rows, tokens, _ = tensor.shape

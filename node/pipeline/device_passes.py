@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from node.concurrency.compute_thread import DeviceThreads
 from node.model import passes
-from node.model.blocks import Documents, Linear, Rotary
+from node.model.blocks import Documents, Linear
 from node.model.device import device_errors
 from node.model.document_attention import CutDocuments, Exchange
 from node.model.optimizer import Accumulator, Addition, are_finite, fold
@@ -333,16 +333,17 @@ class DeferredWeights:
 
 
 class _Alone(nn.Module):
-    """One transformer block of a stack, callable alone because it refers to the stack's rotary tables."""
+    """One transformer block of a stack, callable alone because it refers to the stack's constant tables."""
 
-    def __init__(self, block: nn.Module, rotary: Rotary) -> None:
+    def __init__(self, block: nn.Module, stack: BlockStack) -> None:
         super().__init__()
         self.block = block
-        self._rotary = (rotary,)  # a tuple hides the tables from this module's state
+        self._tables = (stack.rotary, stack.residual)  # a tuple hides the tables from this module's state
 
     def forward(self, hidden: Tensor, documents: Documents = ()) -> Tensor:
-        angles = self._rotary[0](hidden.shape[1], documents, dtype=hidden.dtype)
-        output: Tensor = self.block(hidden, angles, documents)
+        rotary, residual = self._tables
+        angles = rotary(hidden.shape[1], documents, dtype=hidden.dtype)
+        output: Tensor = self.block(hidden, angles, documents, stream=residual.stream(hidden))
         return output
 
 
@@ -372,7 +373,7 @@ class BlockByBlock:
     """Passes of a block stack with one block's graph at a time. Create one per stack: its hooks stay on the blocks."""
 
     def __init__(self, stack: BlockStack, hidden_type: torch.dtype) -> None:
-        blocks = [_Alone(block, stack.rotary) for block in stack.model["layers"].children()]
+        blocks = [_Alone(block, stack) for block in stack.model["layers"].children()]
         self.blocks = len(blocks)
         self._blocks = [SplitDevice(block, hidden_type) for block in blocks]
         self._firsts = [0, *accumulate(len(list(block.parameters())) for block in blocks)][:-1]

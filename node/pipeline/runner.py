@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -172,7 +172,7 @@ class LinkCodecs:
         rate: Callable[[PeerId], float],  # Throughput of the link to a peer in bytes per second; 0 if unknown
     ) -> None:
         self._levels = allowed_codecs(manifest)
-        self._sizes = {codec: TensorSpec(tensor.shape, tensor.dtype, codec).byte_length for codec in MOST_ERROR}
+        self._sizes = {codec: replace(tensor, codec=codec).byte_length for codec in MOST_ERROR}
         self._sizes[Codec.NONE] = tensor.raw_bytes
         self._visit_s, self._rate = visit_s, rate
         self._chosen = Latest[PeerId, dict[Traffic, Reasoned[Codec]]](MAX_LINKS)

@@ -14,6 +14,7 @@ from statistics import median_low
 from typing import Final
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
 
 from node.concurrency.compute_thread import DeviceThreads
@@ -24,7 +25,6 @@ from node.model.moments import ORDINARY, Allowance
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.passes import (
-    HIDDEN_TYPES,
     Around,
     EmbeddingPart,
     HeadPart,
@@ -36,11 +36,12 @@ from node.model.passes import (
     build_embedding,
     build_head,
 )
+from node.model.residual import HIDDEN_TYPES
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice, body_passes, head_passes
 from node.pipeline.runner import Job, MicrobatchRunner, Output
-from protocol.codecs import Encoded, decode, encode
+from protocol.codecs import Encoded, decode, encode, with_numbers, without_numbers
 from protocol.codecs.blockwise import Expect, or_fails
 from protocol.codecs.memory import ELEMENT_TYPES, buffer_for, to_device
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -76,6 +77,9 @@ def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
 
 def _decoded(encoded: Encoded, device: torch.device, expect: Expect) -> Tensor:
     spec, kind = encoded.spec, ELEMENT_TYPES[encoded.spec.dtype]
+    if spec.token_bytes:
+        encoded, numbers = without_numbers(encoded)
+        return torch.cat((_decoded(encoded, device, expect), to_device(numbers, device).to(kind)), -1)
     if spec.codec is Codec.NONE:
         return to_device(torch.frombuffer(encoded.data, dtype=kind).view(spec.shape), device)
     tensor = torch.empty(spec.shape, dtype=kind, device=device)
@@ -142,8 +146,9 @@ class GradientClip:
 class Wire:
     """Decoder of a worker's received tensors and encoder of its results. Runs on the compute thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, token_bytes: int, vocabulary: int) -> None:
         self.device = device
+        self._token_bytes, self._vocabulary = token_bytes, vocabulary
         self._clip = GradientClip()
         self.codec_s = 0.0  # Seconds spent encoding and decoding, including concurrent GPU work
         self._expected: list[Tensor] = []
@@ -162,6 +167,8 @@ class Wire:
         """Decodes a received tensor. Checks that it is finite: now on a CPU or with `before_use`, else in `output`."""
         assert tensor is not None, "custody requests no work before its tensors arrive"
         begun = time.perf_counter()
+        if tensor.spec.token_bytes:
+            self._check_numbers(tensor)
         received = _decoded(tensor, self.device, self.expect)
         if self.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -175,7 +182,8 @@ class Wire:
     def gradient(self, job: Job, *, before_use: bool = False) -> Tensor:
         """Decodes a received gradient like `received`, and clips it."""
         received = self.received(job.gradient, before_use=before_use)
-        return self._clip.clipped(job.key.microbatch, received, job.labels)
+        clipped = self._clip.clipped(job.key.microbatch, received, job.labels)
+        return F.pad(clipped, (0, self._token_bytes)) if self._token_bytes else clipped
 
     def expect(self, holds: Tensor, fault: str) -> None:
         """Makes the job fail with `fault` unless the device bool `holds` is true: now on the CPU, else in `output`."""
@@ -187,15 +195,25 @@ class Wire:
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
         """Encodes a job's result. Raises ProtocolViolation if a condition passed to `expect` does not hold."""
         begun = time.perf_counter()
-        tensor = tensor.detach().contiguous()
+        channels = tensor.shape[-1] - self._token_bytes
+        tensor, numbers = tensor.detach()[..., :channels].contiguous(), tensor.detach()[..., channels:]
         # Does not synchronise here: the encoding is copied later and waited for anyway.
         expected = torch.stack(self._expected).all().to("cpu", non_blocking=True) if self._expected else None
         encoded = encode(tensor, job.codec)
         if expected is not None:
             self._check(bool(expected), _NO_TENSOR)
         error = relative_error(tensor, encoded) if job.check_codec and encoded.spec.codec is job.codec else None
+        if self._token_bytes and job.work is Work.FORWARD:
+            encoded = with_numbers(encoded, numbers)
         self.codec_s += time.perf_counter() - begun
         return Output(encoded, loss, error=error)
+
+    def _check_numbers(self, tensor: Encoded) -> None:
+        """Raises ProtocolViolation unless all token numbers are in the vocabulary, before a device looks them up."""
+        parts = without_numbers(tensor)[1].to(torch.int64).unbind(-1)
+        largest = int(sum(part << 8 * place for place, part in enumerate(parts)).max())  # type: ignore[union-attr]
+        if largest >= self._vocabulary:
+            raise ProtocolViolation(f"token number {largest} is not below the vocabulary of {self._vocabulary}")
 
     def _check(self, holds: bool, fault: str) -> None:
         self._expected.clear()
@@ -418,9 +436,9 @@ def _measured(
 class ReplicaWorker(ABC):
     """Base of `HopWorker` and `DataWorker` (`node.pipeline.runner.Worker`). `tensor` specifies hidden states."""
 
-    def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
+    def __init__(self, tensor: TensorSpec, device: torch.device, vocabulary: int = 0) -> None:
         self.tensor = tensor
-        self.wire = Wire(device)
+        self.wire = Wire(device, tensor.token_bytes, vocabulary)
         self.accumulated = 0  # Microbatches whose gradients were added, including those before a resume
         self.accumulated_tokens = 0
         self.recomputed = 0  # Visits whose forward pass was recomputed
@@ -470,8 +488,9 @@ class HopWorker(ReplicaWorker):
         passes: Passes | None = None,
         deferred: DeferredWeights | None = None,
         stashed: int = 0,
+        vocabulary: int = 0,  # Token numbers of hidden states are below it
     ) -> None:
-        super().__init__(tensor, device)
+        super().__init__(tensor, device, vocabulary)
         self.part = part
         self.passes = passes or OneDevice(part)
         self.optimizer = optimizer
@@ -664,7 +683,7 @@ class DataWorker(ReplicaWorker):
     def __init__(
         self, stage: StageZero, tensor: TensorSpec, device: torch.device, embedding: Passes, head: HeadPasses
     ) -> None:
-        super().__init__(tensor, device)
+        super().__init__(tensor, device, stage.embedding.residual.section.vocabulary)
         self.stage = stage
         self._embedding = embedding
         self._head = head
@@ -791,6 +810,7 @@ def host_hop(
         passes=passes,
         deferred=deferred,
         stashed=manifest.training.staleness,
+        vocabulary=manifest.model.vocabulary,
     )
 
 

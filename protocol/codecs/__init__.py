@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -105,6 +105,20 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
         decode_matrix(spec, octets, blockwise, out, expect)
     else:
         _SIMPLE[spec.codec].decode(octets, out.view(-1))
+
+
+def with_numbers(encoded: Encoded, numbers: Tensor) -> Encoded:
+    """Appends the bytes of token numbers, [..., bytes], to an encoded tensor."""
+    octets = to_host(numbers.to(torch.uint8).flatten())
+    spec = replace(encoded.spec, token_bytes=numbers.shape[-1])
+    return Encoded(spec, octets_of_tensor(torch.cat((octets_of(encoded.data), octets))))
+
+
+def without_numbers(encoded: Encoded) -> tuple[Encoded, Tensor]:
+    """Splits an encoded tensor from the bytes of its token numbers, uint8 [..., bytes], without a copy."""
+    spec = encoded.spec
+    numbers = octets_of(encoded.data[spec.encoded_bytes :]).view(*spec.shape[:-1], spec.token_bytes)
+    return Encoded(replace(spec, token_bytes=0), encoded.data[: spec.encoded_bytes]), numbers
 
 
 # ---- vectors ---------------------------------------------------------------------------------------------------------

@@ -178,6 +178,7 @@ def wire_header(frame: TensorFrame) -> dict[str, Any]:
         "shape": frame.tensor.shape,
         "outliers": frame.tensor.outliers,
         "compressed_bytes": frame.tensor.compressed_bytes,
+        "token_bytes": frame.tensor.token_bytes,
         "byte_length": frame.tensor.byte_length,
         "chunk_count": frame.chunk_count,
     }
@@ -189,7 +190,8 @@ def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFram
     codec = read_enum(Codec, header.codec, "codec")
     if not 1 <= len(header.shape) <= MAX_DIMENSIONS or 0 in header.shape:
         raise ProtocolViolation(f"a tensor has {len(header.shape)} dimensions, or one of size 0; 1 to 4 are allowed")
-    tensor = TensorSpec(tuple(header.shape), dtype, codec, header.outliers, header.compressed_bytes)
+    apart = (header.outliers, header.compressed_bytes, header.token_bytes)
+    tensor = TensorSpec(tuple(header.shape), dtype, codec, *apart)
     fault = tensor.fault() or _misfit(message, tensor)
     if fault is not None:
         raise ProtocolViolation(fault)
@@ -204,6 +206,8 @@ def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFram
 
 def _misfit(message: TensorMessage, tensor: TensorSpec) -> str | None:
     """Returns why `tensor` has a wrong shape, type or codec for the kind of `message`; None if it fits."""
+    if tensor.token_bytes and not isinstance(message, Forward):
+        return "only hidden states have token numbers"
     if isinstance(message, Forward | Backward):
         return None
     if len(tensor.shape) != 1 or tensor.dtype is not DType.FLOAT32:

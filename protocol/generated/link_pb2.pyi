@@ -190,7 +190,7 @@ class Pong(_message.Message):
     def __init__(self, token: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
-    __slots__ = ("transfer", "dtype", "codec", "shape", "byte_length", "chunk_count", "checksum", "outliers", "compressed_bytes")
+    __slots__ = ("transfer", "dtype", "codec", "shape", "byte_length", "chunk_count", "checksum", "outliers", "compressed_bytes", "token_bytes")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,7 @@ class TensorHeader(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     OUTLIERS_FIELD_NUMBER: _ClassVar[int]
     COMPRESSED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     dtype: DType
     codec: Codec
@@ -209,7 +210,8 @@ class TensorHeader(_message.Message):
     checksum: int
     outliers: int
     compressed_bytes: int
-    def __init__(self, transfer: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., shape: _Optional[_Iterable[int]] = ..., byte_length: _Optional[int] = ..., chunk_count: _Optional[int] = ..., checksum: _Optional[int] = ..., outliers: _Optional[int] = ..., compressed_bytes: _Optional[int] = ...) -> None: ...
+    token_bytes: int
+    def __init__(self, transfer: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., shape: _Optional[_Iterable[int]] = ..., byte_length: _Optional[int] = ..., chunk_count: _Optional[int] = ..., checksum: _Optional[int] = ..., outliers: _Optional[int] = ..., compressed_bytes: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("transfer", "index", "checksum", "data")

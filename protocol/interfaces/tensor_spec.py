@@ -15,6 +15,7 @@ SPARSE_CHUNK: Final = 4096
 PLACE_LOW_BITS: Final = 4  # Low bits of a position in its chunk, sent verbatim (`protocol.codecs.top_k`)
 # Channels per outlier, at least, because outliers are also sent as zeros in the blocks
 FEWEST_CHANNELS_AN_OUTLIER: Final = 16
+MAX_TOKEN_BYTES: Final = 3
 
 
 class DType(enum.Enum):
@@ -45,6 +46,7 @@ class TensorSpec:
     codec: Codec = Codec.NONE
     outliers: int = 0  # Channels sent separately in bfloat16; blockwise codecs only
     compressed_bytes: int = 0  # PLANES only, depends on the elements
+    token_bytes: int = 0  # Bytes of each token's number, which follow the encoded elements. Last axis: channels.
 
     @property
     def elements(self) -> int:
@@ -52,7 +54,7 @@ class TensorSpec:
 
     @property
     def raw_bytes(self) -> int:
-        return self.elements * self.dtype.size_bytes
+        return self.elements * self.dtype.size_bytes + self.rows * self.token_bytes
 
     @property
     def rows(self) -> int:
@@ -60,10 +62,15 @@ class TensorSpec:
 
     @property
     def byte_length(self) -> int:
+        return self.encoded_bytes + self.rows * self.token_bytes
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of the encoded elements, without token numbers."""
         elements = self.elements
         match self.codec:
             case Codec.NONE:
-                return self.raw_bytes
+                return elements * self.dtype.size_bytes
             case Codec.BF16:
                 return 2 * elements
             case Codec.INT8:
@@ -88,6 +95,8 @@ class TensorSpec:
         apart = len(self.shape) > 1 and self.codec in _BLOCKWISE
         if self.outliers > (most_outliers(self.shape) if apart else 0):
             return f"{self.outliers} outlier channels are more than {self.codec.name} of {self.shape} allows"
+        if self.token_bytes > MAX_TOKEN_BYTES:
+            return f"{self.token_bytes} bytes for a token's number are more than {MAX_TOKEN_BYTES}"
         planes = self.codec is Codec.PLANES
         if planes != (self.compressed_bytes > 0) or self.compressed_bytes > self.raw_bytes:
             return f"{self.compressed_bytes} compressed bytes are impossible with {self.codec.name} of {self.shape}"

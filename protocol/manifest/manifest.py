@@ -83,6 +83,9 @@ class ModelSection(Section):
     norm_epsilon: Annotated[float, Field(gt=0, le=0.1, allow_inf_nan=False)] = 1e-5
     tied_embeddings: bool = False
     """Use the embedding as the matrix of the LM head."""
+    residual: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """Numbers per token that blocks write and hops carry; below `hidden`. Hops then also see the text's token numbers.
+    0: off, blocks write all of `hidden`."""
     attention_bias: bool = False
     """Biases of all four attention projections, as in some models of the families `llama` and `qwen3`."""
     positions: Annotated[int, Field(ge=8, le=2**31)] | None = None
@@ -95,6 +98,7 @@ class ModelSection(Section):
     """`documents`: microbatches of whole documents, masked from each other. `causal`: rows of one stream of text."""
     added_later: ClassVar[frozenset[str]] = frozenset(
         {"attention", "head_dim", "rope_scaling", "tied_embeddings", "attention_bias", "positions", "sliding_window"}
+        | {"residual"}
     )
 
     @property
@@ -104,6 +108,16 @@ class ModelSection(Section):
     @property
     def query_size(self) -> int:
         return self.heads * self.head_size
+
+    @property
+    def stream(self) -> int:
+        """Numbers per token that blocks add up: those of the embedding and of the blocks' outputs."""
+        return self.residual or self.hidden
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's number in hidden states; 0 if hidden states have none."""
+        return ((self.vocabulary - 1).bit_length() + 7) // 8 if self.residual else 0
 
     @property
     def has_head_norms(self) -> bool:
@@ -124,6 +138,10 @@ class ModelSection(Section):
             raise ValueError(f"{what} ({self.head_size}) must be even: rotary embedding turns pairs")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.residual >= self.hidden:
+            raise ValueError(f"residual ({self.residual}) must be less than hidden ({self.hidden})")
+        if self.residual and self.tied_embeddings:
+            raise ValueError("residual needs tied_embeddings = false: the embedding is narrower than the LM head")
         if self.attention_bias and self.family not in ("llama", "qwen3"):
             raise ValueError(f"attention_bias must not be set in a model of family {self.family}")
         if self.sliding_window is not None and self.family != "mistral":
@@ -137,7 +155,8 @@ class ModelSection(Section):
 def block_parameters(model: ModelSection) -> int:
     """Returns the number of weights in the matrices of one transformer block, without its two norms."""
     kv_size = model.kv_heads * model.head_size
-    return model.hidden * (2 * model.query_size + 2 * kv_size + 3 * model.feed_forward)
+    read = model.query_size + 2 * kv_size + 2 * model.feed_forward
+    return model.hidden * read + model.stream * (model.query_size + model.feed_forward)
 
 
 def quadratic_share(model: ModelSection) -> float:
@@ -508,10 +527,11 @@ class Manifest(Section):
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """Largest shape of hidden states between stages: (rows, tokens, hidden)."""
+        """Largest shape of hidden states between stages: (rows, tokens, channels)."""
+        channels = self.model.stream + self.model.token_bytes
         if self.packs_documents:
-            return (1, self.microbatch_tokens, self.model.hidden)
-        return (self.training.rows, self.model.sequence, self.model.hidden)
+            return (1, self.microbatch_tokens, channels)
+        return (self.training.rows, self.model.sequence, channels)
 
     def step_tokens(self, module: ModuleId) -> int:
         """Returns a module's tokens per inner step: an equal share among the stage's experts, in whole microbatches."""
@@ -543,6 +563,10 @@ class Manifest(Section):
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
+        if self.start is not None and self.model.residual:
+            raise ValueError(
+                "start must not be given with model.residual: the start model's blocks write all of hidden"
+            )
         if self.start is not None and len(self.start.modules) != self.stages.count:
             raise ValueError(f"start.modules must have one digest for each of the {self.stages.count} stages")
         if self.training.inner_tokens % self.microbatch_tokens:

@@ -41,6 +41,7 @@ def small_run(
     attention: str = "causal",
     labels: str = "all",
     is_open: bool = False,
+    residual: int = 0,
     **training: object,
 ) -> Manifest:
     """A byte-level model of `text` with a step of four microbatches."""
@@ -52,7 +53,7 @@ def small_run(
             "protocol": 2,
             "name": "small",
             "seed": 11,
-            "model": {**model, "attention": attention},
+            "model": {**model, "attention": attention, "residual": residual},
             "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
             "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels, "open": is_open},
             "training": {**learning, **training},

@@ -46,11 +46,18 @@ def _account(watch: Watch) -> MicrobatchCounts:
     return counts
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen and back"])
+@pytest.mark.parametrize(
+    ("number", "residual"),
+    [
+        pytest.param(signal.SIGKILL, 0, id="killed", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, 12, id="killed, with a narrow residual stream"),
+        pytest.param(signal.SIGSTOP, 0, id="frozen and back"),
+    ],
+)
 async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, residual: int
 ) -> None:
-    manifest = small_run(write_text(tmp_path / "text"), blocks=BLOCKS)
+    manifest = small_run(write_text(tmp_path / "text"), blocks=BLOCKS, residual=residual)
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")) as swarm:
         watch = Watch(swarm)
         await watch.under_way(swarm)

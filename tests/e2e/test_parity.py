@@ -57,6 +57,17 @@ async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> 
     await _compare(manifest, tmp_path)
 
 
+@pytest.mark.parametrize("experts", [pytest.param(False, marks=pytest.mark.long), True], ids=["rows", "experts"])
+async def test_a_swarm_of_a_narrow_residual_stream_equals_one_process(tmp_path: Path, experts: bool) -> None:
+    """Hops carry 12 numbers and the token's own; with experts also the lengths of documents."""
+    if not experts:
+        await _compare(runs.small_run(runs.write_text(tmp_path / "text"), inner_steps=4, residual=12), tmp_path)
+        return
+    manifest, router = runs.run_of_experts(tmp_path / "text")
+    narrow = manifest.model_copy(update={"model": manifest.model.model_copy(update={"residual": 12})})
+    await _compare(narrow, tmp_path, router=router)
+
+
 @pytest.mark.parametrize("attention", [pytest.param("causal", marks=pytest.mark.long), "documents"])
 async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, attention: str) -> None:
     """Microbatches with unequal numbers of labels: only what the assistant says is learnt, and told as the loss."""
@@ -68,9 +79,13 @@ async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, atten
     await _compare(manifest, tmp_path)
 
 
-async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("residual", [0, 12])
+async def test_a_swarm_that_skips_equals_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, residual: int
+) -> None:
     """Each of four stages sees every second microbatch, in both."""
-    manifest = runs.small_run(runs.write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2, inner_steps=4)
+    text, blocks = runs.write_text(tmp_path / "text"), (0, 1, 1, 1, 1)
+    manifest = runs.small_run(text, blocks=blocks, per_path=2, inner_steps=4, residual=residual)
     visited = [ring_stages(path_rules(manifest), number) for number in range(manifest.microbatches_per_step)]
     assert all(sum(stage in stages for stages in visited) == 2 for stage in range(1, 5))
     ring_only = Deployment(command=(sys.executable, "-P", "-m", "tests.e2e.ring_only"))

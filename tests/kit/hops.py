@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from node.model.passes import HIDDEN_TYPES
+from node.model.residual import HIDDEN_TYPES, Residual
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker, tensor_of
-from protocol.codecs import Encoded, encode
+from protocol.codecs import Encoded, encode, with_numbers
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
@@ -23,6 +23,14 @@ def sent(output: Output) -> Tensor:
     return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
 
 
+def hidden_states(manifest: Manifest, number: int, documents: tuple[int, ...] = ()) -> Tensor:
+    """Hidden states that follow from the microbatch's number, with token numbers if the run has them."""
+    model, generator = manifest.model, torch.Generator().manual_seed(number)
+    shape = (1, sum(documents)) if documents else manifest.hidden_shape[:2]
+    values = torch.randn((*shape, model.stream), generator=generator)
+    return Residual(model, 0).begin(values, torch.randint(model.vocabulary, shape, generator=generator))
+
+
 class HopBench:
     """A hop's worker, and messages for it whose tensors follow from the microbatch's number."""
 
@@ -32,11 +40,11 @@ class HopBench:
         self.buffers: list[bytearray] = []
 
     def source(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
-        shape = (1, sum(documents), self.manifest.model.hidden) if documents else self.manifest.hidden_shape
-        return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(self.dtype)
+        return hidden_states(self.manifest, number, documents)
 
     def gradient(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
-        return self.source(number + 1000, documents)
+        """A gradient as it is received, without token numbers."""
+        return self.source(number + 1000, documents)[..., : self.manifest.model.stream].contiguous()
 
     def job(
         self,
@@ -52,13 +60,16 @@ class HopBench:
         """A job as it is received. `whole`: with both tensors."""
         key, forth, back = Key(MicrobatchId(PeerId("data"), number), 0), None, None
         if whole or work is not Work.BACKWARD:
-            forth = self._received(self.source(number, documents))
+            hidden, channels = self.source(number, documents), self.manifest.model.stream
+            forth = self._received(hidden[..., :channels].contiguous(), hidden[..., channels:])
         if work is not Work.FORWARD:
             back = self._received(self.gradient(number, documents) if gradient is None else gradient)
         return Job(number if ticket is None else ticket, key, work, purpose, forth, back, documents)
 
-    def _received(self, tensor: Tensor) -> Encoded:
+    def _received(self, tensor: Tensor, numbers: Tensor | None = None) -> Encoded:
         encoded = encode(tensor, Codec.NONE)
+        if numbers is not None and numbers.shape[-1]:
+            encoded = with_numbers(encoded, numbers)
         self.buffers.append(bytearray(encoded.data))
         return Encoded(encoded.spec, memoryview(self.buffers[-1]))
 

@@ -139,6 +139,19 @@ class TestNew:
         assert f"skipstone join {shlex.quote(str(tmp_path / file))}\n" in ran("new", str(tmp_path / file)).stdout
         assert f'name = "{name}"' in (tmp_path / file).read_text()
 
+    def test_hops_of_few_numbers_show_the_text_and_go_with_no_finished_model(self, tmp_path: Path) -> None:
+        file, model = tmp_path / "run.toml", tmp_path / "model"
+        write_folder(model, "qwen2, tied")
+        assert "every peer with a stage can read the text" in ran("new", str(file), "--residual", "16").stdout
+        assert read_signed_manifest(file.read_bytes(), None).manifest.model.residual == 16
+        ran("solo", "--manifest", str(file), "--steps", "1", "--json")
+        for base in (("--from", str(file)), ("--residual", "16")):
+            words = (str(tmp_path / "odd.toml"), *base, "--from-model", str(model))
+            assert "write all of its width" in refused("new", *words)
+        assert "must be less than hidden (128)" in run("new", str(tmp_path / "odd.toml"), "--residual", "128").stderr
+        ran("new", str(file), "--size", "10m", "--residual", "32", "--force")
+        assert read_signed_manifest(file.read_bytes(), None).manifest.model.residual == 32
+
     def test_its_author_invites_data_nodes(self, tmp_path: Path) -> None:
         file, other = str(tmp_path / "run.toml"), tmp_path / "other.key"
         assert "decide what the model learns" in ran("new", file, "--open-data").stdout

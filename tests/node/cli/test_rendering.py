@@ -407,6 +407,7 @@ def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
         assert words in said
     for words in ("hidden states back into text", "gradients", "2 CPU threads", "ports 4002 and any", "ask the router"):
         assert words in said
+    assert "every peer with a stage reads the text" in told(signed(model__residual=5), options())
     assert "fits      there is room for stages 1, 2" in said
     assert "(this machine)" not in said
     assert "(this machine)" in told(run, options(), own=True)

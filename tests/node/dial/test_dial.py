@@ -77,7 +77,7 @@ def test_an_optimizer_that_keeps_more_takes_more_stages() -> None:
 
 @pytest.mark.parametrize(("peers", "stages"), [(2, 2), (5, 5), (7, 7), (40, 7)])
 def test_each_peer_gets_a_stage_as_long_as_there_are_blocks(peers: int, stages: int) -> None:
-    turned = turn(Wish(parameters=10 * MILLION, peers=Peers(number=peers), may_be_whole=False), "run")
+    turned = turn(Wish(parameters=10 * MILLION, peers=Peers(number=peers), may_be_whole=False, residual=0), "run")
     assert turned.manifest.stages.count == stages
     assert sum(turned.manifest.stages.blocks) == 6
 
@@ -124,7 +124,7 @@ def test_a_model_that_fits_the_card_is_trained_whole_on_slow_links(size: int, nu
     wish = Wish(parameters=size, peers=Peers(number=number))
     turned = turn(wish, "run")
     whole, told = turned.manifest, dict(turned.choices)
-    cut = turn(replace(wish, may_be_whole=False), "run").manifest
+    cut = turn(replace(wish, may_be_whole=False, residual=0), "run").manifest
     assert whole.stages.blocks == (sum(cut.stages.blocks),)
     assert (whole.training.staleness, cut.training.staleness) == (0, 1)
     alone, piped = forecast(whole, 12 * GB), forecast(cut, 12 * GB)
@@ -166,8 +166,21 @@ def test_a_step_fills_the_pipeline_and_the_warm_up_ends(size: int) -> None:
         assert end == (20 * parameters_of(manifest) if total is None else total)
 
 
+@pytest.mark.parametrize(("mbit_s", "residual"), [(20, 64), (100, 64), (1000, 0)])
+def test_hops_are_narrow_where_links_decide(mbit_s: int, residual: int) -> None:
+    wish = Wish(parameters=1_500_000_000, peers=Peers(number=12, mbit_s=mbit_s), tokens=tokens(LLAMA_2))
+    turned = turn(wish, "run")
+    assert (turned.manifest.model.residual, "residual" in dict(turned.choices)) == (residual, residual > 0)
+    assert parameters_of(turned.manifest) == pytest.approx(1_500_000_000, rel=0.1)
+    wide, seen = (forecast(run.manifest, 12 * GB) for run in (turn(replace(wish, residual=0), "run"), turned))
+    assert seen.tokens_per_s(mbit_s) >= wide.tokens_per_s(mbit_s) * (5 if residual else 1)
+    if residual:
+        assert seen.token_bytes == 2 * 64 * (1 + 4 / 128) + 2, "with two bytes of the token's number"
+        assert "592 with all of the width" in dict(turned.choices)["residual"].reason or mbit_s != 20
+
+
 def test_the_forecast_adds_up() -> None:
-    manifest = turn(Wish(parameters=BILLION, peers=Peers(card=12 * GB)), "run").manifest
+    manifest = turn(Wish(parameters=BILLION, peers=Peers(card=12 * GB), residual=0), "run").manifest
     seen = forecast(manifest, 12 * GB)
     assert seen.token_bytes == pytest.approx(2 * manifest.model.hidden * (1 + 4 / 128))
     assert seen.tokens_per_s(20) == pytest.approx(20e6 / 8 / seen.token_bytes)

@@ -15,7 +15,7 @@ from torch import Tensor
 import node.model.initialization as initial
 from benchmarks.kit import loss_of
 from node.data.packing import Microbatch
-from node.model import passes
+from node.model import passes, residual
 from node.model.document_attention import document_attention, kernel_for
 from node.model.initialization import digest_of_tensors, near_normal, parameters_of
 from node.model.passes import (
@@ -35,6 +35,7 @@ from node.model.passes import (
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import document_cost, quadratic_share
 from swarm.vocabulary.types import ModuleId
+from tests.kit.hops import hidden_states
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
@@ -246,12 +247,12 @@ def test_without_memory_nothing_counts_by_halves(piece: int, monkeypatch: pytest
     assert (total - before).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_data_nodes_head_adds_the_mean_gradients(tied: bool) -> None:
-    manifest = small_manifest(model__tied_embeddings=tied)
+@pytest.mark.parametrize("model", [{}, {"model__tied_embeddings": True}, {"model__residual": 5}])
+def test_a_data_nodes_head_adds_the_mean_gradients(model: dict[str, Any]) -> None:
+    manifest = small_manifest(**model)
     embedding = build_embedding(manifest)
     head = build_head(manifest, embedding)
-    hidden = torch.randn(*manifest.hidden_shape, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    hidden = hidden_states(manifest, 4).requires_grad_()
     labels = torch.arange(hidden[..., 0].numel()).reshape(hidden.shape[:2]) % 257
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in head.parameters()]
     found = OneHead(head).loss_into(hidden.detach(), labels, sums, 10)
@@ -299,6 +300,33 @@ def test_a_bfloat16_head_follows_its_matrix() -> None:
     after, fresh = passes.loss_into(hidden, labels, (), 1), passes.loss(hidden, labels)
     assert after.loss == pytest.approx(fresh, rel=1e-6)
     assert after.loss != pytest.approx(before.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(("count", "width"), [(64, 1024), (5, 16), (99, 100), (1, 3)])
+def test_directions_of_a_narrow_residual_stream_are_orthonormal(count: int, width: int) -> None:
+    rows = residual.directions(7, count, width)
+    assert (rows @ rows.T - torch.eye(count)).abs().max() <= 2e-6
+    assert not torch.equal(rows, residual.directions(8, count, width))
+
+
+def test_a_tokens_fixed_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    section, tokens = small_manifest(model__residual=5, model__vocabulary=70_000).model, torch.tensor([[3, 69_999, 3]])
+    kept = residual.Residual(section, 3)
+    states = kept.begin(torch.zeros(1, 3, 5), tokens)
+    assert states.shape[-1] == 5 + 3
+    rows = kept(states)
+    assert torch.equal(rows[0, 0], rows[0, 2])
+    assert torch.equal(kept(states.flip(1)).flip(1), rows)
+    monkeypatch.setattr(residual, "TABLE_BYTES", 0)
+    assert torch.equal(kept(states), rows), "computed anew"
+    monkeypatch.setattr(residual, "_CHUNK", 1)
+    assert torch.equal(residual.fixed_rows(3, tokens.flatten(), 16), rows[0])
+    many = residual.fixed_rows(3, torch.arange(10_000), 16)
+    assert many.std().item() == pytest.approx(0.02, rel=0.01)
+    assert (many.T @ many / len(many) / 0.02**2 - torch.eye(16)).abs().max() < 0.06
+    assert not torch.equal(residual.fixed_rows(4, tokens.flatten(), 16), rows[0])
+    golden = [-8_323_175, -2_332_813, 10_500_669]
+    assert [round(value / 0.02 / 3**0.5 * 2**24) for value in rows[0, 0, :3].tolist()] == golden
 
 
 # Of `small_manifest()`. If these change, every run that exists starts from other weights than it says: a new protocol

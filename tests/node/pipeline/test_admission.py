@@ -177,6 +177,25 @@ def test_labels_are_told_where_some_tokens_are_none_and_of_what_is_trained_on() 
             admission.check(DATA, message, tensor)
 
 
+def test_hidden_states_alone_have_token_numbers_and_only_in_a_narrow_run() -> None:
+    narrow = small_manifest(model__residual=5)
+    rules, tensor = Admission(narrow, A, ModuleId(1), signed, signed), hidden_tensor(narrow)
+    assert (tensor.shape, tensor.token_bytes, tensor.byte_length) == ((2, 16, 5), 2, 2 * 16 * (4 * 5 + 2))
+    gradient = replace(tensor, token_bytes=0)
+    rules.check(DATA, forward(), tensor)
+    rules.check(B, backward(), gradient)
+    for lie in (gradient, replace(tensor, token_bytes=1), replace(tensor, token_bytes=3)):
+        with pytest.raises(ProtocolViolation, match=r"announces \d bytes per token number, not 2"):
+            rules.check(DATA, forward(), lie)
+    with pytest.raises(ProtocolViolation, match="not 0"):
+        rules.check(B, backward(), tensor)
+    with pytest.raises(ProtocolViolation, match="not 0"):
+        admission().check(DATA, forward(), replace(TENSOR, token_bytes=2))
+    for shape in ((2, 15, 5), (2, 16, 16)):
+        with pytest.raises(ProtocolViolation, match=r"this run has \(2, 16, 5\)"):
+            rules.check(DATA, forward(), replace(tensor, shape=shape))
+
+
 OF_DOCUMENTS = small_manifest(model__attention="documents")
 LARGEST = OF_DOCUMENTS.microbatch_tokens
 LONGEST = OF_DOCUMENTS.model.sequence

@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, StateE
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned
 from swarm.workload.device_shares import CUTTING, Dealing, _deal, deal_whole
-from tests.kit.hops import CPU, HopBench, sent
+from tests.kit.hops import CPU, HopBench, hidden_states, sent
 from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
 
@@ -474,6 +475,40 @@ def test_what_is_evaluated_is_not_kept_and_adds_nothing() -> None:
     assert ends.worker.stage.head_sum.visits == 0
 
 
+# ---- token numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_hop_of_a_narrow_residual_stream_hands_token_numbers_on_as_they_are() -> None:
+    """Also when it recomputes and when it takes a gradient back; a gradient has none."""
+    manifest = small_manifest(model__residual=5)
+    bench = HopBench(host_hop(manifest, MODULE, CPU, BUDGET), manifest)
+    source = bench.source(1)
+    job = replace(bench.job(Work.FORWARD, 1), codec=Codec.INT8)
+    output = bench.worker.compute(job)
+    assert output.tensor.spec == replace(hidden_tensor(manifest), codec=Codec.INT8)
+    found = sent(output)
+    assert torch.equal(found[..., 5:], source[..., 5:])
+    assert close([found[..., :5]], [bench.worker.part(source)[..., :5].detach()])
+    of_source = bench.backward(1)
+    assert of_source.shape == bench.gradient(1).shape
+    bench.worker.deferred.finish()
+    sums = bench.sums()
+    assert torch.equal(bench.compute(Work.REPLAY, 1, ticket=2), of_source), "a repeated microbatch adds nothing"
+    assert all(torch.equal(*pair) for pair in zip(bench.sums(), sums, strict=True))
+    assert bench.retract(1)
+    assert all(total.abs().max() < 1e-9 for total in bench.sums())
+
+
+@pytest.mark.parametrize("number", [257, 65_535])
+def test_a_token_number_outside_the_vocabulary_is_refused(number: int) -> None:
+    manifest = small_manifest(model__residual=5)
+    bench = HopBench(host_hop(manifest, MODULE, CPU, BUDGET), manifest)
+    job = bench.job(Work.FORWARD, 1)
+    job.input.data[-2:] = number.to_bytes(2, "little")
+    with pytest.raises(ProtocolViolation, match=f"token number {number} is not below the vocabulary of 257"):
+        bench.worker.compute(job)
+
+
 # ---- weight gradients that are put off -------------------------------------------------------------------------------
 
 BUDGET = 2**24
@@ -700,8 +735,7 @@ def stack(manifest: Manifest) -> BlockStack:
 
 
 def drawn(manifest: Manifest, number: int, documents: tuple[int, ...] = ()) -> Tensor:
-    shape = (1, sum(documents), manifest.model.hidden) if documents else manifest.hidden_shape
-    return vectors(*shape, seed=number).to(passes.HIDDEN_TYPES[manifest.model.dtype])
+    return hidden_states(manifest, number, documents)
 
 
 def whole(manifest: Manifest, documents: tuple[int, ...] = ()) -> tuple[Tensor, Gradients]:
@@ -712,8 +746,9 @@ def whole(manifest: Manifest, documents: tuple[int, ...] = ()) -> tuple[Tensor, 
 
 @DOCUMENTS
 @GRAPHS
-def test_both_passes_are_those_of_the_whole(graphs: int | None, documents: tuple[int, ...]) -> None:
-    manifest = manifest_of()
+@pytest.mark.parametrize("residual", [0, 5])
+def test_both_passes_are_those_of_the_whole(graphs: int | None, documents: tuple[int, ...], residual: int) -> None:
+    manifest = manifest_of(model__residual=residual)
     result, wanted = whole(manifest, documents)
     passes = BlockByBlock(stack(manifest), torch.float32)
     visit = passes.forward(drawn(manifest, 1, documents), documents, graphs=graphs)
@@ -855,8 +890,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[DeviceThreads]:
     torch.set_num_threads(cores)
 
 
-def split_stack() -> BlockStack:
-    return build_block_stack(OF_DOCUMENTS, ModuleId(1))
+def split_stack(manifest: Manifest = OF_DOCUMENTS) -> BlockStack:
+    return build_block_stack(manifest, ModuleId(1))
 
 
 def vectors(*shape: int, seed: int) -> Tensor:
@@ -891,6 +926,18 @@ def test_all_documents_cut_and_none(
     part = split_stack()
     several = SeveralDevices(Copies(part, threads), threads, SHARE, lambda costs, devices, _: deal(costs, devices))
     assert_alike(both_passes(several, documents), both_passes(OneDevice(part), documents))
+
+
+def test_token_numbers_on_several_devices(threads: DeviceThreads) -> None:
+    sizes = {"model__residual": 5, "model__attention": "documents", "model__sequence": 2048}
+    manifest, documents = small_manifest(**sizes, training__inner_tokens=4096), (1500, 300, 7)
+    part, (states, gradient) = split_stack(manifest), (hidden_states(manifest, each, documents) for each in (1, 2))
+    several, one = body_passes(part, threads, SHARE), OneDevice(part)
+    found, wanted = several.forward(states, documents), one.forward(states, documents)
+    torch.testing.assert_close(found.result, wanted.result.detach(), atol=1e-5, rtol=1e-5)
+    ours, theirs = several.backward(found, gradient), one.backward(wanted, gradient)
+    torch.testing.assert_close(ours.source, theirs.source, atol=1e-5, rtol=1e-5)
+    assert close(ours.parameters, theirs.parameters, 1e-5)
 
 
 def test_an_embedding_with_blocks_of_its_own(threads: DeviceThreads) -> None:

@@ -57,6 +57,7 @@ OF_DOCUMENTS = types.Path(A, HOPS, replace(ROUTE, documents=(1, 300, 2**20)))
 OF_LABELS = types.Path(A, HOPS, replace(ROUTE, labels=300))
 OF_A_GUEST = types.Path(A, HOPS, replace(ROUTE, invitation=bytes(range(types.INVITATION_BYTES))))
 HIDDEN = TensorSpec((2, 128, 64), DType.BFLOAT16, types.Codec.INT8, outliers=3)
+NUMBERED = replace(HIDDEN, token_bytes=2)
 FLOATS, PLANES = TensorSpec((5000,), DType.FLOAT32), TensorSpec((5000,), DType.FLOAT32, types.Codec.PLANES, 0, 12345)
 ROUND, FIRST_ROUND = rounds.RoundId(types.ModuleId(3, 1), 300, 2, B), rounds.RoundId(types.ModuleId(0), 1, 0, A)
 BASE, INITIAL = types.AnchorVersion(299, 70_000, 2**45, 5, HASH), types.AnchorVersion(0, 0, 0, 0, HASH)
@@ -87,6 +88,7 @@ EXAMPLES: Final[dict[str, frames.SmallFrame]] = {
     "forward of documents": frames.TensorFrame(
         Forward(MICROBATCH, OF_DOCUMENTS, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3
     ),
+    "forward of tokens": frames.TensorFrame(Forward(MICROBATCH, PATH, 1, Purpose.TRAIN, 61.5), NUMBERED, 12, 3),
     "backward of labels": frames.TensorFrame(Backward(MICROBATCH, OF_LABELS, 1), HIDDEN, 12, 3),
     "forward of a guest": frames.TensorFrame(Forward(MICROBATCH, OF_A_GUEST, 1, Purpose.TRAIN, 61.5), HIDDEN, 12, 3),
     "forward at first hop": frames.TensorFrame(Forward(FIRST_MICROBATCH, PATH, 0, Purpose.EVALUATE, 0.0), HIDDEN, 0, 3),
@@ -345,6 +347,7 @@ HONEST_FRAMES = [
     *(FORWARD, BACKWARD, HELLO, ANSWER, ENTRY_FRAME, but(ENTRY_FRAME, staged=VERSION), ACCEPTING, INVITATION, PROGRESS),
     *(DECLINED, ROSTER, PULSE, COMMIT, CONTRIBUTION, but(CONTRIBUTION, tensor=OF_INT8), REDUCED, EVIDENCE, ACCUSATION),
     *(REQUEST, REFUSED, STATE, but(STATE, tensor=OF_PLANES), but(HELLO, age_ms=frames.MAX_AGE_MS - 1)),
+    but(FORWARD, tensor=but(HEADER, token_bytes=1, byte_length=8194)),
     *(wire.Question(id=1, evaluate=EVALUATE), wire.Question(id=1, call=CALL)),
 ]
 
@@ -362,6 +365,8 @@ LIES = [
             *lies_of(HEADER, dtype=[0, 4], codec=[0, 2], shape=[[], [1, 1, 2, 32, 32], [2**31] * 3, [2**32 - 1] * 4]),
             *lies_of(HEADER, byte_length=[8191, 2**64 - 1], chunk_count=[0, 3, 2**32 - 1]),
             but(HEADER, shape=[0, 1024], byte_length=0, chunk_count=0),
+            *lies_of(HEADER, token_bytes=[1, 4]),
+            but(HEADER, token_bytes=4, byte_length=8200),
         ],
         route=[
             *lies_of(ROUTE_OF_ONE, position=[2, -1, -2], lifetime_ms=[frames.MAX_LIFETIME_MS + 1]),
@@ -381,6 +386,8 @@ LIES = [
         ],
     ),
     but(BACKWARD, route=but(ROUTE_OF_ONE, position=1)),
+    but(BACKWARD, tensor=but(HEADER, token_bytes=1, byte_length=8194)),
+    but(STATE, tensor=but(VECTOR, token_bytes=1, byte_length=4097)),
     *lies_of(HELLO, run=["AB" * 32], lowest_version=[2, 0], age_ms=[frames.MAX_AGE_MS]),
     wire.Farewell(detail="x" * 257),
     wire.Question(id=1),

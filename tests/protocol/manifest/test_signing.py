@@ -227,7 +227,7 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
 
     schema = Manifest.model_json_schema()
     # Of another family than what is used below, and of no run that starts from an existing model.
-    everything = set(names(schema, schema)) - {"sliding_window"}
+    everything = set(names(schema, schema)) - {"sliding_window", "residual"}
     later = changed(changed(SMALL, ("stages", "visit_ratio"), 1.5), ("model", "attention"), "documents")
     later = changed(later, ("training", "schedule"), {"warmup_tokens": 64, "total_tokens": 640})
     of_soap = {"name": "soap", "refresh_steps": 20, "refresh_lag": 3, "largest_side": 512}
@@ -244,6 +244,9 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     mistral = changed(changed(later, ("model", "family"), "mistral"), ("model", "attention_bias"), False)
     windowed = changed(mistral, ("model", "sliding_window"), 4096)
     assert '"sliding_window":4096' in signing.canonical(manifest_from_table(windowed)).decode()
+    narrow = manifest_from_table(changed(SMALL, ("model", "residual"), 4))
+    assert b'"residual":4' in signing.canonical(narrow)
+    assert "token numbers" in signing.toml_of(narrow)
     written = manifest_from_table(later)
     text, form = signing.toml_of(written), signing.canonical(written).decode()
     assert {"clip_norm", "total_steps", "per_path", "kv_heads"} <= everything
@@ -290,6 +293,9 @@ WRONG_VALUES: dict[str, list[object]] = {
         ("training.schedule", {"warmup_tokens": 640, "total_tokens": 640}, "less than total_tokens"),
         ("training.schedule", {"warmup_tokens": -1, "total_tokens": 640}, "warmup_tokens"),
         ("codecs.activations", "fp8", "codecs.activations: Input should be"),
+        ("model.residual", -1, "model.residual"),
+        ("model.residual", 64, "residual (64) must be less than hidden"),
+        ("model", {**SMALL["model"], "residual": 4, "tied_embeddings": True}, "residual needs tied_embeddings = false"),
         ("model.hiden", 64, "model.hiden: unknown key; did you mean hidden?"),
         ("stages.reordering", "adjacent", "stages.reordering: Input should be"),
     ],
