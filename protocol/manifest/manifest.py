@@ -325,6 +325,13 @@ class StagesSection(Section):
     def experts_of_each(self) -> tuple[int, ...]:
         return tuple(self.experts_at(stage) for stage in range(self.count))
 
+    @field_validator("reordering", mode="before")
+    @classmethod
+    def _in_order(cls, value: object) -> object:
+        if value == "adjacent":
+            raise ValueError('paths with steps back ("adjacent") were removed; this run needs an older Skipstone')
+        return value
+
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         if isinstance(self.experts, tuple) and (len(self.experts) != self.count or self.experts[0] != 1):
@@ -456,6 +463,13 @@ class CodecSection(Section):
     state: Literal["none", "planes"] = "planes"
     """State that newcomers download. `planes` is lossless and saves a sixth on slow links."""
 
+    @field_validator("activations", "gradients", mode="before")
+    @classmethod
+    def _codec_still_exists(cls, name: object) -> object:
+        if name == "fp8":
+            raise ValueError("this Skipstone has no codec fp8; int8 is as small and has a quarter of its error")
+        return name
+
 
 class RoutingSection(Section):
     """The router of a run with experts, which chooses the experts of each document."""
@@ -464,6 +478,13 @@ class RoutingSection(Section):
     """BLAKE3 of the router file, which peers pass to each other."""
     prefix: Annotated[int, Field(ge=8, le=4096)] = DEFAULT_PREFIX
     """Number of first tokens of a document that choose its route."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _router_is_fixed(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "reshard" in table:
+            raise ValueError("reshard is gone: the router of a run no longer learns; make a new run without it")
+        return table
 
 
 class StartSection(Section):
