@@ -1,13 +1,16 @@
-"""What training takes of memory: a stage peer on a card, and loss and head of a large vocabulary.
+"""What training takes of memory: a stage peer on a card, loss and head of a large vocabulary, and a node by process.
 
 `stage`: bytes a parameter and waits of a bfloat16 run with AdamW on the tests' pretend device, on which every tensor is
 metered. `head`: the whole job of a data node in float32 on the CPU, as it is and with all logits at once; each in a
 process of its own, with one thread, in turns; the peak is of resident memory above matrix and sums, the time is the
-processor's.
+processor's. `node`: processor seconds of `--help`, and of a stage peer that `join` starts until its first inner step;
+and the memory of its processes after some steps.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import math
 import os
@@ -15,6 +18,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -27,10 +31,17 @@ from torch import Tensor
 
 from benchmarks import kit
 from benchmarks.kit import tell
+from lab.emulation.proxy import descendants
+from node.doctor.examination import OVERHEAD_MIB
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, node_command
 from node.model.optimizer import fold
 from node.model.passes import LOGITS_AT_ONCE, HeadSum, loss_and_gradient
+from node.observability.events import InnerStep
 
 SAMPLE: Final = 997  # rows of the matrix between two that are compared
+CHILDREN: Final = {"p2pd": "its libp2p daemon", "protocol.dht.process": "the DHT"}
+TARGETS: Final = {"help_cpu_s": 0.4, "join_cpu_s": 3.0, "overhead_mib": OVERHEAD_MIB}
 
 # ---- loss and head ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +127,61 @@ def stage(options: Any) -> dict[str, Any]:
     }
 
 
+# ---- a node ----------------------------------------------------------------------------------------------------------
+
+
+def mib(rollup: str, field: str = "Anonymous") -> float:
+    """A field of /proc/PID/smaps_rollup. `Anonymous` memory is shared with no process, and cannot be dropped."""
+    return round(next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith(f"{field}:")) / 1024, 1)
+
+
+def imported(module: str) -> float:
+    """Private memory of a process that has imported a module."""
+    code = f"import {module}; print(open('/proc/self/smaps_rollup').read())"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=kit.ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return mib(ran.stdout)
+
+
+def processes(root: int) -> Iterator[tuple[str, Path]]:
+    """What each process of a node is, and its folder in /proc."""
+    for folder in (Path(f"/proc/{pid}") for _, pid in descendants({root})):
+        words = (folder / "cmdline").read_text()
+        yield next((kind for part, kind in CHILDREN.items() if part in words), "node"), folder
+
+
+def node(options: Any) -> dict[str, Any]:
+    """What a command costs before it does anything, and a stage peer."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*node_command(), "--help"], cwd=kit.ROOT, stdout=subprocess.DEVNULL, check=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    help_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    return {"help_cpu_s": round(help_s, 2), **asyncio.run(stage_peer(options.steps)), "targets": TARGETS}
+
+
+async def stage_peer(steps: int) -> dict[str, Any]:
+    """Starts a data node and a stage peer as `join` does, and follows the stage peer."""
+    figures: dict[str, Any] = {}
+    sizes = {"hidden": 256, "feed_forward": 688, "sequence": 128, "rows": 4, "microbatches": 8}
+    manifest, pair = kit.run_of("memory", [0, 2], **sizes), LocalSwarmOptions(peers=2, threads=1)
+    async with LocalSwarm(manifest, pair, command=node_command()) as swarm:
+        tell("a stage peer")
+        async for event in swarm.events():
+            if isinstance(event, InnerStep) and event.module == "1" and event.step in (1, steps):
+                found = list(processes(swarm.processes()[1]))
+                if event.step == 1:
+                    spent = [(folder / "stat").read_text().rpartition(")")[2].split()[11:13] for _, folder in found]
+                    figures["join_cpu_s"] = sum(map(int, itertools.chain(*spent))) / os.sysconf("SC_CLK_TCK")
+                else:
+                    rollups = {kind: (folder / "smaps_rollup").read_text() for kind, folder in found}
+                    figures["pss_mib"] = {kind: mib(rollup, "Pss") for kind, rollup in rollups.items()}
+                    swarm.request_stop()
+    torch_mib, both_mib = imported("torch"), imported("node.runtime.node")
+    children = {kind: mib(rollup) for kind, rollup in rollups.items() if kind != "node"}
+    overhead = {"torch": torch_mib, "Skipstone": round(both_mib - torch_mib, 1), **children}
+    return {**figures, "private_mib": mib(rollups["node"]), "overhead_mib": overhead}
+
+
 if __name__ == "__main__":
-    usual = {"vocabulary": 131072, "hidden": 1024, "tokens": 1024, "rounds": 3}
-    quick = {"vocabulary": 4096, "hidden": 64, "tokens": 256, "rounds": 1, "parts": ["head"]}
-    kit.run(__doc__, {"stage": stage, "head": head}, quick, **usual)
+    usual = {"vocabulary": 131072, "hidden": 1024, "tokens": 1024, "rounds": 3, "steps": 30}
+    quick = {"vocabulary": 4096, "hidden": 64, "tokens": 256, "rounds": 1, "steps": 3, "parts": ["head", "node"]}
+    kit.run(__doc__, {"stage": stage, "head": head, "node": node}, quick, **usual)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from node.cli.views.output import write_whole
-from node.context.options import default_identity_path
+from node.context.options import UNLOADED, default_identity_path
 from node.model.moments import MomentType
 from node.observability.events import Event, EventSink, NodeStatus
 from swarm.vocabulary.errors import ConfigError
@@ -85,7 +85,7 @@ def with_options(*tables: type) -> Callable[[Any], Any]:
             row.replace(default=None) if made[name] is dataclasses.MISSING else row
             for table in tables
             for made in ({field.name: field.default for field in dataclasses.fields(table)},)
-            for name, row in inspect.signature(table, eval_str=True).parameters.items()
+            for name, row in inspect.signature(table, locals=UNLOADED, eval_str=True).parameters.items()
             if typing.get_origin(row.annotation) is Annotated
         ]
         given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]

@@ -10,21 +10,21 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from node.data.local_paths import LocalPathOptions
 from node.model.moments import Allowance, MomentType
 from node.network.reach_status import ReachMode
-from protocol.identity.invitations import Grant
-from protocol.identity.keys import Identity
-from protocol.identity.signed_records import is_address
-from protocol.manifest.join_link import Link
 from protocol.transport.settings import joined
 from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
+
+if TYPE_CHECKING:
+    from protocol.identity.invitations import Grant
+    from protocol.manifest.join_link import Link
 
 # Binary units have an `i`, as in MiB.
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -47,6 +47,12 @@ class Check:
     complaint: str
 
 
+def _is_dialable(host: str) -> bool:
+    from protocol.identity.signed_records import is_address
+
+    return is_address(joined(host, 65_535))
+
+
 SOME = Check(lambda value: value >= 1, "must be at least 1, not {}")
 PORT = Check(lambda value: 0 <= value <= 65_535, "must be from 0 to 65535, not {}")
 POSITIVE = Check(lambda value: value > 0, "must be more than 0, not {}")
@@ -58,7 +64,7 @@ STAGES = Check(
     lambda text: bool(parse_stages(text)), "must be stages as 2-4 or 0,3, each once and at most 64 of them, not {}"
 )
 ADVERTISE = Check(
-    lambda host: not host or is_address(joined(host, 65_535)),
+    lambda host: not host or _is_dialable(host),
     "must be a host name or an IP address that peers can dial, without a port (--port sets it), not {}",
 )
 SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
@@ -229,6 +235,8 @@ class NodeOptions:
     def grant(self) -> Grant | None:
         if self.invitation is None:
             return None if self.link is None else self.link.invitation
+        from protocol.identity.invitations import Grant
+
         path = Path(self.invitation)
         return Grant.parse(path.read_text(errors="replace").strip() if path.is_file() else self.invitation)
 
@@ -309,10 +317,11 @@ class NodeOptions:
         return words
 
 
+UNLOADED: Final = {"Link": Any}  # Types of fields that are no options; their imports would slow down `--help`
 # Option of each field, then its checks.
 SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     name: hint.__metadata__
-    for name, hint in typing.get_type_hints(NodeOptions, include_extras=True).items()
+    for name, hint in typing.get_type_hints(NodeOptions, localns=UNLOADED, include_extras=True).items()
     if typing.get_origin(hint) is Annotated
 }
 VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
@@ -344,6 +353,8 @@ def memory_limit_of(text: str | None) -> Reasoned[int] | None:
 
 def own_peer() -> PeerId | None:
     """Returns the peer id of this machine's default key file; None if the file is missing or not usable."""
+    from protocol.identity.keys import Identity
+
     try:
         return Identity.load(default_identity_path()).peer
     except (ConfigError, IdentityError):

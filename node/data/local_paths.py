@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Reasoned
+
+if TYPE_CHECKING:
+    from protocol.manifest.manifest import DataSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,8 @@ LITTLE_GPU_BYTES: Final = 2 * GIB
 NVIDIA: Final = Path("/dev/nvidia0")
 LITTLE_MEMORY_BYTES: Final = 4 * GIB
 NO_MEMORY_BYTES: Final = 1 * GIB
+# Private memory of a node beside its stage, in MiB, as `benchmarks/memory.py --parts node` measures it
+OVERHEAD_MIB: Final = {"torch": 145, "Skipstone": 30, "the DHT": 30, "its libp2p daemon": 65}
 LITTLE_DISK_BYTES: Final = 5 * GIB
 NO_DISK_BYTES: Final = 1 * GIB
 FEW_FILES: Final = 1024
@@ -212,7 +214,9 @@ def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory
     available = memory().value
     if available is None:
         return [Finding("memory", Level.SKIP, "this system does not report its free memory")]
-    found = f"{available / GIB:.1f} GiB available"
+    parts = ", ".join(f"{part} {size}" for part, size in OVERHEAD_MIB.items())
+    beside = f"a node takes {sum(OVERHEAD_MIB.values())} MiB beside its stage: {parts}"
+    found = f"{available / GIB:.1f} GiB available; {beside}"
     if available < NO_MEMORY_BYTES:
         fix = "Close other programs, or give the container more memory: a node needs 1 GiB plus its stage."
         return [Finding("memory", Level.FAIL, found, fix)]

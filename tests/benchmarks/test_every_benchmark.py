@@ -38,7 +38,7 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
         ("experts", {"loss", "rounds"}),
         ("filling", {"put_off", "filling"}),
         ("kfac", {"schedule", "training"}),
-        ("memory", {"head"}),
+        ("memory", {"head", "node"}),
         ("optimizers", {"task", "summary", "best", "runs"}),
         ("packing", {"hidden", "bars", "settings"}),
         ("parity", {"rounds", "difference"}),

@@ -21,7 +21,6 @@ import typer
 from node.cli.views.text import MAX_OWN_CHARACTERS, count, counted, duration, harmless, loss_text, megabytes, peer_name
 from node.observability import events
 from node.observability.event_json import LineSink
-from protocol.manifest.join_link import MAX_LINK_CHARACTERS
 from protocol.transport.settings import host_of
 from swarm.vocabulary.errors import LEAVING
 from swarm.vocabulary.types import ModuleId
@@ -135,6 +134,8 @@ class NodeLines:
 
 def join_lines(link: str, advice: str = "Advertise another address: --advertise HOST.") -> str:
     """Formats the command that others type to join. Names the addresses in it that not everybody can reach."""
+    from protocol.manifest.join_link import MAX_LINK_CHARACTERS
+
     said = f"Others join with:\n\n  skipstone join {harmless(link, MAX_LINK_CHARACTERS)}\n"
     addresses = link.partition("@")[2].partition("?")[0].split(",")
     hosts = dict.fromkeys(

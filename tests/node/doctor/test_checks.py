@@ -90,7 +90,9 @@ def test_memory_is_what_the_machine_and_the_container_leave(
     (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n")
     (tmp_path / "memory.max").write_text(limit)
     (tmp_path / "memory.current").write_text(str(GIB // 4))
-    assert look_at_memory(lambda: available_memory(tmp_path / "meminfo", tmp_path))[0].level is level
+    (finding,) = look_at_memory(lambda: available_memory(tmp_path / "meminfo", tmp_path))
+    assert finding.level is level
+    assert "beside its stage: torch" in finding.found
 
 
 def test_memory_without_linuxs_files_is_what_posix_says(tmp_path: Path) -> None:
