@@ -44,7 +44,7 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
         ("parity", {"rounds", "difference"}),
         ("paths", {"compared", "runs"}),
         ("skipping", {"stages", "task", "tokens", "trap", "time"}),
-        ("transport", {"chunks", "best_mb_per_s", "skipstone"}),
+        ("transport", {"chunks", "best_mb_per_s"}),
     ],
 )
 def test_what_one_process_or_two_measure(name: str, keys: set[str]) -> None:
@@ -63,7 +63,6 @@ def test_what_one_process_or_two_measure(name: str, keys: set[str]) -> None:
         ("hop", ("--without-hivemind",)),
         ("packing", ("--parts", "loss")),
         ("paths", ("--parts", "live", "--arms", "ours")),
-        ("rounds_live", ()),
         ("soak", ()),
         ("throughput", ()),
     ],

@@ -7,36 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import codecs, head_to_head, rounds_live, skipping
+from benchmarks import codecs, head_to_head, skipping
 from node.data.feed import TrainingFeed, open_documents
 from swarm.vocabulary.types import Codec
-
-# ---- rounds ----------------------------------------------------------------------------------------------------------
-
-SETTING = rounds_live.Setting(peers=4, parameters=10_000_000, inner_steps=6, codec="int8", forward_s=0.1)
-ROUNDS = [rounds_live.Round(10.0 * number, 10.0 * number + 2.0, 4) for number in range(1, 8)]
-
-
-def homes(slowed: float) -> list[float]:
-    """Ten a second between rounds, and so many times that from a round's beginning until a visit after its end."""
-    found, at = list[float](), 0.0
-    while at < 100.0:
-        found.append(at)
-        in_a_round = at >= 10.0 and at % 10.0 < 2.0 + SETTING.visit_s
-        at = round(at + (0.1 / slowed if in_a_round else 0.1), 6)
-    return found
-
-
-@pytest.mark.parametrize("slowed", [1.0, 0.8, 0.5])
-def test_the_ratio_is_that_of_the_paces(slowed: float) -> None:
-    home = homes(slowed)
-    computed = [(at - SETTING.visit_s, SETTING.visit_s) for at in home]
-    found = rounds_live.compare(rounds_live.Seen(home, computed, ROUNDS), SETTING)
-    assert found["pace_ratio"] == pytest.approx(slowed, abs=0.02)
-    assert found["median_ratio"] == pytest.approx(slowed, abs=0.02)
-    assert found["rounds"] == len(ROUNDS) - 2, "not the first, and not the last, with nothing after it"
-    assert found["computed_of_home"] == pytest.approx(1.0, abs=0.04)
-
 
 # ---- other systems -------------------------------------------------------------------------------------------------
 
