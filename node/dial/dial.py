@@ -251,7 +251,7 @@ def choose_recipe(parameters: int, cut: Manifest, wish: Wish) -> Choices:
     best = 0.2920 * compute**0.3271
     stages = cut.stages.count
     replicas = max(1, (peers.number or max(2, stages)) // stages)
-    least = 2 * stages
+    least = 4 * stages  # so that a pipeline is full for most of a step
     step = max(least, round(best / replicas / microbatch)) * microbatch
     shared = f", shared by {replicas} replicas" if replicas > 1 else ""
     said = f"{best:,.0f} are best for this compute (DeepSeek LLM){shared}; at least {least} whole microbatches"
@@ -275,12 +275,24 @@ def choose_recipe(parameters: int, cut: Manifest, wish: Wish) -> Choices:
         "fragments": Reasoned(1, "stages are small enough to average at once")
         if seen.parameters < LARGE_STAGE
         else Reasoned(FRAGMENTS, "a large stage is averaged in parts, so that rounds never fill the links"),
-        "staleness": Reasoned(1, "the pipeline stays full between steps") if stages > 1 else Reasoned(0, "no pipeline"),
+        "staleness": _staleness(stages, step // microbatch),
         "codecs": Reasoned(
             f"{ACTIVATIONS}, {PSEUDO_GRADIENTS} in rounds",
             "the strongest compression allowed; fast links send hidden states uncompressed",
         ),
     }
+
+
+def _staleness(stages: int, microbatches: int) -> Reasoned[int]:
+    if stages == 1:
+        return Reasoned(0, "no pipeline")
+    idle = 1 - pipeline_share(stages, microbatches)
+    return Reasoned(0, f"filling the pipeline for each step costs {idle:.0%}; late gradients need up to 1.7x the tokens")
+
+
+def pipeline_share(stages: int, microbatches: int) -> float:
+    """Returns a stage's busy share of a step in which a pipeline fills and empties."""
+    return microbatches / (microbatches + stages - 1)
 
 
 def _inner_steps(round_bytes: int, step: int, beside: Reasoned[float], run_steps: int) -> Reasoned[int]:
@@ -444,7 +456,7 @@ def _trained(uncut: Manifest, blocks: tuple[int, ...], parameters: int, wish: Wi
 
 LINKS_MBIT_S: Final = (SLOW_LINK_MBIT_S, 100, 1000)
 FAST_LINK_MBIT_S: Final = 100
-NEAR_PACE: Final = 1.1  # Ratio of two speeds up to which they count as equal
+NEAR_PACE: Final = 1.3  # Ratio of two speeds up to which they count as equal: steps that peers share learn more per token
 LARGE_CARD: Final = 24 * 10**9
 ASSUMED_FLOPS: Final = (20e12, 55e12)  # bfloat16, below and from LARGE_CARD: 4/5 of the peak of an RTX 3060 and 3090
 OPERATIONS: Final = 8  # Per parameter and token: two forward, four backward, two to recompute forward
@@ -480,6 +492,8 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
     # Matrix products take the time, so the embedding counts only if it is the head as well.
     first -= 0 if model.tied_embeddings else model.vocabulary * model.stream
     computed = ASSUMED_FLOPS[card >= LARGE_CARD] / OPERATIONS / (max(first, parameters) if largest else first)
+    if training.staleness == 0:
+        computed *= pipeline_share(len(blocks), training.inner_tokens // manifest.microbatch_tokens)
     pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
     round_bytes = 2 * pseudo.byte_length
     # A peer sends a hidden state forward and a gradient back.

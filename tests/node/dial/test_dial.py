@@ -126,7 +126,7 @@ def test_a_model_that_fits_the_card_is_trained_whole_on_slow_links(size: int, nu
     whole, told = turned.manifest, dict(turned.choices)
     cut = turn(replace(wish, may_be_whole=False, residual=0), "run").manifest
     assert whole.stages.blocks == (sum(cut.stages.blocks),)
-    assert (whole.training.staleness, cut.training.staleness) == (0, 1)
+    assert (whole.training.staleness, cut.training.staleness) == (0, 0)
     alone, piped = forecast(whole, 12 * GB), forecast(cut, 12 * GB)
     assert told["whole models"].value == f"{number * alone.tokens_per_s(20):,.0f} tokens/s"
     assert told["pipeline"].value == f"{piped.tokens_per_s(20) * (number // cut.stages.count):,.0f} tokens/s"
@@ -160,7 +160,7 @@ def test_stages_are_chosen_where_they_are_as_fast_or_wanted_or_the_model_is_too_
 def test_a_step_fills_the_pipeline_and_the_warm_up_ends(size: int) -> None:
     for total in (None, 10 * MILLION):
         manifest = turn(Wish(parameters=size, total_tokens=total), "run").manifest
-        assert manifest.microbatches_per_step >= 2 * manifest.stages.count
+        assert manifest.microbatches_per_step >= 4 * manifest.stages.count
         warm, end = manifest.training.schedule_tokens
         assert warm <= end / 2
         assert end == (20 * parameters_of(manifest) if total is None else total)
