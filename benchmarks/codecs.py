@@ -277,9 +277,8 @@ def measure_hop(_: Any) -> dict[str, float]:
     for residual, codec in ((64, Codec.INT8), (0, Codec.INT8), (0, Codec.BF16), (0, Codec.NONE)):
         model = {"residual": residual, "vocabulary": 65_536}
         run = run_of("hop", [0, 1], hidden=1024, sequence=1024, rows=4, microbatches=1, model=model)
-        there = replace(hidden_tensor(run), codec=codec)
-        both = there.byte_length + replace(there, token_bytes=0).byte_length
-        found[f"{codec.name} of {residual or 1024}"] = both / run.microbatch_tokens
+        sent = [replace(hidden_tensor(run), codec=codec, **back).byte_length for back in ({}, {"token_bytes": 0})]
+        found[f"{codec.name} of {residual or 1024}"] = sum(sent) / run.microbatch_tokens
     return found
 
 

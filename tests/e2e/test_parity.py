@@ -31,12 +31,17 @@ STEPS = 20
 
 
 @pytest.mark.parametrize(
-    "inner_steps",
-    [pytest.param(50, id="without a round", marks=pytest.mark.long), pytest.param(4, id="with five rounds")],
+    ("inner_steps", "residual"),
+    [
+        pytest.param(50, 0, id="without a round", marks=pytest.mark.long),
+        pytest.param(4, 0, id="with five rounds", marks=pytest.mark.long),
+        pytest.param(4, 12, id="with five rounds, hops of 12 numbers"),
+    ],
 )
-async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> None:
+async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int, residual: int) -> None:
     """Steps wait for each other, so hops put weight gradients off to their idle time; one process does not."""
-    watch = await _compare(runs.small_run(runs.write_text(tmp_path / "text"), inner_steps=inner_steps), tmp_path)
+    text = runs.write_text(tmp_path / "text")
+    watch = await _compare(runs.small_run(text, inner_steps=inner_steps, residual=residual), tmp_path)
     assert all((summary.busy_s.idle_work > 0) == (summary.module != "0.0") for summary in watch.summaries())
 
 
@@ -55,17 +60,6 @@ async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> 
     texts = iter(TrainingFeed(manifest, open_documents(manifest), PeerId("a")).next, None)
     assert len({text.size for text in islice(texts, 40)}) > 2
     await _compare(manifest, tmp_path)
-
-
-@pytest.mark.parametrize("experts", [pytest.param(False, marks=pytest.mark.long), True], ids=["rows", "experts"])
-async def test_a_swarm_of_a_narrow_residual_stream_equals_one_process(tmp_path: Path, experts: bool) -> None:
-    """Hops carry 12 numbers and the token's own; with experts also the lengths of documents."""
-    if not experts:
-        await _compare(runs.small_run(runs.write_text(tmp_path / "text"), inner_steps=4, residual=12), tmp_path)
-        return
-    manifest, router = runs.run_of_experts(tmp_path / "text")
-    narrow = manifest.model_copy(update={"model": manifest.model.model_copy(update={"residual": 12})})
-    await _compare(narrow, tmp_path, router=router)
 
 
 @pytest.mark.parametrize("attention", [pytest.param("causal", marks=pytest.mark.long), "documents"])
@@ -94,8 +88,9 @@ async def test_a_swarm_that_skips_equals_one_process(
 
 
 async def test_a_swarm_of_experts_equals_one_process(tmp_path: Path) -> None:
-    """Four kinds of documents, each a route of its own through two stages of two experts."""
+    """Four kinds of documents, each a route of its own through two stages of two experts; hops of 12 numbers."""
     manifest, router = runs.run_of_experts(tmp_path / "text")
+    manifest = manifest.model_copy(update={"model": manifest.model.model_copy(update={"residual": 12})})
     texts = TrainingFeed(manifest, open_documents(manifest, router=router), PeerId("a"))
     routes = [texts.next().route for _ in range(STEPS * manifest.microbatches_per_step)]
     assert all(len(set(routes[at : at + 4])) == 4 for at in range(0, len(routes), 4))

@@ -176,7 +176,6 @@ def test_hops_are_narrow_where_links_decide(mbit_s: int, residual: int) -> None:
     assert seen.tokens_per_s(mbit_s) >= wide.tokens_per_s(mbit_s) * (5 if residual else 1)
     if residual:
         assert seen.token_bytes == 2 * 64 * (1 + 4 / 128) + 2, "with two bytes of the token's number"
-        assert "592 with all of the width" in dict(turned.choices)["residual"].reason or mbit_s != 20
 
 
 def test_the_forecast_adds_up() -> None:

@@ -187,13 +187,14 @@ def test_hidden_states_alone_have_token_numbers_and_only_in_a_narrow_run() -> No
     for lie in (gradient, replace(tensor, token_bytes=1), replace(tensor, token_bytes=3)):
         with pytest.raises(ProtocolViolation, match=r"announces \d bytes per token number, not 2"):
             rules.check(DATA, forward(), lie)
-    with pytest.raises(ProtocolViolation, match="not 0"):
-        rules.check(B, backward(), tensor)
-    with pytest.raises(ProtocolViolation, match="not 0"):
-        admission().check(DATA, forward(), replace(TENSOR, token_bytes=2))
-    for shape in ((2, 15, 5), (2, 16, 16)):
-        with pytest.raises(ProtocolViolation, match=r"this run has \(2, 16, 5\)"):
-            rules.check(DATA, forward(), replace(tensor, shape=shape))
+    for each, sender, message, lie in (
+        (rules, B, backward(), tensor),
+        (admission(), DATA, forward(), replace(TENSOR, token_bytes=2)),
+    ):
+        with pytest.raises(ProtocolViolation, match="not 0"):
+            each.check(sender, message, lie)
+    with pytest.raises(ProtocolViolation, match=r"this run has \(2, 16, 5\)"):
+        rules.check(DATA, forward(), replace(tensor, shape=(2, 15, 5)))
 
 
 OF_DOCUMENTS = small_manifest(model__attention="documents")

@@ -478,14 +478,18 @@ def test_what_is_evaluated_is_not_kept_and_adds_nothing() -> None:
 # ---- token numbers ---------------------------------------------------------------------------------------------------
 
 
+def narrow_bench() -> HopBench:
+    manifest = small_manifest(model__residual=5)
+    return HopBench(host_hop(manifest, MODULE, CPU, BUDGET), manifest)
+
+
 def test_a_hop_of_a_narrow_residual_stream_hands_token_numbers_on_as_they_are() -> None:
     """Also when it recomputes and when it takes a gradient back; a gradient has none."""
-    manifest = small_manifest(model__residual=5)
-    bench = HopBench(host_hop(manifest, MODULE, CPU, BUDGET), manifest)
+    bench = narrow_bench()
     source = bench.source(1)
     job = replace(bench.job(Work.FORWARD, 1), codec=Codec.INT8)
     output = bench.worker.compute(job)
-    assert output.tensor.spec == replace(hidden_tensor(manifest), codec=Codec.INT8)
+    assert output.tensor.spec == replace(hidden_tensor(bench.manifest), codec=Codec.INT8)
     found = sent(output)
     assert torch.equal(found[..., 5:], source[..., 5:])
     assert close([found[..., :5]], [bench.worker.part(source)[..., :5].detach()])
@@ -501,8 +505,7 @@ def test_a_hop_of_a_narrow_residual_stream_hands_token_numbers_on_as_they_are() 
 
 @pytest.mark.parametrize("number", [257, 65_535])
 def test_a_token_number_outside_the_vocabulary_is_refused(number: int) -> None:
-    manifest = small_manifest(model__residual=5)
-    bench = HopBench(host_hop(manifest, MODULE, CPU, BUDGET), manifest)
+    bench = narrow_bench()
     job = bench.job(Work.FORWARD, 1)
     job.input.data[-2:] = number.to_bytes(2, "little")
     with pytest.raises(ProtocolViolation, match=f"token number {number} is not below the vocabulary of 257"):
