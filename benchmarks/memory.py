@@ -9,8 +9,6 @@ and the memory of its processes after some steps.
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import math
 import os
@@ -18,7 +16,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -40,7 +37,6 @@ from node.model.passes import LOGITS_AT_ONCE, HeadSum, loss_and_gradient
 from node.observability.events import InnerStep
 
 SAMPLE: Final = 997  # rows of the matrix between two that are compared
-CHILDREN: Final = {"p2pd": "its libp2p daemon", "protocol.dht.process": "the DHT"}
 TARGETS: Final = {"help_cpu_s": 0.4, "join_cpu_s": 3.0, "overhead_mib": OVERHEAD_MIB}
 
 # ---- loss and head ---------------------------------------------------------------------------------------------------
@@ -115,9 +111,7 @@ def head(options: Any) -> dict[str, Any]:
 def stage(options: Any) -> dict[str, Any]:
     """Bytes a parameter of a stage peer, bytes of a kept graph, and waits, on the pretend device."""
     tell("a stage on the pretend device")
-    command = [sys.executable, "-m", "tests.node.device.every_job"]
-    ran = subprocess.run(command, cwd=kit.ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    answer = json.loads(ran.stdout.splitlines()[-1])
+    answer = json.loads(ran("-m", "tests.node.device.every_job")[1].splitlines()[-1])
     waits = {name: sum(by_line.values()) for name, by_line in answer["bfloat16"]["waits"].items()}
     return {
         "bytes_a_parameter": answer["bytes"],
@@ -130,55 +124,41 @@ def stage(options: Any) -> dict[str, Any]:
 # ---- a node ----------------------------------------------------------------------------------------------------------
 
 
+def ran(*words: str) -> tuple[float, str]:
+    """Processor seconds and output of a Python command."""
+    before = os.times()
+    done = subprocess.run([sys.executable, *words], cwd=kit.ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return round(sum(os.times()[2:4]) - sum(before[2:4]), 2), done.stdout
+
+
 def mib(rollup: str, field: str = "Anonymous") -> float:
     """A field of /proc/PID/smaps_rollup. `Anonymous` memory is shared with no process, and cannot be dropped."""
     return round(next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith(f"{field}:")) / 1024, 1)
 
 
-def imported(module: str) -> float:
-    """Private memory of a process that has imported a module."""
-    code = f"import {module}; print(open('/proc/self/smaps_rollup').read())"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=kit.ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return mib(ran.stdout)
-
-
-def processes(root: int) -> Iterator[tuple[str, Path]]:
-    """What each process of a node is, and its folder in /proc."""
-    for folder in (Path(f"/proc/{pid}") for _, pid in descendants({root})):
-        words = (folder / "cmdline").read_text()
-        yield next((kind for part, kind in CHILDREN.items() if part in words), "node"), folder
-
-
-def node(options: Any) -> dict[str, Any]:
-    """What a command costs before it does anything, and a stage peer."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([*node_command(), "--help"], cwd=kit.ROOT, stdout=subprocess.DEVNULL, check=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    help_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    return {"help_cpu_s": round(help_s, 2), **asyncio.run(stage_peer(options.steps)), "targets": TARGETS}
-
-
-async def stage_peer(steps: int) -> dict[str, Any]:
-    """Starts a data node and a stage peer as `join` does, and follows the stage peer."""
-    figures: dict[str, Any] = {}
+async def node(options: Any) -> dict[str, Any]:
+    """A data node and a stage peer that start as `join` does; the figures are the stage peer's."""
+    show = "import {}; print(open('/proc/self/smaps_rollup').read())"
+    torch_mib, both_mib = (mib(ran("-c", show.format(name))[1]) for name in ("torch", "node.runtime.node"))
+    found: dict[str, Any] = {"help_cpu_s": ran("-m", "node", "--help")[0], "targets": TARGETS}
     sizes = {"hidden": 256, "feed_forward": 688, "sequence": 128, "rows": 4, "microbatches": 8}
     manifest, pair = kit.run_of("memory", [0, 2], **sizes), LocalSwarmOptions(peers=2, threads=1)
     async with LocalSwarm(manifest, pair, command=node_command()) as swarm:
-        tell("a stage peer")
         async for event in swarm.events():
-            if isinstance(event, InnerStep) and event.module == "1" and event.step in (1, steps):
-                found = list(processes(swarm.processes()[1]))
-                if event.step == 1:
-                    spent = [(folder / "stat").read_text().rpartition(")")[2].split()[11:13] for _, folder in found]
-                    figures["join_cpu_s"] = sum(map(int, itertools.chain(*spent))) / os.sysconf("SC_CLK_TCK")
-                else:
-                    rollups = {kind: (folder / "smaps_rollup").read_text() for kind, folder in found}
-                    figures["pss_mib"] = {kind: mib(rollup, "Pss") for kind, rollup in rollups.items()}
-                    swarm.request_stop()
-    torch_mib, both_mib = imported("torch"), imported("node.runtime.node")
-    children = {kind: mib(rollup) for kind, rollup in rollups.items() if kind != "node"}
-    overhead = {"torch": torch_mib, "Skipstone": round(both_mib - torch_mib, 1), **children}
-    return {**figures, "private_mib": mib(rollups["node"]), "overhead_mib": overhead}
+            if not isinstance(event, InnerStep) or event.module != "1.0" or event.step not in (1, options.steps):
+                continue
+            folders = [Path(f"/proc/{pid}") for pid in sorted(pid for _, pid in descendants({swarm.processes()[1]}))]
+            if event.step == 1:
+                times = [(folder / "stat").read_text().rpartition(")")[2].split()[11:13] for folder in folders]
+                found["join_cpu_s"] = sum(int(user) + int(system) for user, system in times) / os.sysconf("SC_CLK_TCK")
+            else:
+                texts = [(folder / "smaps_rollup").read_text() for folder in folders]  # in the order of their start
+                found["private_mib"], *children = map(mib, texts)
+                found["pss_mib"] = [mib(text, "Pss") for text in texts]
+                beside = (torch_mib, round(both_mib - torch_mib, 1), *children)
+                found["overhead_mib"] = dict(zip(OVERHEAD_MIB, beside, strict=True))
+                swarm.request_stop()
+    return found
 
 
 if __name__ == "__main__":

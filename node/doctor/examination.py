@@ -96,7 +96,7 @@ NVIDIA: Final = Path("/dev/nvidia0")
 LITTLE_MEMORY_BYTES: Final = 4 * GIB
 NO_MEMORY_BYTES: Final = 1 * GIB
 # Private memory of a node beside its stage, in MiB, as `benchmarks/memory.py --parts node` measures it
-OVERHEAD_MIB: Final = {"torch": 145, "Skipstone": 30, "the DHT": 30, "its libp2p daemon": 65}
+OVERHEAD_MIB: Final = {"torch": 145, "Skipstone": 30, "the DHT": 30, "its libp2p daemon": 70}
 LITTLE_DISK_BYTES: Final = 5 * GIB
 NO_DISK_BYTES: Final = 1 * GIB
 FEW_FILES: Final = 1024
