@@ -1,8 +1,9 @@
 """Tokens per second of a swarm against one process: same manifest, same cores, in turn.
 
-The model is large enough that computing dominates. Both sides get all cores: one process as torch's threads, and the
-swarm as one process a stage. Rates are between the first and the last step, so that neither start-up counts. `split` is
-each kind of time as a share of the wall time of the peers with blocks; sending overlaps with computing.
+The model is large enough that computing dominates. All sides get all cores: one process as torch's threads, so does
+`whole`, one node that hosts all modules, and the swarm as one process a stage. Rates are between the first and the last
+step, so that neither start-up counts. `split` is each kind of time as a share of the wall time of the peers with
+blocks; sending overlaps with computing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,9 +23,12 @@ from benchmarks import kit
 from benchmarks.kit import run_of
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.events import Event, NodeSummary, Step
+from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import sign_manifest
 
 TARGET = 0.8
+WHOLE_TARGET = 0.97
 
 
 def large_run(hidden: int) -> Manifest:
@@ -56,6 +61,29 @@ def solo_process(connection: Connection, hidden: int, steps: int) -> None:
     connection.send(kit.rate(seen.times))
 
 
+def whole_process(connection: Connection, hidden: int, steps: int) -> None:
+    """The same by one node that hosts all modules."""
+    from node.context.options import NodeOptions
+    from node.runtime.node import run_node
+
+    seen = Steps()
+    with tempfile.TemporaryDirectory() as folder:
+        key, path = Path(folder) / "key", Path(folder) / "run.toml"
+        manifest = large_run(hidden)
+        path.write_bytes(sign_manifest(manifest, Identity.load_or_create(key)).text)
+        options = NodeOptions(
+            link=None,
+            manifest_path=path,
+            identity_path=key,
+            stages=f"0-{manifest.stages.count - 1}",
+            listen="127.0.0.1",
+            threads=os.cpu_count(),
+            steps=steps,
+        )
+        asyncio.run(run_node(options, seen, asyncio.Event()))
+    connection.send(kit.rate(seen.times))
+
+
 def split_of(events: list[Event]) -> dict[str, float]:
     busy = [event.busy_s for event in events if isinstance(event, NodeSummary) and event.module != "0.0"]
     whole = sum(b.compute + b.idle_work + b.wait for b in busy)
@@ -66,19 +94,24 @@ def split_of(events: list[Event]) -> dict[str, float]:
 def measure(options: Any) -> dict[str, Any]:
     manifest = large_run(options.hidden)
     swarm_options = LocalSwarmOptions(peers=manifest.stages.count, steps=options.steps, threads=1)
-    alone, together, splits = list[float](), list[float](), list[dict[str, float]]()
+    alone, whole, together, splits = list[float](), list[float](), list[float](), list[dict[str, float]]()
     for number in range(options.rounds):
-        with kit.process(solo_process, options.hidden, options.steps) as solo:
-            alone.append(kit.hear(solo, 3600))
+        for process, rates in ((solo_process, alone), (whole_process, whole)):
+            with kit.process(process, options.hidden, options.steps) as running:
+                rates.append(kit.hear(running, 3600))
         rate, events = asyncio.run(kit.swarm_to_its_end(manifest, swarm_options))
         together.append(rate)
         splits.append(split_of(events))
-        kit.tell(f"round {number + 1} of {options.rounds}: solo {alone[-1]:.0f}, swarm {rate:.0f} tokens/s")
+        told = f"solo {alone[-1]:.0f}, whole {whole[-1]:.0f}, swarm {rate:.0f} tokens/s"
+        kit.tell(f"round {number + 1} of {options.rounds}: {told}")
     return {
         "solo_tokens_per_s": kit.median(alone),
         "swarm_tokens_per_s": kit.median(together),
         "ratio": kit.median_ratio(together, alone),
         "target": TARGET,
+        "whole_tokens_per_s": kit.median(whole),
+        "whole_ratio": kit.median_ratio(whole, alone),
+        "whole_target": WHOLE_TARGET,
         "split": kit.medians(splits),
         "steps": options.steps,
         "rounds": options.rounds,

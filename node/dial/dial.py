@@ -352,7 +352,9 @@ def turn(wish: Wish, name: str) -> DialedRun:
     if narrow.manifest.stages.count == 1 or paces[1] <= paces[0]:
         return run
     why = f"{peers.mbit_s} Mbit/s links decide: {paces[1]:,.0f} tokens/s, {paces[0]:,.0f} with all of the width"
-    told = Reasoned(RESIDUAL, f"numbers that a hop carries per token, besides the token: peers see the text. {why}")
+    # Loss of a trial on bytes, after 0.6 to 1.2 M tokens: 1.0 % higher at width 128, 2.1 % at 256.
+    cost = "peers see the text, and small trials lost 1 to 2 % in loss"
+    told = Reasoned(RESIDUAL, f"numbers that a hop carries per token, besides the token: {cost}. {why}")
     return replace(narrow, choices=(*narrow.choices, ("residual", told)))
 
 
