@@ -108,12 +108,9 @@ def one(nodes: int, *, complete: bool, settle_s: float, seconds: float) -> dict[
         rates = {kind: (after[kind] - before[kind]) / elapsed for kind in after}
         rate, share = rates.pop("bytes"), {kind: round(each, 4) for kind, each in rates.items()}
         bar = FLOOR_BYTES + BYTES_A_PEER * (nodes - 1 + complete)
-        row: dict[str, Any] = {
-            "nodes": nodes,
-            "stages": "complete" if complete else "missing",
-            "bytes_per_s": round(rate),
-        }
-        row |= {"bar": round(bar), "cpu": round(sum(share.values()), 4), "cpu_of": share}
+        stages = "complete" if complete else "missing"
+        row: dict[str, Any] = {"nodes": nodes, "stages": stages, "bytes_per_s": round(rate), "bar": round(bar)}
+        row |= {"cpu": round(sum(share.values()), 4), "cpu_of": share}
         tell(row)
         return row
 

@@ -287,7 +287,7 @@ def _staleness(stages: int, microbatches: int) -> Reasoned[int]:
     if stages == 1:
         return Reasoned(0, "no pipeline")
     idle = 1 - pipeline_share(stages, microbatches)
-    return Reasoned(0, f"filling the pipeline for each step costs {idle:.0%}; late gradients need up to 1.7x the tokens")
+    return Reasoned(0, f"filling the pipeline anew costs {idle:.0%}; late gradients need up to 1.7x the tokens")
 
 
 def pipeline_share(stages: int, microbatches: int) -> float:
@@ -458,7 +458,7 @@ def _trained(uncut: Manifest, blocks: tuple[int, ...], parameters: int, wish: Wi
 
 LINKS_MBIT_S: Final = (SLOW_LINK_MBIT_S, 100, 1000)
 FAST_LINK_MBIT_S: Final = 100
-NEAR_PACE: Final = 1.3  # Ratio of two speeds up to which they count as equal: steps that peers share learn more per token
+NEAR_PACE: Final = 1.3  # Ratio up to which speeds count as equal: steps that peers share learn more per token
 LARGE_CARD: Final = 24 * 10**9
 ASSUMED_FLOPS: Final = (20e12, 55e12)  # bfloat16, below and from LARGE_CARD: 4/5 of the peak of an RTX 3060 and 3090
 OPERATIONS: Final = 8  # Per parameter and token: two forward, four backward, two to recompute forward
