@@ -20,7 +20,8 @@ from node.local_swarm import local_swarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.observability.event_json import event_to_json
 from node.observability.events import Completed, RoundProgress, Visit
-from tests.lab.test_scenario import BASE, ROOT, STAND_IN
+from tests.lab.test_scenario import BASE
+from tests.node.local_swarm.test_local_swarm import ROOT, STAND_IN
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
 

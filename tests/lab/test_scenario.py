@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import tomllib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from lab import scenario as scenarios
 from lab.emulation.emulation import MBIT, PROFILES, Fault, LinkShape, Site, profile_of
-from node.__main__ import app
 from node.observability.failpoints import POINTS
 from swarm.vocabulary.errors import ConfigError
+from tests.node.cli.test_cli import ROOT, STAND_IN, command, ran, refused, until
 
-ROOT = Path(__file__).parent.parent.parent
 BASE = """
 name = "test"
 seed = 3
@@ -269,87 +264,57 @@ def test_scenarios_are_named_or_files(tmp_path: Path) -> None:
         scenarios.find_scenarios(["resetz"])
 
 
-STAND_IN = (sys.executable, str(ROOT / "tests" / "node" / "local_swarm" / "stand_in_node.py"))
 WITH_STAND_INS = f"from node.local_swarm import local_swarm; local_swarm.node_command = lambda: {STAND_IN!r}\n"
 
 
-def run(*arguments: str, command: str = "wan") -> Result:
-    return CliRunner().invoke(app, [command, *arguments], prog_name="skipstone")
-
-
 def test_the_named_links_are_listed() -> None:
-    listed = run("--profiles")
-    assert listed.exit_code == 0
-    assert all(name in listed.stdout for name in PROFILES)
-    table = json.loads(run("--profiles", "--json").stdout)
+    assert all(name in ran("wan", "--profiles").stdout for name in PROFILES)
+    table = json.loads(ran("wan", "--profiles", "--json").stdout)
     assert set(table["profiles"]) == set(PROFILES)
     assert table["netem_reason"]
 
 
-@pytest.mark.parametrize("command", ["wan", "chaos", "check"])
-def test_outside_a_checkout_one_is_asked_for(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["wan", "chaos", "check"])
+def test_outside_a_checkout_one_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.__main__.CHECKOUT", tmp_path)
-    refused = run("--help", command=command)
-    assert refused.exit_code == 78
-    assert f"`skipstone {command}` needs a checkout" in refused.stderr
+    assert f"`skipstone {name}` needs a checkout" in refused(name, "--help")
 
 
 def test_chaos_lists_its_scenarios_and_wants_a_folder_and_expectations(tmp_path: Path) -> None:
-    chaos = partial(run, command="chaos")
-    listed = chaos("--list")
-    assert listed.exit_code == 0
-    assert all(name in listed.stdout for name in scenarios.known_scenarios())
-    assert json.loads(chaos("--list", "--json").stdout)["scenarios"].keys() == scenarios.known_scenarios().keys()
-    assert chaos("resets").exit_code == 78
+    known = scenarios.known_scenarios()
+    assert all(name in ran("chaos", "--list").stdout for name in known)
+    assert json.loads(ran("chaos", "--list", "--json").stdout)["scenarios"].keys() == known.keys()
+    refused("chaos", "resets")
     (tmp_path / "scenario.toml").write_text(BASE)
-    refused = chaos(str(tmp_path / "scenario.toml"), "--out", str(tmp_path / "out"))
-    assert refused.exit_code == 78
-    assert "has no [chaos] table" in refused.stderr
+    words = ("chaos", str(tmp_path / "scenario.toml"), "--out", str(tmp_path / "out"))
+    assert "has no [chaos] table" in refused(*words)
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     scenario = tmp_path / "scenario.toml"
     scenario.write_text(BASE.replace("home-fibre", "modem"))
-    refused = run(str(scenario), "--out", str(tmp_path / "out"))
-    assert refused.exit_code == 78
-    assert "'modem' is not a profile" in refused.stderr
+    words = ("wan", str(scenario), "--out", str(tmp_path / "out"))
+    assert "'modem' is not a profile" in refused(*words)
     scenario.write_text(BASE)
-    assert run(str(scenario), "--out", str(tmp_path / "out"), "--profile", "modem").exit_code == 78
+    refused(*words, "--profile", "modem")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "scenario.toml").write_text(BASE)
-    refused = run(str(tmp_path / "scenario.toml"), "--out", str(tmp_path))
-    assert refused.exit_code == 78
-    assert "is not empty" in refused.stderr
+    assert "is not empty" in refused("wan", str(tmp_path / "scenario.toml"), "--out", str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["scenario.toml"]
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
-def test_ctrl_c_ends_it_early_with_a_report(tmp_path: Path) -> None:
+def test_ctrl_c_ends_it_early_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scenario.toml").write_text(BASE + EVENTS)
     out = tmp_path / "out"
-    # A process that a shell started in the background ignores SIGINT, and so do its children.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"{WITH_STAND_INS}from node.__main__ import main; main()"
-    )
-    arguments = ["wan", str(tmp_path / "scenario.toml"), "--out", str(out), "--profile", "mobile", "--compare"]
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)},
-    ) as process:
-        assert process.stdout is not None
-        seen = ""
-        while "peer 1 killed" not in seen:
-            line = process.stdout.readline()
-            assert line, f"{seen}{process.stderr.read() if process.stderr else ''}"
-            seen += line
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = ("wan", str(tmp_path / "scenario.toml"), "--out", str(out), "--profile", "mobile", "--compare")
+    with command(*words, code=f"{WITH_STAND_INS}from node.__main__ import main; main()") as process:
+        until(process, "peer 1 killed")
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors

@@ -40,11 +40,10 @@ from protocol.manifest.signing import read_signed_manifest
 from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
 from tests.node.checkpoint.saved_states import save_checkpoint
+from tests.node.local_swarm.test_local_swarm import ROOT, STAND_IN
 from tests.node.small_manifest import small_manifest
 from tests.node.start.tiny_models import write_folder
 
-ROOT = Path(__file__).parent.parent.parent.parent
-STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
 LINK = (
     "skipstone:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
     "@/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"

@@ -19,17 +19,7 @@ from hypothesis import strategies as st
 from node.data import packing
 from node.data.documents import UNSCORED, Documents, Fragment, StreamPosition
 from node.data.feed import Prefetcher, ReadingPosition, TrainingFeed, held_out_microbatches, open_documents
-from node.data.packing import (
-    BLOCK_MICROBATCHES,
-    MOST_DOCUMENTS,
-    PACKING,
-    ROUTED,
-    Cursor,
-    DocumentPacker,
-    Microbatch,
-    RowPacker,
-    reading_position,
-)
+from node.data.packing import Cursor, DocumentPacker, Microbatch, RowPacker, reading_position
 from node.data.tokenizers import ByteTokenizer, Tokens
 from node.experts.router import DocumentRouter
 from protocol.manifest.manifest import Manifest, document_cost
@@ -347,17 +337,18 @@ def test_a_short_text_is_not_read_again_and_again_for_one_block(monkeypatch: pyt
         packer.next()
     end, epoch_tokens = packer.cursor.block, 40 * 31
     assert (end.position, end.offset) == (0, 0)
-    assert (end.epoch - 1) * epoch_tokens < ROUTED * BLOCK_MICROBATCHES * MOST <= end.epoch * epoch_tokens
+    enough = packing.ROUTED * packing.BLOCK_MICROBATCHES * MOST
+    assert (end.epoch - 1) * epoch_tokens < enough <= end.epoch * epoch_tokens
 
 
 def test_a_block_of_very_short_documents_has_no_more_of_them_than_can_soon_be_packed() -> None:
     packer = DocumentPacker(MANIFEST, texts_of([1] * 50).endless(StreamPosition(), everything), Cursor())
-    packer._block_tokens = packer._enough_tokens = 10 * MOST_DOCUMENTS
+    packer._block_tokens = packer._enough_tokens = 10 * packing.MOST_DOCUMENTS
     first = packer.next()
     sizes = [first.size]
     while packer.cursor.block == first.start.block:
         sizes.append(packer.next().size)
-    assert MOST_DOCUMENTS <= sum(sizes) / 2 <= MOST_DOCUMENTS + MOST
+    assert packing.MOST_DOCUMENTS <= sum(sizes) / 2 <= packing.MOST_DOCUMENTS + MOST
     assert sum(sizes) > 0.95 * MOST * len(sizes), "the last one is filled"
 
 
@@ -374,7 +365,7 @@ def test_a_block_that_was_packed_in_another_way_is_begun_anew() -> None:
     begin = packer.cursor
     first = packer.next()
     packer.next()
-    assert packer.cursor.packing == PACKING != Cursor().packing
+    assert packer.cursor.packing == packing.PACKING != Cursor().packing
     older = replace(packer.cursor, packing=1)
     assert older.taken == 2
     again = packer_of(texts, 400, older, endless=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from node.data.files import LINE_BYTES
 from node.data.hub import WAITS, HubPlace, HubStream, chosen, hub_place
@@ -141,17 +139,6 @@ def test_a_home_that_cannot_be_written_is_said(hub: LoopbackHub, tmp_path: Path)
 
 
 class TestRows:
-    @pytest.mark.parametrize(
-        ("suffix", "pack"),
-        [("jsonl", bytes), ("json", bytes), ("jsonl.gz", gzip.compress), ("json.zst", zstandard.compress)],
-    )
-    def test_lines_from_a_number_on(self, tmp_path: Path, suffix: str, pack: type[bytes]) -> None:
-        file = tmp_path / f"a.{suffix}"
-        file.write_bytes(pack(b"\n" + lines(*map(str, range(100)))))
-        assert [read() for read in rows(file, "text", 0, is_chat=False)] == [b"%d" % n for n in range(100)]
-        assert [read() for read in rows(file, "text", 97, is_chat=False)] == [b"97", b"98", b"99"]
-        assert [*rows(file, "text", 100, is_chat=False)] == []
-
     def test_a_line_that_is_none_keeps_its_number_and_cannot_be_read(self, tmp_path: Path) -> None:
         file = tmp_path / "a.jsonl"
         long = json.dumps({"text": "x" * LINE_BYTES}).encode()

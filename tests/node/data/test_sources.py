@@ -250,10 +250,13 @@ def test_lines_of_all_files_are_documents_in_the_order_of_names(tmp_path: Path) 
     assert source.listing.section() == files_at(tmp_path).listing.section(), "what the manifest names is the same"
 
 
-def test_one_file_may_be_called_anything(tmp_path: Path) -> None:
+def test_one_file_may_be_called_anything_but_has_a_line(tmp_path: Path) -> None:
     (tmp_path / "talk.json@0").write_bytes(b"a\nb\n")
     source = source_at(tmp_path / "talk.json@0", LineSource)
     assert [source.read(name) for name in source.names] == [b"a\n", b"b\n"]
+    (tmp_path / "talk.json@0").write_bytes(b"\n \n")
+    with pytest.raises(ConfigError, match="no line"):
+        source_at(tmp_path, LineSource)
 
 
 def test_a_line_that_is_too_long_is_left_out_and_does_not_hide_the_next(tmp_path: Path) -> None:
@@ -263,9 +266,3 @@ def test_a_line_that_is_too_long_is_left_out_and_does_not_hide_the_next(tmp_path
     assert (source.read(fits), source.read(last)) == (b"x" * LINE_BYTES + b"\n", b"z\n")
     with pytest.raises(OSError, match="more than"):
         source.read(too_long)
-
-
-def test_a_place_without_a_line_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"\n \n")
-    with pytest.raises(ConfigError, match="no line"):
-        source_at(tmp_path, LineSource)

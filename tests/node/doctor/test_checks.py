@@ -16,27 +16,9 @@ import torch
 from typer.testing import CliRunner
 
 from node.__main__ import app
+from node.doctor import examination
 from node.doctor.doctor import finding_text, report
-from node.doctor.examination import (
-    LIBRARIES,
-    Finding,
-    Level,
-    WantedVersions,
-    bounded,
-    clock_finding,
-    clock_offset,
-    experts_findings,
-    files_finding,
-    look_at_device,
-    look_at_disk,
-    look_at_memory,
-    look_at_port,
-    look_at_stage_memory,
-    reach_finding,
-    versions,
-    wanted_here,
-    what_fits_of,
-)
+from node.doctor.examination import Finding, Level
 from node.model.free_memory import GIB, available_memory
 from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
 from node.model.moments import MomentType
@@ -54,8 +36,8 @@ HERE = "127.0.0.1"
 def test_what_is_wanted_is_what_the_project_says(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
     if not is_installed:
         monkeypatch.setattr("importlib.metadata.metadata", missing)
-    wanted = wanted_here()
-    assert set(wanted.libraries) == set(LIBRARIES)
+    wanted = examination.wanted_here()
+    assert set(wanted.libraries) == set(examination.LIBRARIES)
     assert wanted.libraries["torch"].startswith("==")
     assert wanted.python.startswith(">=3.")
 
@@ -65,9 +47,9 @@ def missing(name: str) -> None:
 
 
 def test_a_library_that_is_missing_or_old_fails_with_the_command_that_helps() -> None:
-    wanted = WantedVersions(">=3.11", {"torch": "==2.13.*", "hivemind": "==1.1.12", "grpcio": ">=1.80"})
+    wanted = examination.WantedVersions(">=3.11", {"torch": "==2.13.*", "hivemind": "==1.1.12", "grpcio": ">=1.80"})
     there = {"torch": "2.12.1+cpu", "grpcio": "1.85.1"}
-    found = {finding.check: finding for finding in versions(wanted, "3.11.7", there.get)}
+    found = {finding.check: finding for finding in examination.versions(wanted, "3.11.7", there.get)}
     levels = {"python": Level.OK, "torch": Level.FAIL, "hivemind": Level.FAIL, "grpcio": Level.OK}
     assert {name: finding.level for name, finding in found.items()} == levels
     assert found["torch"].fix == "pip install 'torch==2.13.*'"
@@ -90,7 +72,7 @@ def test_memory_is_what_the_machine_and_the_container_leave(
     (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n")
     (tmp_path / "memory.max").write_text(limit)
     (tmp_path / "memory.current").write_text(str(GIB // 4))
-    (finding,) = look_at_memory(lambda: available_memory(tmp_path / "meminfo", tmp_path))
+    (finding,) = examination.look_at_memory(lambda: available_memory(tmp_path / "meminfo", tmp_path))
     assert finding.level is level
     assert "beside its stage: torch" in finding.found
 
@@ -101,24 +83,24 @@ def test_memory_without_linuxs_files_is_what_posix_says(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_still_to_be_made_is_looked_at_where_it_will_be(tmp_path: Path) -> None:
-    findings = look_at_disk([("checkpoints", tmp_path / "not" / "yet"), ("logs", tmp_path)])
+    findings = examination.look_at_disk([("checkpoints", tmp_path / "not" / "yet"), ("logs", tmp_path)])
     assert [finding.level for finding in findings] != [Level.FAIL, Level.FAIL]
     assert "checkpoints" in findings[0].found
     file = tmp_path / "file"
     file.write_text("")
-    assert look_at_disk([("logs", file / "inside")])[0].level is Level.FAIL
+    assert examination.look_at_disk([("logs", file / "inside")])[0].level is Level.FAIL
 
 
 @pytest.mark.parametrize("free", [GIB // 2, 2 * GIB, 50 * GIB])
 def test_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     expected = Level.FAIL if free < GIB else Level.WARN if free < 5 * GIB else Level.OK
-    assert look_at_disk([("logs", tmp_path)])[0].level is expected
+    assert examination.look_at_disk([("logs", tmp_path)])[0].level is expected
 
 
 @pytest.mark.parametrize(("limit", "level"), [(-1, Level.OK), (1024, Level.OK), (512, Level.WARN), (128, Level.FAIL)])
 def test_the_limit_on_open_files(limit: int, level: Level) -> None:
-    finding = files_finding(limit)
+    finding = examination.files_finding(limit)
     assert finding.level is level
     assert ("ulimit" in finding.fix) is (level is not Level.OK)
 
@@ -133,7 +115,7 @@ def limit(size_bytes: int) -> Reasoned[int]:
 
 def test_the_largest_stage_is_told_in_parameters() -> None:
     size_bytes = 3 * 10**6 * (CPU_BYTES + 8 + int(round_bytes(1)))
-    (finding,) = look_at_stage_memory("cpu", limit(size_bytes))
+    (finding,) = examination.look_at_stage_memory("cpu", limit(size_bytes))
     assert finding.level is Level.OK
     in_fragments = f"{int(size_bytes / (CPU_BYTES + 8 + round_bytes(8))) // 10**5 / 10} in a run with 8 fragments"
     assert finding.found.startswith(f"a stage of up to 3.0 million parameters fits, {in_fragments}: ")
@@ -141,7 +123,7 @@ def test_the_largest_stage_is_told_in_parameters() -> None:
 
 
 def test_moments_in_8_bits_leave_room_for_more() -> None:
-    (finding,) = look_at_stage_memory("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + 20)), MomentType.EIGHT_BIT)
+    (finding,) = examination.look_at_stage_memory("cpu", limit(3 * 10**6 * (CPU_BYTES + 8 + 20)), MomentType.EIGHT_BIT)
     assert finding.found.startswith("a stage of up to 3.4 million parameters fits, ")
 
 
@@ -155,20 +137,20 @@ def test_moments_in_8_bits_leave_room_for_more() -> None:
     ],
 )
 def test_the_stages_of_a_run_are_named(size_bytes: int, level: Level, said: str) -> None:
-    (finding,) = what_fits_of("cpu", limit(size_bytes), MomentType.FLOAT32, MANIFEST)
+    (finding,) = examination.what_fits_of("cpu", limit(size_bytes), MomentType.FLOAT32, MANIFEST)
     assert (finding.level, finding.found[: len(said)]) == (level, said)
 
 
 def test_a_device_that_multiplies_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.doctor.examination.matmul_flops", lambda device, size: None)
-    assert look_at_device("cpu")[0].level is Level.FAIL
+    assert examination.look_at_device("cpu")[0].level is Level.FAIL
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use the GPU here")
     monkeypatch.setattr("node.doctor.examination.NVIDIA", tmp_path)
-    finding = look_at_device("auto")[0]
+    finding = examination.look_at_device("auto")[0]
     assert (finding.level, "CUDA" in finding.fix) == (Level.WARN, True)
 
 
@@ -178,7 +160,7 @@ def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, free: in
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA RTX 4090")
     monkeypatch.setattr("node.model.device.choose_devices", lambda wish: Reasoned((torch.device("cuda"),), "auto"))
     monkeypatch.setattr("node.doctor.examination.matmul_flops", lambda device, size: 5e13)
-    finding = look_at_device("auto")[0]
+    finding = examination.look_at_device("auto")[0]
     assert finding.level is level
     assert finding.found.startswith(f"NVIDIA RTX 4090, {free / GIB:.1f} of 24.0 GiB free; a CUDA matrix product")
     assert "50,000 GFLOP/s" in finding.found
@@ -187,10 +169,10 @@ def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, free: in
 def test_a_port_that_is_taken_fails_and_a_free_one_does_not() -> None:
     with socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
-        finding = look_at_port(HERE, port)[0]
+        finding = examination.look_at_port(HERE, port)[0]
         assert (finding.level, str(port) in finding.found) == (Level.FAIL, True)
-    assert [look_at_port(HERE, free)[0].level for free in (port, 0)] == [Level.OK, Level.OK]
-    assert look_at_port("203.0.113.1", 0)[0].level is Level.FAIL, "no address of this machine"
+    assert [examination.look_at_port(HERE, free)[0].level for free in (port, 0)] == [Level.OK, Level.OK]
+    assert examination.look_at_port("203.0.113.1", 0)[0].level is Level.FAIL, "no address of this machine"
 
 
 @pytest.mark.parametrize(
@@ -204,8 +186,8 @@ def test_a_port_that_is_taken_fails_and_a_free_one_does_not() -> None:
     ],
 )
 def test_the_clock_is_compared_with_the_median(offsets: Sequence[float], level: Level, said: str) -> None:
-    assert clock_finding(offsets).level is level
-    assert said in clock_finding(offsets).found
+    assert examination.clock_finding(offsets).level is level
+    assert said in examination.clock_finding(offsets).found
 
 
 async def test_an_offset_is_taken_at_half_the_round_trip() -> None:
@@ -216,7 +198,7 @@ async def test_an_offset_is_taken_at_half_the_round_trip() -> None:
         clock.now += 2.0
         return said
 
-    assert await clock_offset(answer, clock) == pytest.approx(7.0, abs=0.01)
+    assert await examination.clock_offset(answer, clock) == pytest.approx(7.0, abs=0.01)
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"no json", b'{"unix_ms": "now"}', b'{"unix_ms": true}', None])
@@ -226,14 +208,17 @@ async def test_a_peer_that_does_not_tell_its_time_is_left_out(answer: bytes | No
             raise Rejected("no")
         return answer
 
-    assert await clock_offset(ask, ManualClock()) is None
+    assert await examination.clock_offset(ask, ManualClock()) is None
 
 
 def test_a_node_that_nobody_can_dial_fails_and_says_what_to_do() -> None:
-    levels = {step.name: reach_finding(Standing(step, "because", fix="forward it")).level.name for step in ReachStep}
+    levels = {
+        step.name: examination.reach_finding(Standing(step, "because", fix="forward it")).level.name
+        for step in ReachStep
+    }
     expected = {"DIRECT": "OK", "MAPPED": "OK", "REVERSE": "WARN", "UNKNOWN": "WARN", "UNREACHABLE": "FAIL"}
     assert levels == expected
-    finding = reach_finding(Standing(ReachStep.UNREACHABLE, "because", fix="forward it"))
+    finding = examination.reach_finding(Standing(ReachStep.UNREACHABLE, "because", fix="forward it"))
     assert (finding.found, finding.fix) == ("unreachable: because", "forward it")
 
 
@@ -244,7 +229,7 @@ async def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:
         let_go.wait(30)
         return []
 
-    hung = await bounded("device", hang, 0.05)
+    hung = await examination.bounded("device", hang, 0.05)
     let_go.set()
     assert [finding.level for finding in hung] == [Level.FAIL]
 
@@ -254,14 +239,14 @@ async def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:
     def refused() -> Sequence[Finding]:
         raise ConfigError("device 'cuda' is not there", hint="Use --device auto.")
 
-    assert (await bounded("disk", no_permission, 5))[0].found == "Permission denied"
-    assert (await bounded("device", refused, 5))[0].fix == "Use --device auto."
+    assert (await examination.bounded("disk", no_permission, 5))[0].found == "Permission denied"
+    assert (await examination.bounded("device", refused, 5))[0].fix == "Use --device auto."
 
     def bug() -> Sequence[Finding]:
         raise KeyError("ours")
 
     with pytest.raises(KeyError):
-        await bounded("disk", bug, 5)
+        await examination.bounded("disk", bug, 5)
 
 
 def test_a_peers_words_cannot_draw_on_the_terminal() -> None:
@@ -296,8 +281,8 @@ def test_the_report_is_well_with_warnings() -> None:
 
 
 def test_a_run_with_experts_and_fewer_peers_than_modules_is_a_warning() -> None:
-    (found,) = experts_findings(3, 5, several=True)
+    (found,) = examination.experts_findings(3, 5, several=True)
     assert found.level is Level.WARN
     assert "3 peers for 5 modules" in found.found
     assert "Let 2 more peers join" in found.fix
-    assert experts_findings(5, 5, several=True) == experts_findings(2, 3, several=False) == []
+    assert examination.experts_findings(5, 5, several=True) == examination.experts_findings(2, 3, several=False) == []

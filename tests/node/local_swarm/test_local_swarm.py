@@ -30,7 +30,8 @@ from protocol.manifest.signing import read_signed_manifest
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId
 
-STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
+ROOT = Path(__file__).parent.parent.parent.parent
+STAND_IN = (sys.executable, str(Path(__file__).parent / "stand_in_node.py"))
 
 
 def manifest(blocks: tuple[int, ...] = (0, 1, 1)) -> Manifest:
@@ -279,7 +280,7 @@ asyncio.run(main())
 
 async def test_nodes_stop_when_their_owner_is_killed(tmp_path: Path) -> None:
     code = OWNER.format(tests=str(Path(__file__).parent))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent.parent), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE, env=environment)
     pids = [int(pid) for pid in (await owner.stdout.readline()).split()]
     assert len(pids) == 3
@@ -358,13 +359,7 @@ async def test_what_a_child_has_started_ends_with_it(then: str) -> None:
 async def test_cancelling_kills_it() -> None:
     child = python(SPAWNS_A_GRANDCHILD.format(then="time.sleep(600)"))
     started = asyncio.Event()
-    lines: list[bytes] = []
-
-    def on_line(line: bytes) -> None:
-        lines.append(line)
-        started.set()
-
-    following = asyncio.create_task(child.follow(on_line))
+    following = asyncio.create_task(child.follow(lambda _: started.set()))
     await started.wait()
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -540,8 +535,6 @@ def test_what_is_lost_with_its_last_peers_is_counted_once_a_module() -> None:
 
 
 FORKS = pytest.mark.skipif(not may_fork(node_command()), reason="nodes are forked on Linux only")
-
-ROOT = Path(__file__).parent.parent.parent.parent
 
 
 @pytest.fixture

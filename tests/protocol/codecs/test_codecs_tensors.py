@@ -110,12 +110,6 @@ class TestAccuracy:
         assert encoded.data.nbytes == encoded.spec.byte_length
         assert distance(values, decoded(encoded)) <= (1.0 if shape == LARGE else 1.5) * RELATIVE_ERROR[codec]
 
-    @pytest.mark.parametrize("codec", BLOCKWISE)
-    def test_bfloat16_is_encoded_as_the_same_numbers_in_float32_are(self, codec: Codec) -> None:
-        values = normal(70, 515, dtype=torch.bfloat16)
-        values[:, 3] *= 60
-        assert encode(values, codec).data == encode(values.float(), codec).data
-
     @given(arrays(np.float32, st.integers(1, 300), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
     def test_int4_is_off_by_half_a_step_and_by_one_at_the_far_end(self, array: np.ndarray) -> None:
         values = torch.from_numpy(array)
@@ -143,18 +137,13 @@ class TestOutliers:
     def test_at_most_every_sixteenth_channel_is_sent_apart_the_largest_of_them(self) -> None:
         values = normal(64, 64)
         values[:, 10:20] *= 1000 * torch.arange(1, 11)
+        before = values.clone()
         encoded = encode(values, Codec.INT8)
+        assert torch.equal(values, before), "they are left as they are"
         numbers_sent = struct.unpack_from("<4H", encoded.data, 64 * 64 * 33 // 32)
         assert encoded.spec.outliers == 4
         assert list(numbers_sent) == sorted(numbers_sent)
         assert set(numbers_sent) <= set(range(13, 20))
-
-    def test_the_values_are_left_as_they_are(self) -> None:
-        values = normal(64, 64)
-        values[:, 7] *= 100
-        before = values.clone()
-        encode(values, Codec.INT8)
-        assert torch.equal(values, before)
 
     @pytest.mark.parametrize("codec", BLOCKWISE)
     @pytest.mark.parametrize("channels", [(64, 1), (3, 3), (5, 4), (0, 65535)])

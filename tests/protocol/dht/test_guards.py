@@ -50,11 +50,6 @@ def other_key(run: RunId, module: ModuleId | None) -> bytes:
     return bytes(DHTID.generate(directory_key(run, module)))
 
 
-def test_an_honest_record_is_accepted() -> None:
-    assert RULES.validate(stored())
-    assert RULES.validate(stored(module=ModuleId(3, 1)))
-
-
 @pytest.mark.parametrize(
     ("field", "wrong", "because"),
     [
@@ -80,7 +75,9 @@ def test_what_is_stored_for_longer_or_shorter_than_signed_is_refused(seconds: fl
         RULES.check(dataclasses.replace(stored(), expiration_time=time.time() + seconds))
 
 
-def test_the_run_and_its_modules_are_all_there_is() -> None:
+def test_an_honest_record_is_accepted_and_the_run_and_its_modules_are_all_there_is() -> None:
+    assert RULES.validate(stored())
+    assert RULES.validate(stored(module=ModuleId(3, 1)))
     assert not RULES.validate(stored(run=OTHER_RUN))
     for module in (ModuleId(4), ModuleId(1, 2), ModuleId(0, 1)):
         assert not RULES.validate(stored(module=module))
@@ -105,16 +102,13 @@ def test_other_encodings_of_a_value_are_refused(packed: bytes) -> None:
         guards.unpack_bytes(packed)
 
 
-def test_nested_extensions_are_refused_before_they_overflow_the_stack() -> None:
+def test_nested_extensions_and_long_values_are_refused_before_they_are_decoded() -> None:
     packed = b"\xc0"
     for _ in range(8):
         packed = msgpack.packb(msgpack.ExtType(0x40, b"\x91" + packed))
     with pytest.raises(ValueError, match="nested deeper"):
         MSGPackSerializer.loads(packed)
     assert MSGPackSerializer.loads(MSGPackSerializer.dumps((1, (2, 3)))) == (1, (2, 3)), "the level must go down again"
-
-
-def test_long_values_are_refused_before_they_are_decoded() -> None:
     with pytest.raises(ValueError, match="more than"):
         MSGPackSerializer.loads(b"\x90" * (guards.MAX_PACKED_BYTES + 1))
 

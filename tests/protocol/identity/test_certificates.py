@@ -38,14 +38,17 @@ SPECIFICATION_CERTIFICATE = bytes.fromhex(
 SPECIFICATION_PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 
 
-def test_our_certificate_proves_our_peer_id_fits_a_record_and_has_its_own_key_and_serial() -> None:
+def test_our_certificate_proves_our_peer_id_fits_a_record_shows_no_key_and_has_its_own_key_and_serial() -> None:
     identity = Identity.generate()
     credentials = make_credentials(identity, RUN)
     assert peer_of_certificate(credentials.certificate_der, RUN) == identity.peer
+    assert peer_of_certificate(certificate(identity), RUN) == identity.peer, "and so do those of these tests"
     assert max(len(make_credentials(identity, RUN).certificate_der) for _ in range(20)) < 700
     assert pem_of(credentials.certificate_der) == credentials.certificate_pem
     assert fingerprint(credentials.certificate_der) == hashlib.sha256(credentials.certificate_der).digest()
-    identity = Identity.generate()
+    assert repr(credentials) == f"TlsCredentials(fingerprint={fingerprint(credentials.certificate_der).hex()})"
+    for pem in (credentials.certificate_pem, credentials.authority_pem):
+        ssl.create_default_context(cadata=pem.decode())
     first, second = (x509.load_der_x509_certificate(make_credentials(identity, RUN).certificate_der) for _ in range(2))
     assert first.serial_number != second.serial_number
     assert first.public_key() != second.public_key()
@@ -75,11 +78,6 @@ def test_the_authority_of_a_run_has_the_documented_key_and_name_and_may_sign() -
     assert authority.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     assert authority.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
     assert authority.public_key() != authority_key(OTHER_RUN).public_key()
-
-
-def test_what_the_builder_of_these_tests_makes_is_good_when_nothing_is_wrong() -> None:
-    identity = Identity.generate()
-    assert peer_of_certificate(certificate(identity), RUN) == identity.peer
 
 
 ME, OTHER, KEY = Identity.generate(), Identity.generate(), new_key()
@@ -146,14 +144,3 @@ def test_a_change_of_any_byte_is_noticed_and_never_ends_in_another_error() -> No
         changed[position] ^= generator.randrange(1, 256)
         with pytest.raises(ProtocolViolation):
             peer_of_certificate(bytes(changed), RUN)
-
-
-def test_repr_shows_no_key() -> None:
-    credentials = make_credentials(Identity.generate(), RUN)
-    assert repr(credentials) == f"TlsCredentials(fingerprint={fingerprint(credentials.certificate_der).hex()})"
-
-
-def test_openssl_takes_both() -> None:
-    credentials = make_credentials(Identity.generate(), RUN)
-    for pem in (credentials.certificate_pem, credentials.authority_pem):
-        ssl.create_default_context(cadata=pem.decode())

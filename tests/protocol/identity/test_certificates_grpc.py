@@ -12,15 +12,8 @@ import pytest
 from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.transport import Contact
-from protocol.transport.grpc_streams import (
-    METHOD,
-    SERVICE,
-    AcceptedStream,
-    DialledStream,
-    ServicerContext,
-    make_server,
-    open_channel,
-)
+from protocol.transport import grpc_streams
+from protocol.transport.grpc_streams import METHOD, SERVICE, DialledStream, open_channel
 from protocol.transport.handshake import proven_peer
 from swarm.vocabulary.errors import Rejected, Unreachable
 from swarm.vocabulary.types import PeerId
@@ -37,12 +30,12 @@ ROUNDS = 8
 async def server(own: TlsCredentials) -> AsyncIterator[str]:
     """The transport's server, where each caller is told the peer id that its certificate proves."""
 
-    async def serve(_requests: object, context: ServicerContext) -> None:
-        stream = AcceptedStream(context)
+    async def serve(_requests: object, context: grpc_streams.ServicerContext) -> None:
+        stream = grpc_streams.AcceptedStream(context)
         await stream.read()
         await stream.write(proven_peer(stream.certificate(), RUN).encode())
 
-    instance, port = make_server(serve, own, "127.0.0.1:0", 2 * AT_ONCE)
+    instance, port = grpc_streams.make_server(serve, own, "127.0.0.1:0", 2 * AT_ONCE)
     await instance.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -78,9 +78,7 @@ def forged(change: Change, identity: Identity = OWNER, key: str | None = None) -
     change(body)
     raw = body.SerializeToString(deterministic=True)
     if key is None:
-        key = (
-            f"skipstone/{body.run}/{body.stage}.{body.expert}" if body.has_module else f"skipstone/{body.run}/visitors"
-        )
+        key = f"skipstone/{body.run}/" + (f"{body.stage}.{body.expert}" if body.has_module else "visitors")
     signature = identity.sign(b"skipstone-record:" + key.encode() + b"\0" + raw)
     return records_pb2.SignedRecord(public_key=identity.public_key, signature=signature, body=raw).SerializeToString()
 

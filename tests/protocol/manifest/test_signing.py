@@ -410,26 +410,19 @@ def test_a_run_of_another_protocol_is_refused_with_a_sentence(version: int, advi
 
 
 def test_a_run_has_4096_modules_at_most() -> None:
-    def stages(count: int, experts: int) -> Table:
-        model = SMALL["model"] | {"attention": "documents"}
-        return SMALL | {"model": model, "stages": {"blocks": [1] * count, "experts": experts}}
-
-    manifest = manifest_from_table(stages(64, 65))
+    manifest = manifest_from_table(with_experts(65, stages=64))
     assert len(manifest.modules()) == MAX_MODULES
     assert all(manifest.has(module) for module in manifest.modules())
     assert not any(manifest.has(module) for module in (ModuleId(0, 1), ModuleId(64), ModuleId(1, 65)))
     with pytest.raises(ManifestError, match="1024 stages with 1024 experts each make 1047553 modules; a run has 4096"):
-        manifest_from_table(stages(1024, 1024))
+        manifest_from_table(with_experts(1024, stages=1024))
     with pytest.raises(ManifestError, match="a run has 4096 at most"):
-        manifest_from_table(stages(64, 66))
+        manifest_from_table(with_experts(66, stages=64))
 
 
-def with_experts(experts: object, **changes: object) -> Table:
-    return SMALL | {
-        "model": SMALL["model"] | {"attention": "documents"},
-        "stages": {"blocks": [1, 1, 1], "experts": experts},
-        **changes,
-    }
+def with_experts(experts: object, stages: int = 3, **changes: object) -> Table:
+    model = SMALL["model"] | {"attention": "documents"}
+    return SMALL | {"model": model, "stages": {"blocks": [1] * stages, "experts": experts}, **changes}
 
 
 def test_stages_may_have_different_numbers_of_experts() -> None:
@@ -441,9 +434,7 @@ def test_stages_may_have_different_numbers_of_experts() -> None:
     assert manifest.stages.has_experts
     signed = signing.sign_manifest(manifest, AUTHOR)
     assert signing.read_signed_manifest(signed.text, signed.run).manifest == manifest
-
-
-def test_one_number_of_experts_is_that_of_every_stage_but_the_first() -> None:
+    # One number is that of every stage but the first.
     assert manifest_from_table(with_experts(2)).stages.experts_of_each == (1, 2, 2)
     assert not manifest_from_table(with_experts(1)).stages.has_experts
     assert manifest_from_table(with_experts([1, 2, 2])).modules() == manifest_from_table(with_experts(2)).modules()
@@ -559,13 +550,10 @@ def test_the_documented_form() -> None:
     assert str(join_link.parse_link(join_link.EXAMPLE)) == join_link.EXAMPLE
 
 
-def test_the_longest_link_is_accepted() -> None:
+def test_the_longest_link_is_accepted_and_hosts_are_kept_in_their_shortest_spelling() -> None:
     name = ".".join(["a" * 63] * 3 + ["b" * 61])
     link = join_link.JoinLink(RUN, (f"/dns4/{name}/udp/65535/quic-v1/p2p/{PEER}",) * join_link.MAX_LINK_PEERS)
     assert join_link.parse_link(str(link)) == link
-
-
-def test_hosts_are_kept_in_their_shortest_spelling() -> None:
     link = join_link.JoinLink(RUN, (f"/ip6/2001:0DB8:0:0::1/tcp/1/p2p/{PEER}", f"/dns4/Node.Example/tcp/1/p2p/{PEER}"))
     assert link.peers == (f"/ip6/2001:db8::1/tcp/1/p2p/{PEER}", f"/dns4/node.example/tcp/1/p2p/{PEER}")
 
@@ -617,17 +605,14 @@ def test_a_malformed_address_is_refused(address: str, message: str) -> None:
     assert str(raised.value).isprintable()
     with pytest.raises(ConfigError, match=message):
         join_link.JoinLink(RUN, (address,))
+    with pytest.raises(ConfigError, match="names 0 peers"):
+        join_link.JoinLink(RUN, ())
 
 
 @pytest.mark.parametrize("invitation", ["", "AAAA", "A" * 141, "%" * 142, "A" * 8000])
 def test_a_malformed_invitation_is_refused(invitation: str) -> None:
     with pytest.raises(ConfigError, match=r"not an invitation|characters"):
         join_link.parse_link(f"skipstone:{RUN}@{ADDRESS}?invitation={invitation}")
-
-
-def test_a_link_to_nobody_cannot_be_made() -> None:
-    with pytest.raises(ConfigError, match="names 0 peers"):
-        join_link.JoinLink(RUN, ())
 
 
 @given(st.text(max_size=200) | st.text(max_size=100).map(lambda text: f"skipstone:{RUN}@{ADDRESS}{text}" + "x"))

@@ -11,23 +11,15 @@ from swarm.averaging.leader import credible_accusers
 from swarm.averaging.roster import make_roster
 from swarm.averaging.round_events import Action, RoundRules, SendMessage, SnapshotTaken, Tick, Worked
 from swarm.averaging.round_machine import RoundMachine
+from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.averaging_messages import (
-    Accepting,
-    Commit,
     Declined,
     DeclineReason,
-    Dissolved,
     Entry,
     Invitation,
     Prepared,
-    Progress,
-    Pulse,
-    Roster,
-    RoundControl,
     RoundId,
     SignedRoster,
-    WorkRow,
-    WorkTally,
 )
 from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.round_world import VirtualSigner
@@ -52,10 +44,10 @@ class Desk:
     def feed(self, event: events.Event) -> list[Action]:
         return self.machine.handle(event, self.now)
 
-    def hear(self, sender: PeerId, message: RoundControl) -> list[Action]:
+    def hear(self, sender: PeerId, message: messages.RoundControl) -> list[Action]:
         return self.feed(events.MessageArrived(sender, message))
 
-    def invited(self, attempt: RoundId, base: AnchorVersion = BASE) -> list[RoundControl]:
+    def invited(self, attempt: RoundId, base: AnchorVersion = BASE) -> list[messages.RoundControl]:
         """What its leader hears in answer."""
         return told(self.hear(attempt.convener, Invitation(attempt, base)), attempt.convener)
 
@@ -96,11 +88,11 @@ def signed(attempt: RoundId = ATTEMPT, staged: AnchorVersion | None = None) -> S
     return SignedRoster(attempt, BASE, (entry(attempt, B), entry(attempt, C), entry(attempt, staged=staged)))
 
 
-def roster(attempt: RoundId = ATTEMPT) -> Roster:
+def roster(attempt: RoundId = ATTEMPT) -> messages.Roster:
     return make_roster(RULES, signed(attempt))
 
 
-def told(actions: list[Action], to: PeerId) -> list[RoundControl]:
+def told(actions: list[Action], to: PeerId) -> list[messages.RoundControl]:
     return [action.message for action in actions if isinstance(action, SendMessage) and action.to == to]
 
 
@@ -110,14 +102,14 @@ def kinds(actions: list[Action]) -> list[type]:
 
 def test_a_round_from_the_members_side(desk: Desk) -> None:
     actions = desk.hear(B, Invitation(ATTEMPT, BASE))
-    assert actions == [SendMessage(B, Accepting(ATTEMPT)), events.TakeSnapshot(ATTEMPT, 0)]
+    assert actions == [SendMessage(B, messages.Accepting(ATTEMPT)), events.TakeSnapshot(ATTEMPT, 0)]
     assert desk.feed(SnapshotTaken(ATTEMPT, 10, 100, 1.0, 1e6)) == [SendMessage(B, entry())]
     assert desk.hear(B, signed()) == [events.Exchange(roster())]
     assert desk.feed(events.Staged(ATTEMPT, RESULT)) == [SendMessage(B, Prepared(ATTEMPT, RESULT))]
-    actions = desk.hear(B, Commit(ATTEMPT, RESULT, (B, US)))
+    actions = desk.hear(B, messages.Commit(ATTEMPT, RESULT, (B, US)))
     assert actions[0] == events.CommitStaged(roster(), RESULT)
     assert desk.machine.version == RESULT
-    assert {peer for peer in (B, C, D) if told(actions, peer) == [Progress(MODULE, RESULT, 0, 0)]} == {B, C, D}
+    assert {peer for peer in (B, C, D) if told(actions, peer) == [messages.Progress(MODULE, RESULT, 0, 0)]} == {B, C, D}
     assert desk.machine.current_attempt is None
 
 
@@ -129,7 +121,7 @@ def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message(desk
     attempt = desk.machine.current_attempt
     assert attempt == RoundId(MODULE, 5, 0, US)
     assert {invitation.to for invitation in invitations} == {B, C, D}
-    desk.hear(B, Accepting(attempt))
+    desk.hear(B, messages.Accepting(attempt))
     actions = (
         desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
         + desk.hear(B, entry(attempt, B))
@@ -143,7 +135,7 @@ def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message(desk
     result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
     assert told(desk.feed(events.Staged(attempt, result)), B) == []
     actions = desk.hear(C, Prepared(attempt, result))
-    commit = Commit(attempt, result, (C, US))
+    commit = messages.Commit(attempt, result, (C, US))
     assert [commit in told(actions, peer) for peer in (B, C, D)] == [True, True, True]
     assert events.CommitStaged in kinds(actions)
     assert told(desk.hear(B, Prepared(attempt, result)), B) == [commit], "it has missed the commit"
@@ -182,7 +174,7 @@ def test_a_mean_that_only_a_far_too_long_update_makes_is_neither_followed_nor_le
     for peer, steps in ((B, 10), (C, 0), (D, 0)):
         desk.hear(peer, long_entry(attempt, peer, steps))
     actions = desk.feed(replace(idle, round=attempt))
-    assert [type(message) for message in told(actions, C)] == [Dissolved], "without that update there is none"
+    assert [type(message) for message in told(actions, C)] == [messages.Dissolved], "without that update there is none"
 
 
 def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed(desk: Desk) -> None:
@@ -197,7 +189,7 @@ def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed(desk: 
         desk.hear(B, SignedRoster(attempt, base, entries))
         result = AnchorVersion(number, made.steps, made.tokens, 0, b"%d" % number)
         desk.feed(events.Staged(attempt, result))
-        desk.hear(B, Commit(attempt, result, (B, US)))
+        desk.hear(B, messages.Commit(attempt, result, (B, US)))
         assert desk.machine.version == result
     now, attempt = desk.machine.version, RoundId(MODULE, 9, 0, B)
     desk.wait(1.0)
@@ -205,8 +197,8 @@ def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed(desk: 
     desk.wait(5.0)
     for number in (0, 1):
         attempt = replace(attempt, attempt=number)
-        assert Accepting(attempt) in desk.invited(attempt, now)
-        desk.hear(B, Dissolved(attempt, "no"))
+        assert messages.Accepting(attempt) in desk.invited(attempt, now)
+        desk.hear(B, messages.Dissolved(attempt, "no"))
     attempt = replace(attempt, attempt=2)
     assert desk.invited(attempt, now) == [Declined(attempt, DeclineReason.OTHER_CONVENER, now)]
 
@@ -252,14 +244,14 @@ def test_a_lying_convener_is_refused_and_not_followed_again_at_this_round(desk: 
     again = replace(ATTEMPT, attempt=1)
     assert desk.invited(again) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
     by_another = replace(again, convener=C)
-    assert desk.invited(by_another) == [Accepting(by_another)]
+    assert desk.invited(by_another) == [messages.Accepting(by_another)]
 
 
 def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody(desk: Desk) -> None:
     attempt = desk.convene()
     for peer, false in ((B, entry(attempt, C)), (C, replace(entry(attempt, C), tokens=7)), (D, entry(ATTEMPT, D))):
         answers = told(desk.hear(peer, replace(false, round=attempt)), peer)
-        assert [type(answer) for answer in answers] == [Dissolved]
+        assert [type(answer) for answer in answers] == [messages.Dissolved]
     actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
     (alone,) = [action.roster for action in actions if isinstance(action, events.Exchange)]
     assert alone.peers == (US,)
@@ -267,7 +259,7 @@ def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody(desk: Desk)
 
 @pytest.mark.parametrize("tallies", [True, False])
 def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(desk: Desk, tallies: bool) -> None:
-    tally = WorkTally(D, MODULE, 1, 0.0, 30.0, (WorkRow(US, 1, 100, 100),))
+    tally = messages.WorkTally(D, MODULE, 1, 0.0, 30.0, (messages.WorkRow(US, 1, 100, 100),))
     there = (events.OtherReplica(B, BASE, True),)
     desk.feed(events.ReplicasChanged(there, (tally,) if tallies else ()))
     attempt = desk.convene()
@@ -299,7 +291,7 @@ def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left(desk: Des
         actions = desk.wait(0.5)
         if Declined(ATTEMPT, DeclineReason.NOT_READY, BASE) in told(actions, B):
             break
-        desk.hear(B, Pulse(ATTEMPT))
+        desk.hear(B, messages.Pulse(ATTEMPT))
     assert desk.machine.current_attempt is None
     again = replace(ATTEMPT, attempt=1)
     assert desk.invited(again) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
@@ -308,11 +300,11 @@ def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left(desk: Des
 def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_there(desk: Desk) -> None:
     desk.enter()
     lie = replace(RESULT, digest=b"lie", tokens=2**47)
-    actions = desk.hear(B, Commit(ATTEMPT, lie, (B, C, D)))
+    actions = desk.hear(B, messages.Commit(ATTEMPT, lie, (B, C, D)))
     actions += desk.wait(1.0)
     assert events.CatchUp not in kinds(actions)
     assert desk.machine.version == BASE
-    actions = desk.hear(C, Progress(MODULE, lie, 0, 0)) + desk.hear(D, Progress(MODULE, lie, 0, 0))
+    actions = desk.hear(C, messages.Progress(MODULE, lie, 0, 0)) + desk.hear(D, messages.Progress(MODULE, lie, 0, 0))
     assert events.CatchUp in kinds(actions), "three say it of themselves"
 
 
@@ -325,25 +317,20 @@ def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent(desk: D
     assert desk.machine.current_attempt == ATTEMPT
 
 
-def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more(desk: Desk) -> None:
+def test_rejected_pieces_are_told_with_who_sent_them_and_a_repeated_offender_is_heard_no_more(desk: Desk) -> None:
     desk.enter()
     desk.hear(B, signed())
-    assert told(desk.feed(events.PieceRejected(ATTEMPT, C, "not finite")), B) == [Pulse(ATTEMPT, (), (C,))]
+    actions = desk.feed(events.PieceRejected(ATTEMPT, C, "not finite"))
+    assert (told(actions, B), accused(actions)) == ([messages.Pulse(ATTEMPT, (), (C,))], [C])
     desk.feed(events.PieceRejected(ATTEMPT, C, "not finite"))
+    desk.hear(B, messages.Dissolved(ATTEMPT, "it ends"))
+    assert accused(desk.feed(events.PieceRejected(ATTEMPT, D, "not finite"))) == [D], "even after the attempt"
     desk.wait(4.0)
     assert desk.hear(C, Invitation(RoundId(MODULE, 5, 2, C), BASE)) == []
 
 
 def accused(actions: list[Action]) -> list[PeerId]:
     return [action.peer for action in actions if isinstance(action, events.Caught)]
-
-
-def test_who_sends_a_piece_that_cannot_be_used_is_named_even_after_the_attempt(desk: Desk) -> None:
-    desk.enter()
-    desk.hear(B, signed())
-    assert accused(desk.feed(events.PieceRejected(ATTEMPT, C, "not finite"))) == [C]
-    desk.hear(B, Dissolved(ATTEMPT, "it ends"))
-    assert accused(desk.feed(events.PieceRejected(ATTEMPT, D, "not finite"))) == [D]
 
 
 def test_a_convener_whose_roster_has_an_entry_that_nobody_signed_is_named(desk: Desk) -> None:
@@ -391,7 +378,7 @@ def test_a_broken_update_is_declined(desk: Desk) -> None:
 
 def test_a_version_that_cannot_be_had_is_tried_again_later(desk: Desk) -> None:
     for peer in (B, C, D):
-        actions = desk.hear(peer, Progress(MODULE, RESULT, 0, 0))
+        actions = desk.hear(peer, messages.Progress(MODULE, RESULT, 0, 0))
     assert desk.machine.describe() == "round 4, catching up to round 5"
     actions = desk.feed(events.CatchUpFailed(RESULT, "nobody has it"))
     actions += desk.wait(4.0)
@@ -410,7 +397,7 @@ def four_alone() -> tuple[Desk, list[Action]]:
         (C, replace(RESULT, digest=b"c" * 32)),
         (D, IMPLAUSIBLE),
     ):
-        desk.hear(peer, Progress(MODULE, version, 0, 0))
+        desk.hear(peer, messages.Progress(MODULE, version, 0, 0))
     return desk, desk.wait(4.0)
 
 
@@ -419,11 +406,11 @@ def test_who_stands_farther_away_than_can_be_is_not_followed_nor_invited_whateve
     wanted = [(action.version, action.by_most) for action in actions if isinstance(action, events.CatchUp)]
     assert wanted == [(IMPLAUSIBLE, False)]
     desk.feed(events.CatchUpFailed(IMPLAUSIBLE, "too far", (D,)))
-    desk.hear(D, Progress(MODULE, replace(IMPLAUSIBLE, round=7, digest=b"d" * 32), 0, 0))
+    desk.hear(D, messages.Progress(MODULE, replace(IMPLAUSIBLE, round=7, digest=b"d" * 32), 0, 0))
     caught_up = [action for action in desk.wait(4.0) if isinstance(action, events.CatchUp)]
     assert [action.donors for action in caught_up] == [(C,)], "the next in order of those that are trusted"
     desk.feed(events.CaughtUp(caught_up[0].version))
-    desk.hear(B, Progress(MODULE, caught_up[0].version, 0, 0))
+    desk.hear(B, messages.Progress(MODULE, caught_up[0].version, 0, 0))
     desk.feed(Worked(1000, 1000))
     invitations = [
         tell for tell in desk.wait(4.0) if isinstance(tell, SendMessage) and isinstance(tell.message, Invitation)
@@ -435,7 +422,7 @@ def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
     desk, _ = four_alone()
     desk.feed(events.CatchUpFailed(IMPLAUSIBLE, "too far", (D,)))
     for peer in (B, C, D):
-        desk.hear(peer, Progress(MODULE, replace(IMPLAUSIBLE, round=8, digest=b"e" * 32), 0, 0))
+        desk.hear(peer, messages.Progress(MODULE, replace(IMPLAUSIBLE, round=8, digest=b"e" * 32), 0, 0))
     desk.wait(4.0)
     actions = desk.feed(events.CaughtUp(replace(RESULT, digest=b"c" * 32)))
     caught_up = [action for action in actions if isinstance(action, events.CatchUp)]
@@ -473,14 +460,14 @@ def test_members_commit_what_most_of_them_have_when_their_convener_does_not(desk
     """It is heard all the while, so nobody takes it for dead."""
     desk.prepare()
     for _ in range(6):
-        actions = desk.wait(RULES.pulse_s) + desk.hear(B, Pulse(ATTEMPT))
+        actions = desk.wait(RULES.pulse_s) + desk.hear(B, messages.Pulse(ATTEMPT))
     assert Prepared(ATTEMPT, RESULT) in told(actions, C)
     assert events.CommitStaged not in kinds(desk.hear(D, Prepared(ATTEMPT, RESULT))), "it has no part in this round"
     other = replace(RESULT, digest=b"other")
     assert events.CommitStaged not in kinds(desk.hear(C, Prepared(ATTEMPT, other)))
     actions = desk.hear(C, Prepared(ATTEMPT, RESULT))
     assert events.CommitStaged(roster(), RESULT) in actions
-    assert told(actions, C)[0] == Commit(ATTEMPT, RESULT, tuple(sorted((US, C))))
+    assert told(actions, C)[0] == messages.Commit(ATTEMPT, RESULT, tuple(sorted((US, C))))
     assert desk.machine.version == RESULT
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.averaging.anchor.shared_vector import layout_of
+from swarm.averaging import schedule
 from swarm.averaging.roster import (
     leads_to,
     make_roster,
@@ -21,16 +22,7 @@ from swarm.averaging.roster import (
     weigh,
 )
 from swarm.averaging.round_events import RoundRules
-from swarm.averaging.schedule import (
-    LARGEST_LEAD,
-    MOST_ROUNDS,
-    due,
-    fragment_chunks,
-    leader_order,
-    next_number,
-    possible,
-    standing,
-)
+from swarm.averaging.schedule import fragment_chunks, leader_order, next_number, possible, standing
 from swarm.averaging.trust import (
     DRIFT_LIMIT,
     FADING,
@@ -68,7 +60,6 @@ def test_the_leader_changes_from_round_to_round_and_is_not_known_before_the_last
     for number in range(20):
         order = leader_order(MODULE, BASE, number, peers)
         assert leader_order(MODULE, BASE, number, peers[1:]) == tuple(peer for peer in order if peer != peers[0])
-    peers = [PeerId(f"peer{number}") for number in range(8)]
     # A key that leads the next rounds would have to be made after they have begun.
     anchors = [replace(BASE, digest=bytes([number])) for number in range(200)]
     firsts = [leader_order(MODULE, anchor, 5, peers)[0] for anchor in anchors]
@@ -90,7 +81,7 @@ def test_the_leader_changes_from_round_to_round_and_is_not_known_before_the_last
 def test_a_round_is_due_by_the_work_of_all_or_by_time(
     own: int, others: list[int], replicas: int, since_s: float, expected: bool
 ) -> None:
-    assert due(RULES, own, others, replicas, since_s).value is expected
+    assert schedule.due(RULES, own, others, replicas, since_s).value is expected
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 7, 64, 1000])
@@ -103,7 +94,7 @@ def test_fragments_are_those_of_the_modules_layout(fragments: int) -> None:
 
 def test_numbers_go_beyond_all_that_is_seen_but_not_beyond_reason() -> None:
     assert next_number(BASE, [version(7), version(2)]) == 8
-    assert next_number(BASE, [version(4 + LARGEST_LEAD)]) == 5
+    assert next_number(BASE, [version(4 + schedule.LARGEST_LEAD)]) == 5
     assert next_number(BASE, [version(900)]) == 901
     assert next_number(version(100_000), [version(300_000)]) == 300_001
     assert next_number(version(0), [version(2**48 - 1)]) == next_number(START, [OLD]) == 1
@@ -147,7 +138,7 @@ def test_the_version_that_is_followed(
     "absurd",
     [
         AnchorVersion(MAX_ROUND, 1, 1, 0, b"x"),
-        AnchorVersion(MOST_ROUNDS + 1, 1, 1, 0, b"x"),
+        AnchorVersion(schedule.MOST_ROUNDS + 1, 1, 1, 0, b"x"),
         AnchorVersion(5, 2**32, 4000, 0, b"x"),
         AnchorVersion(5, 50, MAX_COUNT, 0, b"x"),
     ],

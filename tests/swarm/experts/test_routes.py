@@ -7,17 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.experts.routes import (
-    MAX_ROUTES,
-    OTHERS,
-    RouteTally,
-    best_route,
-    in_shares,
-    missed_modules,
-    module_at,
-    name_of_route,
-    served_route,
-)
+from swarm.experts import routes as routing
 from swarm.vocabulary.types import Affinity, Hop, ModuleId, Path, PeerId, Route
 
 AFFINITY: Affinity = ((5, 9, 7), (1, 1))
@@ -25,7 +15,7 @@ OWN: Route = (1, 0)
 
 
 def taken(unserved: set[ModuleId]) -> Route | None:
-    return served_route(OWN, AFFINITY, lambda module: module not in unserved).value
+    return routing.served_route(OWN, AFFINITY, lambda module: module not in unserved).value
 
 
 @pytest.mark.parametrize(
@@ -43,28 +33,28 @@ def test_the_served_expert_that_fits_best_stands_in(unserved: set[ModuleId], exp
 
 
 def test_the_lower_number_is_taken_of_two_that_fit_alike_and_a_stage_without_any_leaves_no_route() -> None:
-    chosen = served_route((2,), ((4, 4, 9),), lambda module: module.expert != 2)
+    chosen = routing.served_route((2,), ((4, 4, 9),), lambda module: module.expert != 2)
     assert chosen.value == (0,)
     assert chosen.reason == "the best served experts: 1.0 for 1.2 (not served)"
-    chosen = served_route(OWN, AFFINITY, lambda module: module.stage != 2)
+    chosen = routing.served_route(OWN, AFFINITY, lambda module: module.stage != 2)
     assert chosen.value is None
     assert chosen.reason == "no expert of stage 2 is served"
 
 
 def test_a_documents_route_is_its_best_experts_and_the_lower_of_two_alike() -> None:
-    assert best_route(((5, 9, 7), (1, 1), (0,))) == (1, 0, 0)
-    assert best_route(()) == served_route((), (), lambda module: False).value == (), "without experts"
+    assert routing.best_route(((5, 9, 7), (1, 1), (0,))) == (1, 0, 0)
+    assert routing.best_route(()) == routing.served_route((), (), lambda module: False).value == (), "without experts"
 
 
 def test_modules_of_a_route_have_names() -> None:
-    assert [module_at((1, 0), stage) for stage in range(3)] == [ModuleId(0), ModuleId(1, 1), ModuleId(2)]
-    assert module_at((), 2) == ModuleId(2)
-    assert name_of_route((1, 0)) == "1.1,2.0"
+    assert [routing.module_at((1, 0), stage) for stage in range(3)] == [ModuleId(0), ModuleId(1, 1), ModuleId(2)]
+    assert routing.module_at((), 2) == ModuleId(2)
+    assert routing.name_of_route((1, 0)) == "1.1,2.0"
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any))
 def test_every_stretch_of_turns_has_about_each_routes_share(counts: list[int]) -> None:
-    turns = in_shares(counts)
+    turns = routing.in_shares(counts)
     assert [turns.count(route) for route in range(len(counts))] == counts
     given_out = [0] * len(counts)
     for turn, route in enumerate(turns, start=1):
@@ -76,7 +66,7 @@ def test_every_stretch_of_turns_has_about_each_routes_share(counts: list[int]) -
 @pytest.mark.parametrize("counts", [[16, 16, 16, 16], [20, 12, 14, 18], [9, 9, 9, 9, 9, 9, 9, 9, 9]])
 def test_experts_have_even_work_in_any_32_microbatches(counts: list[int]) -> None:
     experts = math.isqrt(len(counts))
-    turns = in_shares(counts) * 2
+    turns = routing.in_shares(counts) * 2
     for first in range(len(turns) - 32):
         for stage in range(2):
             visits = Counter(route // experts if stage else route % experts for route in turns[first : first + 32])
@@ -88,14 +78,14 @@ def path(*modules: ModuleId) -> Path:
 
 
 def test_the_modules_that_others_stand_for_are_those_of_visited_stages() -> None:
-    assert missed_modules((1, 0), path(ModuleId(1, 1), ModuleId(2))) == ()
-    assert missed_modules((1, 0), path(ModuleId(1, 0), ModuleId(2))) == (ModuleId(1, 1),)
-    assert missed_modules((1, 1), path(ModuleId(2))) == (ModuleId(2, 1),), "a skipped stage is no other's"
-    assert missed_modules((), path(ModuleId(1))) == (), "without experts"
+    assert routing.missed_modules((1, 0), path(ModuleId(1, 1), ModuleId(2))) == ()
+    assert routing.missed_modules((1, 0), path(ModuleId(1, 0), ModuleId(2))) == (ModuleId(1, 1),)
+    assert routing.missed_modules((1, 1), path(ModuleId(2))) == (ModuleId(2, 1),), "a skipped stage is no other's"
+    assert routing.missed_modules((), path(ModuleId(1))) == (), "without experts"
 
 
 def test_microbatches_are_counted_by_their_own_route() -> None:
-    tally = RouteTally()
+    tally = routing.RouteTally()
     tally.completed((1,), path(ModuleId(1, 1)), 2.0)
     tally.completed((1,), path(ModuleId(1, 0)), 4.0)
     tally.completed((0,), path(ModuleId(1, 0)), None)
@@ -105,9 +95,9 @@ def test_microbatches_are_counted_by_their_own_route() -> None:
 
 
 def test_routes_beyond_those_that_are_counted_are_one() -> None:
-    tally = RouteTally()
-    routes: list[Route] = [(number,) for number in range(MAX_ROUTES + 5)]
+    tally = routing.RouteTally()
+    routes: list[Route] = [(number,) for number in range(routing.MAX_ROUTES + 5)]
     for route in routes:
         tally.completed(route, path(ModuleId(1, route[0])), 1.0)
-    assert len(tally.routes) == MAX_ROUTES + 1
-    assert tally.routes[OTHERS].visits == 5
+    assert len(tally.routes) == routing.MAX_ROUTES + 1
+    assert tally.routes[routing.OTHERS].visits == 5

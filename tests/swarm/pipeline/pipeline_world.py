@@ -107,12 +107,8 @@ class RoughWorld(World):
 
     def freeze(self, peer: RoughPeer, seconds: float) -> None:
         peer.frozen = True
-        self.time.after(STALL_S, lambda: self._stall(peer))
+        self.time.after(STALL_S, lambda: self.cut_off(peer) if peer.alive and peer.frozen else None)
         self.time.after(seconds, peer.thaw)
-
-    def _stall(self, peer: RoughPeer) -> None:
-        if peer.alive and peer.frozen:
-            self.cut_off(peer)
 
     def drain_peer(self, peer: RoughPeer, seconds: float) -> None:
         peer.draining = True

@@ -9,7 +9,7 @@ import pytest
 
 from swarm.pipeline import custody
 from swarm.vocabulary.pipeline_messages import Backward, Forward, Purpose, Recall, Stranded
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
+from swarm.vocabulary.types import MicrobatchId, Path, PeerId, SignedRoute
 from tests.swarm.pipeline.custody_desk import A2, ABC, B2, DATA, LIFETIME_S, MICROBATCH, A, B, C, Desk
 
 HOUR_S = 3600.0
@@ -86,14 +86,6 @@ def test_a_signed_route_goes_with_the_microbatch_through_every_repair() -> None:
     substitute.custody.handle(custody.TensorArrived(forward(repaired.with_peer(0, A2), 1)), substitute.now)
     [entry] = substitute.custody.entries()
     assert entry.path == repaired.with_peer(0, A2)
-
-
-def test_repair_keeps_to_the_signed_modules() -> None:
-    assert ROUTE.allows(ABC)
-    assert ROUTE.allows(ABC.without(1))
-    assert ROUTE.allows(ABC.with_peer(1, B2))
-    assert not ROUTE.allows(Path(DATA, (*ABC.hops, Hop(ModuleId(3), C))))
-    assert not ROUTE.allows(Path(DATA, ABC.hops[::-1]))
 
 
 # ---- slots -----------------------------------------------------------------------------------------------------------

@@ -6,21 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.membership.placement import (
-    MOST_BELIEVED,
-    MoveRules,
-    MoveWatch,
-    SwarmView,
-    Workload,
-    allowed_throughput,
-    hosts_of,
-)
+from swarm.membership import placement
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 from tests.swarm.membership.announcements import announcement
 
 MODULES = tuple(ModuleId(stage) for stage in range(4))
-WORK = Workload(MODULES, (1.0, 2.0, 2.0, 2.0), 3)
+WORK = placement.Workload(MODULES, (1.0, 2.0, 2.0, 2.0), 3)
 OWN = replace(announcement("honest1", 1), steps=7)
 HONEST = (announcement("data", 0, speed=0.0), announcement("honest2", 2), announcement("honest3", 3))
 LIAR = announcement("liar", 1, speed=1e6)
@@ -29,10 +21,10 @@ MANY_LIARS = tuple(announcement(f"liar{n}", 1, speed=1e6) for n in range(50))
 
 def moves(others: tuple[Announcement, ...], *proven: str, own: Announcement = OWN) -> ModuleId | None:
     """Where the peer goes within twenty minutes, looking every two seconds."""
-    watch, known = MoveWatch(WORK, MoveRules()), frozenset(PeerId(name) for name in proven)
+    watch, known = placement.MoveWatch(WORK, placement.MoveRules()), frozenset(PeerId(name) for name in proven)
     move_s = {module: 30.0 for module in MODULES[1:] if module != own.module}
     for second in range(0, 1200, 2):
-        goal = watch.consider(SwarmView(own, others, float(second), move_s, known), float(second)).value
+        goal = watch.consider(placement.SwarmView(own, others, float(second), move_s, known), float(second)).value
         if goal is not None:
             return goal
     return None
@@ -66,7 +58,8 @@ def test_of_two_newcomers_that_took_the_same_module_one_fills_the_empty_one() ->
 
 
 def test_what_a_peer_announces_counts_up_to_four_times_the_median() -> None:
-    unknown = allowed_throughput(hosts_of((OWN, *HONEST, LIAR), WORK), WORK)[ModuleId(1)]
-    known = allowed_throughput(hosts_of((OWN, *HONEST, LIAR), WORK, frozenset({LIAR.peer})), WORK)[ModuleId(1)]
-    assert unknown == 1000.0 + MOST_BELIEVED * 1000.0
+    unknown = placement.allowed_throughput(placement.hosts_of((OWN, *HONEST, LIAR), WORK), WORK)[ModuleId(1)]
+    proven = placement.hosts_of((OWN, *HONEST, LIAR), WORK, frozenset({LIAR.peer}))
+    known = placement.allowed_throughput(proven, WORK)[ModuleId(1)]
+    assert unknown == 1000.0 + placement.MOST_BELIEVED * 1000.0
     assert known == 1000.0 + 1e6

@@ -27,14 +27,6 @@ def planner_with(*announcements: Announcement, rules: PathRules = ONE_STAGE) -> 
     return Planner(rules, members, times), times
 
 
-def three_stages() -> tuple[Membership, Planner]:
-    """Paths through two of three stages, each of which has one peer."""
-    members = Membership(RUN, OWN)
-    for stage in (1, 2, 3):
-        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
-    return members, Planner(PathRules(stages=4, per_path=2), members, MeasuredTimes(OWN, TOKENS))
-
-
 def chosen(planner: Planner, in_flight: dict[PeerId, int] | None = None) -> PeerId | None:
     return planner.replica(ModuleId(1), frozenset(), in_flight or {}, 0.0).value
 
@@ -75,7 +67,9 @@ def test_a_path_can_be_had_through_any_stages() -> None:
 
 
 def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -> None:
-    members, planner = three_stages()
+    peers = [announcement(f"p{stage}", stage) for stage in (1, 2, 3)]
+    planner, _ = planner_with(*peers, rules=PathRules(stages=4, per_path=2))
+    members = planner._membership
 
     def stages_of(number: int) -> list[int] | NoReplica:
         path = planner.plan(number, (), {}, NOW).value
@@ -90,27 +84,12 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -
     assert stages_of(1) == [1], "one less than usual"
     members.give_up(PeerId("p1"), NOW)
     assert stages_of(1) == NoReplica((ModuleId(1), ModuleId(2), ModuleId(3)))
+    assert not planner.goes_round(ModuleId(2), NOW), "whoever reaches nobody goes round nobody"
     for peer in ("p1", "p2", "p3"):
         members.recover(PeerId(peer))
     assert {str(stages_of(number)) for number in range(40)} == {"[1, 2]", "[1, 3]", "[2, 3]"}
-
-
-def test_whoever_reaches_nobody_goes_round_nobody() -> None:
-    members, planner = three_stages()
-    members.give_up(PeerId("p2"), NOW)
-    assert planner.goes_round(ModuleId(2), NOW)
-    members.give_up(PeerId("p1"), NOW)
-    members.give_up(PeerId("p3"), NOW)
-    assert not planner.goes_round(ModuleId(2), NOW)
-
-
-def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_not_visited_meanwhile() -> None:
-    members, planner = three_stages()
-    for number in range(3):
-        planner.plan(number, (), {}, NOW)
     members.fail(PeerId("p2"), NOW)
-    path = planner.plan(3, (), {}, NOW).value
-    assert [hop.module.stage for hop in path.hops] == [1, 3]
+    assert [stages_of(number) for number in range(3)] == [[1, 3]] * 3, "out of reach for a moment"
 
 
 def test_what_nobody_has_served_yet_is_waited_for_and_named() -> None:

@@ -40,12 +40,9 @@ def test_a_path_has_its_data_node_at_both_ends_and_a_repaired_one_differs_in_one
     repaired = PATH.with_peer(1, types.PeerId("c"))
     assert repaired.hops == (PATH.hops[0], types.Hop(types.ModuleId(2), types.PeerId("c")))
     assert PATH.hops[1].peer == "b"
-
-
-@pytest.mark.parametrize("position", [-2, 3])
-def test_there_is_nobody_beyond_the_ends(position: int) -> None:
-    with pytest.raises(IndexError, match="not on a path of 2 hops"):
-        PATH.peer_at(position)
+    for beyond in (-2, 3):
+        with pytest.raises(IndexError, match="not on a path of 2 hops"):
+            PATH.peer_at(beyond)
 
 
 @pytest.mark.parametrize(

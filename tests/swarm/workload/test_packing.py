@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.vocabulary.types import MAX_DOCUMENTS
-from swarm.workload.packing import (
-    ABOVE,
-    STRATA,
-    Capacity,
-    DocumentPiece,
-    Packing,
-    in_turns,
-    pack,
-    worst_run,
-)
+from swarm.workload.packing import ABOVE, STRATA, Capacity, DocumentPiece, Packing, in_turns, pack, worst_run
 
 SHARE = 1 / 3000
 MOST = 4096
