@@ -281,10 +281,6 @@ class Planner:
     def stage_prices(self) -> list[float]:
         return self.prices.prices((), self._route_s)
 
-    def leave_out(self, peer: PeerId, now: float) -> float:
-        """Excludes a peer from paths. Returns for how many seconds (see `Membership.leave_out`)."""
-        return self._membership.leave_out(peer, now)
-
     def usual_s(self, path: Path) -> float:
         """Returns the seconds that a completed microbatch spends at the path's peers with empty queues."""
         announced = ((hop.peer, self._membership.get(hop.peer)) for hop in path.hops)
