@@ -32,7 +32,7 @@ from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
-from swarm.membership.membership import STAY, Change, LookUps, Membership, is_near, what_changed
+from swarm.membership.membership import STAY, LookUps, Membership, is_near, what_changed
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
@@ -287,7 +287,7 @@ class MembershipSync:
     def _observe(self, announcements: Sequence[Announcement], wall: float) -> None:
         now = self.own.clock.monotonic()
         changes = [self.membership.observe(a, now=now, wall=wall) for a in announcements]
-        if any(change is not Change.IGNORED for change in changes):
+        if any(changes):
             self._publish_view()
 
     def _missing(self) -> frozenset[ModuleId]:

@@ -251,7 +251,7 @@ class DataNode(PathEnds):
     ) -> None:
         self.training = training
         self.in_flight, self.progress = training.in_flight, training.progress
-        self._clock = context.session.own.clock
+        self._clock, self._membership = context.session.own.clock, context.session.membership
         self.rate = Rate(self._clock)
         self.ledger = context.proofs.ledger
         self._is_stopping = False
@@ -355,7 +355,7 @@ class DataNode(PathEnds):
             detector = self._outliers.setdefault(route, LossOutliers(self._round_microbatches))
             outlier = detector.returned(path, loss)
             if outlier is not None:
-                pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
+                pause_s = self._membership.leave_out(outlier.peer, self._clock.monotonic())
                 name = f"replica {short(outlier.peer)} of module {outlier.module}"
                 self._events.emit(Note("warning", f"{name} is excluded from paths for {pause_s:.0f} s: {outlier.why}"))
 

@@ -5,7 +5,6 @@ hivemind 1.1.12 decodes nested msgpack recursively in C, stores any value, and a
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import random
@@ -32,7 +31,7 @@ from protocol.identity.signed_records import (
 )
 from protocol.transport.rate_limits import TokenBuckets
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
-from swarm.vocabulary.types import ModuleId, RunId
+from swarm.vocabulary.types import RunId
 
 MAX_OWNERS_OF_KEY = 256
 MIN_OWNERS_OF_KEY = 8
@@ -89,12 +88,6 @@ def node_id_of(peer: PeerID) -> Any:
     return DHTID.generate(peer.to_bytes())
 
 
-@functools.lru_cache(maxsize=4096)
-def _key_id(run: RunId, module: ModuleId | None) -> bytes:
-    """Returns the hash of a module's DHT key, which hivemind passes to validators instead of the key."""
-    return bytes(DHTID.generate(directory_key(run, module)))
-
-
 def unpack_bytes(packed: bytes) -> bytes:
     """Returns the content of one msgpack `bin 8` or `bin 16` value. Raises ProtocolViolation for other encodings."""
     if len(packed) >= 2 and packed[0] == 0xC4 and packed[1] == len(packed) - 2:
@@ -138,7 +131,8 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         announcement = decode_announced(unpack_bytes(value), run=self._run, now=now)
         if announcement.expires_at != expires_at:
             raise ProtocolViolation("dht: the expiry is not the signed one")
-        if record.key != _key_id(announcement.run, announcement.module):
+        # hivemind passes the hash of the key to validators.
+        if record.key != bytes(DHTID.generate(directory_key(announcement.run, announcement.module))):
             raise ProtocolViolation("dht: stored under another key, not the signed one")
         if record.subkey != MSGPackSerializer.dumps(str(announcement.peer)):
             raise ProtocolViolation("dht: the subkey is not the owner's peer id")

@@ -83,17 +83,9 @@ def _getter(names: list[str], maybe: set[str]) -> Callable[[Any], Sequence[Any]]
 
 
 def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[Any]]) -> Convert:
-    """Returns a function that parses a message into `kind`, with a fast variant for two fields, such as hops have."""
+    """Returns a function that parses a message into `kind`."""
     if all(read is _as_is for read in reads):
         return lambda said, _: kind(*values(said))
-    if len(reads) == 2:
-        first, second = reads
-
-        def read_two(said: Any, around: Around) -> Any:
-            one, two = values(said)
-            return kind(first(one, around), second(two, around))
-
-        return read_two
     checks = [None if read is _as_is else read for read in reads]
     return lambda said, around: kind(
         *[part if read is None else read(part, around) for read, part in zip(checks, values(said), strict=True)]

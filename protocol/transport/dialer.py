@@ -12,9 +12,9 @@ from protocol.frames.frames import Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import AddressBook, Ask, Contact, FarEnd, Question, QuestionAbout, Tunnels
-from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
+from protocol.transport.grpc_streams import DialledStream, open_channel
 from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
-from protocol.transport.settings import TransportSettings
+from protocol.transport.settings import TransportSettings, host_of
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import PeerId, short
@@ -25,22 +25,12 @@ MOST_REPLACED: Final = 3
 REPLACED_WITHIN_S: Final = 10.0
 
 
-class NoTunnels:
-    """`protocol.interfaces.transport.Tunnels` of a node without relays: always raises Unreachable."""
-
-    async def way_to(self, contact: Contact) -> str:
-        raise Unreachable(
-            f"{short(contact.peer)} cannot be dialled, nor can this node: both are behind address translation "
-            "and no relay is available"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Ways:
     """Ways to reach peers that cannot be dialled: reverse calls and tunnels. By default such peers must dial us."""
 
     caller: Calls | None = None
-    tunnels: Tunnels = field(default_factory=NoTunnels)
+    tunnels: Tunnels | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +71,12 @@ class Dialler:
         timeout_s = self.settings.dial_timeout_s
         if contact.addresses:
             return await dial(contact, self.credentials, self.own(), timeout_s)
+        if self.ways.tunnels is None:
+            why = "both are behind address translation and no relay is available"
+            raise Unreachable(f"{short(contact.peer)} cannot be dialled, nor can this node: {why}")
         # Each attempt needs a new tunnel, because a tunnel carries one connection.
         through = replace(contact, addresses=(await self.ways.tunnels.way_to(contact),))
-        return await dial(through, self.credentials, self.own(), timeout_s, far_end_of_tunnel)
+        return await dial(through, self.credentials, self.own(), timeout_s, is_tunnel=True)
 
     async def _wait_for_call(self, caller: Calls, contact: Contact) -> NoReturn:
         limit_s = self.settings.dial_timeout_s
@@ -100,16 +93,12 @@ class Dialler:
 
 
 async def dial(
-    contact: Contact,
-    credentials: TlsCredentials,
-    own: Hello,
-    timeout_s: float,
-    far_end: Callable[[str, bytes], FarEnd] = far_end_at,
+    contact: Contact, credentials: TlsCredentials, own: Hello, timeout_s: float, *, is_tunnel: bool = False
 ) -> tuple[DialledStream, Hello]:
     """Dials a peer, exchanges Hellos. Raises Unreachable, Duplicate, Rejected, StaleVersion, ProtocolViolation."""
     try:
         async with asyncio.timeout(timeout_s):
-            stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, far_end)
+            stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, is_tunnel=is_tunnel)
             return await _introduced(stream, contact, own)
     except TimeoutError:
         where = ", ".join(contact.addresses)
@@ -117,18 +106,16 @@ async def dial(
 
 
 async def _first_that_answers(
-    contact: Contact,
-    credentials: TlsCredentials,
-    hello: bytes,
-    timeout_s: float,
-    far_end: Callable[[str, bytes], FarEnd],
+    contact: Contact, credentials: TlsCredentials, hello: bytes, timeout_s: float, *, is_tunnel: bool
 ) -> DialledStream:
     """Connects to the contact's first address that answers, and sends our Hello. Raises the last address's error."""
     error: PeerError = Unreachable(f"{short(contact.peer)} has no known address")
     for address in contact.addresses:
         try:
             channel = open_channel(contact, address, credentials)
-            stream = DialledStream(channel, far_end(address, contact.certificate))
+            # A tunnel's local end is ours: as the peer's host we would probe our own ports.
+            host = "" if is_tunnel else host_of(address)
+            stream = DialledStream(channel, FarEnd(host, contact.certificate))
         except Unreachable as unusable:
             error = unusable
             continue

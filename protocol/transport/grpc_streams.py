@@ -9,7 +9,7 @@ import logging
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 import grpc
@@ -70,20 +70,6 @@ ServicerContext: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Serve = Callable[[object, ServicerContext], Awaitable[None]]
 
 
-class Stream(Protocol):
-    """A bidirectional stream of frames as bytes, in order. One reader and one writer at a time."""
-
-    async def read(self) -> bytes | None:
-        """Reads the next frame; None if the other side ended the stream. Raises PeerError if the stream broke."""
-
-    async def write(self, frame: bytes) -> None:
-        """Writes a frame, waiting while the other side does not read. Raises PeerError."""
-
-    async def half_close(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 @contextlib.contextmanager
 def _mapped_errors() -> Iterator[None]:
     """Converts errors of grpc.aio within the block to PeerError."""
@@ -97,23 +83,31 @@ def _mapped_errors() -> Iterator[None]:
         raise stream_error(error) from None
 
 
-class _GrpcStream:
-    """Reads and writes the frames of one side of a gRPC call."""
+class Stream:
+    """One side of a gRPC call: a bidirectional stream of frames, in order. One reader and one writer at a time."""
 
     def __init__(self, side: Any) -> None:
         self._side = side
 
     async def read(self) -> bytes | None:
+        """Reads the next frame; None if the other side ended the stream. Raises PeerError if the stream broke."""
         with _mapped_errors():
             frame = await self._side.read()
         return None if frame is grpc.aio.EOF else frame
 
     async def write(self, frame: bytes) -> None:
+        """Writes a frame, waiting while the other side does not read. Raises PeerError."""
         with _mapped_errors():
             await self._side.write(frame)
 
+    async def half_close(self) -> None:
+        """Ends our side. A gRPC server does so by the status that follows when the handler of `Connect` returns."""
 
-class DialledStream(_GrpcStream):
+    async def close(self) -> None:
+        """Frees the stream. On a server gRPC does so when the handler returns."""
+
+
+class DialledStream(Stream):
     """A stream that this side opened, on a gRPC channel that carries no other stream."""
 
     def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
@@ -133,7 +127,7 @@ class DialledStream(_GrpcStream):
         await self._channel.close()
 
 
-class AcceptedStream(_GrpcStream):
+class AcceptedStream(Stream):
     """A stream that the other side opened. gRPC ends it when the handler of `Connect` returns."""
 
     def far_end(self) -> FarEnd:
@@ -146,21 +140,6 @@ class AcceptedStream(_GrpcStream):
         if not pem:
             raise Rejected("the caller showed no certificate")
         return ssl.PEM_cert_to_DER_cert(pem[0].decode())
-
-    async def half_close(self) -> None:
-        """Does nothing: a gRPC server ends its side by the status that follows when the handler returns."""
-
-    async def close(self) -> None:
-        """Does nothing: gRPC frees the stream when the handler returns."""
-
-
-def far_end_at(address: str, certificate: bytes) -> FarEnd:
-    return FarEnd(host_of(address), certificate)
-
-
-def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
-    """Returns a tunnel's peer without its host, because the host dialled is ours and we would probe our own ports."""
-    return FarEnd("", certificate)
 
 
 def _host_of_caller(name: str) -> str:

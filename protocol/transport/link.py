@@ -107,11 +107,6 @@ class Outbox:
         self._room.set()
         self._closed: PeerError | None = None
 
-    @property
-    def committed_bytes(self) -> int:
-        """Bytes of the tensors in flight. With `waiting_bytes`, all memory held for sending."""
-        return sum(budget.used_bytes for budget in self._budgets.values())
-
     def post(self, frame: bytes) -> None:
         """Queues a small frame. Raises Stalled if the peer reads too little, PeerError if the outbox is closed."""
         if self._closed is not None:

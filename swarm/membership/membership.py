@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -18,12 +17,6 @@ FIRST_PAUSE_S = 1.0
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)  # Pause for a peer that announces itself, after failures
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
 KEPT_S = 60.0  # Time for which a peer is remembered after its link, in seconds
-
-
-class Change(enum.Enum):
-    NEW = "new"
-    UPDATED = "updated"
-    IGNORED = "ignored"
 
 
 @dataclass(slots=True)
@@ -55,26 +48,26 @@ class Membership:
         self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
         self.outvoted: dict[ModuleId, frozenset[PeerId]] = {}  # Liars in rounds, by most replicas of the module
 
-    def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
-        """Stores a peer's announcement, unless it is expired, old, our own, or from another run."""
+    def observe(self, announcement: Announcement, *, now: float, wall: float) -> bool:
+        """Stores a peer's announcement. Returns False if it is expired, old, our own, or from another run."""
         remaining = announcement.expires_at - wall
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
-            return Change.IGNORED
+            return False
         known = self._members.get(announcement.peer)
         if known is None or known.expires <= now:
             # A link's keepalive shows that its peer is alive, so its record does not expire.
             expires = math.inf if announcement.peer in self.linked else now + remaining
             self._members[announcement.peer] = _Member(announcement, expires, now)
             evicted = self._evict_one() if len(self._members) > MAX_PEERS else None
-            return Change.IGNORED if evicted == announcement.peer else Change.NEW
+            return evicted != announcement.peer
         if announcement.sequence <= known.announcement.sequence:
-            return Change.IGNORED
+            return False
         known.announcement = announcement
         known.expires = math.inf if announcement.peer in self.linked else now + remaining
         known.heard = now
         if announcement.sequence > known.failed_ms:  # otherwise it is older than the failure, and arrived late
             known.suspect_until = min(known.suspect_until, now + REUSE_S.seconds(known.failures))
-        return Change.UPDATED
+        return True
 
     def expire(self, now: float) -> list[PeerId]:
         gone = [peer for peer, member in self._members.items() if member.expires <= now]

@@ -11,7 +11,7 @@ microbatch is compared with its neighbours in time that visited other replicas, 
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,6 +20,7 @@ from typing import Final
 
 from swarm.routing.measured_times import ASSUMED_BACKWARD_FACTOR, MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
 
 MAX_TRACES: Final = 4096
@@ -72,15 +73,13 @@ class PathTimes:
     def __init__(self, own: PeerId, times: MeasuredTimes, slots_of: Callable[[PeerId], int]) -> None:
         self._own, self._times, self._slots_of = own, times, slots_of
         self.sizes = times.sizes  # Of launched microbatches
-        self._traces: OrderedDict[MicrobatchId, _Trace] = OrderedDict()
+        self._traces = Latest[MicrobatchId, _Trace](MAX_TRACES)
 
     def launched(
         self, microbatch: MicrobatchId, path: Path, queue: Mapping[PeerId, int], now: float, size: float = 1.0
     ) -> None:
         """Starts the trace of a launched microbatch. `queue`: our microbatches in flight through each peer."""
         self._traces[microbatch] = _Trace(path, now, dict(queue), size)
-        while len(self._traces) > MAX_TRACES:
-            self._traces.popitem(last=False)
 
     def path_of(self, microbatch: MicrobatchId) -> Path | None:
         """Returns the path of a microbatch that is in flight or whose receipts are incomplete; None if unknown."""

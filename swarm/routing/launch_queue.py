@@ -5,7 +5,7 @@ A text whose replicas are unreachable for a moment does not block texts of other
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -13,6 +13,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from swarm.experts.routes import served_route
 from swarm.routing.planner import NoReplica, Planner
+from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Affinity, ModuleId, Path, PeerId, Reasoned, Route
 
 LOOK_AHEAD: Final = 8  # Largest number of waiting texts in a run with experts
@@ -67,7 +68,7 @@ class LaunchQueue(Generic[Text]):
         self._depth = LOOK_AHEAD if planner.rules.has_experts else 1
         self._retried: deque[Text] = deque()
         self._waiting: deque[Text] = deque()
-        self._turns: Counter[Route] = Counter()
+        self._turns = Latest[Route, int](MAX_TURNS)
 
     def retry(self, text: Text) -> None:
         self._retried.append(text)
@@ -91,7 +92,7 @@ class LaunchQueue(Generic[Text]):
         for text in self._texts():
             served = current_route(text, self._planner, is_open)
             # A number shared by all routes could make one route skip the same stages every time.
-            turn = self._first + self._turns[served.value] if served.value else number
+            turn = self._first + self._turns.get(served.value, 0) if served.value else number
             # A replica on trial may be the one that lost the text.
             plan = self._planner.plan(turn, served.value, in_flight, now, proven_only=text in self._retried)
             if not isinstance(plan.value, NoReplica):
@@ -112,7 +113,5 @@ class LaunchQueue(Generic[Text]):
                 queue.remove(launch.text)
                 break
         if launch.route:
-            self._turns[launch.route] = self._turns.pop(launch.route, 0) + 1  # the latest last
-            if len(self._turns) > MAX_TURNS:
-                del self._turns[next(iter(self._turns))]
+            self._turns[launch.route] = self._turns.get(launch.route, 0) + 1
         return launch

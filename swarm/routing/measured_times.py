@@ -6,15 +6,14 @@ Its parts (forward, backward, waiting, sending) also rely on claims. `swarm.rout
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 from swarm.vocabulary.announcement import Announcement, Speed
 from swarm.vocabulary.pipeline_messages import Direction
-from swarm.vocabulary.statistics import Ewma
+from swarm.vocabulary.statistics import Ewma, Latest
 from swarm.vocabulary.types import PeerId, Reasoned
 from swarm.workload.microbatch_sizes import MicrobatchSizes
 
@@ -46,27 +45,15 @@ class Costs:
 K = TypeVar("K")
 
 
-class _Averages(Generic[K]):
+class _Averages(Latest[K, Ewma]):
     """Table of moving averages. If full, the least recently measured key is dropped."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._known: OrderedDict[K, Ewma] = OrderedDict()
-
     def add(self, key: K, sample: float) -> None:
-        self._known.setdefault(key, Ewma()).add(sample)
-        self._known.move_to_end(key)
-        while len(self._known) > self._limit:
-            self._known.popitem(last=False)
-
-    def get(self, key: K) -> Ewma | None:
-        return self._known.get(key)
-
-    def keys(self) -> Iterator[K]:
-        return iter(self._known)
+        known = self[key] = self.get(key) or Ewma()
+        known.add(sample)
 
     def means(self) -> dict[K, float]:
-        return {key: average.mean for key, average in self._known.items()}
+        return {key: average.mean for key, average in self.items()}
 
 
 class MeasuredTimes:
@@ -144,7 +131,7 @@ class MeasuredTimes:
     def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
         """Returns the one of `peers` (at least one) that was never visited, or whose last visit is the oldest."""
         unmeasured = next((peer for peer in peers if self._visits.get(peer) is None), None)
-        return unmeasured or min(peers, key=list(self._visits.keys()).index)
+        return unmeasured or min(peers, key=list(self._visits).index)
 
     def waiting_s(self) -> Mapping[PeerId, float]:
         """Returns the mean time in each peer's queue before a pass, in seconds."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -27,7 +27,7 @@ from swarm.membership.membership import Membership
 from swarm.routing.measured_times import Costs, MeasuredTimes, PeerRoute
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.announcement import NO_SPEED, Announcement
-from swarm.vocabulary.statistics import ExponentialBackoff
+from swarm.vocabulary.statistics import ExponentialBackoff, Latest
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
 
 AHEAD: Final = (8.0, 64.0)  # Smallest and largest value of `visits_a_route`
@@ -102,7 +102,7 @@ class StagePrices:
         self.shares = visit_shares(rules, ())
         self.excess = [0.0] * rules.skippable  # Visits of each stage after stage 0 beyond its share
         # With experts each route balances its own visits: routes of other data nodes are unknown.
-        self._by_route: OrderedDict[Route, list[float]] = OrderedDict()
+        self._by_route = Latest[Route, list[float]](MAX_ROUTES)
         self._others: dict[PeerId, _Known] = {}
         self._own = 0
         self._own_rate: _Rate | None = None
@@ -128,10 +128,7 @@ class StagePrices:
             self.launched[stage - 1] += 1
         self._own += 1
         if route:
-            excess = self._by_route.setdefault(route, [0.0] * len(self.shares))
-            self._by_route.move_to_end(route)
-            while len(self._by_route) > MAX_ROUTES:
-                self._by_route.popitem(last=False)
+            excess = self._by_route[route] = self._by_route.get(route) or [0.0] * len(self.shares)
         else:
             excess = self.excess
         self._add(excess, visits, 1.0, among)
@@ -283,10 +280,6 @@ class Planner:
 
     def stage_prices(self) -> list[float]:
         return self.prices.prices((), self._route_s)
-
-    def leave_out(self, peer: PeerId, now: float) -> float:
-        """Excludes a peer from paths. Returns for how many seconds (see `Membership.leave_out`)."""
-        return self._membership.leave_out(peer, now)
 
     def usual_s(self, path: Path) -> float:
         """Returns the seconds that a completed microbatch spends at the path's peers with empty queues."""

@@ -18,6 +18,7 @@ from protocol.interfaces.transport import Contact, Question, Refusal, Topic
 from protocol.transport.dialer import Ways
 from protocol.transport.grpc_streams import DialledStream, open_channel
 from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.link import Outbox
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError, Rejected
 from swarm.vocabulary.pipeline_messages import ControlMessage, Forward, Purpose, TensorMessage
@@ -160,6 +161,10 @@ async def two_nodes(settings: TransportSettings = SETTINGS) -> AsyncIterator[tup
     async with node(settings=settings) as left, node(settings=settings) as right:
         introduce(left, right)
         yield left, right
+
+
+def committed_bytes(box: Outbox) -> int:
+    return sum(budget.used_bytes for budget in box._budgets.values())
 
 
 def introduce(left: Node, right: Node) -> None:

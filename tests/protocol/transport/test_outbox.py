@@ -13,6 +13,7 @@ from protocol.transport.link import MAX_WAITING_BYTES, MOST_ON_THE_WAY, ByteBudg
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import Stalled, Unreachable
 from tests.kit.waiting import ManualClock
+from tests.protocol.transport.link_peers import committed_bytes
 
 CHUNK = 4096
 ERROR = Unreachable("over")
@@ -85,7 +86,7 @@ async def test_transfers_take_turns_and_small_frames_go_first() -> None:
     box.finish(b"farewell", ERROR)
     await wire.let(1)
     await pump
-    assert (wire.story()[-1], box.committed_bytes) == ("farewell", 0)
+    assert (wire.story()[-1], committed_bytes(box)) == ("farewell", 0)
 
 
 async def test_the_budget_holds_later_transfers_back_in_order() -> None:
@@ -93,7 +94,7 @@ async def test_the_budget_holds_later_transfers_back_in_order() -> None:
     sends = [sending(box, 1, 3), sending(box, 2, 2), sending(box, 3, 1)]
     pump = asyncio.create_task(box.pump(wire.write))
     await settled()
-    assert box.committed_bytes == 3 * CHUNK
+    assert committed_bytes(box) == 3 * CHUNK
     await wire.let(7)
     await settled()
     assert wire.story()[:4] == ["h1", "1.0", "1.1", "1.2"]
@@ -146,7 +147,7 @@ async def test_a_cancelled_waiter_gives_its_turn_on() -> None:
     first, second, third = (sending(box, n, 1) for n in (1, 2, 3))
     pump = asyncio.create_task(box.pump(wire.write))
     await settled()
-    assert box.committed_bytes == CHUNK
+    assert committed_bytes(box) == CHUNK
     second.cancel()
     await wire.let(4)
     assert await asyncio.gather(first, third) == [True, True]

@@ -21,7 +21,7 @@ from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Ask, Contact, Question, QuestionAbout, Refusal, Topic
 from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService, RelayStream
-from protocol.transport.dialer import NoTunnels, Ways
+from protocol.transport.dialer import Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
 from protocol.transport.grpc_transport import MAX_STREAMS_PER_PEER
 from protocol.transport.link import MAX_WAITING_BYTES
@@ -45,6 +45,7 @@ from tests.protocol.transport.link_peers import (
     Recorder,
     Three,
     bare_stream,
+    committed_bytes,
     forward,
     hello_of,
     introduce,
@@ -618,7 +619,7 @@ async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory(
         await standstill(lambda: server.transport.figures()[hostile.peer].sent_bytes)
         tells = [asyncio.create_task(tell(to, Close(MicrobatchId(own, n), "x" * 256))) for n in range(TELLS)]
         await standstill(lambda: outbox.waiting_bytes)
-        assert outbox.committed_bytes <= budget
+        assert committed_bytes(outbox) <= budget
         assert outbox.waiting_bytes <= MAX_WAITING_BYTES
         assert server.transport.figures()[hostile.peer].sent_bytes < 32 * tensor.byte_length
         assert sum(task.done() for task in sends) < 32
@@ -627,7 +628,7 @@ async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory(
         while not everything.done():
             await stream.hear()
         await everything
-        assert outbox.committed_bytes == 0
+        assert committed_bytes(outbox) == 0
 
 
 async def standstill(figure: Callable[[], int]) -> None:
@@ -779,7 +780,7 @@ class Hidden:
         raise AssertionError("nobody is called who cannot dial us")
 
 
-class Through(NoTunnels):
+class Through:
     """Tunnels that are there only after the nodes are: they need each other's ports."""
 
     def __init__(self) -> None:
@@ -821,7 +822,7 @@ async def test_a_link_through_a_tunnel_carries_tensors_both_ways_at_once() -> No
         assert peers.relaying.situation.relay.opened == 1
 
 
-class InProcess(NoTunnels):
+class InProcess:
     """Tunnels through a relay in this process: all of it but p2pd."""
 
     def __init__(self, own: PeerId, service: RelayService, tasks: asyncio.TaskGroup) -> None:
