@@ -217,7 +217,7 @@ def stage_process(connection: Connection, shape: Shape, codec: Codec | None, dev
     """Serves the identity stage until it is killed."""
     manifest, part = manifest_for(shape, codec), IdentityPart()
     total = Accumulator(part)
-    optimizer = InnerOptimizer(manifest.training, [total])
+    optimizer = InnerOptimizer(manifest, ModuleId(0), [total])
     worker = HopWorker(part, total, optimizer, hidden_tensor(manifest), torch.device(device), 2**30)
 
     async def main() -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.errors import SkipstoneError, StateError
-from swarm.vocabulary.types import MicrobatchId, PeerId, RunId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, RunId
 
 if TYPE_CHECKING:
     from torch import nn
@@ -418,7 +418,7 @@ class Learner:
         self.model = WholeModel(manifest, torch.device("cpu"))
         self.modules: list[tuple[nn.Module, ...]] = [tuple(parts) for _, parts in self.model.modules()]
         self._sums = {part: Accumulator(part) for parts in self.modules for part in parts}
-        make = optimizer or (lambda sums: InnerOptimizer(manifest.training, sums))
+        make = optimizer or (lambda sums: InnerOptimizer(manifest, ModuleId(0), sums))
         self.optimizers = [make([self._sums[part] for part in parts]) for parts in self.modules]
         self._count = 0
 

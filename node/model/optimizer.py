@@ -167,19 +167,18 @@ class InnerOptimizer:
 
     def __init__(
         self,
-        training: TrainingSection,
+        manifest: Manifest,
+        module: ModuleId,
         accumulators: Sequence[Accumulator],
-        *,
-        step_tokens: int | None = None,  # Tokens per step of this module; None: `training.inner_tokens`
-        microbatch_tokens: int = 1,  # At most
-        demand: float = 1.0,  # Share of the run's tokens for this module (`node.model.shapes.demand_of`)
         submit: Submit = AtDeadline,  # Schedules work for idle time
         moments: MomentType = MomentType.FLOAT32,
     ) -> None:
+        training = manifest.training
         self.steps = 0
         self.tokens = 0  # Tokens of all replicas of the module, which drive the learning rate schedule
         self.replicas = 1  # Replicas of the module, assumed to be as fast as this one since the last round
-        self._rule, self._demand = StepRule(step_tokens or training.inner_tokens, microbatch_tokens), demand
+        self._rule = StepRule(manifest.step_tokens(module), manifest.microbatch_tokens)
+        self._demand = demand_of(manifest, module)  # Share of the run's tokens for this module
         self._ramp = RAMP_STEPS
         self._training = training
         self._accumulators = tuple(accumulators)
@@ -313,25 +312,6 @@ def _copy(state: ParameterState) -> ParameterState:
 def _fits(state: ParameterState, rule: InnerRule[Any], parameter: nn.Parameter) -> bool:
     shapes = {slot: tuple(tensor.shape) for slot, tensor in state.tensors.items()}
     return state.steps > 0 and shapes == rule.slots(parameter, state.steps)
-
-
-def inner_optimizer(
-    manifest: Manifest,
-    module: ModuleId,
-    accumulators: Sequence[Accumulator],
-    submit: Submit = AtDeadline,
-    moments: MomentType = MomentType.FLOAT32,
-) -> InnerOptimizer:
-    """Builds the InnerOptimizer of one of the run's modules, with settings from the manifest."""
-    return InnerOptimizer(
-        manifest.training,
-        accumulators,
-        step_tokens=manifest.step_tokens(module),
-        microbatch_tokens=manifest.microbatch_tokens,
-        demand=demand_of(manifest, module),
-        submit=submit,
-        moments=moments,
-    )
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from node.data.packing import Microbatch
 from node.model.device import device_errors
 from node.model.memory_need import require_memory
 from node.model.moments import ORDINARY, Allowance
-from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
 from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.passes import (
     Around,
@@ -789,7 +789,7 @@ def host_hop(
         if is_alone and device.type != "cpu" and hidden_type is torch.bfloat16:
             part.split_weights()
         total = Accumulator(part)
-        optimizer = inner_optimizer(manifest, module, [total], submit, allowance.moments)
+        optimizer = InnerOptimizer(manifest, module, [total], submit, allowance.moments)
         chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
         split: SplitDevice | BlockByBlock | None = None
         if is_alone and device.type != "cpu":  # on a GPU memory is short, so keep one block's graph at a time
@@ -827,7 +827,7 @@ def host_stage_zero(
         embedding = build_embedding(manifest).to(device)
         head = build_head(manifest, embedding).to(device)
         sums = Accumulator(embedding), Accumulator(head)
-        optimizer = inner_optimizer(manifest, ModuleId(0), sums, submit, allowance.moments)
+        optimizer = InnerOptimizer(manifest, ModuleId(0), sums, submit, allowance.moments)
         stage = StageZero(embedding, head, *sums, optimizer)
         body, end = body_passes(embedding, threads, quadratic_share(manifest.model)), head_passes(head, threads)
     return DataWorker(stage, hidden_tensor(manifest), device, body, end)

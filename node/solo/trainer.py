@@ -35,7 +35,7 @@ from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
 from node.model.memory_need import require_memory
 from node.model.moments import MomentType
-from node.model.optimizer import Accumulator, Addition, StepFigures, inner_optimizer
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
 from node.model.passes import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
 from node.network.loss_report import summed_loss
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
@@ -182,7 +182,7 @@ class SoloTrainer:
         self._hosted: list[SoloReplica] = []
         for module, parts in model.modules():
             sums = [self._accumulators[part] for part in parts]
-            local = LocalReplica(parts, fragments, inner_optimizer(manifest, module, sums, moments=moments))
+            local = LocalReplica(parts, fragments, InnerOptimizer(manifest, module, sums, moments=moments))
             # Fragments take turns, so that each is averaged once per `inner_steps`.
             every = -(-inner_steps // len(local.layout.fragments))
             self._hosted.append(SoloReplica(module, parts, local, rule, every))

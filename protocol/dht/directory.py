@@ -55,13 +55,6 @@ class DirectorySettings:
                 ipaddress.ip_address(self.host)
         except ValueError:
             raise ConfigError(f"--listen {self.host!r} is not an IP address, such as 0.0.0.0 or ::") from None
-        for multiaddr in self.initial_peers:
-            if not re.fullmatch(r"(/[^/,\s]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+", multiaddr):
-                raise ConfigError(f"directory: initial peer {multiaddr!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")
-        if not 1 <= len(self.experts) <= MAX_STAGES or not all(1 <= count <= MAX_EXPERTS for count in self.experts):
-            raise ConfigError(f"directory: experts {self.experts[:8]} of {len(self.experts)} stages are out of range")
-        if not 0 <= self.port <= 65_535:
-            raise ConfigError(f"directory: port {self.port} is out of range")
 
 
 class LatestSequences:

@@ -14,7 +14,6 @@ from protocol.frames.codec import (
     Around,
     Converter,
     MessageType,
-    checked_peer,
     checked_version,
     converter,
     faultless,
@@ -52,7 +51,6 @@ from swarm.vocabulary.types import (
     ModuleId,
     Path,
     PeerId,
-    RunId,
     SignedRoute,
     VersionRange,
 )
@@ -582,11 +580,23 @@ class Hello:
     """First frame that each side of a link sends: its peer id, run and protocol versions."""
 
     peer: PeerId
-    run: RunId
-    versions: VersionRange
-    record: OptionalRecord  # Empty without a record
+    run: Annotated[str, Length(64, 64)]
+    lowest_version: Annotated[int, Range(1, 2**32 - 1)]
+    highest_version: int
+    announcement: OptionalRecord  # Empty without a record
     incarnation: int = 0  # Random, 64 bits
-    age_ms: int = 0
+    age_ms: Annotated[int, Range(0, MAX_AGE_MS - 1)] = 0
+
+    @property
+    def versions(self) -> VersionRange:
+        return VersionRange(self.lowest_version, self.highest_version)
+
+    def fault(self) -> str | None:
+        if not _RUN_ID.fullmatch(self.run):
+            return "the run is not 64 hexadecimal digits"
+        if self.lowest_version > self.highest_version:
+            return f"{self.lowest_version} to {self.highest_version} is not a range of protocol versions"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -677,33 +687,6 @@ def _name_of(data: bytes) -> str:
     return name
 
 
-# ---- the first frame of a link --------------------------------------------------------------------------------------
-
-
-def _write_hello(hello: Hello, _: Around) -> dict[str, Any]:
-    return {
-        "peer": hello.peer,
-        "run": hello.run,
-        "lowest_version": hello.versions.lowest,
-        "highest_version": hello.versions.highest,
-        "announcement": hello.record,
-        "incarnation": hello.incarnation,
-        "age_ms": hello.age_ms,
-    }
-
-
-def _read_hello(hello: wire.Hello, _: Around) -> Hello:
-    if not _RUN_ID.fullmatch(hello.run):
-        raise ProtocolViolation("the run is not 64 hexadecimal digits")
-    versions = VersionRange(hello.lowest_version, hello.highest_version)
-    if not 1 <= versions.lowest <= versions.highest:
-        raise ProtocolViolation(f"{versions.lowest} to {versions.highest} is not a range of protocol versions")
-    if hello.age_ms >= MAX_AGE_MS:
-        raise ProtocolViolation(f"the process cannot be {hello.age_ms} ms old")
-    record = _read_record(hello.announcement) if hello.announcement else b""
-    return Hello(checked_peer(hello.peer), RunId(hello.run), versions, record, hello.incarnation, hello.age_ms)
-
-
 def _read_record(record: bytes) -> bytes:
     if not 0 < len(record) <= MAX_RECORD_BYTES:
         raise ProtocolViolation(f"a record of {len(record)} bytes is not from 1 to {MAX_RECORD_BYTES} bytes long")
@@ -723,7 +706,6 @@ class _Kind(NamedTuple):
 _TOPIC_OF: Final = {kind: topic for topic, kinds in TOPICS.items() for kind in kinds}
 _WITH_TENSOR: Final = get_args(TensorMessage)
 _BY_HAND: Final[dict[type, Converter]] = {
-    Hello: Converter(_write_hello, _read_hello),
     AnnouncementFrame: Converter(lambda frame, _: frame.record, lambda said, _: AnnouncementFrame(_read_record(said))),
     **_ALONG_A_PATH,
     **CONVERTERS,

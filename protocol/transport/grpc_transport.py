@@ -211,8 +211,8 @@ class GrpcTransport:
         else:
             self._undialled.forgive(link.peer)
         self._handler.link_up(link.peer)
-        if hello.record:
-            self._handler.announced(link.peer, hello.record)
+        if hello.announcement:
+            self._handler.announced(link.peer, hello.announcement)
         attempt = self._dials.pop(link.peer, None)
         if attempt is not None:
             attempt.outcome.set_result(link)
@@ -248,7 +248,8 @@ class GrpcTransport:
 
     def _own_hello(self) -> Hello:
         age_ms = int(1e3 * (self._clock.monotonic() - self._began))
-        return Hello(self._peer, self._run, PROTOCOL_VERSIONS, self._own_record(), self.incarnation, age_ms)
+        lowest, highest = PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest
+        return Hello(self._peer, self._run, lowest, highest, self._own_record(), self.incarnation, age_ms)
 
     # ---- dialling -----------------------------------------------------------------------------------------------
 
@@ -391,7 +392,7 @@ def _keep_the_older(link: Link, hello: Hello, now: float) -> Farewell | None:
     if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
         return _farewell(now - link.began, link.record)
     error = Unreachable(f"{short(link.peer)} runs twice, so the link to the younger process ends")
-    link.end(error, _farewell(hello.age_ms / 1e3, hello.record))
+    link.end(error, _farewell(hello.age_ms / 1e3, hello.announcement))
     return None
 
 

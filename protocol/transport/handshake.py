@@ -22,7 +22,7 @@ def proven_peer(certificate: bytes, run: RunId) -> PeerId:
         raise Rejected(str(error)) from None
 
 
-def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | None:
+def objection_to(hello: Hello, own_run: str, expected: PeerId) -> Farewell | None:
     """Checks a Hello's run, versions and peer (`expected`: by the certificate). Returns the objection, if any."""
     if hello.peer != expected:
         return Farewell(FarewellReason.NOT_YOU, f"the certificate belongs to {expected}")

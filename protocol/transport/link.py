@@ -552,7 +552,7 @@ class Link:
         self.since = surroundings.clock.monotonic()
         self.incarnation = hello.incarnation
         self.began = self.since - hello.age_ms / 1e3  # Start of the peer's process on our monotonic clock
-        self.record = hello.record  # The peer's newest record, unverified
+        self.record = hello.announcement  # The peer's newest record, unverified
         self.outbox = Outbox(
             {
                 TrafficClass.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),

@@ -35,7 +35,7 @@ from swarm.vocabulary.types import (
     PeerId,
     PeerState,
 )
-from tests.protocol.transport.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, node
+from tests.protocol.transport.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, hello_of, node
 
 LONGEST_LIFETIME_S = 3600.0
 RECORD_LIFETIME_S = 100.0
@@ -155,7 +155,7 @@ async def hostile_stream(
     stream = BareStream(DialledStream(_channel(to, persona, deaf=deaf, compression=compression)))
     try:
         if introduced:
-            await stream.say(Hello(persona.peer, persona.run, PROTOCOL_VERSIONS, record))
+            await stream.say(replace(hello_of(persona), announcement=record))
             assert isinstance(await stream.hear(), Hello)
         yield stream
     finally:

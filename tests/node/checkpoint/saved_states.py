@@ -163,7 +163,7 @@ def save_checkpoint(path: Path, manifest: Manifest, model: WholeModel | None = N
     signed = sign_manifest(manifest, Identity.generate())
     folder = CheckpointFolder(path, signed.run, signed.text)
     for module, parts in (model or noisy_model(manifest)).modules():
-        optimizer = InnerOptimizer(manifest.training, [Accumulator(part) for part in parts])
+        optimizer = InnerOptimizer(manifest, ModuleId(0), [Accumulator(part) for part in parts])
         save_state(folder, solo_peer(module), module, capture_module(parts, optimizer, visits=1, tokens=64))
     return path
 

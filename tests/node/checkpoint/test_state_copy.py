@@ -87,7 +87,7 @@ class Replica:
             part.split_weights()
         self.part: nn.Module = part
         self.total = Accumulator(self.part)
-        self.optimizer = InnerOptimizer(small_manifest().training, [self.total], moments=moments)
+        self.optimizer = InnerOptimizer(small_manifest(), ModuleId(0), [self.total], moments=moments)
 
     def steps(self, first: int, count: int, peer: str = "a") -> None:
         for number in range(first, first + count):
@@ -126,7 +126,7 @@ def test_moments_in_8_bits_go_on_to_the_bit_and_either_form_is_read_as_the_other
     tensors = (tensor for own in found.state.inner.parameters.values() for tensor in own.tensors.values())
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
     other, plain = (Replica(seed=8, moments=MomentType.EIGHT_BIT) for _ in range(2))
-    plain.optimizer = InnerOptimizer(small_manifest().training, [plain.total])
+    plain.optimizer = InnerOptimizer(small_manifest(), ModuleId(0), [plain.total])
     for each in (other, plain):
         restore_module((each.part,), each.optimizer, found.state)
     one.steps(5, 3)

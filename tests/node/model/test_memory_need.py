@@ -21,7 +21,7 @@ from node.model.memory_need import (
     round_bytes,
 )
 from node.model.moments import MomentType
-from node.model.optimizer import Accumulator, inner_optimizer
+from node.model.optimizer import Accumulator, InnerOptimizer
 from node.model.passes import build_block_stack
 from node.pipeline.worker import host_hop, host_stage_zero
 from node.solo.trainer import WholeModel
@@ -80,7 +80,7 @@ def test_moments_in_8_bits_are_counted_where_they_are_kept() -> None:
     assert saved > 0
     plain, packed = (need_of(manifest, [ModuleId(1)], 0, moments) for moments in MomentType)
     assert (plain.device - packed.device, plain.memory - packed.memory) == (saved, 0)
-    assert inner_optimizer(manifest, ModuleId(1), [Accumulator(part)]).state_bytes == sum(
+    assert InnerOptimizer(manifest, ModuleId(1), [Accumulator(part)]).state_bytes == sum(
         8 * p.numel() for p in part.parameters()
     )
     for name in ("soap", "muon"):
@@ -99,7 +99,7 @@ def test_what_the_inner_optimizer_keeps_is_counted_by_the_shapes() -> None:
         manifest = small_manifest(training__inner={"name": name, "largest_side": 16})
         part = build_block_stack(manifest, ModuleId(1))
         accumulator = Accumulator(part)
-        optimizer = inner_optimizer(manifest, ModuleId(1), [accumulator])
+        optimizer = InnerOptimizer(manifest, ModuleId(1), [accumulator])
         accumulator.add(MicrobatchId(PeerId("a"), 0), 64, [torch.randn_like(p) for p in accumulator.parameters])
         optimizer.step()
         states = optimizer.export_state(parameters_of(part)).parameters.values()

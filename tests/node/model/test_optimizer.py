@@ -27,7 +27,7 @@ from node.model.optimizers.soap import Eigenbasis, RefreshClock, Soap, refined
 from node.model.shapes import EMBEDDING, HEAD, has_eight_bits
 from protocol.manifest.manifest import InnerSection, TrainingSection
 from swarm.vocabulary.errors import ResourceExhausted, SkipstoneError
-from swarm.vocabulary.types import MicrobatchId, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.node.small_manifest import small_manifest
 
 
@@ -49,7 +49,8 @@ def gradients(value: float) -> tuple[Tensor, Tensor]:
 def optimizer(*accumulators: Accumulator, **inner: Any) -> InnerOptimizer:
     section = {"learning_rate": 0.1, "weight_decay": 0.2, **inner}
     schedule = {"kind": "constant", "warmup_steps": 0, "total_steps": 1}
-    return InnerOptimizer(small_manifest(training__inner=section, training__schedule=schedule).training, accumulators)
+    manifest = small_manifest(training__inner=section, training__schedule=schedule)
+    return InnerOptimizer(manifest, ModuleId(0), accumulators)
 
 
 def mean_of(accumulator: Accumulator) -> list[Tensor | None]:

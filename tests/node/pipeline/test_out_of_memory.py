@@ -77,7 +77,7 @@ class Part(torch.nn.Sequential):
 part = Part(*layers)
 manifest = small_manifest()
 sums = Accumulator(part)
-optimizer, tensor = InnerOptimizer(manifest.training, [sums]), TensorSpec((rows, width), DType.FLOAT32)
+optimizer, tensor = InnerOptimizer(manifest, ModuleId(0), [sums]), TensorSpec((rows, width), DType.FLOAT32)
 worker = HopWorker(part, sums, optimizer, tensor, torch.device("cpu"), 2**30)
 source = torch.randn(rows, width)
 

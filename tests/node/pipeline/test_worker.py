@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from node.concurrency.compute_thread import DeviceThreads
 from node.model import passes
-from node.model.optimizer import Accumulator, InnerOptimizer, inner_optimizer
+from node.model.optimizer import Accumulator, InnerOptimizer
 from node.model.passes import (
     BlockStack,
     Gradients,
@@ -76,7 +76,7 @@ class Stage(HopBench):
         torch.manual_seed(1)
         self.part = Part(nn.Linear(16, 16), nn.Tanh())
         self.total = Accumulator(self.part)
-        optimizer = InnerOptimizer(manifest.training, [self.total])
+        optimizer = InnerOptimizer(manifest, ModuleId(0), [self.total])
         super().__init__(HopWorker(self.part, self.total, optimizer, TENSOR, CPU, graph_budget_bytes), manifest)
 
     def expected(self, number: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -205,7 +205,7 @@ class Replica(HopBench):
         if passes == "split weights":
             part.split_weights()
         total, tensor = Accumulator(part), hidden_tensor(manifest)
-        optimizer = inner_optimizer(manifest, MODULE, [total])
+        optimizer = InnerOptimizer(manifest, MODULE, [total])
         blocks = BlockByBlock(part, self.dtype)
         self.worker = HopWorker(part, total, optimizer, tensor, CPU, budget, passes=blocks, stashed=staleness)
 

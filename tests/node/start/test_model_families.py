@@ -13,7 +13,7 @@ from node.data.local_paths import LocalPathOptions
 from node.data.packing import Microbatch
 from node.local_swarm.default_manifest import default_manifest
 from node.model.initialization import parameters_of
-from node.model.optimizer import Accumulator, Addition, inner_optimizer
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer
 from node.solo.trainer import SOLO, WholeModel
 from node.start.cut_model import CutModel, ModelFolder
 from protocol.manifest.manifest import Manifest, manifest_from_table
@@ -108,7 +108,7 @@ def test_tied_embeddings_learn_from_both_ends(tmp_path: Path) -> None:
     sums = [Accumulator(part) for part in parts]
     for part, total in zip(parts, sums, strict=True):
         assert total.add(MicrobatchId(SOLO, 0), text.size, gradients[part]) is Addition.ADDED
-    optimizer = inner_optimizer(manifest, ModuleId(0), sums)
+    optimizer = InnerOptimizer(manifest, ModuleId(0), sums)
     before = ours.head.lm_head.weight.detach().clone()
     figures = optimizer.step()
     wanted = [theirs.get_input_embeddings().weight.grad, theirs.model.norm.weight.grad]

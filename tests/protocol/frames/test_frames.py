@@ -75,8 +75,8 @@ SIGNED = (
 )
 
 EXAMPLES: Final[dict[str, frames.SmallFrame]] = {
-    "hello": frames.Hello(A, types.RunId("ab" * 32), types.VersionRange(1, 7), b"record", 2**63 + 1, 123_456),
-    "hello without a record": frames.Hello(A, types.RunId("0f" * 32), types.VersionRange(2, 2), b""),
+    "hello": frames.Hello(A, types.RunId("ab" * 32), 1, 7, b"record", 2**63 + 1, 123_456),
+    "hello without a record": frames.Hello(A, types.RunId("0f" * 32), 2, 2, b""),
     "ping": frames.Ping(2**64 - 1),
     "pong": frames.Pong(7),
     "pong of 0": frames.Pong(0),

@@ -190,7 +190,7 @@ async def bare_stream(
 
 
 def hello_of(persona: Persona) -> Hello:
-    return Hello(persona.peer, persona.run, PROTOCOL_VERSIONS, b"")
+    return Hello(persona.peer, persona.run, PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest, b"")
 
 
 @dataclass

@@ -30,7 +30,7 @@ from protocol.transport.settings import MAX_OPEN_TRANSFERS, TransportSettings
 from swarm.vocabulary import errors
 from swarm.vocabulary.averaging_messages import Accepting, Contribution, RoundId, StateChunk
 from swarm.vocabulary.pipeline_messages import Close, Direction, Receipt, ReceiptStatus
-from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, VersionRange
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.kit.waiting import until
 from tests.protocol.dht.running import Marked, needs_proc
 from tests.protocol.identity.minting import OTHER_RUN, certificate, credentials_for, extension_for, new_key
@@ -332,7 +332,7 @@ LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
     [
         ({"run": OTHER_RUN}, frames.FarewellReason.WRONG_RUN, ""),
         ({"peer": Persona().peer}, frames.FarewellReason.NOT_YOU, ""),
-        ({"versions": VersionRange(4, 5)}, frames.FarewellReason.WRONG_VERSION, "3 to 3"),
+        ({"lowest_version": 4, "highest_version": 5}, frames.FarewellReason.WRONG_VERSION, "3 to 3"),
     ],
 )
 async def test_a_hello_of_another_run_name_or_version_is_refused(
@@ -721,7 +721,7 @@ DIALLED = Persona()
         (frames.Farewell(frames.FarewellReason.LEAVING), errors.Unreachable),
         (frames.Farewell(frames.FarewellReason.UNSPECIFIED), errors.Unreachable),
         (frames.Ping(1), errors.ProtocolViolation),
-        (replace(hello_of(DIALLED), versions=VersionRange(9, 9)), errors.StaleVersion),
+        (replace(hello_of(DIALLED), lowest_version=9, highest_version=9), errors.StaleVersion),
         (replace(hello_of(DIALLED), run=OTHER_RUN), errors.Rejected),
         (replace(hello_of(DIALLED), peer=Persona().peer), errors.Rejected),
         (None, errors.Unreachable),

@@ -43,7 +43,7 @@ async def test_the_older_one_is_kept_though_the_newcomer_was_linked_first() -> N
     async with node() as server, node(persona, record=b"of the newcomer") as newcomer:
         introduce(server, newcomer)
         await linked(newcomer, server, 1)
-        older = replace(hello_of(persona), incarnation=1, age_ms=100_000, record=b"of the older")
+        older = replace(hello_of(persona), incarnation=1, age_ms=100_000, announcement=b"of the older")
         async with bare_stream(persona, server, hello=older) as stream:
             await newcomer.handler.until(lambda: newcomer.handler.downs)
             assert newcomer.handler.records[-1] == (server.peer, b"of the older")

@@ -230,7 +230,7 @@ class Trained:
     def __init__(self, fragments: int = 1) -> None:
         self.part: nn.Module = build_block_stack(MANIFEST, ModuleId(1))
         self.sums = Accumulator(self.part)
-        self.optimizer = InnerOptimizer(MANIFEST.training, [self.sums])
+        self.optimizer = InnerOptimizer(MANIFEST, ModuleId(0), [self.sums])
         self.changes = 0
         self.local = LocalReplica([self.part], fragments, self.optimizer, self._changed)
         self._microbatches = 0
