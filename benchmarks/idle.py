@@ -1,9 +1,8 @@
 """What an idle node sends and computes for the swarm, by the number of nodes: bytes a second, share of a CPU core.
 
 Real nodes with a stage each, in network namespaces of this machine (root, `ip`), whose devices count what leaves.
-`missing`: nobody hosts stage 0. `complete`: one more peer announces it, and launches nothing. Figures are means of the
-nodes over `seconds`, from `settle` seconds after the last node serves. `python -m benchmarks.idle peer LINK HOST` is
-that one more peer.
+`missing`: nobody hosts stage 0. `complete`: one more peer announces it (`python -m benchmarks.idle peer LINK HOST`) and
+launches nothing. Figures are means of the nodes over `seconds`, from `settle` seconds after the last node serves.
 """
 
 from __future__ import annotations

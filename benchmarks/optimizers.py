@@ -32,6 +32,7 @@ from node.model.optimizer import InnerOptimizer, StepFigures
 from node.model.optimizers.inner_rule import AtDeadline
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import ModuleId
 
 POINTS: Final = 20
 
@@ -104,7 +105,7 @@ class Trainer(Learner):
         self._feed = TrainingFeed(manifest, open_documents(manifest), READER)
         self._seconds = 0.0
         submit = self.idle.submit if arm.in_idle_time else AtDeadline
-        super().__init__(manifest, partial(InnerOptimizer, manifest.training, submit=submit, moments=arm.moments))
+        super().__init__(manifest, partial(InnerOptimizer, manifest, ModuleId(0), submit=submit, moments=arm.moments))
 
     @property
     def foreground_s(self) -> float:

@@ -34,7 +34,7 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("codecs", {"table", "loss"}),
+        ("codecs", {"table", "hop", "loss"}),
         ("experts", {"loss", "rounds"}),
         ("filling", {"put_off", "filling"}),
         ("kfac", {"schedule", "training"}),
