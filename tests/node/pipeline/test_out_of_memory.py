@@ -30,7 +30,7 @@ from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.pipeline.custody import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId
 from tests.node.small_manifest import small_manifest
 
 torch.set_num_threads(1)
