@@ -118,7 +118,7 @@ class FixedData:
     def __init__(self, tensor: TensorSpec, device: torch.device) -> None:
         self.hidden = torch.randn(tensor.shape, device=device)
         self.returned = torch.empty(0)
-        self.wire = Wire(device)
+        self.wire = Wire(device, tensor.token_bytes, vocabulary=0)
         self.tensor = tensor
 
     def compute(self, job: Job) -> Output:
