@@ -171,7 +171,7 @@ def run_of(setting: Setting, parameters: int, inner: str = "adamw", blocks: tupl
     from node.dial.dial import Wish, turn
 
     # Choices of the dial, but for the tokens of a step: its own would be minutes of one card.
-    table = turn(Wish(parameters=parameters, inner=inner, may_be_whole=False), "card").manifest.model_dump()
+    table = turn(Wish(parameters=parameters, inner=inner, may_be_whole=False, residual=0), "card").manifest.model_dump()
     all_blocks = sum(table["stages"]["blocks"])
     if setting.smoke:
         table["model"] |= {"sequence": 32, "dtype": "float32"}  # CPUs without bfloat16 emulate it slowly
