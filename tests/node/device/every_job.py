@@ -73,7 +73,7 @@ class Hop(HopBench):
     def job(self, work: Work, number: int, **more: Any) -> Job:
         return replace(super().job(work, number, **more), codec=self.codec)
 
-    def _received(self, tensor: Tensor) -> Encoded:
+    def _received(self, tensor: Tensor, numbers: Tensor | None = None) -> Encoded:
         return arrived(encode(tensor, self.codec), self._allocate)
 
 
