@@ -172,13 +172,14 @@ def choose_shape(parameters: int, vocabulary: int, residual: int = 0) -> Shape:
 
 def _shapes(parameters: int, vocabulary: int, residual: int) -> Iterator[Shape]:
     """Yields one shape per width, with the depth that comes closest to the wanted number of parameters."""
+    tied = parameters < TIED_BELOW and not residual
     for hidden in (*range(128, WIDE, 128), *range(WIDE, WIDEST + 1, 256)):
+        if hidden <= residual:  # blocks write fewer numbers than they read
+            continue
         heads = hidden // (64 if hidden < WIDE else 128)
         kv_heads = heads // 4 if heads % 4 == 0 else heads // 2
         wide = round(8 / 3 * hidden / GRID) * GRID
-        one = Shape(
-            vocabulary, hidden, 1, heads, kv_heads, wide, parameters < TIED_BELOW and not residual, residual % hidden
-        )
+        one = Shape(vocabulary, hidden, 1, heads, kv_heads, wide, tied, residual)
         blocks = round((parameters - one.ends) / one.block)
         if blocks < 2:  # wider models would be even shallower
             return
@@ -190,6 +191,8 @@ def _shape_choices(shape: Shape, wish: Wish) -> Choices:
     missed = 100 * (shape.parameters / wish.parameters - 1)
     tied = f"one matrix for both, usual below {TIED_BELOW // 10**9}b: stage 0 needs half the memory"
     apart = f"one matrix each, usual for {TIED_BELOW // 10**9}b and above"
+    if shape.residual:
+        apart = "the embedding is narrower than the LM head"
     return {
         "parameters": Reasoned(shape.parameters, f"{missed:+.1f} % of the {wish.parameters:,} of --size"),
         "vocabulary": Reasoned(shape.vocabulary, f"{wish.tokens.reason}; a multiple of {GRID}"),
@@ -207,9 +210,7 @@ def _shape_choices(shape: Shape, wish: Wish) -> Choices:
         "feed-forward": Reasoned(
             shape.feed_forward, "8/3 of the width, because SwiGLU has three matrices instead of two (Llama)"
         ),
-        "embeddings": Reasoned("tied", tied)
-        if shape.tied
-        else Reasoned("apart", "the embedding is narrower than the LM head" if shape.residual else apart),
+        "embeddings": Reasoned("tied", tied) if shape.tied else Reasoned("apart", apart),
     }
 
 

@@ -73,9 +73,7 @@ class Residual(nn.Module):
     def stream(self, hidden: Tensor) -> Stream:
         if self.directions is None:
             return WIDE
-        parts = hidden.detach()[..., len(self.directions) :].to(torch.int64).unbind(-1)
-        tokens = sum((part << 8 * place for place, part in enumerate(parts)), torch.zeros_like(parts[0]))
-        return Stream(self.fixed(tokens), self.directions)
+        return Stream(self.fixed(token_numbers(hidden.detach()[..., len(self.directions) :])), self.directions)
 
     def fixed(self, tokens: Tensor) -> Tensor:
         """Returns T of int64 tokens [...] below the vocabulary: [..., hidden]."""
@@ -87,6 +85,12 @@ class Residual(nn.Module):
             return rows.view(*tokens.shape, -1)
         distinct, places = torch.unique(tokens, return_inverse=True)
         return F.embedding(places, fixed_rows(self.seed, distinct, section.hidden, self.dtype))
+
+
+def token_numbers(octets: Tensor) -> Tensor:
+    """Returns the int64 token numbers [...] that these bytes [..., bytes] make, little-endian."""
+    parts = octets.to(torch.int64).unbind(-1)
+    return sum((part << 8 * place for place, part in enumerate(parts)), torch.zeros_like(parts[0]))
 
 
 @lru_cache(maxsize=TABLES)

@@ -36,7 +36,7 @@ from node.model.passes import (
     build_embedding,
     build_head,
 )
-from node.model.residual import HIDDEN_TYPES
+from node.model.residual import HIDDEN_TYPES, token_numbers
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.device_passes import BlockByBlock, DeferredWeights, SplitDevice, body_passes, head_passes
@@ -210,8 +210,7 @@ class Wire:
 
     def _check_numbers(self, tensor: Encoded) -> None:
         """Raises ProtocolViolation unless all token numbers are in the vocabulary, before a device looks them up."""
-        parts = without_numbers(tensor)[1].to(torch.int64).unbind(-1)
-        largest = int(sum(part << 8 * place for place, part in enumerate(parts)).max())  # type: ignore[union-attr]
+        largest = int(token_numbers(without_numbers(tensor)[1]).max())
         if largest >= self._vocabulary:
             raise ProtocolViolation(f"token number {largest} is not below the vocabulary of {self._vocabulary}")
 

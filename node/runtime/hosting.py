@@ -1,4 +1,4 @@
-"""The modules of one node: its first one, those of --stages, and modules without another peer.
+"""Hosts the modules of a node: the first one, those of --stages, and modules that have no other peer.
 
 Each module is a peer of its own, with key, port, rounds and checkpoints; the process, the devices and the DHT process
 are shared. Peers of one node pass microbatches to each other by a call (`protocol.transport.grpc_transport.LocalLink`).

@@ -111,7 +111,7 @@ class ModelSection(Section):
 
     @property
     def stream(self) -> int:
-        """Numbers per token that blocks add up: those of the embedding and of the blocks' outputs."""
+        """Width of the embedding and of the blocks' outputs, which are added up."""
         return self.residual or self.hidden
 
     @property
