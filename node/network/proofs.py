@@ -31,7 +31,7 @@ class Proofs:
         self.signer = signer
         self._module, self._session = module, session
         self._tallies = Tallies()
-        self._in_round = frozenset[PeerId]()
+        self.in_round = frozenset[PeerId]()  # The other contributors to the round that made our anchor
         self.accused: Callable[[], Collection[PeerId]] = frozenset  # Returns the liars that our rounds exclude
         self._accusations: dict[PeerId, tuple[float, Collection[PeerId]]] = {}
         self._asked_at = -math.inf
@@ -43,11 +43,11 @@ class Proofs:
     @property
     def proven(self) -> frozenset[PeerId]:
         """Replicas with proven work; if there is no tally, the contributors to the round of our anchor."""
-        return frozenset(proven_work(self.tallies)) or self._in_round
+        return frozenset(proven_work(self.tallies)) or self.in_round
 
     def shared_round(self, contributors: frozenset[PeerId]) -> None:
         """Records the other contributors to the round that made our anchor; empty if the anchor came from no round."""
-        self._in_round = contributors
+        self.in_round = contributors
 
     async def refresh(self) -> None:
         """Asks data nodes for their tallies, at most once in ASK_AGAIN_S seconds."""

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 
@@ -136,12 +136,12 @@ async def save_at_the_end(context: ModuleContext, saver: Saver | None) -> None:
             context.events.emit(events.LastPeer(context.session.own.peer, str(context.module), folder))
 
 
-async def others_serve(context: ModuleContext) -> bool:
-    """Whether another replica answers that it serves the module: one with proven work, unless we have no state."""
+async def others_serve(context: ModuleContext, also: Collection[PeerId] = ()) -> bool:
+    """Whether a replica with proven work, or one in `also`, answers that it serves the module."""
     # Without the proof, a liar could announce itself and so empty the module of all that it learned.
     await context.proofs.refresh()
-    session, proven = context.session, context.proofs.proven
-    asked = [a.peer for a in _replicas(context) if a.peer in proven or session.own.steps == 0][:MAX_ASKED]
+    session, trusted = context.session, {*context.proofs.proven, *also}
+    asked = [a.peer for a in _replicas(context) if a.peer in trusted or session.own.steps == 0][:MAX_ASKED]
     answers = await asyncio.gather(*(session.membership_sync.serves(peer, context.module) for peer in asked))
     return any(answers)
 

@@ -130,9 +130,10 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
         assert await others_serve(given), "without a state there is nothing to lose"
         own.steps = 1
         there.links.asked.clear()
+        assert await others_serve(given, also={replica.peer})
         proofs.shared_round(frozenset({replica.peer}))
         assert await others_serve(given)
-        assert there.links.asked == [replica.peer]
+        assert there.links.asked == [replica.peer] * 2
 
 
 async def test_an_answer_counts_only_if_it_says_so() -> None:
