@@ -20,7 +20,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError
 from swarm.vocabulary.types import ModuleId, short
 
-STOP_LIMIT_S = 20.0  # Limit of a clean stop, in seconds
+STOP_LIMIT_S = 20.0  # Limit of a node's clean stop, in seconds
 MAX_UNREAD_EVENTS = 10_000
 MAX_SHOWN_STDERR_LINES = 5
 
@@ -206,20 +206,19 @@ class LocalSwarm:
 
     async def _stop_when_asked(self) -> None:
         await self._stopping.wait()  # data nodes first: their microbatches in flight still need the other nodes
-        deadline = asyncio.get_running_loop().time() + self._stop_limit_s
         data_nodes = {peer.index for peer in self.peers if peer.stage == 0}
-        # Half of the time is left for the others.
-        await self._ask_to_stop(data_nodes, deadline - self._stop_limit_s / 2)
-        await self._ask_to_stop(set(self._nodes), deadline)
+        await self._ask_to_stop(data_nodes, self._stop_limit_s / 2)
+        # A drain, the end of a round and a last record may take a stage peer most of the limit.
+        await self._ask_to_stop(set(self._nodes), self._stop_limit_s)
         self.kill_all()
 
-    async def _ask_to_stop(self, indices: set[int], deadline: float) -> None:
-        """Asks these nodes to stop and waits for them until the deadline, in the event loop's time."""
+    async def _ask_to_stop(self, indices: set[int], patience_s: float) -> None:
+        """Asks these nodes to stop, and waits for them."""
         for index in indices & self._children.keys():
             self._children[index].ask_to_stop()
         tasks = [self._nodes[index] for index in indices if index in self._nodes]
         if tasks:
-            await asyncio.wait(tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+            await asyncio.wait(tasks, timeout=patience_s)
 
 
 def _name(peer: PlannedPeer) -> str:

@@ -14,5 +14,5 @@ MODES = ("reverse", "noise", "drift", "ordinary", "sched", "nan", "tokens", "las
 @pytest.mark.parametrize("mode", ["forged-rosters", *(pytest.param(mode, marks=pytest.mark.long) for mode in MODES)])
 async def test_an_attack_costs_no_loss_and_no_honest_peer_its_name(mode: str) -> None:
     # Beside other tests two honest runs differ by more than the 2 % that count on a quiet machine.
-    report = await experiment(parsed([mode, "--names", "4", "--seconds", "60", "--grace", "30", "--most", "1.25"]))
+    report = await experiment(parsed([mode, "--names", "4", "--seconds", "40", "--grace", "20", "--most", "1.25"]))
     assert report["passed"], report["missed"]
