@@ -6,8 +6,6 @@ them, in turns: torch.distributed's all-reduce over gloo (no encryption, no agre
 10**6 bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import statistics

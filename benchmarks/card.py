@@ -7,8 +7,6 @@ written after every part, `DIR/card.log` holds what the parts printed, and a tab
 less than 6 minutes. `--smoke` runs every part with small sizes, on the CPU if there is no GPU. GB are 10**9 bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

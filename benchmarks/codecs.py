@@ -8,8 +8,6 @@ begins there; `encode_to_bytes` ends with a byte string.
 `loss`: nats a byte that codecs of what passes between 5 stages, in both directions, cost a small model.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

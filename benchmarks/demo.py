@@ -5,8 +5,6 @@ Runs `skipstone up` as it comes, in a process of its own, and stops it once the 
 or `--limit` seconds after the first step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

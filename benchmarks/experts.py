@@ -11,8 +11,6 @@ against a dense path and against dense models with the parameters of all experts
 equal steps (a step of one microbatch, as a path has) and at equal steps and tokens.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

@@ -7,8 +7,6 @@ replicas in network namespaces (root and iproute2), apart for five rounds; count
 until all commit one together. Liars: `python -m tests.security.attack`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import signal

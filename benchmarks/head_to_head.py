@@ -17,8 +17,6 @@ that each round is counted whole; of the whole run if there is no second middle.
 Figures are medians of `--repeats`, in which arms and links take turns in random order. `bars`: ours is at most theirs.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

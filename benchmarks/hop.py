@@ -7,8 +7,6 @@ and as gRPC comes. Forward and backward move four tensors of 8.39 MB (4 x 512 x 
 run with the node's allocator settings and half of the cores for each process's torch. MB are 10**6 bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -5,8 +5,6 @@ Real nodes with a stage each, in network namespaces of this machine (root, `ip`)
 launches nothing. Figures are means of the nodes over `seconds`, from `settle` seconds after the last node serves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -5,8 +5,6 @@ Each node is a network namespace whose packets a process of ours takes from a TU
 Needs root, `ip` and /dev/net/tun. Times are exact to 1 ms.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

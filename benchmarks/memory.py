@@ -7,8 +7,6 @@ processor's. `node`: processor seconds of `--help`, and of a stage peer that `jo
 and the memory of its processes after some steps.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -6,8 +6,6 @@ its bases between microbatches, as in a peer's idle time, `soap in step` the sam
 with the least final loss, and the shares of AdamW's steps and seconds until its best's last loss (null: never).
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

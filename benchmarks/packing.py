@@ -12,8 +12,6 @@ three) of packing 64 microbatches or a million tokens.
 `loss`: held-out nats a token at equal tokens, whole documents against one concatenated stream, in one process.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import sys

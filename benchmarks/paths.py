@@ -14,8 +14,6 @@ middle of the measured time. `seconds_to_the_loss`: until the loss that the wors
 the cores; above 0.7 the emulated times are not true.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

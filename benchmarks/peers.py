@@ -4,8 +4,6 @@
 does. The JSON has what `head_to_head.start` gives it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A Llama in plain torch, as anyone would write it. Needs torch alone, so that other systems can train it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Cloud links follow SkipPipe's measurements between twelve regions (arXiv 2502.19
 times latency is about one TCP window. Figures of homes and LANs are assumed.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

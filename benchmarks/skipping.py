@@ -14,8 +14,6 @@ more text. `r` is the largest ratio of visits between stages (`stages.visit_rati
 `summary` has medians over the seeds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -6,8 +6,6 @@ is spared. Then the same run is trained undisturbed for the same tokens. Figures
 open files of the longest-lived nodes grew. `--keep` is a folder for the event logs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -6,8 +6,6 @@ step, so that neither start-up counts. `split` is each kind of time as a share o
 blocks; sending overlaps with computing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

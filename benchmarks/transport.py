@@ -3,8 +3,6 @@
 `chunks` are the rates by message size. MB are 10**6 bytes, figures are medians. `hop.py` compares tensors with them.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

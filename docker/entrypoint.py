@@ -12,8 +12,6 @@ that was made anew has another.
 Standard library only, and one process in the end: the node gets every signal itself.
 """
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import os

@@ -6,8 +6,6 @@ process that hangs does not. And the port of the node has to answer with TLS 1.3
 of ours: a caller is done with the handshake before the server has looked at what the caller shows.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

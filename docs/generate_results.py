@@ -1,7 +1,5 @@
 """Writes docs/results.md and the table of figures in README.md from benchmarks/results. Run it with `make docs`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Each plot names the digest of its results; tests/test_results.py finds a stale o
 `python -m docs.pictures links` draws one picture.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

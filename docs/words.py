@@ -1,7 +1,5 @@
 """Counts constructions that a native engineer would not write, and shares of docstrings: `python -m docs.words`."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

@@ -6,8 +6,6 @@ other peers join one side. Replicas that leave together hold the same anchor, or
 Tokens: they count when their microbatch is completed, and steps have no gaps.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@
 the clock by `--step`. The DHT process keeps the right clock.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

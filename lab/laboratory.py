@@ -1,7 +1,5 @@
 """The laboratory: a local swarm behind the emulated network, and all faults that can be injected."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum

@@ -3,8 +3,6 @@
 The seed chooses one lie per round. The real node does the rest, so the liar is invited, leads and reduces in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

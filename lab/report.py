@@ -1,7 +1,5 @@
 """The report of an experiment: report.md, and plots of each run."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

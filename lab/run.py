@@ -1,7 +1,5 @@
 """One run of a scenario: starts its swarm, follows the timeline, measures, and stops cleanly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

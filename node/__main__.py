@@ -1,7 +1,5 @@
 """Entry point `python -m node`. In a checkout it also has the commands of `lab`."""
 
-from __future__ import annotations
-
 # ruff: noqa: E402
 import signal
 

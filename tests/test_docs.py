@@ -1,7 +1,5 @@
 """The documents: what they name exists, commands and options are real, each stays small."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules that the whole project keeps: who imports whom, generated code, exit codes, docstrings, no pickle."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

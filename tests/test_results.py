@@ -1,7 +1,5 @@
 """The kept results have the agreed keys, and the documents and pictures that show them are fresh."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The count of odd constructions finds them in code, contracts and documents, and lets plain English pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

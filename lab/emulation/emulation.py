@@ -3,8 +3,6 @@
 Members are known by their index in the swarm. None is a caller outside the swarm, with an ideal link.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import math

@@ -1,7 +1,5 @@
 """Path planners to compare: the node's own, SWARM's rule (arXiv 2301.11913), greedy earliest finish, and a schedule."""
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 Peers notice a failure after NOTICED_AFTER_S and repair paths. Microbatches of a failed data node count as abandoned.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from random import Random

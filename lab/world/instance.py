@@ -5,8 +5,6 @@ JSON keys: `name`, `nodes`, `stages` (peers of each stage, stage 0 first), `forw
 (`max_forward_jump`, `max_back_stops`, `max_back_distance`), `microbatches_per_data_node`, optional `visit_ratio`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

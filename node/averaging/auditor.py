@@ -4,8 +4,6 @@ An auditor sends its accusation to all members, and each of them audits the piec
 because otherwise one accusation could undo a round.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """Connects the averaging rounds of the hosted module to the rest of the node, and gets a new replica's first state."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs one replica's averaging rounds: ReplicaSync moves it from anchor to anchor, as its RoundMachine decides."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -51,10 +49,10 @@ class InnerWork:
     steps: int = 0
     tokens: int = 0
 
-    def __add__(self, other: InnerWork) -> InnerWork:
+    def __add__(self, other: "InnerWork") -> "InnerWork":
         return InnerWork(self.steps + other.steps, self.tokens + other.tokens)
 
-    def __sub__(self, other: InnerWork) -> InnerWork:
+    def __sub__(self, other: "InnerWork") -> "InnerWork":
         return InnerWork(self.steps - other.steps, self.tokens - other.tokens)
 
 

@@ -1,7 +1,5 @@
 """The checkpoint folder of a run: writes snapshots, finds the newest intact one, and gathers a whole model."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """Captures a replica between inner steps, restores it, and saves it in the background."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """Saved state of a replica as plain data, and its incremental copy to a checkpoint."""
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -154,7 +152,7 @@ class TensorsInParts(Mapping[str, Tensor], ABC):
 class Agreed:
     """The module's anchor, and the inner steps and tokens of this replica since that anchor."""
 
-    anchor: AnchorState
+    anchor: "AnchorState"
     steps_since: int
     tokens_since: int
 
@@ -164,7 +162,7 @@ class ResumedState:
     """State from which a node resumes: its own snapshot, or nothing."""
 
     module: ModuleId | None = None
-    state: ReplicaState | None = None
+    state: "ReplicaState | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

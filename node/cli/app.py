@@ -1,7 +1,5 @@
 """The `skipstone` command: its subcommands, errors and exit codes."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -18,12 +16,13 @@ from node.cli.invite import invite
 from node.cli.join import join, leave
 from node.cli.new import new
 from node.cli.solo import solo
-from node.cli.status import evaluate, status
+from node.cli.status import dashboard, evaluate, status
 from node.cli.tokenize import tokenize
 from node.cli.up import up
 from node.cli.views.text import harmless
 from node.concurrency.task_groups import leaves
 from node.observability.version import installed_version
+from node.web.server import PORT
 from swarm.vocabulary.errors import Declined, SkipstoneError
 from swarm.vocabulary.types import PROTOCOL_VERSIONS
 
@@ -51,6 +50,12 @@ class ErrorReportingGroup(TyperGroup):
             with formatter.section(panel):
                 rows = [(n, c) for n, c in self.commands.items() if getattr(c, "rich_help_panel", None) == panel]
                 formatter.write_dl([(name.ljust(width), each.get_short_help_str(limit)) for name, each in rows])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Gives `--dashboard` without a port the usual one; typer has no options with an optional value."""
+        pairs = zip(args, (*args[1:], ""), strict=False)
+        given = [f"{a}={PORT}" if a == "--dashboard" and not then.isdecimal() else a for a, then in pairs]
+        return super().parse_args(ctx, given)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -104,6 +109,7 @@ def _settings(
 for command in (up, join, leave, new, invite, tokenize, solo):
     app.command(rich_help_panel=RUN)(command)
 app.command(rich_help_panel=LOOK)(status)
+app.command(rich_help_panel=LOOK)(dashboard)
 app.command(rich_help_panel=LOOK)(version)
 app.command(rich_help_panel=USE)(generate)
 app.command("eval", rich_help_panel=USE)(evaluate)

@@ -1,7 +1,5 @@
 """`skipstone export`: a run's model as a Hugging Face folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

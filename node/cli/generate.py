@@ -1,7 +1,5 @@
 """`skipstone generate`: text that continues a prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets
@@ -105,7 +103,7 @@ def generate(
 class _Output:
     """Printer of the generated text: on standard output while it is generated, or as one JSON object at the end."""
 
-    def __init__(self, tokenizer: Tokenizer, mark: str, *, silent: bool) -> None:
+    def __init__(self, tokenizer: "Tokenizer", mark: str, *, silent: bool) -> None:
         """`mark`: text that ends the generation, if it is not a token."""
         self._stream, self._ends, self._silent = tokenizer.text_stream(), tokenizer.ends, silent
         self._mark, self._held, self._has_ended = mark, "", False

@@ -1,7 +1,5 @@
 """`skipstone invite`: prints a link with which others may host stage 0 of a run."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Options that several commands share, and join links on the command line."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

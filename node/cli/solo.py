@@ -1,7 +1,5 @@
 """`skipstone solo`: the same run in one process without a network, as the baseline for a swarm."""
 
-from __future__ import annotations
-
 import threading
 from typing import Annotated, Any
 

@@ -1,12 +1,11 @@
 """`skipstone status` and `skipstone eval`: queries of a swarm or a checkpoint."""
 
-from __future__ import annotations
-
+import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console, Group
@@ -19,30 +18,57 @@ from node.cli.views.text import count, loss_text, path_text, sizes_text
 from node.context.options import AllowHub, TextPath, TokenizerPath, variable
 from node.observability.status import SwarmStatus
 from node.observability.typed_json import from_json, to_json
+from node.web.server import PORT, RunPage, served
 from swarm.vocabulary.errors import ConfigError
 from swarm.workload.microbatch_sizes import SizeSummary
 
+if TYPE_CHECKING:
+    from protocol.manifest.join_link import Link
+
+
+RunLink: Final[Any] = typer.Argument(
+    envvar=variable("link"),
+    show_envvar=False,
+    help="Join link, or a file that holds one [default: the run that this machine joined last]",
+)
+
+
+def run_link(text: str | None) -> "Link":
+    """Parses the link of a run; by default of the one that this machine joined last. Raises ConfigError."""
+    from protocol.manifest.join_link import link_in, read_link
+
+    link = link_in(str(last_link_path())) if text is None else read_link(text)
+    if link is None:
+        raise ConfigError("no run was joined on this machine", hint="Name a run by its link, as skipstone:...")
+    return link
+
+
+def dashboard(
+    link: Annotated[str | None, RunLink] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page (0: a free one).")] = PORT,
+) -> None:
+    """Show a run in this machine's browser. Ctrl-C ends it."""
+    announce("skipstone dashboard: opening a page", as_json=False)
+    from node.network.client import statuses
+
+    where = run_link(link)
+
+    async def shown() -> None:
+        async with served(RunPage(), port, partial(statuses, where)) as page:
+            typer.echo(f"The run's page, for this machine only:\n\n  {page}\n")
+            await asyncio.Event().wait()
+
+    run_loop(shown())
+
 
 def status(
-    link: Annotated[
-        str | None,
-        typer.Argument(
-            envvar=variable("link"),
-            show_envvar=False,
-            help="Join link, or a file that holds one [default: the run that this machine joined last]",
-        ),
-    ] = None,
+    link: Annotated[str | None, RunLink] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every few seconds, until Ctrl-C.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a swarm's stages, replicas, throughput, loss and paths."""
     announce(f"skipstone status: asking {'the last run' if link is None else 'the swarm'}", as_json=json)
-    from protocol.manifest.join_link import link_in, read_link
-
-    where = link_in(str(last_link_path())) if link is None else read_link(link)
-    if where is None:
-        raise ConfigError("no run was joined on this machine", hint="Name a run: skipstone status skipstone:...")
-    console = Console()
+    where, console = run_link(link), Console()
 
     def show(status: SwarmStatus, picture: Callable[[Group], None] = console.print) -> None:
         print_json(to_json(status)) if json else picture(Group(*status_views(status, console.width)))

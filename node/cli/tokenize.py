@@ -1,7 +1,5 @@
 """`skipstone tokenize`: writes a text as token shards, once for all data nodes and epochs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -56,7 +54,7 @@ def tokenize(
     typer.echo(f"Train on them with --data tokens:{folder} and the same tokenizer in the manifest")
 
 
-def _documents(source: Source | RowStream, tokenizer: Tokenizer) -> Iterator[Tokens]:
+def _documents(source: "Source | RowStream", tokenizer: "Tokenizer") -> "Iterator[Tokens]":
     """Yields the tokens of each document with its end mark, as Megatron-LM's `--append-eod`."""
     from node.data.documents import whole_text
     from node.data.sources import Source

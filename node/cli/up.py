@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,7 @@ from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, join_lines, run_loop
 from node.cli.views.text import counted
 from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange, Resumed, Waiting
+from node.web.server import RunPage, served
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,6 +60,10 @@ def up(
         str | None,
         typer.Option(metavar="SIZE[,SIZE...]", help="Memory limit of all nodes, or one per node, such as 1GB,8GB,8GB."),
     ] = None,
+    dashboard: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, metavar="[PORT]", help="Show the run in the browser [default port: 8420]"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     **settings: Any,
 ) -> None:
@@ -90,14 +97,17 @@ def up(
         # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
         author_path=None if run.checkpoint_dir is None else default_identity_path(),
     )
-    raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json, qr=qr)))
+    raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json, qr=qr, dashboard=dashboard)))
 
 
-async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool, qr: bool) -> int:
+async def _up(
+    manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool, qr: bool, dashboard: int | None
+) -> int:
     """Runs the swarm to its end. Returns 128 + the stopping signal, else the first failing node's exit code."""
     from node.local_swarm.local_swarm import LocalSwarm
     from node.local_swarm.setup import LINK_PEERS, Deployment
     from node.local_swarm.swarm_progress import summarize
+    from node.network.client import statuses
     from node.network.session import Whereabouts
     from protocol.manifest.join_link import short_link
     from protocol.transport.settings import joined
@@ -105,7 +115,8 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
     where = Whereabouts(listen.strip("[]"))
     draw = qr_printer() if qr else None
     deployment = Deployment(host=where.listen, advertise=where.advertised_hosts()[0])
-    async with LocalSwarm(manifest, options, deployments=lambda _: deployment) as swarm:
+    async with AsyncExitStack() as stack:
+        swarm = await stack.enter_async_context(LocalSwarm(manifest, options, deployments=lambda _: deployment))
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
         keep_run(str(swarm.link))
@@ -125,6 +136,10 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
         if draw is not None:
             draw(link)
+        if dashboard is not None:
+            page = RunPage(stop=swarm.request_stop)
+            at = await stack.enter_async_context(served(page, dashboard, partial(statuses, swarm.link)))
+            typer.echo(f"The run's page, for this machine only:\n\n  {at}\n", err=as_json)
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)

@@ -1,7 +1,5 @@
 """The threads that own the compute devices. `swarm.pipeline.compute_queue` chooses the first one's next job."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

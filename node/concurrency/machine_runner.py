@@ -1,7 +1,5 @@
 """The runner of a pure state machine: feeds it events and ticks, and carries out its actions."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Task groups that raise their first error itself, tasks that others wait for, and daemon threads."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Objects shared by the parts of a node that work in one module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The options of a node: one table of annotated fields gives command line, environment and arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import os
@@ -106,7 +104,7 @@ def default_identity_path() -> Path:
 class NodeOptions:
     """One node's options. Without a link it is the run's first node; without a manifest it asks peers for one."""
 
-    link: Link | None
+    link: "Link | None"
     manifest_path: Path | None
     stage: Annotated[
         str | None,
@@ -215,6 +213,13 @@ class NodeOptions:
     link_file: Annotated[
         Path | None, setting("link-file", "File that always holds this node's join link [default: none]")
     ] = None
+    dashboard: Annotated[
+        int | None,
+        setting(
+            "dashboard", "Show the run in this machine's browser, at this port [default port: 8420]", metavar="[PORT]"
+        ),
+        PORT,
+    ] = None
     qr: Annotated[bool, setting("qr", "Print the join link as a QR code too.")] = False
     patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
         60.0
@@ -232,7 +237,7 @@ class NodeOptions:
         return Allowance(self.slots_held, self.moments)
 
     @property
-    def grant(self) -> Grant | None:
+    def grant(self) -> "Grant | None":
         if self.invitation is None:
             return None if self.link is None else self.link.invitation
         from protocol.identity.invitations import Grant
@@ -259,13 +264,13 @@ class NodeOptions:
         """Whether the node may host modules that no other peer serves, beside its first one."""
         return self.stage is None and self.stages is None and self.modules != 1
 
-    def of_each_module(self) -> list[NodeOptions]:
+    def of_each_module(self) -> "list[NodeOptions]":
         """Returns the options of each module that the node hosts from the start."""
         if self.stages is None:
             return [self]
         return [self.for_module(str(stage), number) for number, stage in enumerate(parse_stages(self.stages))]
 
-    def for_module(self, stage: str, number: int) -> NodeOptions:
+    def for_module(self, stage: str, number: int) -> "NodeOptions":
         """Returns the options of the node's module with this number, from 0, for the stage or expert `stage`."""
         port = self.port and self.port + number
         return dataclasses.replace(self, stage=stage, stages=None, port=port)

@@ -4,8 +4,6 @@ A data set of several files is read one file at a time: files in random order, r
 combines the rank of its file and its row number, so files need not be counted. The packer shuffles within its blocks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -267,7 +265,7 @@ class Documents:
                 logger.warning("excluded %d documents so far: %s", self.left_out.total(), self.reasons)
             start = StreamPosition(start.epoch + 1)
 
-    def _due(self, start: StreamPosition, wanted: Selection, files: Selection, ahead: bool) -> Iterator[Due]:
+    def _due(self, start: StreamPosition, wanted: Selection, files: Selection, ahead: bool) -> "Iterator[Due]":
         source = self._source
         if not isinstance(source, Source):
             at = (start.epoch, start.position, start.offset > 0)
@@ -284,7 +282,7 @@ class Documents:
     def reasons(self) -> str:
         return ", ".join(f"{count} because {why}" for why, count in self.left_out.most_common())
 
-    def _marked(self, due: Due) -> Marked:
+    def _marked(self, due: "Due") -> Marked:
         """Reads and tokenizes a document. Returns no tokens if it is empty, malformed or unreadable."""
         try:
             marked = self._mark(due.read())

@@ -1,7 +1,5 @@
 """Training and evaluation microbatches of a data node. Reads files, so call it from a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import queue

@@ -1,7 +1,5 @@
 """Local files and the documents in them. Opens regular files only, no links: others may write to the folder."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -4,8 +4,6 @@ The files of a config and split come from the README's metadata (huggingface.co/
 else from words in file names, as in the `datasets` library. Runs no code from the data set.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Rules for which local files a manifest may open. Manifests come from strangers and must not read private files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -43,11 +41,11 @@ def may_open(named: str, option: str, chosen: Path | None, *, own: bool) -> Reas
     return Reasoned(_from_home(named), "by this machine's own manifest")
 
 
-def tokenizer_path(data: DataSection, chosen: Path | None, *, own: bool) -> Reasoned[Path | None]:
+def tokenizer_path(data: "DataSection", chosen: Path | None, *, own: bool) -> Reasoned[Path | None]:
     return may_open(data.tokenizer.removeprefix("file:"), "--tokenizer", chosen, own=own)
 
 
-def local_paths(data: DataSection, options: LocalPathOptions, *, own: bool) -> Reasoned[LocalPaths | None]:
+def local_paths(data: "DataSection", options: LocalPathOptions, *, own: bool) -> Reasoned[LocalPaths | None]:
     """Returns the local paths of the run's text, or None if none is allowed. `own`: our key signed the manifest."""
     kind, rest = data.kind, data.source.partition(":")[2]
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
@@ -66,7 +64,7 @@ def local_paths(data: DataSection, options: LocalPathOptions, *, own: bool) -> R
     return Reasoned(LocalPaths(text.value, tokenizer_path(data, options.tokenizer, own=own).value), text.reason)
 
 
-def as_written(data: DataSection) -> LocalPaths:
+def as_written(data: "DataSection") -> LocalPaths:
     """Returns the manifest's own paths, hidden ones included, for an author's own run (`solo`, `up`, benchmarks)."""
     text = _without_column(_from_home(data.source.partition(":")[2]), data) if data.is_of_files else None
     return LocalPaths(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))
@@ -79,7 +77,7 @@ def _from_home(path: str) -> Path:
         raise ConfigError(f"{path}: {error}", hint="Write the absolute path.") from None
 
 
-def text_column(data: DataSection, place: Path) -> str | None:
+def text_column(data: "DataSection", place: Path) -> str | None:
     """Returns COLUMN of `path:FILE-OR-FOLDER:COLUMN`, opened at `place`; None if the colon belongs to the name."""
     path, _, column = data.source.partition(":")[2].rpartition(":")
     # In `C:\\text`, the colon belongs to the drive.
@@ -87,6 +85,6 @@ def text_column(data: DataSection, place: Path) -> str | None:
     return column if is_column and not place.name.endswith(f":{column}") else None
 
 
-def _without_column(path: Path, data: DataSection) -> Path:
+def _without_column(path: Path, data: "DataSection") -> Path:
     column = text_column(data, Path())
     return path if column is None or path.exists() else path.with_name(path.name.removesuffix(f":{column}"))

@@ -8,8 +8,6 @@ with the same tokens shifted by one as labels. Rows are shuffled within blocks o
 with the last token of the previous piece.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -195,7 +193,7 @@ class _Stretch:
             return labels[piece.start : piece.stop]
         return np.concatenate((np.full(unscored - piece.start, UNSCORED), labels[unscored : piece.stop]))
 
-    def parted(self, tokens: int) -> tuple[_Stretch, _Stretch]:
+    def parted(self, tokens: int) -> "tuple[_Stretch, _Stretch]":
         before, wanted = int(self.labels[tokens - 1]), self.wanted
         now, rest = (None, None) if wanted is None else (wanted[:tokens], wanted[tokens:])
         unscored = max(0, self.unscored - tokens)

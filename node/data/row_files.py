@@ -1,7 +1,5 @@
 """Files of text and rows as they are found: plain text, JSON Lines, a JSON array, CSV or Parquet, perhaps packed."""
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import csv

@@ -1,7 +1,5 @@
 """Sources of documents: lists names, sorted and the same on every machine, and reads a document's bytes by name."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -49,7 +47,7 @@ class Source(Protocol):
     def read(self, name: str) -> bytes: ...
 
 
-def open_source(section: DataSection, place: Path | None, *, is_new: bool = False) -> LocalSource | HubStream:
+def open_source(section: DataSection, place: Path | None, *, is_new: bool = False) -> "LocalSource | HubStream":
     """Opens the run's text at `place`. `is_new`: refuse doubtful files, which older runs read. Raises ConfigError."""
     kind, rest = section.kind, section.source.partition(":")[2]
     if section.source == "python-stdlib":
@@ -72,7 +70,7 @@ def open_source(section: DataSection, place: Path | None, *, is_new: bool = Fals
     return source
 
 
-def _local_files(listing: Listing, wanted: Wanted, *, is_new: bool) -> FileSource | LineSource | FileStream:
+def _local_files(listing: Listing, wanted: Wanted, *, is_new: bool) -> "FileSource | LineSource | FileStream":
     """Opens each file by its content. In a folder, files that are not text are left out."""
     formats, left_out = dict[str, Format](), listing.left_out
     if not listing.names:
@@ -189,7 +187,7 @@ class LineSource:
         return line
 
 
-def _line_starts(listing: Listing, name: str) -> array[int]:
+def _line_starts(listing: Listing, name: str) -> "array[int]":
     """Returns the byte offsets of a file's non-blank lines. Reads long lines in pieces."""
     starts, at, is_begin = array("Q"), 0, True
     with listing.open(name) as file:

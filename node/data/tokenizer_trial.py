@@ -1,7 +1,5 @@
 """Tries a stranger's tokenizer file in a process of its own, with limits: the library cannot be stopped in ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

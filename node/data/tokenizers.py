@@ -1,7 +1,5 @@
 """Tokenizers (bytes, or a file of the `tokenizers` library), a model folder's token files, streaming detokenization."""
 
-from __future__ import annotations
-
 import base64
 import codecs
 import hashlib
@@ -51,10 +49,10 @@ class ByteTokenizer:
         """Returns the name of a token in an export."""
         return END_OF_DOCUMENT_NAMES[0] if token == self.end_of_document else bytes([token]).decode("latin-1")
 
-    def text_stream(self) -> TextStream:
+    def text_stream(self) -> "TextStream":
         return ByteTextStream()
 
-    def encode_parts(self, parts: Sequence[Part]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
+    def encode_parts(self, parts: "Sequence[Part]") -> tuple[Tokens, npt.NDArray[np.bool_]]:
         """Returns the tokens of the joined parts, and for each token whether its part is wanted."""
         texts = [part.text.encode(errors="replace") for part in parts]
         return self.encode(b"".join(texts)), np.repeat([part.is_wanted for part in parts], [*map(len, texts)])
@@ -67,7 +65,7 @@ class FileTokenizer:
     """Tokenizer from a file, checked against the manifest's SHA-256 so that all data nodes agree."""
 
     def __init__(
-        self, path: Path, sha256: str | None, data: DataSection = UNSET, files: TokenFiles = MappingProxyType({})
+        self, path: Path, sha256: str | None, data: DataSection = UNSET, files: "TokenFiles" = MappingProxyType({})
     ) -> None:
         """Takes the ends from `data`, else from a model folder's `files`, else the end that has a usual name."""
         content = tokenizer_bytes(path, sha256)
@@ -89,7 +87,7 @@ class FileTokenizer:
             self.learned_end = turn
         self.ends: tuple[int, ...] = tuple(dict.fromkeys([*found, self.learned_end]))
 
-    def _stated_ends(self, files: TokenFiles) -> list[int]:
+    def _stated_ends(self, files: "TokenFiles") -> list[int]:
         """Returns the ends of a text that a model folder's files state, the end of a document first, or one by name."""
         found = list[int]()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -124,7 +122,7 @@ class FileTokenizer:
         name: str | None = self._tokenizer.id_to_token(token)
         return name or ""
 
-    def text_stream(self) -> TextStream:
+    def text_stream(self) -> "TextStream":
         return WindowTextStream(self._decode)
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -132,7 +130,7 @@ class FileTokenizer:
             text: str = self._tokenizer.decode(tokens)
         return text
 
-    def encode_parts(self, parts: Sequence[Part]) -> tuple[Tokens, npt.NDArray[np.bool_]]:
+    def encode_parts(self, parts: "Sequence[Part]") -> tuple[Tokens, npt.NDArray[np.bool_]]:
         """Returns the tokens of the joined parts, and for each token whether it is in a wanted one."""
         if not any(name in part.text for part in parts if not part.is_mark for name in self._special):
             return _encoded(self._tokenizer, parts)  # at once: some tokenizers put a blank in front of each text

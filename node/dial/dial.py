@@ -5,8 +5,6 @@ section 3.1) to the compute C = 6 x parameters x tokens: 0.2920 x C^0.3271 and 0
 tokens per parameter (Hoffmann et al., arXiv:2203.15556). The forecast is estimated from the manifest and assumed cards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -186,7 +184,7 @@ def _shapes(parameters: int, vocabulary: int, residual: int) -> Iterator[Shape]:
         yield replace(one, blocks=blocks)
 
 
-def _shape_choices(shape: Shape, wish: Wish) -> Choices:
+def _shape_choices(shape: Shape, wish: "Wish") -> Choices:
     head = shape.hidden // shape.heads
     missed = 100 * (shape.parameters / wish.parameters - 1)
     tied = f"one matrix for both, usual below {TIED_BELOW // 10**9}b: stage 0 needs half the memory"
@@ -242,7 +240,7 @@ def choose_rows(parameters: int) -> Choices:
     }
 
 
-def choose_recipe(parameters: int, cut: Manifest, wish: Wish) -> Choices:
+def choose_recipe(parameters: int, cut: Manifest, wish: "Wish") -> Choices:
     """Chooses the training settings of a model with this many parameters and the stages of `cut`."""
     peers, chosen = wish.peers, choose_rows(parameters)
     microbatch = cut.microbatch_tokens

@@ -1,7 +1,5 @@
 """`skipstone doctor`: checks whether this machine suits a node, and how peers reach it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -66,7 +64,7 @@ def doctor(
     patient = Patient(device, endpoint, dht_port, folders, where, limit, moments)
     findings: list[Finding] = []
 
-    def tell(found: Sequence[Finding]) -> None:
+    def tell(found: "Sequence[Finding]") -> None:
         findings.extend(found)
         if not json:
             for finding in found:
@@ -78,16 +76,16 @@ def doctor(
     raise typer.Exit(0 if is_well(findings) else 1)
 
 
-def finding_text(finding: Finding) -> str:
+def finding_text(finding: "Finding") -> str:
     """Formats a finding as one line with its fix below. Text from peers is escaped."""
     head = f"{finding.level.value:<{_LEVEL_WIDTH}}  {finding.check:<{_CHECK_WIDTH}}  "
     line = head + harmless(finding.found, _CHARACTERS)
     return f"{line}\n{' ' * len(head)}{harmless(finding.fix, _CHARACTERS)}" if finding.fix else line
 
 
-def report(findings: Sequence[Finding]) -> dict[str, Any]:
+def report(findings: "Sequence[Finding]") -> dict[str, Any]:
     return {"ok": is_well(findings), "checks": [finding.as_json() for finding in findings]}
 
 
-def is_well(findings: Sequence[Finding]) -> bool:
+def is_well(findings: "Sequence[Finding]") -> bool:
     return all(finding.level.value != "fail" for finding in findings)

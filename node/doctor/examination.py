@@ -1,7 +1,5 @@
 """All checks of `skipstone doctor`: local ones first, then checks with the help of peers."""
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import os
@@ -158,7 +156,7 @@ def look_at_device(wish: str) -> Sequence[Finding]:
     return [_device(device, wish) for device in sorted(set(choose_devices(wish).value), key=str)]
 
 
-def _device(device: torch.device, wish: str) -> Finding:
+def _device(device: "torch.device", wish: str) -> Finding:
     import torch
 
     try:
@@ -187,7 +185,7 @@ def _device(device: torch.device, wish: str) -> Finding:
     return Finding("device", Level.OK, f"{device}, {torch.get_num_threads()} threads; {speed}")
 
 
-def matmul_flops(device: torch.device, size: int) -> float | None:
+def matmul_flops(device: "torch.device", size: int) -> float | None:
     """Measures the FLOP/s of a float32 product of two [size, size] matrices; None if the result is wrong."""
     import torch
 

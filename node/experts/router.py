@@ -12,8 +12,6 @@ the experts of its clusters. Sources: DiPaCo (arXiv:2403.10616) section 2.4; bal
 (arXiv:2303.14177) and Filippova et al. 2024 (arXiv:2410.03529).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct

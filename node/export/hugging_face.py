@@ -18,8 +18,6 @@ permutation. Sources: LlamaConfig and its relatives in transformers 4 and 5; the
 et al. 2019).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Opens a model by path or link, and evaluates its held-out loss."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

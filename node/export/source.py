@@ -1,7 +1,5 @@
 """Interface to read a run's modules, decoders built from modules, and exported folders as such a source."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

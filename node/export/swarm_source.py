@@ -1,7 +1,5 @@
 """A running swarm as a source of modules. Each module has the state of its last round, checked by its digest."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping

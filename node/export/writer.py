@@ -1,7 +1,5 @@
 """Exports a run's model as the folder of `node.export.hugging_face`, in a temporary folder that is then renamed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A node as a child process. It stops when its standard input closes, so it cannot outlive its parent."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Manifest of the default run: small enough for two CPU cores, large enough to see it learn."""
 
-from __future__ import annotations
-
 from protocol.manifest.manifest import Manifest, manifest_from_table
 
 

@@ -1,7 +1,5 @@
 """A server that imports everything once and forks nodes for a local swarm."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -115,7 +113,7 @@ class ForkServer:
         finally:
             theirs.close()
 
-    async def start(self, arguments: Sequence[str]) -> ForkedProcess | None:
+    async def start(self, arguments: Sequence[str]) -> "ForkedProcess | None":
         """Starts a node with these arguments. None if the server has ended or cannot fork."""
         (input_end, to_input), (from_output, output_end), (from_errors, errors_end) = (os.pipe() for _ in range(3))
         life, their_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,7 +1,5 @@
 """A swarm of node processes on this machine, for `skipstone up`, benchmarks and tests."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

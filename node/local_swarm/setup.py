@@ -1,7 +1,5 @@
 """Setup of a local swarm: keys, ports, a signed manifest, and each node's command line."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Progress of a swarm, computed from its nodes' events."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,10 +7,10 @@ from functools import reduce
 
 from node.observability import events
 from node.observability.events import Event
+from node.observability.status import NO_CURVE, Curve
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_LAG = 8  # A step is done once no data node within this many steps of the foremost still has to report it
-MAX_CURVE = 512  # Beyond this, every second point is dropped
 MAX_NOTES = 8
 RATE_WINDOW = 16
 SEVERAL = "swarm"
@@ -55,20 +53,6 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """Loss curve of the whole run, in at most `MAX_CURVE` points."""
-
-    points: tuple[float, ...] = ()
-    stride: int = 1
-
-    def with_point(self, step: int, loss: float) -> Curve:
-        if step % self.stride or not math.isfinite(loss):
-            return self
-        points = (*self.points, loss)
-        return Curve(points, self.stride) if len(points) < MAX_CURVE else Curve(points[1::2], self.stride * 2)
-
-
-@dataclass(frozen=True, slots=True)
 class Moment:
     at: float
     tokens: int
@@ -87,7 +71,7 @@ class SwarmProgress:
     tokens_per_s: float = 0.0
     loss_first: float | None = None
     loss_last: float | None = None
-    curve: Curve = Curve()
+    curve: Curve = NO_CURVE
     first: Moment | None = None
     recent: tuple[Moment, ...] = ()
     pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
@@ -274,7 +258,7 @@ def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgr
         tokens_per_s=rate,
         loss_first=loss if state.loss_first is None else state.loss_first,
         loss_last=loss,
-        curve=state.curve.with_point(step, loss),
+        curve=state.curve.with_point(step, tokens, loss, now),
         first=state.first or recent[-1],
         recent=recent,
         pending={later: parts for later, parts in state.pending.items() if later > step},

@@ -5,8 +5,6 @@ Sources: Touvron et al. 2023 (arXiv:2302.13971); rotary embedding, Su et al. 202
 2020 (arXiv:2002.05202); grouped-query attention, Ainslie et al. 2023 (arXiv:2305.13245).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

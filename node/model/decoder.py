@@ -3,8 +3,6 @@
 Sources: top-k sampling, Fan et al. 2018 (arXiv:1805.04833); top-p sampling, Holtzman et al. 2020 (arXiv:1904.09751).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +44,7 @@ class Decoder:
         self._blocks = self._every_block
         self.stages = tuple(range(1, len(self._ends)))
 
-    def through(self, stages: Sequence[int]) -> Decoder:
+    def through(self, stages: Sequence[int]) -> "Decoder":
         """Returns a decoder over the same weights that visits stage 0 and only the given later stages."""
         other = copy.copy(self)
         of_stages = [range(self._ends[stage - 1], self._ends[stage]) for stage in stages]

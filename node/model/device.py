@@ -4,8 +4,6 @@ Denormal numbers slow a CPU down up to fifty times, so compute threads flush the
 agree on bit for bit are computed with gradual underflow instead.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

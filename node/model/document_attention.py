@@ -4,8 +4,6 @@ Sources: document masking, WLB-LLM (arXiv:2503.17924) section 2.2; FlashAttentio
 FlexAttention, Dong et al. 2024 (arXiv:2412.05496). Documents whose tokens are split across devices: WLB-LLM section 5.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Memory that this process can still allocate, limited by machine, container and process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Torch's normal numbers differ in the last bit between processors. Here each weig
 integers from a Philox counter generator (Salmon et al. 2011), scaled by one float32 product.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable

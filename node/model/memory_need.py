@@ -1,7 +1,5 @@
 """Estimates of the memory that modules need, checked before memory is allocated. All are lower bounds."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Precision of AdamW's moments. Does not import torch, because the command line imports this module."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -27,7 +25,7 @@ class Allowance:
 ORDINARY: Final = Allowance()
 
 
-def moments_of(inner: InnerSection, asked: MomentType) -> Reasoned[MomentType]:
+def moments_of(inner: "InnerSection", asked: MomentType) -> Reasoned[MomentType]:
     """Chooses the precision of moments: the one that the user asked for, if the run's inner optimizer has it."""
     if asked is MomentType.FLOAT32:
         return Reasoned(asked, "unless --moments 8bit is given")

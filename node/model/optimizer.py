@@ -1,7 +1,5 @@
 """Gradient accumulation and the inner optimizer step, for `solo` and for replicas in a swarm."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections import deque

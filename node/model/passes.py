@@ -1,7 +1,5 @@
 """Parts of the model (block stacks, stage 0's embedding and head; parameters have full names), and their passes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -354,7 +352,7 @@ class HeadPasses(Protocol):
     def loss(self, hidden: Tensor, labels: Tensor) -> float:
         """Computes the mean loss in nats per token of `hidden` [rows, tokens, hidden], without a graph."""
 
-    def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> HeadVisit | None:
+    def loss_into(self, hidden: Tensor, labels: Tensor, sums: Sequence[Tensor], weight: int) -> "HeadVisit | None":
         """Computes the loss and adds `weight` times the gradients to `sums`, if any. None if they may not be finite."""
 
     def parameters_changed(self) -> None: ...

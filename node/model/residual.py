@@ -4,8 +4,6 @@ Blocks read x [tokens, hidden] and write to c [tokens, K]. T, a fixed row for ea
 directions, follow from the run's seed. Hidden states are c and, as further channels, the bytes of the token's number.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Names and shapes of a module's parameters, derived from the manifest."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

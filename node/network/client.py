@@ -1,7 +1,5 @@
 """Queries of a running swarm by a client that hosts no module: `status` and `eval`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
@@ -15,7 +13,7 @@ from protocol.manifest.join_link import Link
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import PeerError, Unreachable
-from swarm.vocabulary.types import ModuleId, PeerId
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
 STATUS_TIMEOUT_S = 5.0
 WATCH_S = 3.0
@@ -33,13 +31,22 @@ async def statuses(link: Link, patience_s: float = 30.0) -> AsyncGenerator[Swarm
     """Yields a run's status every `WATCH_S` seconds. Raises Unreachable if at first no peer answers."""
     async with visit(link) as session:
         signed = await session.fetch_manifest(patience_s)
-        stages = signed.manifest.stages
-        modules = tuple(map(str, signed.manifest.modules())) if stages.has_experts else None
-        while True:
-            seen = await session.look_around(signed.manifest)
-            peers = await asyncio.gather(*(_peer_status(session, each) for each in sorted(seen, key=lambda a: a.peer)))
-            yield SwarmStatus.of(session.run, signed.manifest.name, stages.count, tuple(peers), modules)
-            await asyncio.sleep(WATCH_S)
+        async with aclosing(statuses_of(session, signed.manifest)) as seen:
+            async for status in seen:
+                yield status
+
+
+async def statuses_of(session: NetworkSession, manifest: Manifest) -> AsyncGenerator[SwarmStatus]:
+    """Yields the status of the session's run every `WATCH_S` seconds, with this node's own."""
+    stages = manifest.stages
+    modules = tuple(map(str, manifest.modules())) if stages.has_experts else None
+    while True:
+        seen = await session.look_around(manifest)
+        if session.own.state is not PeerState.VISITING:
+            seen.append(session.own.announcement())
+        peers = await asyncio.gather(*(_peer_status(session, each) for each in sorted(seen, key=lambda a: a.peer)))
+        yield SwarmStatus.of(session.run, manifest.name, stages.count, tuple(peers), modules)
+        await asyncio.sleep(WATCH_S)
 
 
 async def query_evaluation(

@@ -1,7 +1,5 @@
 """Dispatch of messages from links to the handlers that parts of the node registered."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType, UnionType

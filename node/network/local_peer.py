@@ -1,7 +1,5 @@
 """Current state of this node, from which its announcements are made."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Report of a model's held-out loss, and the paths to measure."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

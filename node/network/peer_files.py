@@ -1,7 +1,5 @@
 """Exchange of the run's files between peers: expert router and tokenizer."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Proof that replicas work: tallies signed by data nodes. Without tallies, shared averaging rounds."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """Ways to reach a node: direct, mapped (by a router), reverse (called through peers), unreachable."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

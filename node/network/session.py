@@ -1,7 +1,5 @@
 """Session of a node in one run: directory, links, and a synchronized view of the other peers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
@@ -374,7 +372,7 @@ class NetworkSession:
     book: KnownPeers
     local_address: str  # `host:port` for this machine's own programs
     introduced: frozenset[PeerId]  # Peers in the join link
-    first: NetworkSession | None = None  # Of the node's first module, if this is a further one
+    first: "NetworkSession | None" = None  # Of the node's first module, if this is a further one
 
     @property
     def membership(self) -> Membership:

@@ -1,7 +1,5 @@
 """Events as JSON lines, written and read (see `node.observability.events`)."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

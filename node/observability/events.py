@@ -11,8 +11,6 @@ Events go to standard output (with `--json`) and, with `--log-dir`, to a log fil
 for `skipstone check`. A microbatch is named by the last six characters of its data node's peer id and its number.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass, field
 from typing import ClassVar, Literal, Protocol, dataclass_transform
 
@@ -29,7 +27,7 @@ class MicrobatchCounts:
     abandoned: int = 0
     duplicated: int = 0
 
-    def plus(self, other: MicrobatchCounts) -> MicrobatchCounts:
+    def plus(self, other: "MicrobatchCounts") -> "MicrobatchCounts":
         return MicrobatchCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 

@@ -1,7 +1,5 @@
 """Failpoints: with SKIPSTONE_CRASH_AT=NAME:N the process kills itself when it reaches NAME for the N-th time."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping

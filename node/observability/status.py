@@ -1,13 +1,11 @@
 """Status of a node, which it sends to peers that ask, and of a swarm. JSON keys are never renamed or removed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, Final
 
 from node.observability.events import MicrobatchCounts
 from node.observability.typed_json import OMITTED_IF_NONE, from_json
@@ -16,6 +14,72 @@ from swarm.vocabulary.types import MAX_COUNT
 from swarm.workload.microbatch_sizes import SizeSummary
 
 MOST_NATS = 1e6  # Largest loss accepted from a peer, so that one lie cannot dominate the mean
+MOST_POINTS = 128  # Of a curve; beyond this, every second point is dropped
+MOST_COMPLETED = 16
+MOST_LINKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Loss of a run by step, in columns: step, tokens so far, nats, and Unix time in seconds."""
+
+    step: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    loss: tuple[float, ...] = ()
+    unix_s: tuple[int, ...] = ()
+    stride: int = 1  # Steps from one point to the next
+
+    def with_point(self, step: int, tokens: int, loss: float, unix_s: float) -> "Curve":
+        if step % self.stride or not math.isfinite(loss):
+            return self
+        added = (step,), (tokens,), (round(loss, 4),), (int(unix_s),)
+        columns = [old + new for old, new in zip(self.columns, added, strict=True)]
+        if len(columns[0]) < MOST_POINTS:
+            return Curve(columns[0], columns[1], columns[2], columns[3], self.stride)
+        return Curve(columns[0][1::2], columns[1][1::2], columns[2][1::2], columns[3][1::2], 2 * self.stride)
+
+    @property
+    def columns(self) -> tuple[Any, ...]:
+        return self.step, self.tokens, self.loss, self.unix_s
+
+    @classmethod
+    def together(cls, curves: "Sequence[Curve]") -> "Curve | None":
+        """Combines data nodes' curves at the steps of the longest one: mean losses, summed tokens."""
+        if not curves:
+            return None
+        longest = max(curves, key=lambda curve: max(curve.step))
+        points: dict[int, list[tuple[int, float]]] = {}
+        for curve in curves:
+            for step, tokens, loss, _ in zip(*curve.columns, strict=False):
+                if abs(loss) <= MOST_NATS and 0 <= tokens <= MAX_COUNT:  # peers report them
+                    points.setdefault(step, []).append((tokens, loss))
+        combined = cls(stride=longest.stride)
+        for step, unix_s in zip(longest.step[:MOST_POINTS], longest.unix_s, strict=False):
+            if found := points.get(step):
+                loss = math.fsum(loss for _, loss in found) / len(found)
+                combined = combined.with_point(step, sum(tokens for tokens, _ in found), loss, unix_s)
+        return combined
+
+
+NO_CURVE: Final = Curve()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedPath:
+    """A completed microbatch: `module@peer` of each hop, without stage 0, and its duration in seconds."""
+
+    microbatch: str
+    hops: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTraffic:
+    """Bytes that a link has carried so far, and its round trip in seconds."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    round_trip_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +240,9 @@ class Account:
     loss_last: float | None = None
     waiting_for: tuple[str, ...] = ()
     visits: dict[str, int] = field(default_factory=dict)
+    curve: Curve | None = field(default=None, metadata=OMITTED_IF_NONE)
+    # A data node's last microbatches.
+    completed: tuple[CompletedPath, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
     measured: tuple[str, ...] = ()  # Peers whose visits this data node completed recently
     paths: PathStatus | None = None
     sizes: SizeSummary | None = field(default=None, metadata=OMITTED_IF_NONE)
@@ -214,6 +281,7 @@ class Status(Account):
     catching_up: DownloadStatus | None = None
     left: LeftAnchor | None = field(default=None, metadata=OMITTED_IF_NONE)
     codecs: CodecStatus = field(default_factory=CodecStatus)
+    traffic: dict[str, LinkTraffic] | None = field(default=None, metadata=OMITTED_IF_NONE)  # By peer
     compute: ComputeStatus | None = field(default=None, metadata=OMITTED_IF_NONE)
 
 
@@ -258,6 +326,7 @@ class SwarmStatus:
     peers: tuple[PeerStatus, ...] = ()
     modules: tuple[str, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=OMITTED_IF_NONE)
+    curve: Curve | None = field(default=None, metadata=OMITTED_IF_NONE)
 
     @property
     def too_few_peers(self) -> str | None:
@@ -270,7 +339,7 @@ class SwarmStatus:
     @classmethod
     def of(
         cls, run: str, name: str, stages: int, peers: tuple[PeerStatus, ...], modules: tuple[str, ...] | None = None
-    ) -> SwarmStatus:
+    ) -> "SwarmStatus":
         """Combines the statuses of all peers. `modules` lists all modules of a run with experts."""
         data = [peer.answered for peer in peers if peer.answered is not None and peer.hosts(0)]
         # Peers report these figures, so they are bounded before they enter a mean.
@@ -289,6 +358,7 @@ class SwarmStatus:
             peers=peers,
             modules=modules,
             routes=None if modules is None else _routes_together(data),
+            curve=Curve.together([each.curve for each in data if each.curve is not None and each.curve.step]),
         )
 
 

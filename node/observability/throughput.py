@@ -1,7 +1,5 @@
 """Rate of events such as computed tokens, in units per second."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from protocol.interfaces.clock import Clock

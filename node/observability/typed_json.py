@@ -1,7 +1,5 @@
 """Conversion of dataclasses to JSON and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -56,7 +54,7 @@ def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False
 
 
 @cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
+def _reader(kind: Any) -> "TypeAdapter[Any]":
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)

@@ -1,7 +1,5 @@
 """Version of Skipstone that runs here."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 

@@ -1,7 +1,5 @@
 """Checks of a received tensor's header against the manifest, before memory is allocated for the tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ weight gradients of linear layers in idle time (zero-bubble schedules, Qi et al.
 keeps the graph of one block at a time, for devices with little memory (Chen et al. 2016, arXiv:1604.06174).
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -119,7 +117,7 @@ class SplitGradients:
             for tokens, rows in product.pieces():
                 yield product.weight, rows, product.gradients[tokens, rows].T @ product.values[tokens]
 
-    def moved(self, places: int) -> SplitGradients:
+    def moved(self, places: int) -> "SplitGradients":
         """Returns a copy with an offset added to the parameter indices, as for one block of a stack."""
         return SplitGradients(
             self.source,
@@ -229,7 +227,7 @@ class DeferredWeights:
     def __init__(
         self,
         chosen: Reasoned[bool],
-        passes: SplitDevice | BlockByBlock | None,
+        passes: "SplitDevice | BlockByBlock | None",
         sums: Accumulator,
         submit: Submit = AtDeadline,
     ) -> None:
@@ -355,7 +353,7 @@ class BlockVisit(PassState):
     inputs: tuple[Tensor, ...]
     graphs: tuple[SplitVisit | None, ...]
 
-    def kept(self) -> BlockVisit:
+    def kept(self) -> "BlockVisit":
         """Returns a copy without the stack's output, which the backward pass does not need."""
         return replace(self, result=self.result.new_empty(0))
 

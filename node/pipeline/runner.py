@@ -4,8 +4,6 @@ A microbatch passes `MicrobatchRunner`'s admit, received, _compute, _send (until
 `swarm.pipeline.custody` decides each next step, and `_carry_out` starts it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Passes of one replica on the compute thread: `HopWorker` for block stages, `DataWorker` for stage 0."""
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod

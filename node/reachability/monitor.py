@@ -1,7 +1,5 @@
 """Monitor of a node's reachability. A node is reachable if half of the peers asked to connect succeed."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging

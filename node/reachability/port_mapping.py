@@ -1,7 +1,5 @@
 """Port mappings of the router by NAT-PMP and UPnP. Functions return expected failures as values with a reason."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
@@ -47,13 +45,13 @@ class Router:
     """Port mapping of this machine's router, by the first protocol that works. Not for concurrent use; call `close`."""
 
     # First NAT-PMP: it needs no library and asks only the gateway
-    mappers: Sequence[NatPmp | Upnp] = field(default_factory=lambda: (NatPmp(), Upnp()))
+    mappers: "Sequence[NatPmp | Upnp]" = field(default_factory=lambda: (NatPmp(), Upnp()))
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     now: Callable[[], float] = time.monotonic
     lease_s: int = LEASE_S
     mapping: Mapping | None = field(default=None, init=False)
     _asked_at: float = field(default=0.0, init=False)
-    _used: NatPmp | Upnp | None = field(default=None, init=False)
+    _used: "NatPmp | Upnp | None" = field(default=None, init=False)
 
     async def open(self, port: int) -> Mapping | NotMapped:
         """Maps this machine's port by the first protocol that works."""
@@ -100,7 +98,7 @@ class Router:
             text = "port %d of the router stays mapped for up to %.0f s: %s"
             log.info(text, held.external_port, held.lease_s, failed.reason)
 
-    async def _ask(self, mapper: NatPmp | Upnp, port: int, external_port: int) -> Mapping | NotMapped:
+    async def _ask(self, mapper: "NatPmp | Upnp", port: int, external_port: int) -> Mapping | NotMapped:
         began = self.now()
         try:
             answer = await aside(lambda: mapper.map(port, external_port, self.lease_s), ASK_ROUTER_S)

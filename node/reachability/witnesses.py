@@ -1,7 +1,5 @@
 """Reachability with the help of peers: witnesses dial back, and peers pass calls on to one that cannot be dialled."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging

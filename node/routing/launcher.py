@@ -1,10 +1,9 @@
 """A data node: takes packed microbatches, launches them along paths, and measures the held-out loss."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from node.data.packing import Microbatch
 from node.network.loss_report import answer_of, held_out_loss
 from node.observability.events import Abandoned, Completed, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point
-from node.observability.status import WindowStatus
+from node.observability.status import MOST_COMPLETED, NO_CURVE, CompletedPath, Curve, WindowStatus
 from node.observability.throughput import Rate
 from node.pipeline.runner import PathEnds
 from node.pipeline.worker import Launches
@@ -216,6 +215,8 @@ class TrainingProgress:
     waiting_for: tuple[ModuleId, ...] = ()
     visits: dict[ModuleId, int] = field(default_factory=dict)  # Completed visits of each module after stage 0
     routes: RouteTally = field(default_factory=RouteTally)
+    curve: Curve = NO_CURVE
+    completed: deque[CompletedPath] = field(default_factory=lambda: deque(maxlen=MOST_COMPLETED))
 
     @property
     def stage_visits(self) -> dict[int, int]:
@@ -376,7 +377,9 @@ class DataNode(PathEnds):
             self._events.emit(Completed(self.in_flight.own, str(microbatch), hops, entry.tokens, route))
             crash_point("after completed")
             self._events.emit(Visit(self.in_flight.own, str(ModuleId(0)), str(microbatch)))
-            self.ledger.settled(microbatch, path.hops, entry.tokens, self._clock.monotonic())
+            now = self._clock.monotonic()
+            self.progress.completed.append(CompletedPath(str(microbatch), hops, round(now - entry.started, 3)))
+            self.ledger.settled(microbatch, path.hops, entry.tokens, now)
             for hop in path.hops:
                 self.progress.visits[hop.module] = self.progress.visits.get(hop.module, 0) + 1
             if text is not None:
@@ -388,6 +391,7 @@ class DataNode(PathEnds):
                 self.progress.loss_first = step.loss
             self.progress.loss_last = step.loss
             tokens, rate = self.progress.tokens, self.rate.per_second()
+            self.progress.curve = self.progress.curve.with_point(step.step, tokens, step.loss, self._clock.wall())
             packed = self.sizes.summary() if self._packs_documents else None
             self._events.emit(Step(step.step, step.loss, tokens, rate, self.in_flight.own, packed))
         if self.in_flight.finished:

@@ -1,7 +1,5 @@
 """The role of a data node: builds its objects, serves stage 0, and closes them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -104,6 +102,8 @@ class DataRole:
             module_visits=_by_module(progress.visits) if self._has_experts else None,
             rerouted=_by_module(progress.routes.rerouted) if self._has_experts else None,
             routes=_routes(progress.routes) if self._has_experts else None,
+            curve=progress.curve,
+            completed=tuple(progress.completed),
             measured=self._data_node.ledger.peers(),
             paths=_paths(self._planner, self._times),
             sizes=self._data_node.sizes.summary() if in_flight.counts.started else None,

@@ -4,8 +4,6 @@ Each module is a peer of its own, with key, port, rounds and checkpoints; the pr
 are shared. Peers of one node pass microbatches to each other by a call (`protocol.transport.grpc_transport.LocalLink`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator, Sequence

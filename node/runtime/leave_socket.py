@@ -1,7 +1,5 @@
 """The local socket of a running node: a lock admits one node per identity, and `skipstone leave` connects to it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -1,7 +1,5 @@
 """Setting of glibc's allocator: keep freed memory, else every chunk faults its pages in again (mallopt(3))."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from typing import Final

@@ -1,7 +1,5 @@
 """Choice of a node's module, and of the module to move to, among modules that fit its memory."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random

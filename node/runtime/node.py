@@ -1,11 +1,10 @@
 """One node from start to end: enters a run, serves one module after another, and leaves cleanly."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -16,8 +15,10 @@ from node.context.options import NodeOptions, is_default_identity
 from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
 from node.model.device import choose_devices
+from node.network.client import statuses_of
 from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, Whereabouts, full_link, present
+from node.observability.event_json import Tee
 from node.observability.events import EventSink, Note
 from node.runtime.hosting import Entered, Hosting, logged_to
 from node.runtime.leave_socket import leave_requests, sole_use
@@ -26,6 +27,7 @@ from node.runtime.module_choice import FittingModules, asked_modules
 from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving
 from node.start.cut_model import open_start
+from node.web.server import RunPage, served
 from protocol.dht.directory import DirectorySettings
 from protocol.identity.invitations import HOW_TO_BE_INVITED, Grant
 from protocol.identity.keys import Identity
@@ -53,6 +55,9 @@ async def run_node(
 ) -> None:
     """Runs one node until `stop` is set or its steps are done. Raises Rejected without consent, SkipstoneError."""
     keep_freed_memory()
+    page = RunPage(leave=stop.set)
+    if options.dashboard is not None:
+        events = Tee(events, page)
     named = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
     link = None if options.link is None else await unless(stop, full_link(options.link, options.patience_s))
@@ -92,7 +97,21 @@ async def run_node(
             if tokenizer is None:
                 return
             entered = Entered(options, identity, signed, grant, router, tokenizer, start, devices.value, events, stop)
-            await Hosting(entered, moving).run(session, logged)
+            async with _dashboard(options, page, session, signed.manifest, logged):
+                await Hosting(entered, moving).run(session, logged)
+
+
+@asynccontextmanager
+async def _dashboard(
+    options: NodeOptions, page: RunPage, session: NetworkSession, manifest: Manifest, events: EventSink
+) -> AsyncIterator[None]:
+    """Serves the page with --dashboard."""
+    if options.dashboard is None:
+        yield
+        return
+    async with served(page, options.dashboard, partial(statuses_of, session, manifest), session.transport.here) as link:
+        events.emit(Note("info", f"the run's page, for this machine only: {link}"))
+        yield
 
 
 async def _joined(

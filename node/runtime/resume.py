@@ -1,7 +1,5 @@
 """Conversion between a working replica and its state in a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

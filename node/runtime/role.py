@@ -1,7 +1,5 @@
 """Code shared by a node's two roles: data node and stage peer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

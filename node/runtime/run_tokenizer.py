@@ -1,7 +1,5 @@
 """The run's tokenizer file: named by an option, kept from an earlier run, or downloaded from peers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """A node's service in one module: prepares, serves, and completes its work in order to stop or to move."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -9,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
+from itertools import islice
 
 from node.averaging.module_rounds import first_state
 from node.checkpoint.folder import CheckpointFolder, save_state
@@ -20,12 +19,19 @@ from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
 from node.observability import events
 from node.observability.failpoints import crash_point
-from node.observability.status import AttachmentStatus, ComputeStatus, ReachStatus, RelayStatus, Status
+from node.observability.status import (
+    MOST_LINKS,
+    AttachmentStatus,
+    ComputeStatus,
+    LinkTraffic,
+    ReachStatus,
+    RelayStatus,
+    Status,
+)
 from node.observability.typed_json import to_json
 from node.runtime.data_role import DataRole, data_role
 from node.runtime.module_choice import NextModule
 from node.runtime.stage_role import StageRole, stage_role
-from protocol.dht.directory import RelayTunnels
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
@@ -59,7 +65,7 @@ async def serve_module(
         del first
 
         async def status(asker: PeerId, question: Question) -> bytes:
-            return status_json(own, role, context.compute, session.tunnels)
+            return status_json(session, role, context.compute)
 
         answers = {QuestionAbout.STATUS: status, QuestionAbout.WORK: context.proofs.answer}
         with session.dispatcher.registered(answers=answers):
@@ -211,8 +217,9 @@ def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> even
     )
 
 
-def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels: RelayTunnels) -> bytes:
+def status_json(session: NetworkSession, role: NodeRole, compute: ComputeThread) -> bytes:
     """Encodes the node's status as JSON."""
+    own, tunnels, links = session.own, session.tunnels, session.transport.figures()
     account, custody, rounds = role.account(), role.runner.custody, role.rounds
     status = Status(
         **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},
@@ -235,6 +242,10 @@ def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels:
         catching_up=rounds.reports.catching_up(),
         left=rounds.reports.left_anchor(),
         codecs=role.runner.codecs.describe(),
+        traffic={
+            peer: LinkTraffic(each.sent_bytes, each.received_bytes, round(each.round_trip_s, 4))
+            for peer, each in islice(links.items(), MOST_LINKS)
+        },
         compute=ComputeStatus(
             round(compute.busy_s, 3), round(compute.idle_work_s, 3), round(compute.idle_s, 3), compute.idle_waiting
         ),

@@ -1,7 +1,5 @@
 """The role of a stage peer: builds its objects, serves a module after stage 0, and closes them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

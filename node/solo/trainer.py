@@ -1,7 +1,5 @@
 """Training in one process: the baseline that a swarm with one replica per stage must reproduce."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -59,7 +57,7 @@ def train_solo(
     steps: int,
     device: torch.device,
     on_event: Callable[[Event], None],
-    saves: CheckpointPlan | None = None,
+    saves: "CheckpointPlan | None" = None,
     router: Router | None = None,
     start: CutModel | None = None,
     moments: MomentType = MomentType.FLOAT32,

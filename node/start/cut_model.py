@@ -1,7 +1,5 @@
 """A Hugging Face model folder, cut into the modules of a run: first anchors, whose digests are in the manifest."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Encoding and decoding of tensors with any codec, bit for bit; a wider codec if one cannot express the tensor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Final
 

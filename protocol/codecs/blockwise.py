@@ -13,8 +13,6 @@ Outlier channels of matrices are separate (LLM.int8(), Dettmers et al. 2022): th
 the blocks follow k channel numbers (uint16, ascending), then k columns of bfloat16, one number per row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
@@ -117,7 +115,7 @@ class Blockwise:
     def _code_bytes(self, elements: int) -> int:
         return -(-elements // 2) if self._is_packed else elements
 
-    def _codes(self, encoding: Tensor, piece: Piece) -> Tensor:
+    def _codes(self, encoding: Tensor, piece: "Piece") -> Tensor:
         """Returns the codes of a piece, [blocks, bytes] uint8, as a view of `encoding`."""
         first, end = self._code_bytes(piece.start), self._code_bytes(piece.stop)
         return encoding[first:end].view(piece.end - piece.first, -1)

@@ -6,8 +6,6 @@ plane. A body as long as its plane is the plane itself. A shorter one is a Zstan
 size and without a dictionary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Conversions between numpy, torch and memoryview, without a copy if possible; pinned memory for copies to GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 

@@ -14,8 +14,6 @@ smaller and of the larger magnitudes (TOP_K_2); relative errors are 0.03 and 0.0
 to LARGEST_LEVEL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final

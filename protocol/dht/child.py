@@ -1,7 +1,5 @@
 """One DHT child process, managed by the node: start, requests, stop, clean-up."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """One node of the swarm's DHT. Imports hivemind, so only the DHT's process imports this module."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -44,7 +42,7 @@ class DhtService:
         self._tried = asyncio.Event()
 
     @classmethod
-    async def start(cls, start: dht_process_pb2.DhtStart) -> DhtService:
+    async def start(cls, start: dht_process_pb2.DhtStart) -> "DhtService":
         """Starts p2pd and the DHT node. Raises as `start_daemon`, and ValueError for a malformed initial peer."""
         initial_peers = _by_peer(start.initial_peers, own=start.peer)
         guards.guard_serializer()

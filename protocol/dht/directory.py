@@ -1,7 +1,5 @@
 """Directory of a run's peers, on hivemind's DHT in a supervised child process (`protocol.dht.process`)."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import ipaddress

@@ -3,8 +3,6 @@
 hivemind 1.1.12 decodes nested msgpack recursively in C, stores any value, and accepts the expiry that an answer claims.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random

@@ -1,7 +1,5 @@
 """The DHT's own process, `python -m protocol.dht.process`, controlled over stdin and stdout (dht_process.proto)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -5,8 +5,6 @@ A field is sent in the proto field of the same name. The receiver checks its dec
 sorted, None is an absent message or 0. A nested message omits the fields that it inherits from the enclosing one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import re

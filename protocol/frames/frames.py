@@ -1,7 +1,5 @@
 """Frames of a link, tensors included, and their encoding (link.proto). `decode` raises only ProtocolViolation."""
 
-from __future__ import annotations
-
 import enum
 import re
 import struct
@@ -283,7 +281,7 @@ class Arrival:
     def complete(self) -> bool:
         return self._received == self.frame.chunk_count
 
-    def swallowing_the_rest(self) -> Arrival:
+    def swallowing_the_rest(self) -> "Arrival":
         """Returns an `Arrival` that discards this tensor's remaining chunks, so that the buffer can be released."""
         return Arrival(self.frame, self._received, self._chunk_bytes)
 

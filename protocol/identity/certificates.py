@@ -7,8 +7,6 @@ rejects certificates that may sign others. CA:FALSE is not enough: gRPC 1.85 acc
 root's key usage excludes it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Invitations: the author's signature that lets a peer act as data node. `proto/link.proto` specifies them at Route."""
 
-from __future__ import annotations
-
 import base64
 import struct
 from dataclasses import dataclass, field

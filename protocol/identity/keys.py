@@ -1,7 +1,5 @@
 """A node's identity: an Ed25519 key in a file, and its libp2p peer id, which contains the public key."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shlex
@@ -83,15 +81,15 @@ class Identity:
                     raise
         return cls.load(path)
 
-    def for_run(self, run: RunId) -> Identity:
+    def for_run(self, run: RunId) -> "Identity":
         """Derives the key of one run with HKDF (RFC 5869), so that peers do not recognize it in other runs."""
         return self._derived(_RUN_DOMAIN + bytes.fromhex(run))
 
-    def for_module(self, number: int) -> Identity:
+    def for_module(self, number: int) -> "Identity":
         """Derives the key of the module that a node hosts as its `number`th, from 1, beside its first one."""
         return self._derived(_MODULE_DOMAIN + bytes((number,)))
 
-    def _derived(self, purpose: bytes) -> Identity:
+    def _derived(self, purpose: bytes) -> "Identity":
         hkdf = HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=purpose)
         return Identity(Ed25519PrivateKey.from_private_bytes(hkdf.derive(self._key.private_bytes_raw())))
 

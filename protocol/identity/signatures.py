@@ -1,7 +1,5 @@
 """Ed25519 signatures (RFC 8032) of link.proto's Route, Entry, WorkTally and Contribution, which specify the bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import time

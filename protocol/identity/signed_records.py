@@ -1,7 +1,5 @@
 """Signed announcements of peers in the DHT and on links (`proto/records.proto`), in a canonical encoding."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import re

@@ -1,7 +1,5 @@
 """The clock's interface, and the system clock."""
 
-from __future__ import annotations
-
 import time
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Shape, type and encoding of a tensor, from its header, so that a receiver knows all sizes before it allocates."""
 
-from __future__ import annotations
-
 import enum
 import math
 from dataclasses import dataclass

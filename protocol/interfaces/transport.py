@@ -1,7 +1,5 @@
 """Interfaces of the transport and of the handler for received messages."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class Refusal:
 class Question:
     """A question to a peer, as in link.proto. Most fields are for one kind of question (`about`) only."""
 
-    about: QuestionAbout
+    about: "QuestionAbout"
     microbatches: Annotated[int, Range(1, MAX_EVALUATION_MICROBATCHES)] = 0
     module: ModuleId | None = None
     digest: Digest = b""

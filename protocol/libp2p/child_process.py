@@ -3,8 +3,6 @@
 `python -I -S child_process.py PARENT_PID COMMAND ...` runs isolated, so this module imports only the standard library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

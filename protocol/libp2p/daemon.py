@@ -1,7 +1,5 @@
 """hivemind's libp2p daemon (`p2pd`, a Go program) with our settings, and its streams. Imports hivemind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Imports hivemind's DHT without the rest of hivemind, which would import torch (1.6 CPU-seconds, 280 MB)."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

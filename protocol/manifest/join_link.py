@@ -8,8 +8,6 @@ Full: `skipstone:<RunId>@<multiaddr>[,<multiaddr>...]`. A multiaddr is /ip4, /ip
 /tcp/PORT or /udp/PORT/quic-v1, then /p2p/PEER. Shells need no quotes, except zsh for an invitation and brackets.
 """
 
-from __future__ import annotations
-
 import base64
 import ipaddress
 import re

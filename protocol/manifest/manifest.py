@@ -1,7 +1,5 @@
 """The manifest: a TOML file with everything that must be equal on all peers."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from difflib import get_close_matches

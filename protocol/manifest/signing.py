@@ -5,8 +5,6 @@ defaults, except for keys added later. Comments are not signed, so peers exchang
 values.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

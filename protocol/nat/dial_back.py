@@ -1,7 +1,5 @@
 """Dial-back: tests whether a peer answers at its port, by TCP and a TLS 1.3 handshake that proves its key."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum

@@ -1,7 +1,5 @@
 """Tunnels through relays: the relay, the attachment of a peer to a relay, and the opening of tunnels."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Opens a stream to a peer: by dialling it, by calling it (reverse connection), or through a tunnel."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +27,7 @@ REPLACED_WITHIN_S: Final = 10.0
 class Ways:
     """Ways to reach peers that cannot be dialled: reverse calls and tunnels. By default such peers must dial us."""
 
-    caller: Calls | None = None
+    caller: "Calls | None" = None
     tunnels: Tunnels | None = None
 
 
@@ -78,7 +76,7 @@ class Dialler:
         through = replace(contact, addresses=(await self.ways.tunnels.way_to(contact),))
         return await dial(through, self.credentials, self.own(), timeout_s, is_tunnel=True)
 
-    async def _wait_for_call(self, caller: Calls, contact: Contact) -> NoReturn:
+    async def _wait_for_call(self, caller: "Calls", contact: Contact) -> NoReturn:
         limit_s = self.settings.dial_timeout_s
         self._called.add(contact.peer)
         try:

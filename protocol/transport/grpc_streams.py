@@ -1,7 +1,5 @@
 """gRPC layer of a link: one method, `Connect`, with streams in both directions. Maps grpc.aio's errors to ours."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

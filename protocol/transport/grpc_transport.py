@@ -1,7 +1,5 @@
 """The transport: one link per pair of peers, over gRPC with mutual TLS, or by calls within a process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -149,7 +147,7 @@ class GrpcTransport:
         """Opens a link to the peer unless a link exists. Raises as `send`."""
         await self._link_to(peer)
 
-    def link_locally(self, other: GrpcTransport) -> None:
+    def link_locally(self, other: "GrpcTransport") -> None:
         """Links this peer and another one of this process without a stream, until `unlink_locally`."""
         for here, there in ((self, other), (other, self)):
             here._local[there._peer] = LocalLink(here._peer, here._handler, there._peer, there._handler)
@@ -159,7 +157,7 @@ class GrpcTransport:
             here._handler.link_up(there._peer)
             here._handler.announced(there._peer, there._own_record())
 
-    def unlink_locally(self, other: GrpcTransport) -> None:
+    def unlink_locally(self, other: "GrpcTransport") -> None:
         """Ends the link to another peer of this process, because this one leaves. Only the other is notified."""
         del self._local[other._peer], other._local[self._peer]
         other._handler.link_down(self._peer, Unreachable(LEAVING))  # this one would look for the other by a stream
@@ -173,6 +171,10 @@ class GrpcTransport:
         for near in list(self._local.values()) if record else ():
             if near.peer != self._peer:
                 near.handler.announced(self._peer, record)
+
+    def here(self) -> tuple[PeerId, ...]:
+        """Returns the peers of this process."""
+        return tuple(self._local)
 
     def figures(self) -> dict[PeerId, LinkFigures]:
         return {peer: link.figures() for peer, link in self._links.items()}

@@ -1,7 +1,5 @@
 """The handshake: verification of certificates, Hellos and Farewells."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from protocol.frames.frames import Farewell, FarewellReason, Frame, Hello

@@ -1,7 +1,5 @@
 """A link: one stream between two peers, with independent tasks for reading, writing and pings."""
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import itertools
@@ -545,7 +543,7 @@ class Link:
         dialled: bool,
         far_end: FarEnd | None,
         surroundings: LinkSurroundings,
-        on_end: Callable[[Link, PeerError], None],
+        on_end: "Callable[[Link, PeerError], None]",
     ) -> None:
         settings = surroundings.settings
         self.peer, self.dialled, self.far_end = peer, dialled, far_end

@@ -1,7 +1,5 @@
 """Rate limits: token buckets, and budgets for small frames. Reading from a peer over its budget is delayed."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from swarm.vocabulary.statistics import Latest

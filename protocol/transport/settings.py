@@ -1,7 +1,5 @@
 """Settings of a transport. The defaults are for links from 10 Mbit/s at home to data centres."""
 
-from __future__ import annotations
-
 import hashlib
 import socket
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Fast donors get larger batches. The order starts at a random chunk. Idle donors 
 donor that sends a wrong chunk is excluded.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Collection, Sequence

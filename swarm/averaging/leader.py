@@ -1,7 +1,5 @@
 """The leader's side of one attempt at an averaging round. The leader is also a member, and sends messages to itself."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Proven work: visits that data nodes have settled and signed. What costs nothing proves nothing."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final

@@ -1,7 +1,5 @@
 """One replica's view of its module: the other replicas, their anchors and work, and past attempts at rounds."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A round's roster: members with weights and ranges of chunks, computed bit for bit equally by all; and its checks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -90,7 +88,7 @@ class _Claims:
     leads: dict[PeerId, float]  # Work over that of all others together, by tokens and by proof; from 1 to MOST_LEAD
 
     @classmethod
-    def of(cls, entries: Mapping[PeerId, Entry], proven: Mapping[PeerId, float]) -> _Claims | None:
+    def of(cls, entries: Mapping[PeerId, Entry], proven: Mapping[PeerId, float]) -> "_Claims | None":
         """Returns the claims of a round's members; None if no member worked."""
         tokens = {peer: entry.tokens for peer, entry in sorted(entries.items()) if entry.tokens > 0}
         if not tokens:

@@ -1,7 +1,5 @@
 """Events, actions and rules of `RoundMachine`, the state machine of averaging rounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

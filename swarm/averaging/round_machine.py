@@ -11,8 +11,6 @@ Invariants under any failure:
 * A replica leaves its anchor only for the module's agreed one (`schedule.standing`), and only for a higher round.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """Arithmetic of averaging rounds: order of leaders, due rounds, round numbers, and the module's agreed anchor."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections import Counter

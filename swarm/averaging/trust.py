@@ -1,7 +1,5 @@
 """Checks on other replicas in rounds: results, audits, link rates, norms; and penalties for replicas that fail them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import deque

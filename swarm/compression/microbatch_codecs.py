@@ -1,7 +1,5 @@
 """Choice of a link's codec: the mildest one with which the link does not limit throughput (arXiv:2409.02423)."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Mapping, Sequence

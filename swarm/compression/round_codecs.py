@@ -4,8 +4,6 @@ The leader chooses by the members' bandwidths. INT8 pseudo-gradients train as we
 arXiv:2501.18512), so no milder codec is used if the run allows INT8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final

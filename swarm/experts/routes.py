@@ -1,7 +1,5 @@
 """Routes of documents: the best experts by score, the best served experts, launch order, and statistics of routes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One peer's view of the swarm: newest valid announcement and failures of every other peer. Times are monotonic."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Sequence

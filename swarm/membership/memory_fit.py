@@ -1,7 +1,5 @@
 """Compares the free memory of a peer with the memory that a module needs (`node.model.memory_need`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -45,15 +43,15 @@ class FreeMemory:
             return _lack(need.all, self.memory)
         return _lack(need.device, self.device) or _lack(need.memory, self.memory)
 
-    def and_back(self, need: Need) -> FreeMemory:
+    def and_back(self, need: Need) -> "FreeMemory":
         """Returns the free memory after a module that needs `need` is unloaded."""
         return self._changed(need, lambda there, back: there + back)
 
-    def beside(self, need: Need) -> FreeMemory:
+    def beside(self, need: Need) -> "FreeMemory":
         """Returns the free memory after a module that needs `need` is loaded."""
         return self._changed(need, lambda there, taken: max(0, there - taken))
 
-    def within(self, limit: Reasoned[int] | None) -> FreeMemory:
+    def within(self, limit: Reasoned[int] | None) -> "FreeMemory":
         """Returns the free memory with the compute device's part capped at a limit, if any."""
         if limit is None:
             return self
@@ -61,11 +59,11 @@ class FreeMemory:
             return FreeMemory(_lesser(self.memory, limit), None)
         return FreeMemory(self.memory, _lesser(self.device, limit))
 
-    def reaching(self, need: Need) -> FreeMemory:
+    def reaching(self, need: Need) -> "FreeMemory":
         """Returns the free memory, raised to `need` if less, so that other peers see that the module fits."""
         return self._changed(need, lambda there, wanted: max(there, -(-wanted // STEP_BYTES) * STEP_BYTES))
 
-    def _changed(self, need: Need, change: Callable[[int, int], int]) -> FreeMemory:
+    def _changed(self, need: Need, change: Callable[[int, int], int]) -> "FreeMemory":
         def changed(there: _Free, size: int) -> _Free:
             return there if there.value is None else Reasoned(change(there.value, size), there.reason)
 

@@ -5,8 +5,6 @@ gain `min_gain`, so moves converge. All peers rank candidates equally, and each 
 proven replica never leaves a module.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

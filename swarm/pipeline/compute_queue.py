@@ -4,8 +4,6 @@ Idle work runs in chunks of a few milliseconds, so it delays a job by at most on
 arXiv:2211.14133). Tensor headers announce jobs in advance (`ArrivalForecast`).
 """
 
-from __future__ import annotations
-
 import enum
 import heapq
 import itertools
@@ -48,7 +46,7 @@ def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
 class IdleWork:
     """A low-priority computation for idle time of the device, split into chunks."""
 
-    def __init__(self, waiting: dict[IdleWork, None], chunks: Iterator[None], name: str) -> None:
+    def __init__(self, waiting: "dict[IdleWork, None]", chunks: Iterator[None], name: str) -> None:
         self.name = name
         self._waiting = waiting
         self._chunks = chunks

@@ -19,8 +19,6 @@ peer accepts one gradient only, so a single chain reaches the data node, which n
 `Custody.handle` does no IO: it takes an event and the time, and returns the actions to carry out, in order.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 import zlib

@@ -1,7 +1,5 @@
 """A data node's microbatches in flight: counts, completed steps, and the limit of their number (window)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

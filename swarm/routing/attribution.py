@@ -8,8 +8,6 @@ Losses: a data node computes every loss itself, so replicas cannot claim a small
 microbatch is compared with its neighbours in time that visited other replicas, and medians ignore odd documents.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

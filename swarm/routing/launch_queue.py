@@ -3,8 +3,6 @@
 A text whose replicas are unreachable for a moment does not block texts of other routes. Without IO.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A visit is forward plus backward time at a peer, with sending, divided by the nu
 Its parts (forward, backward, waiting, sending) also rely on claims. `swarm.routing.attribution` adds samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median

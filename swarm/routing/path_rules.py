@@ -5,8 +5,6 @@ the number and the summed distance of steps back are bounded. Stage 0, the data 
 Every `full_every`th path visits all stages: that takes a quarter off the distance to full paths (docs/results.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +87,7 @@ class PathRules:
         longest = self.skippable if self.full_every else self.per_path
         return self.repaired(len(order)).fault(order) if fault and self.fewest <= len(order) < longest else fault
 
-    def repaired(self, length: int) -> PathRules:
+    def repaired(self, length: int) -> "PathRules":
         """Returns the rules of a path of `length` stages from which a lost one was removed: two jumps become one."""
         jump, end = 2 * self.max_forward_jump, 2 * self.max_end_jump
         return replace(self, per_path=length, max_forward_jump=jump, max_end_jump=end)

@@ -10,8 +10,6 @@ share, summed over all data nodes, which announce their visits. A data node may 
 compensate.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter
@@ -414,7 +412,7 @@ class Planner:
         rules: PathRules,
         length: int,
         whims: Sequence[float] | None = None,
-    ) -> Priced | None:
+    ) -> "Priced | None":
         """Returns the cheapest peers for `length` stages; without prices of stages and slots if `route` is None."""
         if not length:
             return Priced(0.0, ())

@@ -1,7 +1,5 @@
 """A peer's announcement (module, addresses, speed), as plain data; `protocol.identity.signed_records` signs it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Messages between replicas of one module about rounds, audits and state. `proto/link.proto` explains each of them."""
 
-from __future__ import annotations
-
 import enum
 import math
 from dataclasses import dataclass, field

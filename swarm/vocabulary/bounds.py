@@ -1,7 +1,5 @@
 """Bounds of single message fields, as in `Annotated[int, Range(0, MAX_ROUND)]`. `fault` methods compare fields."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import Annotated

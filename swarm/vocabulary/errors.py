@@ -1,7 +1,5 @@
 """Exceptions of Skipstone, each with an exit code (sysexits.h) and a hint. Libraries' errors are converted to these."""
 
-from __future__ import annotations
-
 from typing import Final
 
 LEAVING: Final = "this node is leaving"  # Why this node ends its links when it stops

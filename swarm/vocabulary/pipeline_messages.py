@@ -1,7 +1,5 @@
 """Messages about microbatches, as plain data, without their tensors. `proto/link.proto` explains each of them."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Moving averages, tables of the latest entries, pauses between retries, and temporary exclusions of peers."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Types of runs, modules, microbatches and paths. All are immutable and hashable."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, replace
 from typing import Annotated, Generic, NewType, TypeVar
@@ -105,7 +103,7 @@ class SignedRoute:
         if len(self.documents) > MAX_DOCUMENTS:
             raise ProtocolViolation(f"a microbatch of {len(self.documents)} documents has more than {MAX_DOCUMENTS}")
 
-    def allows(self, path: Path) -> bool:
+    def allows(self, path: "Path") -> bool:
         """Whether the path visits these modules in this order; a repair may have removed some modules from the path."""
         left = iter(self.modules)
         return all(hop.module in left for hop in path.hops)
@@ -141,11 +139,11 @@ class Path:
             raise IndexError(f"position {position} is not on a path of {len(self.hops)} hops")
         return self.hops[position].peer
 
-    def with_peer(self, position: int, peer: PeerId) -> Path:
+    def with_peer(self, position: int, peer: PeerId) -> "Path":
         hop = self.hops[position]
         return replace(self, hops=(*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
 
-    def without(self, position: int) -> Path:
+    def without(self, position: int) -> "Path":
         return replace(self, hops=(*self.hops[:position], *self.hops[position + 1 :]))
 
 
@@ -174,7 +172,7 @@ class VersionRange:
     lowest: int
     highest: int
 
-    def common(self, other: VersionRange) -> int | None:
+    def common(self, other: "VersionRange") -> int | None:
         highest = min(self.highest, other.highest)
         return highest if highest >= max(self.lowest, other.lowest) else None
 

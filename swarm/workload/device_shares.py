@@ -6,8 +6,6 @@ of the head and the mirrored piece of the tail, which balances tokens and attent
 Sources: sharding by document, WLB-LLM (arXiv:2503.17924) section 5; longest first, Graham (doi:10.1137/0117039).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace

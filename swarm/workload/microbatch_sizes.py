@@ -6,8 +6,6 @@ seconds = a * tokens + b * squares + c * documents + e
 cannot separate the coefficients, so the manifest's ratio (`b = quadratic_share * a`) is a weak prior.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ The cost is tokens plus `quadratic_share` times the sum of squared document leng
 Sources: packing by workload, WLB-LLM (arXiv:2503.17924) section 4; longest first, Graham (doi:10.1137/0117039).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Every benchmark still runs in its smallest form, as a script and as a module, and prints one JSON object."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

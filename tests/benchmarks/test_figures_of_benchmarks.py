@@ -1,7 +1,5 @@
 """What benchmarks make of what they measure, and that their arms do what they say."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `benchmarks/paths.py` plans and what it makes of what it sees."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections import Counter

@@ -1,8 +1,6 @@
 """One of the scenarios of `skipstone chaos`, through the command, with everything that it judges. The others are for
 `skipstone chaos all`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The compose files and the image's run, as far as they can be judged without an engine."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scripts of the image, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Swarms with replicas that lie in every round (`tests/security/liar.py`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -5,8 +5,6 @@
 Writes one line of JSON: the mapping, or why there is none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import socket

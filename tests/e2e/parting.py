@@ -1,7 +1,5 @@
 """Cuts a swarm in two, lets both sides go on for some rounds, and puts it together again."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Its stages follow from the microbatch's number, and its numbers begin at 0, as o
 that the two can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from node.__main__ import main

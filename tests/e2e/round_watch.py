@@ -1,7 +1,5 @@
 """Watches the rounds of a swarm of real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

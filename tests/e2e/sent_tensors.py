@@ -1,7 +1,5 @@
 """A node that lists the tensors that it sends to other processes: `python -m tests.e2e.sent_tensors FILE join ...`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run small enough for end-to-end tests on two cores, and what the tests ask of a swarm that trains it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Kills or freezes a replica in the middle of an exchange, and sees what becomes of the round and of the others."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

@@ -1,7 +1,5 @@
 """A running swarm's model: exported, read back, compared with what the replicas agreed on, and asked for text."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Peers that die or freeze in the middle: the others go on, or wait for a newcomer, and the account adds up."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A home behind real address translation: it is not dialled, it has a port mapped, it is dialled."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

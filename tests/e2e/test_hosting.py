@@ -1,7 +1,5 @@
 """Nodes that host several modules, beside nodes of one module; and runs of one stage."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Whole runs over IPv6: `up` on `::1`, and a node that joins from another network namespace."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

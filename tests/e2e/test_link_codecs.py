@@ -1,8 +1,6 @@
 """Over links that are too slow for what the stages compute, real processes compress what they send; over fast ones they
 do not."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Callable

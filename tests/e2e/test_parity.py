@@ -1,7 +1,5 @@
 """A swarm with one replica a stage computes what one process computes: the same losses, the same parameters."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from itertools import islice

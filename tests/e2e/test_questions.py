@@ -1,7 +1,5 @@
 """`status` and `eval` of a running swarm, and who may not join it."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io

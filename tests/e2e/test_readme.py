@@ -1,7 +1,5 @@
 """README's shell blocks are run as they are, each by a person with an empty HOME, in an empty folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

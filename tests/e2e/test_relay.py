@@ -1,7 +1,5 @@
 """Two nodes of which neither can be dialled average with each other, because a third one carries what they say."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The whole matrix, with times, is `benchmarks/faults.py`.
 """
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

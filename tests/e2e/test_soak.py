@@ -1,7 +1,5 @@
 """The short form of `benchmarks/soak.py`."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A swarm behind the WAN emulation: it trains, nobody goes past the proxies, and the folder holds what it should."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A sink that keeps the events it is given."""
 
-from __future__ import annotations
-
 from node.observability.events import Event
 
 

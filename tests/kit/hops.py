@@ -1,7 +1,5 @@
 """A hop's worker with the messages that come for it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A transport on which nothing goes."""
 
-from __future__ import annotations
-
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question
 from swarm.vocabulary.errors import Unreachable

@@ -1,7 +1,5 @@
 """Sources of text files for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from node.data.sources import FileSource, piece_bytes, source_at

@@ -1,7 +1,5 @@
 """A clock that tests turn, and waiting for what has to come."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

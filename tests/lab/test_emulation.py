@@ -1,7 +1,5 @@
 """The network at a moment: delays and rates add up over both links, faults and partitions stop what they should."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import heapq

@@ -1,7 +1,5 @@
 """What can be done to a swarm in the laboratory. Nodes are stand-ins; tests/e2e has real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """From what was seen of a run to its figures, its verdict and its report. Everything is written by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Scenario files: what they mean, and that every wrong key is named."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

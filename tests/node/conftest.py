@@ -1,7 +1,5 @@
 """Settings of the node's tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from node.data import packing

@@ -1,7 +1,5 @@
 """A hub on loopback for tests: a data set at one commit, over HTTP, that counts what is asked and can fail."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """A manifest small enough that a test may train it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from protocol.manifest.manifest import Manifest, manifest_from_table

@@ -1,7 +1,5 @@
 """Fixtures of the protocol's tests."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

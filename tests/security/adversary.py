@@ -1,7 +1,5 @@
 """A peer that belongs to the run and means no good."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

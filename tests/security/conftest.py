@@ -1,7 +1,5 @@
 """One besieged swarm for all tests of this folder that ask for it: starting one takes longer than most attacks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -5,8 +5,6 @@ As a command it measures what each costs a swarm in full work, and prints JSON:
     python -m tests.security.floods [--seconds 10] [--attackers 1,8]
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -4,8 +4,6 @@ KIND is one of `CLAIMS` or `LIES`. Options follow a colon: `reverse:factor=-5,to
 600 s on. The rest is the real node, so it is invited, leads and reduces in turn.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

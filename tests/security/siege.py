@@ -1,7 +1,5 @@
 """A swarm of real processes in full work that is attacked, and what tells whether it minds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

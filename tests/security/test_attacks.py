@@ -1,7 +1,5 @@
 """Attacks whose losses are compared with an honest run's at every moment (`tests/security/attack.py`)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.security.attack import experiment, parsed

@@ -3,8 +3,6 @@
 Other seeds, for longer: `SKIPSTONE_TEST_FRAMES=100000 SKIPSTONE_TEST_SEED=7 pytest --timeout 0` with this file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress

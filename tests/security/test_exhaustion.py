@@ -4,8 +4,6 @@ on.
 How much each flood costs is measured by `python -m tests.security.floods`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

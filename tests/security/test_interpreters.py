@@ -1,7 +1,5 @@
 """Only code of ours runs, and no secret of this machine's goes where it is not needed."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import itertools

@@ -1,7 +1,5 @@
 """A manifest says what a run trains on; what of this machine is opened for it, the person here says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

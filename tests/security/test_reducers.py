@@ -1,7 +1,5 @@
 """A replica that computes and contributes honestly, and sends something else than the mean of what it was sent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

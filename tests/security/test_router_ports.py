@@ -5,8 +5,6 @@ and asks it with `skipstone status`. A pair of veth interfaces stands for the ho
 `asked` counts datagrams to a router by kind, `daemons` has the arguments of every p2pd.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

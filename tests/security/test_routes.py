@@ -1,7 +1,5 @@
 """Paths that no data node has made."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

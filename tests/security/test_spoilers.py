@@ -1,7 +1,5 @@
 """A replica that spoils what goes through it, and keeps to all rules otherwise: real processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import median
 

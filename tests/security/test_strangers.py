@@ -1,7 +1,5 @@
 """A flood of idle connections to a node's DHT, which any host can make."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import tempfile

@@ -1,7 +1,5 @@
 """What a node writes."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import json

@@ -1,7 +1,5 @@
 """Anchor: the parameters and outer momentum that a module's replicas agreed on last, with their hashes."""
 
-from __future__ import annotations
-
 import math
 import struct
 import threading

@@ -7,8 +7,6 @@ The outer step is SGD with Nesterov momentum on the averaged pseudo-gradient (Do
 Replicas agree bit for bit, because numpy rounds each operation to float32 where a compiler might fuse two.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -83,7 +81,7 @@ class LocalReplica:
                 here[0].write(here[1], values)
         self._changed()
 
-    def _overlaps(self, part: slice) -> Iterator[tuple[_Piece, slice]]:
+    def _overlaps(self, part: slice) -> "Iterator[tuple[_Piece, slice]]":
         index = bisect.bisect_right(self._starts, part.start) - 1
         for span, memory in zip(self.layout.spans[index:], self._memory[index:], strict=True):
             if span.start >= part.stop:

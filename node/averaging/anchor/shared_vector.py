@@ -4,8 +4,6 @@ Its layout depends only on names and shapes. Chunks are hashed and sent as a who
 Fragments are strided: blocks 0, F, 2F, ..., then 1, F+1, ... (Douillard et al. 2025, arXiv:2501.18512).
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math
@@ -147,14 +145,14 @@ class SharedVector:
             yield slice(start, border), self.arrays[index][start - offset : border - offset]
             start, index = border, index + 1
 
-    def copy(self) -> SharedVector:
+    def copy(self) -> "SharedVector":
         return SharedVector([array.copy() for array in self.arrays], self._starts[0])
 
-    def replaced(self, place: int, other: SharedVector) -> SharedVector:
+    def replaced(self, place: int, other: "SharedVector") -> "SharedVector":
         (array,) = other.arrays
         return SharedVector((*self.arrays[:place], array, *self.arrays[place + 1 :]), self._starts[0])
 
-    def sharing(self, other: SharedVector, places: Container[int]) -> SharedVector:
+    def sharing(self, other: "SharedVector", places: Container[int]) -> "SharedVector":
         arrays = zip(self.arrays, other.arrays, strict=True)
         return SharedVector([new if at in places else own for at, (own, new) in enumerate(arrays)], self._starts[0])
 

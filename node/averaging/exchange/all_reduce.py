@@ -4,8 +4,6 @@ Encoding, sending, summing and the outer step of different pieces overlap. A mem
 to a reducer (the member that sums these pieces), paced by that reducer's results.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Pieces of one exchange: the partition that each member computes from layout and roster, and received pieces."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

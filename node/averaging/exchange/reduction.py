@@ -4,8 +4,6 @@ Values that a codec drops stay in the replica: after the commit, its snapshot be
 decoded. Error feedback was worse (0.25 nats behind float32 instead of 0.02).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

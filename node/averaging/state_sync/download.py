@@ -1,7 +1,5 @@
 """Download of an anchor from its donors: first chunk hashes that match the digest, then chunks that match these."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import logging
@@ -77,7 +75,7 @@ SUFFIX: Final = ".partial-state"
 class PartialState:
     """Vectors of a state being downloaded, filled on a separate thread. `folder` keeps chunks across restarts."""
 
-    def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
+    def __init__(self, hash_list: HashList, space: "Space", folder: Path | None) -> None:
         self.parameters, self.momentum = self._vectors = space.spare()
         self._space, self._layout, self._folder = space, space.layout, folder
         self._digest, self._hashes = hash_list.version.digest, hash_list.hashes

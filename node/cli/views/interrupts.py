@@ -1,7 +1,5 @@
 """Signals and the end of standard input: the first asks the process to stop, the second ends it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

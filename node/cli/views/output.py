@@ -1,7 +1,5 @@
 """Output that all commands share: first line, JSON, log and event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

@@ -1,10 +1,7 @@
-"""Views of `skipstone status`. Text from peers is escaped."""
+"""Views of `skipstone status`. Text from peers is escaped. Codecs, devices and links are on the page (`node.web`)."""
 
-from __future__ import annotations
-
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice, starmap
 from typing import Final
 
@@ -14,14 +11,11 @@ from rich.text import Text
 
 from node.cli.views import text
 from node.cli.views.live import download_cell
-from node.observability.status import ComputeStatus, PeerStatus, RouteStatus, StagePrice, SwarmStatus
-from swarm.compression.microbatch_codecs import NO_CHOICE
+from node.observability.status import PeerStatus, RouteStatus, StagePrice, SwarmStatus
 
 # A swarm of strangers may be large: tables stay readable.
 MOST_ACCUSED: Final = 16
-MOST_REASONS: Final = 4
 MOST_ROWS: Final = 48
-FLOAT32: Final = "float32"
 VISITED, SKIPPED = "█", "·"
 _ROUND_WIDTH = len("3 peers")
 ADDRESSES_FROM: Final = 100  # Columns of a terminal from which addresses are shown
@@ -36,9 +30,6 @@ def status_views(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Iterator[R
     yield from data_node_lines(status)
     yield from route_tables(status)
     yield from path_tables(status)
-    yield from compute_tables(status)
-    yield from moment_lines(status)
-    yield from codec_tables(status)
 
 
 def status_headline(status: SwarmStatus) -> Text:
@@ -177,77 +168,3 @@ def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
 def _price_row(stage: str, price: StagePrice) -> tuple[str, ...]:
     figures = f"{price.share:.0%}", f"{price.ahead:+.1f}", f"{price.price_s:+.3f} s"
     return text.harmless(stage, 12), text.count(price.launched), *figures
-
-
-def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields a table with the peers' shares of computing, deferred work and idle time, if any peer defers work."""
-    rows = [(peer, said) for peer in status.peers if (said := peer.said.compute) is not None]
-    if not any(said.idle_work_s > 0 for _, said in rows):
-        return
-    weights_of = [peer.said.weights for peer, _ in rows]
-    reasons = dict.fromkeys(text.harmless(weights.reason, 120) for weights in weights_of if weights is not None)
-    yield Text("\nshares of the time on the compute device", style="dim")
-    columns, peers = ("computing", "deferred work", "idle", "weights deferred"), (peer for peer, _ in rows[:MOST_ROWS])
-    yield text.plain_table("module", "peer", right=columns, rows=map(_compute_row, peers))
-    yield from (Text(f"weight gradients: {reason}", style="dim") for reason in list(reasons)[:MOST_REASONS])
-
-
-def _compute_row(peer: PeerStatus) -> tuple[str, ...]:
-    said, weights = peer.said.compute or ComputeStatus(), peer.said.weights
-    parts = (said.busy_s, said.idle_work_s, said.idle_s)
-    whole = sum(parts)
-    # Peers report these times: a negative or infinite one gives no share.
-    shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
-    visits = "-" if weights is None or not weights.put_off else f"{text.count(weights.visits)} visits"
-    return text.harmless(peer.module or "-", 12), text.peer_name(peer.peer), *shares, visits
-
-
-def moment_lines(status: SwarmStatus) -> Iterator[Text]:
-    """Yields a line per number format of optimizer moments, except float32."""
-    kept: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for peer in status.peers:
-        moments = peer.said.moments
-        if moments is not None and moments.form not in ("", FLOAT32):
-            kept[text.harmless(moments.form, 12), text.harmless(moments.reason, 120)].append(text.peer_name(peer.peer))
-    for (form, reason), peers in list(kept.items())[:MOST_REASONS]:
-        names = ", ".join(peers[:MOST_ACCUSED])
-        yield Text(f"\nmoments in {form} at {names} ({reason})", style="dim")
-
-
-def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields tables of the codecs chosen for links and averaging rounds, if the manifest allows a choice."""
-    links = [row for peer in status.peers for row in _link_rows(peer)]
-    yield from _codec_table(
-        "codecs (chosen by the sender, for each link)", ("from", "to", "link", "activations", "gradients", "why"), links
-    )
-    known = [(peer.module, last) for peer in status.peers if (last := peer.said.last_round) is not None]
-    chosen = [(module, last) for module, last in known if last.codec_reason not in ("", NO_CHOICE)]
-    newest = dict(sorted(chosen, key=lambda each: -each[1].seconds_ago))
-    rows = ((module or "-", last.codec, last.codec_reason) for module, last in newest.items())
-    cells = sorted(
-        (text.harmless(module, 12), text.harmless(codec, 12), text.harmless(why, 120)) for module, codec, why in rows
-    )
-    yield from _codec_table("codecs of rounds (chosen by the leader)", ("module", "updates", "why"), cells)
-
-
-def _codec_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Iterator[RenderableType]:
-    if not rows:
-        return
-    yield Text(f"\n{title}", style="dim")
-    right = [each for each in headings if each == "link"]
-    yield text.plain_table(*headings, right=right, rows=rows[:MOST_ROWS], overflow="fold")
-    if len(rows) > MOST_ROWS:
-        yield Text(f"and {len(rows) - MOST_ROWS} more", style="dim")
-
-
-# With one allowed codec there is nothing to explain.
-def _link_rows(peer: PeerStatus) -> Iterator[tuple[str, ...]]:
-    codecs = peer.said.codecs
-    if all(len(names) < 2 for names in codecs.allowed.values()):
-        return
-    for to, link in codecs.links.items():
-        chosen = (link.activations, link.gradients)
-        why = "; ".join(dict.fromkeys(text.harmless(choice.why, 120) for choice in chosen if choice is not None))
-        names = ["-" if choice is None else text.harmless(choice.codec, 12) for choice in chosen]
-        speed = f"{text.count(link.bytes_per_s * 8 / 1e6)} Mbit/s" if link.bytes_per_s else "-"
-        yield (text.peer_name(peer.peer), text.harmless(to, 16), speed, *names, why)

@@ -1,7 +1,5 @@
 """Text for people: untrusted text escaped, figures shortened."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import unicodedata

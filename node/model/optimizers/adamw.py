@@ -1,7 +1,5 @@
 """AdamW with moments in float32, or in 8 bits for large matrices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Base class of the optimizer rules (AdamW, SOAP, Muon), and their interface to schedule work for idle time."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

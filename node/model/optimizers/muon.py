@@ -1,7 +1,5 @@
 """Muon: steps along the orthogonalized momentum of the gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

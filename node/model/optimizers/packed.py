@@ -1,7 +1,5 @@
 """Compact storage for float32 matrices: two 16-bit halves, a narrow copy for products, or 8 bits with block scales."""
 
-from __future__ import annotations
-
 import functools
 import math
 from abc import ABC, abstractmethod

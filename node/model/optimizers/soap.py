@@ -5,8 +5,6 @@ because LAPACK would block for a second on a side of 2048. Panels are orthogonal
 et al. 2005, https://doi.org/10.1007/s00211-005-0615-4).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence

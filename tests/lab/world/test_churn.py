@@ -1,7 +1,5 @@
 """Training under churn by the node's machines: the account adds up, nothing counts twice, and work goes on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

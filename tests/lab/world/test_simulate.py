@@ -1,7 +1,5 @@
 """`skipstone simulate`: every arm reports the same figures, and a schedule is replayed as it is given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small modules are cut into many pieces here, as large ones are in earnest."""
 
-from __future__ import annotations
-
 import pytest
 
 from node.averaging.exchange import pieces

@@ -1,7 +1,5 @@
 """Peers that give and fetch states over real links, with faults between a donor and its transport."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Auditors catch reducers that lie and accuse no honest one, with real runners and round machines in one process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The state on which a replica begins in a run that starts from an existing model, over real links."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from functools import partial

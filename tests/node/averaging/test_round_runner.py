@@ -1,7 +1,5 @@
 """Rounds from end to end in one process: real runners, real round machines, links in memory or over gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Small replica states, the folder they are saved to, and a storage that fails or dies at a chosen step."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

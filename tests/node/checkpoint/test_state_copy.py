@@ -1,7 +1,5 @@
 """A replica is written as it was at one moment, however it goes on, and little of it is in memory twice."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """The commands."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

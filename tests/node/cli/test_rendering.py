@@ -1,7 +1,5 @@
 """What a person sees: the live view, plain lines, and that other peers cannot draw on the terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -27,11 +25,8 @@ from node.cli.views.output import NodeLines, join_lines, plain_line
 from node.cli.views.status_view import (
     MOST_ROWS,
     accused_lines,
-    codec_tables,
-    compute_tables,
     data_node_lines,
     left_lines,
-    moment_lines,
     path_tables,
     status_table,
     status_views,
@@ -46,7 +41,6 @@ from node.observability.status import PeerStatus, Status, SwarmStatus, parse_sta
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import FilesSection
 from protocol.manifest.signing import SignedManifest, sign_manifest
-from swarm.compression.microbatch_codecs import NO_CHOICE
 from swarm.vocabulary.errors import LEAVING
 from swarm.vocabulary.types import Reasoned
 from tests.node.observability.test_observability import EVENTS
@@ -144,8 +138,7 @@ def views_of(views: Callable[[SwarmStatus], Iterable[Any]], answered: object, mo
     return printed(*views(swarm_of(4, peer_of("12D3KooWpeer1abc", module, answered))), width=160)
 
 
-paths_of, codecs_of = partial(views_of, path_tables, module="0.0"), partial(views_of, codec_tables)
-computing_of, moments_of = partial(views_of, compute_tables), partial(views_of, moment_lines)
+paths_of = partial(views_of, path_tables, module="0.0")
 
 
 def test_status_shows_what_stages_cost_a_data_node() -> None:
@@ -256,52 +249,6 @@ def test_a_sparkline_goes_down_with_the_loss_and_durations_are_short() -> None:
     assert [duration(s) for s in (0.4, 61, 3725, math.inf)] == ["0s", "1m01s", "1h02m", "-"]
 
 
-def choice(codec: str, why: str = "because") -> dict[str, str]:
-    return {"codec": codec, "why": why}
-
-
-def test_the_codecs_of_links_are_a_table_with_the_reason() -> None:
-    link = {"bytes_per_s": 2_500_000, "activations": choice("int8", "0.53 MB"), "gradients": choice("bf16", "0.53 MB")}
-    text = codecs_of({"codecs": {"allowed": {"activations": ["none", "int8"]}, "links": {"next": link}}})
-    assert any(line.split()[-6:] == ["20", "Mbit/s", "int8", "bf16", "0.53", "MB"] for line in text.splitlines())
-
-
-def in_round(codec: str, why: str, seconds_ago: object = 4) -> dict[str, object]:
-    return {"last_round": {"members": 2, "seconds_ago": seconds_ago, "codec": codec, "codec_reason": why}}
-
-
-def test_the_codec_of_the_newest_round_of_each_module_is_shown_with_the_reason() -> None:
-    said = [("1.0", "int8", 50), ("1.0", "int4", 3), ("2.0", "top_k_2", 9)]
-    peers = [peer_of(f"12D3KooW{codec}", module, in_round(codec, f"{codec} fits", ago)) for module, codec, ago in said]
-    rows = [line.split() for line in printed(*codec_tables(swarm_of(4, *peers)), width=160).splitlines()[-2:]]
-    assert rows == [["1.0", "int4", "int4", "fits"], ["2.0", "top_k_2", "top_k_2", "fits"]]
-
-
-def test_where_no_codec_is_chosen_nothing_is_shown() -> None:
-    link = {"bytes_per_s": 1, "activations": choice("none")}
-    uncompressed = {"codecs": {"allowed": {"activations": ["none"]}, "links": {"next": link}}}
-    assert not any(map(codecs_of, (in_round("none", NO_CHOICE), in_round("none", ""), uncompressed)))
-
-
-COMPUTE = {"busy_s": 50.0, "idle_work_s": 30.0, "idle_s": 20.0, "idle_waiting": 2}
-WEIGHTS = {"put_off": True, "reason": "steps wait for each other", "visits": 1234, "waiting": 1, "held_bytes": 10}
-
-
-def test_status_shows_what_idle_time_is_filled_with_and_why() -> None:
-    text = computing_of({"compute": COMPUTE, "weights": WEIGHTS})
-    for expected in ("er1abc", "50%", "30%", "20%", "1,234 visits", "weight gradients: steps wait for each other"):
-        assert expected in text
-    assert computing_of({"compute": COMPUTE | {"idle_work_s": 0.0}}) == ""
-    assert "visits" not in computing_of({"compute": COMPUTE, "weights": WEIGHTS | {"put_off": False}}).split("\n", 2)[2]
-    assert computing_of({}) == ""
-
-
-def test_status_shows_who_keeps_moments_in_8_bits_and_why() -> None:
-    kept = {"form": "8bit", "reason": "--moments 8bit", "bytes": 10}
-    assert moments_of({"moments": kept}).strip() == "moments in 8bit at er1abc (--moments 8bit)"
-    assert moments_of({"moments": kept | {"form": "float32"}}) == moments_of({}) == ""
-
-
 def test_status_names_who_is_accused() -> None:
     said: list[Any] = [{"peer": "liar", "round": 7, "why": "sent\nnothing"}, {"peer": 3}, "x", {"peer": "liar2"}]
     peers = [peer_of(name, "1.0", {"accused": about}) for name, about in (("a", said), ("b", said[:1]), ("c", 5))]
@@ -334,11 +281,14 @@ NESTED: dict[str, Any] = {
     "accused": [{"peer": HOSTILE, "round": 7, "why": HOSTILE}],
     "left": {"round": 10**18, "seconds_ago": 1e308, "kept": True},
     "moments": {"form": HOSTILE * 9, "reason": HOSTILE * 99},
-    "compute": COMPUTE | {"busy_s": -1e300, "idle_s": 1e308},
-    "weights": WEIGHTS | {"reason": HOSTILE, "visits": 10**18},
+    "compute": {"busy_s": -1e300, "idle_work_s": 30.0, "idle_s": 1e308},
+    "weights": {"put_off": True, "reason": HOSTILE, "visits": 10**18},
+    "curve": {"step": [1, 10**18], "tokens": [-1, HOSTILE], "loss": [1e308, 2.0], "unix_s": [HOSTILE], "stride": 0},
+    "completed": [{"microbatch": HOSTILE, "hops": [HOSTILE, "1.0@12D3KooWpeer1.0", "9.9@x"], "seconds": 1e308}, 7],
+    "traffic": {HOSTILE: {"sent_bytes": -1, "received_bytes": 10**18, "round_trip_s": 1e308}, "12D3KooWpeer1.0": {}},
     "codecs": {
         "allowed": {"activations": ["none", "int8"]},
-        "links": {HOSTILE: {"activations": choice(HOSTILE, HOSTILE)}, **{str(n): {} for n in range(1000)}},
+        "links": {HOSTILE: {"activations": {"codec": HOSTILE, "why": HOSTILE}}, **{str(n): {} for n in range(1000)}},
     },
 }
 
@@ -346,8 +296,7 @@ NESTED: dict[str, Any] = {
 @pytest.mark.parametrize("key", [field.name for field in fields(Status)])
 def test_peers_cannot_draw_with_anything_that_they_answer(key: str) -> None:
     for odd in (HOSTILE, 7, 1e308, [HOSTILE, 1], {HOSTILE: HOSTILE, "links": [HOSTILE]}, NESTED.get(key)):
-        answered = {"compute": COMPUTE, "weights": WEIGHTS, key: odd}
-        peers = tuple(peer_of(f"12D3KooWpeer{module}", module, answered) for module in ("0.0", "1.0"))
+        peers = tuple(peer_of(f"12D3KooWpeer{module}", module, {key: odd}) for module in ("0.0", "1.0"))
         views = status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1")))
         text = printed(*views, width=160)
         assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")

@@ -1,7 +1,5 @@
 """The compute thread: one job at a time, the most urgent first, and no caller left without an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which documents are read, in which order, by whom."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

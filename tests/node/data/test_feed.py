@@ -1,7 +1,5 @@
 """Data nodes read everything once and never what is held out; packing keeps every token; cursors bring one back."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """A data set of the hub is read file by file, each fetched when it is due, on a bounded disk, without a token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Of a conversation only what the assistant says is a label, whoever packs it and wherever it is cut."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """What may be opened for a run's text, and on whose word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

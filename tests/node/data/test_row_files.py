@@ -1,7 +1,5 @@
 """Files of text are recognised by their content, read as rows or as text, or refused by name."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """Sources name the same documents on every machine and say plainly what is missing."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

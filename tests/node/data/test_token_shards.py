@@ -1,7 +1,5 @@
 """Shards give back the documents they were made of, to whoever owns them; what is no shard is refused."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A stranger's tokenizer file is tried in a process of its own before it is opened."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokenizers: bytes, and files checked against the manifest."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

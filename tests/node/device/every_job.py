@@ -6,8 +6,6 @@ for, how far its results are from the CPU's, and the bytes a parameter.
 A process of its own, for the device can be registered once.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A hop on a real card: its gradients and steps are the CPU's. Run with `pytest -m cuda` where there is one."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import pytest

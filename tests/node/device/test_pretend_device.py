@@ -1,7 +1,5 @@
 """Every kind of job on a device that is not the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

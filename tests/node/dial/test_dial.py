@@ -1,7 +1,5 @@
 """The dial over its whole range: what was asked for is met, every stage fits, every choice has a reason."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

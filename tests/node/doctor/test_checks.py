@@ -1,7 +1,5 @@
 """The doctor's checks with machines made up."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A router is the same on every machine, or it is refused."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import combinations, product

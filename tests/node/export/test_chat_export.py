@@ -1,7 +1,5 @@
 """A chat model comes back from a run with the special tokens, chat template and ends that its folder had."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """A run with experts: each path is a model of its own, and one folder has them all."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Exports."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ SKIPSTONE_STAND_IN holds words: `crash:N` (stage N fails at once), `deaf:N` (sta
 not end).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The processes of a local swarm."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -492,17 +490,6 @@ def test_other_events_pass_through_and_notes_are_bounded() -> None:
     for number in range(swarm_progress.MAX_NOTES + 3):
         swarm.state = swarm_progress.noted(swarm.state, events.Note("info", str(number)), 0.0).state
     assert [note.message for _, note in swarm.state.notes] == [str(n) for n in range(3, swarm_progress.MAX_NOTES + 3)]
-
-
-def test_the_curve_stays_bounded_and_spans_the_run() -> None:
-    curve = swarm_progress.Curve()
-    for step in range(1, 5000):
-        curve = curve.with_point(step, float(step))
-    assert swarm_progress.MAX_CURVE / 4 < len(curve.points) < swarm_progress.MAX_CURVE
-    assert curve.points[0] < 50
-    assert curve.points[-1] > 4900
-    assert list(curve.points) == sorted(curve.points)
-    assert curve.with_point(curve.stride * 1000, math.nan) == curve
 
 
 def test_the_summary_adds_up() -> None:

@@ -1,7 +1,5 @@
 """Generation: the past changes nothing but the cost, the seed decides, and `transformers` finds the same."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

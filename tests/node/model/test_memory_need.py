@@ -1,7 +1,5 @@
 """A manifest is compared with the machine before anything of it is allocated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

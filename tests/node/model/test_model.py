@@ -1,7 +1,5 @@
 """The model's parts: types, documents, the head's loss in pieces, initial weights. (Logits: `test_generation.py`.)"""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

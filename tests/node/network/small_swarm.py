@@ -1,7 +1,5 @@
 """Nodes of one small run in one process, as far as microbatches go."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Every message goes to the one who minds it, and to nobody when there is none."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """A short link is completed by what its addresses prove, and by nothing else that they say."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator

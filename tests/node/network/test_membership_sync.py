@@ -1,7 +1,5 @@
 """The membership view under a clock that is turned by hand: what links bring in, who is asked, who is given up."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Replicas' work as invited data nodes prove it; and that a refusal is no answer."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import cast

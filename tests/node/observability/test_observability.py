@@ -1,7 +1,5 @@
 """Status and events survive the trip through JSON, logs lose nothing, crash points are exact, rates forget."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import io

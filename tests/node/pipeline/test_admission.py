@@ -1,7 +1,5 @@
 """Each thing that no honest peer sends is a violation that says what was wrong."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

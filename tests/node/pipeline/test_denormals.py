@@ -1,7 +1,5 @@
 """Denormal numbers cost the compute threads no more time than others, and change nothing that replicas agree on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Gradients of one microbatch that are far longer than usual."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 In a child process with a limit of address space, so that torch, numpy and Python say what they really say.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

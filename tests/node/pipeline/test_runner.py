@@ -1,7 +1,5 @@
 """Microbatches between real workers: right gradients, and nothing left behind whatever happens to them on the way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

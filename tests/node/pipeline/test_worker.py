@@ -1,7 +1,5 @@
 """The arithmetic of a replica: gradients are autograd's, whatever was kept, put off, cut or spread over devices."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

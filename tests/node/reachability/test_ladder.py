@@ -1,7 +1,5 @@
 """The ladder with attempts and routers made up: which step, which address, which advice."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct

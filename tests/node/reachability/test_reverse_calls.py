@@ -1,7 +1,5 @@
 """Calls that are passed on and followed: with the links in a test's hands, and over real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Held-out microbatches: several under way at once, sent again when they get stuck, and nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

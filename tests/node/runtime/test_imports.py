@@ -1,7 +1,5 @@
 """What a node costs its machine: nothing is imported in vain, and freed memory stays with the process."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

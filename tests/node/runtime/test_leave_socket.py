@@ -1,7 +1,5 @@
 """One node for each identity on a machine, and a door to it that nobody without the secret can keep shut."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

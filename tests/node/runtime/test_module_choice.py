@@ -1,7 +1,5 @@
 """Which module a node takes: what it was told, what fits, and what is left after one ran out of memory."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

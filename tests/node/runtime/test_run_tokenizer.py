@@ -1,7 +1,5 @@
 """The run's tokenizer comes from where the person says, from an earlier time, or from peers, who get nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`solo` trains, reports, stops when asked, and its checkpoint gives the loss it had."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """A folder of each family, cut into modules and put together again: the logits are those of `transformers`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

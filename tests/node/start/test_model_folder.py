@@ -1,7 +1,5 @@
 """What is in a model's folder is believed only where it fits: everything else is refused with a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

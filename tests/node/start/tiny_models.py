@@ -1,7 +1,5 @@
 """Folders of tiny models with random weights, as `transformers` writes them, one for each thing that a family has."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -2,8 +2,6 @@
 at later. Its steps run here on the CPU; `tests/node/device` has them on a device that counts waits.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import Final

@@ -1,7 +1,5 @@
 """Byte planes against bytes worked out by hand, every float there is, and encodings that nobody should send."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Codecs against bytes worked out by hand, against their own promises, and against bytes that nobody should send."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whatever a peer sends as an encoding decodes to what the codec promises, or is refused with nothing touched."""
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import dataclass

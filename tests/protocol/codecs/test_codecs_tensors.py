@@ -1,8 +1,6 @@
 """Codecs for tensors of any shape, float32 and bfloat16: bytes worked out by hand, error bounds, what is sent apart,
 what falls back."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -1,7 +1,5 @@
 """The sparse codecs: bytes worked out by hand, what is kept, and bytes that nobody should send."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

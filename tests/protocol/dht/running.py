@@ -1,7 +1,5 @@
 """Real directories on loopback, and the processes that belong to them, for tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

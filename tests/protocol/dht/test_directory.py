@@ -1,7 +1,5 @@
 """The directory with real processes on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Each guard between hivemind and strangers, by itself. With the real child: test_directory.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

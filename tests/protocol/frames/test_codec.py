@@ -1,7 +1,5 @@
 """What can be declared, and what the codec makes of it; the messages themselves have tests of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, make_dataclass, replace
 from typing import Annotated, Any
 

@@ -4,8 +4,6 @@
 those bytes, so a line of it changes only together with the protocol's version.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

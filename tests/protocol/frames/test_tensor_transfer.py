@@ -1,7 +1,5 @@
 """Cutting tensors up and putting them together again, without any network."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Certificates of every kind, good and bad, made a second time and after docs/protocol.md, not with the code under
 test."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from datetime import UTC, datetime

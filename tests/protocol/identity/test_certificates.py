@@ -1,7 +1,5 @@
 """A certificate proves a peer id, and nothing that differs from ours in a way that matters is believed."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import ssl

@@ -1,7 +1,5 @@
 """Our certificates in gRPC's handshakes, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Only peers that the author has invited may act as data nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The key file is safe from the first byte on, and the peer id is libp2p's."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

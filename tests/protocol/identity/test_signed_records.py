@@ -1,7 +1,5 @@
 """A record is accepted as its owner signed it, or not at all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The values make the RunId, all of them and nothing else; and only the author's signature over them is believed."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """A relaying peer on pairs of sockets: whoever is called somebody is somebody."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator

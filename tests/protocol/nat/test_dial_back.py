@@ -1,7 +1,5 @@
 """Dialling back over real sockets and TLS: who is there, who is not, and what an answer may say."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

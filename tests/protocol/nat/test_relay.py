@@ -1,7 +1,5 @@
 """What a relaying peer carries, and every way in which it says no."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """The two ends of a tunnel at a relay that lies, floods or says nothing: it can refuse its service, and no more."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

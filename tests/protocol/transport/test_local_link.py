@@ -1,7 +1,5 @@
 """Peers of one process: their links have no stream."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator

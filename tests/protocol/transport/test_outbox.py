@@ -1,7 +1,5 @@
 """The order in which a link sends, and what bounds what it holds."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Two and three honest peers over real sockets and TLS."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

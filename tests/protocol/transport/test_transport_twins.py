@@ -1,7 +1,5 @@
 """Two processes with one key, as a machine's copy or a restored backup makes them."""
 
-from __future__ import annotations
-
 from contextlib import AsyncExitStack
 from dataclasses import replace
 

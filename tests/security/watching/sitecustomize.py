@@ -1,7 +1,5 @@
 """Put in front of PYTHONPATH it is imported by every Python process of a swarm."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Work counted and signed by data nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

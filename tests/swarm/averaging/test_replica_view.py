@@ -1,7 +1,5 @@
 """What a replica takes its others to stand on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from swarm.averaging.replica_view import NEW_TALLY_S, OLD_TALLY_S, PRESUMED_S, OtherReplicas, ReplicaView

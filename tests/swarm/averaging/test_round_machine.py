@@ -1,7 +1,5 @@
 """One machine, told by hand what befalls it: what it refuses, what it keeps, what it says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

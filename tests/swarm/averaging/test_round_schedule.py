@@ -1,7 +1,5 @@
 """The arithmetic of rounds, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The round machine in small worlds without faults: replicas stay one module."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

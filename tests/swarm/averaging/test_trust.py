@@ -1,7 +1,5 @@
 """What is objected to in a reducer's result, and what an audit concludes, given figures."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """The mildest codec that a link carries: never milder than it can, never harder than the run allows, steady when the
 link varies a little."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

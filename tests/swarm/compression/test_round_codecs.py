@@ -1,7 +1,5 @@
 """Rounds use the mildest codec that does not hold them up, and every roster says which."""
 
-from __future__ import annotations
-
 import pytest
 
 from swarm.averaging.roster import LEADER_REDUCES_FROM, codec_of

@@ -1,7 +1,5 @@
 """Announcements for the tests of whoever reads them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from swarm.vocabulary.announcement import Announcement

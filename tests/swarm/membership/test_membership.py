@@ -1,7 +1,5 @@
 """What a peer knows of the others, and whom it keeps links to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Memory in placement and in moves: nobody takes what does not fit, nobody waits for one that has no room, and the
 large modules go to those that can hold them."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Small swarms in virtual time: they come near the best placement, and then they are still."""
 
-from __future__ import annotations
-
 from statistics import mean
 
 from swarm.vocabulary.types import ModuleId

@@ -1,7 +1,5 @@
 """One peer's custody on a desk: events go in as short lines, and what it does then comes out as one."""
 
-from __future__ import annotations
-
 from swarm.pipeline import custody
 from swarm.vocabulary import pipeline_messages as messages
 from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned

@@ -6,8 +6,6 @@ received, computed and offered; `lost b`: every offer to b fails until patience 
 `tests.swarm.pipeline.custody_desk`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from swarm.vocabulary.types import MAX_HOPS, PeerId

@@ -1,7 +1,5 @@
 """How much one peer, one link or one data node may take of a hop, for how long, and from whom a hop takes anything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

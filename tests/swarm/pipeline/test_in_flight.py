@@ -1,7 +1,5 @@
 """The account of microbatches in flight, and the window in virtual time."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from random import Random

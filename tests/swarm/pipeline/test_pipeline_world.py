@@ -1,7 +1,5 @@
 """Custody under faults: many small swarms in virtual time, each from its own seed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Receipts that pass become measurements of whoever sent them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

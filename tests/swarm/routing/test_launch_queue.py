@@ -1,8 +1,6 @@
 """Texts of a run with experts: each goes by its route, to the next best expert where its own is not served, and none
 waits behind another."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from dataclasses import dataclass
 

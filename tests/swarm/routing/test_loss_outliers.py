@@ -1,7 +1,5 @@
 """Which replicas a data node leaves out for the losses of what went through them, and which it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

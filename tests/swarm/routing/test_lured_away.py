@@ -1,7 +1,5 @@
 """Announcements are believed only so far: nobody leaves a module to somebody who has only said that it serves there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a data node takes peers and the swarm to be by its own measurements."""
 
-from __future__ import annotations
-
 import pytest
 
 from swarm.routing import measured_times as module_under_test

@@ -1,7 +1,5 @@
 """Legal orders of stages, and the sets of stages that a ring or a measurement visits."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Documents are packed whole, each once, into microbatches that have room for them and cost about the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What visits cost, how large microbatches are, and what devices share of them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Anchors that are kept, lent and leased; the arrays they lie in; the outer step that makes the next one."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 

@@ -1,7 +1,5 @@
 """The exchange among members in one process: what comes out, who is told what, and what a bad member can do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,0 +1,1 @@
+"""A run's page for the browser."""

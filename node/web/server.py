@@ -1,0 +1,172 @@
+"""The server of a run's page: for browsers on this machine only, with a new picture every few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from node.cli.views.output import plain_line
+from node.concurrency.task_groups import background
+from node.observability.events import Abandoned, Event, Note, Waiting
+from node.observability.status import SwarmStatus
+from node.observability.typed_json import to_json
+from node.web.picture import Picture, next_picture, noted
+from swarm.vocabulary.errors import ResourceExhausted
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+PORT: Final = 8420
+LOOPBACK: Final = "127.0.0.1"
+MOST_VIEWERS: Final = 16
+KEEP_ALIVE_S: Final = 15.0
+SECRET: Final = "X-Skipstone-Secret"  # noqa: S105 - the name of a header
+FILES: Final = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+    "/uplot.js": ("uplot.js", "text/javascript"),
+    "/uplot.css": ("uplot.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# Only our own files, and no page may show ours in a frame.
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS: Final = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+Statuses = Callable[[], AsyncGenerator[SwarmStatus]]
+
+
+class RunPage:
+    """The page's state: the latest picture, and the browsers that wait for the next one.
+
+    `verbs`: what the page's user may ask of the node, such as `leave`.
+    """
+
+    def __init__(self, **verbs: Callable[[], None]) -> None:
+        self._verbs = verbs
+        self._picture: Picture | None = None
+        self._encoded = b""
+        self._viewers: set[asyncio.Event] = set()
+        self._watched = asyncio.Event()
+        self.secret = secrets.token_urlsafe(16)
+
+    def emit(self, event: Event) -> None:
+        """Shows a message of this node (`node.observability.events.EventSink`)."""
+        if self._picture is not None and isinstance(event, Note | Waiting | Abandoned):
+            level = event.level if isinstance(event, Note) else "warning"
+            shown = noted(self._picture, "bad" if level == "error" else level, plain_line(event) or "", time.time())
+            self._show(shown)
+
+    async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]]) -> None:
+        """Asks the run's peers while somebody watches. `own`: peers of this process. Raises Unreachable without any."""
+        while True:
+            await self._watched.wait()
+            async with aclosing(statuses()) as seen:
+                async for status in seen:
+                    self._show(next_picture(self._picture, status, own(), time.time()))
+                    if not self._viewers:
+                        self._watched.clear()
+                        break
+
+    def _show(self, picture: Picture) -> None:
+        self._picture = picture
+        shown = to_json(picture) | {"verbs": sorted(self._verbs)}
+        self._encoded = b"data: " + json.dumps(shown, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+        for viewer in self._viewers:
+            viewer.set()
+
+    async def pictures(self, request: web.Request) -> web.StreamResponse:
+        """Streams pictures as server-sent events. A slow browser misses some."""
+        from aiohttp import web
+
+        if len(self._viewers) >= MOST_VIEWERS:
+            raise web.HTTPServiceUnavailable(text=f"{MOST_VIEWERS} browsers watch this page already")
+        response = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
+        changed = asyncio.Event()
+        self._viewers.add(changed)
+        self._watched.set()
+        try:
+            await response.prepare(request)
+            await response.write(self._encoded or b": nothing yet\n\n")
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
+                sent = self._encoded if changed.is_set() else b": alive\n\n"  # a closed browser shows by an error
+                changed.clear()
+                await response.write(sent)
+        except ConnectionError:
+            return response
+        finally:
+            self._viewers.discard(changed)
+
+    async def ask(self, request: web.Request) -> web.Response:
+        """Runs a verb. The secret is in the link that the node printed, so other users and pages do not know it."""
+        from aiohttp import web
+
+        verb = self._verbs.get(request.match_info["verb"])
+        if verb is None:
+            raise web.HTTPNotFound
+        if not hmac.compare_digest(request.headers.get(SECRET, "").encode(), self.secret.encode()):
+            raise web.HTTPForbidden(text="open the page by the link that the node printed")
+        verb()
+        return web.Response(status=204)
+
+
+@asynccontextmanager
+async def served(
+    page: RunPage, port: int, statuses: Statuses, own: Callable[[], tuple[str, ...]] = tuple
+) -> AsyncIterator[str]:
+    """Serves the page on this machine within the block; yields its link. Raises ResourceExhausted, and as `follow`."""
+    from aiohttp import web
+
+    folder = Path(__file__).parent / "page"
+    files = {place: (kind, (folder / name).read_bytes()) for place, (name, kind) in FILES.items()}
+    hosts: set[str] = set()
+
+    async def file(request: web.Request) -> web.Response:
+        kind, content = files[request.path]
+        return web.Response(body=content, content_type=kind, charset="utf-8", headers=HEADERS)
+
+    @web.middleware
+    async def own_host(request: web.Request, handler: Any) -> Any:
+        # A page of another site can reach this port by a name that it made point here, but cannot forge these.
+        own = f"http://{request.host}"
+        if request.host not in hosts or request.headers.get("Origin", own) != own:
+            raise web.HTTPForbidden(text="this page answers only to its own address")
+        return await handler(request)
+
+    app = web.Application(middlewares=[own_host], client_max_size=1024)
+    app.add_routes([web.get(place, file) for place in files])
+    app.add_routes([web.get("/pictures", page.pictures), web.post("/ask/{verb}", page.ask)])
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, LOOPBACK, port)
+        try:
+            await site.start()
+        except OSError as error:
+            hint = "Choose another one, or 0 for a free one."
+            raise ResourceExhausted(f"cannot serve the page on port {port}: {error.strerror}", hint=hint) from error
+        bound = runner.addresses[0][1]
+        hosts |= {f"{host}:{bound}" for host in (LOOPBACK, "localhost")}
+        async with background(page.follow(statuses, own)):
+            yield f"http://{LOOPBACK}:{bound}/#{page.secret}"
+    finally:
+        await runner.cleanup()
