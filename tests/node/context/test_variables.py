@@ -44,7 +44,7 @@ PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 LINK = f"skipstone:{'0' * 64}@/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
 OTHER_LINK = f"skipstone:{'1' * 64}@/dns4/bootstrap/tcp/4001/p2p/{PEER}"
 OTHER_VALUES: dict[str, Any] = (
-    {"moving": False, "reads_text": False, "allow_hub": True, "yes": True, "qr": True, "as_json": True}
+    {"moving": False, "reads_text": False, "allow_hub": True, "yes": True, "qr": True, "as_json": True, "dashboard": 8421}
     | {"text": Path("/text"), "tokenizer": Path("/tokenizer.json"), "model": Path("/model")}
     | {"identity_path": Path("other"), "log_dir": Path("/events"), "link_file": Path("link")}
     | {"checkpoint_dir": Path("/saved"), "checkpoint_every_s": 5.0, "patience_s": 1.5, "stop_on_eof": True}
