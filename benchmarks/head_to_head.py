@@ -103,7 +103,12 @@ def manifest_of(arm: str, options: Any, text: Path) -> Manifest:
         inner_steps=options.inner_steps,
         outer={"learning_rate": options.outer_rate, "momentum": options.outer_momentum},
         staleness=0 if whole else options.staleness,
-        schedule={"kind": "constant", "warmup_tokens": WARMUP_STEPS * STEP, "total_tokens": 10**12},
+        # A replica of the whole model counts its own tokens until the first round, as others count their own steps.
+        schedule={
+            "kind": "constant",
+            "warmup_tokens": WARMUP_STEPS * (ROWS * SEQUENCE if whole else STEP),
+            "total_tokens": 10**12,
+        },
     )
 
 
