@@ -148,7 +148,7 @@ class VisitCheck(LogCheck):
                 self._abandoned[microbatch] = spot
                 self._tally(life, MicrobatchCounts(abandoned=1))
                 self.count("abandoned")
-            case Continued(_, microbatches):
+            case Continued(_, microbatches) if id(life) not in self._accounts:  # not after a pause
                 self._before[id(life)] = microbatches
             case NodeSummary() if event.module is not None and _stage(event.module) == "0":
                 self._accounts[id(life)] = (spot, event.microbatches)

@@ -180,14 +180,13 @@ class ModuleRounds:
             watch=self.reports.exchanging,
         )
         self.runner = RoundRunner(own.peer, module, self._machine, self._store, self._replica_sync, means, self)
-        codecs, folder = STATE_CODECS[manifest.codecs.state], context.options.checkpoint_dir
+        codecs = STATE_CODECS[manifest.codecs.state]
         self._donor = Donor(module, self._store, own.clock, codecs, averaging, session.transport, context.start)
         self._downloads = StateDownloads(
             session,
             module,
             self._store,
             codecs,
-            None if folder is None else folder / own.peer / "download",
             self.reports.progressed,
             self.runner.gave_other_state,
         )
@@ -370,13 +369,11 @@ class _Fetch:
         self._first = first_version(manifest, module)
         self._reports = RoundReports(session.own.peer, module, session.own.clock, context.events)
         self._random = Random()  # noqa: S311 - spreads the load over donors; no secret
-        folder = context.options.checkpoint_dir
         self._downloads = StateDownloads(
             session,
             module,
             FreshSpace(self._layout),
             STATE_CODECS[manifest.codecs.state],
-            None if folder is None else folder / session.own.peer / "download",
             self._reports.progressed,
         )
 

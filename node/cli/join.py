@@ -1,4 +1,4 @@
-"""`skipstone join` runs one node in the foreground after its owner agrees; `skipstone leave` stops it."""
+"""`skipstone join` runs one node in the foreground after its owner agrees; `leave`, `pause` and `resume` ask it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import logging
 import os
+import re
 import sys
 import textwrap
 from functools import partial
@@ -215,20 +216,45 @@ def _parse_target(target: str) -> tuple[Link | None, Path | None]:
     return None, path
 
 
-def leave(
-    identity: Annotated[
-        Path | None, setting("identity", "Key file of the node that should leave [default: this machine's key]")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Ask this machine's node to leave cleanly, and wait until it has."""
-    announce("skipstone leave: asking the node to leave", as_json=json)
+OfNode: Final[Any] = setting("identity", "Key file of the node [default: this machine's key]")
+AsJson: Final[Any] = typer.Option("--json", help="Print one JSON object.")
+
+
+def _ask(identity: Path | None, request: str, done: str, said: str, *, as_json: bool) -> None:
+    """Sends a request to this machine's node, and says that it is `done`."""
     from node.context.options import default_identity_path
     from node.runtime.leave_socket import ask_to_leave
 
     path = identity or default_identity_path()
-    run_loop(ask_to_leave(path, STOP_LIMIT_S + 5))
-    if json:
-        print_json({"left": str(path)})
+    run_loop(ask_to_leave(path, STOP_LIMIT_S + 5, request))
+    if as_json:
+        print_json({done: str(path)})
     else:
-        typer.echo("the node has left")
+        typer.echo(said)
+
+
+def leave(identity: Annotated[Path | None, OfNode] = None, json: Annotated[bool, AsJson] = False) -> None:
+    """Ask this machine's node to leave cleanly, and wait until it has."""
+    announce("skipstone leave: asking the node to leave", as_json=json)
+    _ask(identity, "leave", "left", "the node has left", as_json=json)
+
+
+def pause(
+    duration: Annotated[str, typer.Argument(help="As 90s, 45m or 8h [default: until `skipstone resume`]")] = "",
+    identity: Annotated[Path | None, OfNode] = None,
+    json: Annotated[bool, AsJson] = False,
+) -> None:
+    """Let this machine's node rest: it finishes its work, frees its memory and keeps its state."""
+    announce("skipstone pause: asking the node to pause", as_json=json)
+    match = re.fullmatch(r"([0-9]{1,6})([smh])", duration)
+    if duration and match is None:
+        raise ConfigError(f"{duration!r} is not a duration", hint="Write it as 90s, 45m or 8h.")
+    seconds = "" if match is None else str(int(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]])
+    until = f"for {duration}" if duration else "until `skipstone resume`"
+    _ask(identity, f"pause {seconds}", "paused", f"the node pauses {until}", as_json=json)
+
+
+def resume(identity: Annotated[Path | None, OfNode] = None, json: Annotated[bool, AsJson] = False) -> None:
+    """Let this machine's paused node go on where it was."""
+    announce("skipstone resume: asking the node to go on", as_json=json)
+    _ask(identity, "resume", "resumed", "the node goes on", as_json=json)

@@ -19,46 +19,36 @@ MOST_COMPLETED = 16
 MOST_LINKS = 64
 
 
+Point = tuple[int, int, float, int]  # Step, tokens so far, nats, Unix time in seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Loss of a run by step, in columns: step, tokens so far, nats, and Unix time in seconds."""
+    """Loss of a run by step, in at most MOST_POINTS points."""
 
-    step: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    loss: tuple[float, ...] = ()
-    unix_s: tuple[int, ...] = ()
+    points: tuple[Point, ...] = ()
     stride: int = 1  # Steps from one point to the next
 
     def with_point(self, step: int, tokens: int, loss: float, unix_s: float) -> "Curve":
         if step % self.stride or not math.isfinite(loss):
             return self
-        added = (step,), (tokens,), (round(loss, 4),), (int(unix_s),)
-        columns = [old + new for old, new in zip(self.columns, added, strict=True)]
-        if len(columns[0]) < MOST_POINTS:
-            return Curve(columns[0], columns[1], columns[2], columns[3], self.stride)
-        return Curve(columns[0][1::2], columns[1][1::2], columns[2][1::2], columns[3][1::2], 2 * self.stride)
-
-    @property
-    def columns(self) -> tuple[Any, ...]:
-        return self.step, self.tokens, self.loss, self.unix_s
+        points = (*self.points, (step, tokens, round(loss, 4), int(unix_s)))
+        return Curve(points, self.stride) if len(points) < MOST_POINTS else Curve(points[1::2], 2 * self.stride)
 
     @classmethod
-    def together(cls, curves: "Sequence[Curve]") -> "Curve | None":
+    def together(cls, curves: Sequence["Curve"]) -> "Curve | None":
         """Combines data nodes' curves at the steps of the longest one: mean losses, summed tokens."""
-        if not curves:
-            return None
-        longest = max(curves, key=lambda curve: max(curve.step))
-        points: dict[int, list[tuple[int, float]]] = {}
-        for curve in curves:
-            for step, tokens, loss, _ in zip(*curve.columns, strict=False):
-                if abs(loss) <= MOST_NATS and 0 <= tokens <= MAX_COUNT:  # peers report them
-                    points.setdefault(step, []).append((tokens, loss))
-        combined = cls(stride=longest.stride)
-        for step, unix_s in zip(longest.step[:MOST_POINTS], longest.unix_s, strict=False):
-            if found := points.get(step):
-                loss = math.fsum(loss for _, loss in found) / len(found)
-                combined = combined.with_point(step, sum(tokens for tokens, _ in found), loss, unix_s)
-        return combined
+        by_step: dict[int, list[Point]] = {}
+        for step, tokens, loss, unix_s in (point for curve in curves for point in curve.points):
+            if abs(loss) <= MOST_NATS and 0 <= tokens <= MAX_COUNT:  # peers report them
+                by_step.setdefault(step, []).append((step, tokens, loss, unix_s))
+        longest = max(curves, key=lambda curve: curve.points[-1][0], default=cls())
+        combined = cls(stride=1)
+        for step, _, _, unix_s in longest.points[:MOST_POINTS]:
+            if found := by_step.get(step):
+                loss = math.fsum(loss for _, _, loss, _ in found) / len(found)
+                combined = combined.with_point(step, sum(tokens for _, tokens, _, _ in found), loss, unix_s)
+        return combined if combined.points else None
 
 
 NO_CURVE: Final = Curve()
@@ -358,7 +348,7 @@ class SwarmStatus:
             peers=peers,
             modules=modules,
             routes=None if modules is None else _routes_together(data),
-            curve=Curve.together([each.curve for each in data if each.curve is not None and each.curve.step]),
+            curve=Curve.together([each.curve for each in data if each.curve is not None and each.curve.points]),
         )
 
 

@@ -6,10 +6,13 @@ are shared. Peers of one node pass microbatches to each other by a call (`protoc
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Final
 
 import torch
@@ -18,7 +21,7 @@ from node.checkpoint.folder import CheckpointFolder
 from node.checkpoint.saver import SaveRequests
 from node.checkpoint.state import ResumedState
 from node.concurrency.compute_thread import ComputeThread, DeviceThreads, Priority
-from node.concurrency.task_groups import task_scope, unless
+from node.concurrency.task_groups import background, task_scope, unless
 from node.context.module_context import ModuleContext
 from node.context.options import MOST_HOSTED, NodeOptions
 from node.experts.router import Router
@@ -29,7 +32,14 @@ from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.event_json import EventLog, Tee
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
-from node.runtime.module_choice import FittingModules, Mover, NextModule, asked_modules, stay_for_ever
+from node.runtime.module_choice import (
+    FittingModules,
+    Mover,
+    NextModule,
+    asked_modules,
+    free_device_memory,
+    stay_for_ever,
+)
 from node.runtime.resume import find_own
 from node.runtime.run_tokenizer import RunTokenizer
 from node.runtime.serving import Moving, others_serve, serve_module
@@ -52,6 +62,31 @@ DATA_FIRST_S: Final = 6.0  # Time for the first module to stop: a data node's mi
 ALONE_S: Final = 20.0
 
 
+class Pauses:
+    """Whether the node is paused, and why. A paused node stays in the run without a module."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.begun, self.over = asyncio.Event(), asyncio.Event()
+        self._end: asyncio.TimerHandle | None = None
+
+    def pause(self, reason: str, seconds: float | None = None) -> None:
+        """Pauses, for so many seconds if given. A later call replaces the reason and the end."""
+        self.resume()
+        self.reason = reason
+        self.over.clear()
+        self.begun.set()
+        if seconds is not None:
+            self._end = asyncio.get_running_loop().call_later(seconds, self.resume)
+
+    def resume(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+        self._end = None
+        self.begun.clear()
+        self.over.set()
+
+
 @dataclass(frozen=True, slots=True)
 class Entered:
     """A run that the node has entered, with everything that its modules share."""
@@ -66,6 +101,7 @@ class Entered:
     devices: Sequence[torch.device]
     events: EventSink
     stop: asyncio.Event
+    pauses: Pauses
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +241,9 @@ class Hosting:
                 self._linked(number, session),
             ):
                 session.membership_sync.watch(signed.manifest.modules())
-                resumed = await _find_own(options, session, signed, events)
+                folder = self._folder(options)
+                asked = asked_modules(options, signed.manifest)
+                resumed = await _find_own(folder, session, asked[0] if len(asked) == 1 else None, events)
                 fitting = self._fitting(options, compute, session)
                 own.memory_bytes, own.device_bytes = fitting.announced()
                 chosen = await fitting.choose(session, resumed, entered.tokenizer.text, events)
@@ -234,15 +272,11 @@ class Hosting:
         self, context: ModuleContext, fitting: FittingModules, moving: Moving, stop: asyncio.Event
     ) -> None:
         """Serves one module after another; after OutOfMemory, serves a smaller module if possible."""
-        session, signed, folder = context.session, self._entered.signed, None
-        if context.options.checkpoint_dir is not None:
-            router = b"" if context.router is None else context.router.to_bytes()
-            folder = CheckpointFolder(context.options.checkpoint_dir, signed.run, signed.text, router=router)
+        session, folder = context.session, self._folder(context.options)
         while not stop.is_set():
-            shortage = None
-            module = None
+            shortage, module, place, resumed = None, None, None, ResumedState()
             try:
-                module = await serve_module(context, moving, folder, stop)
+                module, place = await self._serve_until_pause(context, moving, folder, stop)
             except OutOfMemory as error:
                 shortage = OutOfMemory(str(error), hint=error.hint)  # the frames of `error` keep the module alive
             if len(self._sessions) == 1:
@@ -253,11 +287,51 @@ class Hosting:
                 session.own.memory_bytes, session.own.device_bytes = fitting.announced()
                 context.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
                 module = chosen.value
+            if place is not None:
+                await self._paused(context, stop)
+                module, resumed = context.module, await _find_own(place, session, context.module, context.events)
+                if place is not folder:
+                    rmtree(place.path, ignore_errors=True)
             if module is None:
                 break
             proofs = Proofs(session, module, context.proofs.signer)
-            context = replace(context, module=module, saves=SaveRequests(), proofs=proofs, resumed=ResumedState())
+            context = replace(context, module=module, saves=SaveRequests(), proofs=proofs, resumed=resumed)
         await session.withdraw(WITHDRAW_S)
+
+    async def _serve_until_pause(
+        self, context: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
+    ) -> tuple[ModuleId | None, CheckpointFolder | None]:
+        """Returns the module to serve next, None after a stop or a pause; and the folder that keeps a paused state."""
+        halt, places = asyncio.Event(), list[CheckpointFolder | None]()
+
+        def kept() -> CheckpointFolder | None:
+            if not places and halt.is_set() and not stop.is_set():
+                places.append(folder or self._folder(context.options, Path(mkdtemp(prefix="skipstone-paused-"))))
+            return places[0] if places else None
+
+        async def halt_after(wait: Awaitable[object]) -> None:
+            await wait
+            halt.set()
+
+        async with background(halt_after(stop.wait()), halt_after(self._entered.pauses.begun.wait())):
+            return await serve_module(context, moving, folder, halt, kept), kept()
+
+    async def _paused(self, context: ModuleContext, stop: asyncio.Event) -> None:
+        """Frees the module's memory, and waits until the pause ends or the node stops."""
+        session, pauses = context.session, self._entered.pauses
+        await session.withdraw(WITHDRAW_S)
+        await context.compute.run(Priority.UPKEEP, partial(free_device_memory, context.device))
+        context.events.emit(Note("info", f"module {context.module} is paused: {pauses.reason}"))
+        await unless(stop, pauses.over.wait())
+        context.events.emit(Note("info", f"module {context.module} goes on"))
+
+    def _folder(self, options: NodeOptions, path: Path | None = None) -> CheckpointFolder | None:
+        """Returns the checkpoint folder, by default that of --checkpoint-dir, if any."""
+        entered, path = self._entered, path or options.checkpoint_dir
+        if path is None:
+            return None
+        router = b"" if entered.router is None else entered.router.to_bytes()
+        return CheckpointFolder(path, entered.signed.run, entered.signed.text, router=router)
 
     @contextmanager
     def _linked(self, number: int, session: NetworkSession) -> Iterator[None]:
@@ -320,14 +394,11 @@ def logged_to(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator
 
 
 async def _find_own(
-    options: NodeOptions, session: NetworkSession, signed: SignedManifest, events: EventSink
+    folder: CheckpointFolder | None, session: NetworkSession, module: ModuleId | None, events: EventSink
 ) -> ResumedState:
-    if options.checkpoint_dir is None:
+    if folder is None:
         return ResumedState()
-    folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
-    asked = asked_modules(options, signed.manifest)
-    wanted = asked[0] if len(asked) == 1 else None
-    resumed, notes = await asyncio.to_thread(find_own, folder, session.own.peer, wanted)
+    resumed, notes = await asyncio.to_thread(find_own, folder, session.own.peer, module)
     for note in notes:
         events.emit(note)
     return resumed

@@ -1,4 +1,4 @@
-"""The local socket of a running node: a lock admits one node per identity, and `skipstone leave` connects to it."""
+"""The local socket of a running node: a lock admits one node per identity, and `skipstone leave` or `pause` connect."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SECRET_BYTES = 32
-ACCEPTED = b"leaving\n"
+ACCEPTED = b"accepted\n"
+LONGEST_REQUEST = 128  # Bytes
 CONNECT_S = 5.0
 LISTEN_S = 5.0
 MAX_CONVERSATIONS = 64  # Beyond this the oldest silent connection is closed, because any local user can open some
@@ -53,8 +54,10 @@ async def sole_use(identity_path: Path) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncIterator[None]:
-    """Listens for `skipstone leave` within the block; each request calls `ask`. Raises ResourceExhausted."""
+async def leave_requests(
+    identity_path: Path, ask: Callable[[], None], others: Mapping[str, Callable[[float | None], None]] | None = None
+) -> AsyncIterator[None]:
+    """Listens for `skipstone leave` within the block, and for `others`, as `pause 60`. Raises ResourceExhausted."""
     secret = secrets.token_hex(SECRET_BYTES)
     path = endpoint_path(identity_path)
     silent: dict[asyncio.StreamWriter, None] = {}  # oldest first
@@ -66,20 +69,27 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
             oldest = next(iter(silent))
             del silent[oldest]
             oldest.close()
-        heard = b""
+        said = b""
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             async with asyncio.timeout(LISTEN_S):
                 heard = await reader.readexactly(len(secret))
+                if hmac.compare_digest(heard, secret.encode()):  # only a reader of the 0600 file knows the secret
+                    said = await reader.readuntil(b"\n")
         silent.pop(writer, None)
-        if not hmac.compare_digest(heard, secret.encode()):  # only a reader of the 0600 file knows the secret
+        verb, _, seconds = said.decode().strip().partition(" ")
+        if verb != "leave" and verb not in (others or {}):
             writer.close()
             return
         accepted.append(writer)
         writer.write(ACCEPTED)
-        ask()
+        if others and verb in others:
+            others[verb](float(seconds) if seconds else None)
+            writer.close()
+        else:
+            ask()
 
     try:
-        server = await asyncio.start_server(listen, LOOPBACK, 0, backlog=MAX_CONVERSATIONS)
+        server = await asyncio.start_server(listen, LOOPBACK, 0, backlog=MAX_CONVERSATIONS, limit=LONGEST_REQUEST)
         _write(path, _Endpoint(server.sockets[0].getsockname()[1], secret, os.getpid()))
     except OSError as error:
         raise ResourceExhausted(f"cannot listen for `skipstone leave`: {error.strerror or error}") from error
@@ -92,13 +102,13 @@ async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncI
         _remove_own(path, secret)
 
 
-async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
-    """Asks the node with this key to leave, and waits. Raises ConfigError without a node, Stalled on timeout."""
+async def ask_to_leave(identity_path: Path, patience_s: float, request: str = "leave") -> None:
+    """Asks the node with this key; waits for its end, or for its answer. Raises ConfigError without a node, Stalled."""
     endpoint = _read(endpoint_path(identity_path))
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(LOOPBACK, endpoint.port)
-            writer.write(endpoint.secret.encode())
+            writer.write(f"{endpoint.secret}{request}\n".encode())
             accepted = await reader.read(len(ACCEPTED)) == ACCEPTED
     except (OSError, TimeoutError):
         raise _nobody(identity_path) from None

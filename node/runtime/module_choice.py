@@ -26,6 +26,13 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 LOOK_AROUND_S = 2.0  # Announcements of other newcomers should arrive before the choice
 
 
+def free_device_memory(device: torch.device) -> None:
+    """Returns the memory of tensors that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class FittingModules:
     """The modules that fit this machine's memory, now or after the hosted module is freed."""
 
@@ -89,9 +96,7 @@ class FittingModules:
 
     def _ran_out(self, module: ModuleId) -> None:
         """Records that a module ran out of memory, so that neither this module nor a larger one fits."""
-        gc.collect()  # free the failed module before the memory is measured again
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_device_memory(self._device)  # before the memory is measured again
         known = (self.needs[module], *(() if self._too_large is None else (self._too_large,)))
         self._too_large = min(known, key=lambda need: need.all)
 

@@ -1,8 +1,8 @@
 """One node from start to end: enters a run, serves one module after another, and leaves cleanly."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -20,14 +20,13 @@ from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, Whereabouts, full_link, present
 from node.observability.event_json import Tee
 from node.observability.events import EventSink, Note
-from node.runtime.hosting import Entered, Hosting, logged_to
+from node.runtime.hosting import Entered, Hosting, Pauses, logged_to
 from node.runtime.leave_socket import leave_requests, sole_use
 from node.runtime.malloc import keep_freed_memory
 from node.runtime.module_choice import FittingModules, asked_modules
 from node.runtime.run_tokenizer import run_tokenizer
 from node.runtime.serving import Moving
 from node.start.cut_model import open_start
-from node.web.server import RunPage, served
 from protocol.dht.directory import DirectorySettings
 from protocol.identity.invitations import HOW_TO_BE_INVITED, Grant
 from protocol.identity.keys import Identity
@@ -55,9 +54,14 @@ async def run_node(
 ) -> None:
     """Runs one node until `stop` is set or its steps are done. Raises Rejected without consent, SkipstoneError."""
     keep_freed_memory()
-    page = RunPage(leave=stop.set)
+    pauses, page = Pauses(), None
     if options.dashboard is not None:
+        from node.web.server import RunPage, served  # they need libraries of the command line
+
+        page = RunPage(leave=stop.set, pause=partial(pauses.pause, "at the page"), resume=pauses.resume)
         events = Tee(events, page)
+    verbs: dict[str, Callable[[float | None], None]] = {"resume": lambda _: pauses.resume()}
+    verbs["pause"] = partial(pauses.pause, "by `skipstone pause`")
     named = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
     link = None if options.link is None else await unless(stop, full_link(options.link, options.patience_s))
@@ -73,7 +77,7 @@ async def run_node(
     with logged_to(options, identity.peer, events) as logged:
         async with (
             sole_use(options.identity_path),
-            leave_requests(options.identity_path, stop.set),
+            leave_requests(options.identity_path, stop.set, verbs),
             present(identity, run, where, settings, SystemClock(), logged) as session,
         ):
             used = ", ".join(map(str, devices.value))
@@ -96,22 +100,15 @@ async def run_node(
             tokenizer = await unless(stop, run_tokenizer(options, session, signed.manifest.data, text, own=own))
             if tokenizer is None:
                 return
-            entered = Entered(options, identity, signed, grant, router, tokenizer, start, devices.value, events, stop)
-            async with _dashboard(options, page, session, signed.manifest, logged):
+            shared = identity, signed, grant, router, tokenizer, start, devices.value, events, stop, pauses
+            entered = Entered(options, *shared)
+            async with AsyncExitStack() as stack:
+                if page is not None and options.dashboard is not None:
+                    statuses = partial(statuses_of, session, signed.manifest)
+                    shown = served(page, options.dashboard, statuses, session.transport.here)
+                    at = await stack.enter_async_context(shown)
+                    logged.emit(Note("info", f"the run's page, for this machine only: {at}"))
                 await Hosting(entered, moving).run(session, logged)
-
-
-@asynccontextmanager
-async def _dashboard(
-    options: NodeOptions, page: RunPage, session: NetworkSession, manifest: Manifest, events: EventSink
-) -> AsyncIterator[None]:
-    """Serves the page with --dashboard."""
-    if options.dashboard is None:
-        yield
-        return
-    async with served(page, options.dashboard, partial(statuses_of, session, manifest), session.transport.here) as link:
-        events.emit(Note("info", f"the run's page, for this machine only: {link}"))
-        yield
 
 
 async def _joined(

@@ -49,9 +49,16 @@ NodeRole = DataRole | StageRole
 
 
 async def serve_module(
-    context: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
+    context: ModuleContext,
+    moving: Moving,
+    folder: CheckpointFolder | None,
+    stop: asyncio.Event,
+    kept: Callable[[], CheckpointFolder | None] = lambda: None,
 ) -> ModuleId | None:
-    """Joins, serves and leaves a module. Returns the module to serve next, or None if `stop` was set."""
+    """Joins, serves and leaves a module. Returns the module to serve next, or None if `stop` was set.
+
+    `kept`: returns the folder for the state if the stop is a pause.
+    """
     session, own = context.session, context.session.own
     own.take(context.module)
     tell_state(session, context.events)
@@ -75,7 +82,11 @@ async def serve_module(
                 async with _at_work(role, context, saver):
                     goal = await _serve(role, context, moving(context), stop)
                     await hand_over(role.rounds.finish_round, HAND_OVER_S)
-                if goal is None:  # a node that moves leaves the module to its other replicas, so only a stop saves
+                # A node that moves leaves the module to its other replicas, so only a stop or a pause saves.
+                if goal is None and (place := kept()) is not None:
+                    with _saver(context, role, place) as last:
+                        await save_at_the_end(context, last, pauses=True)
+                elif goal is None:
                     await save_at_the_end(context, saver)
                 context.events.emit(node_summary(own, role, context.compute))
                 return goal
@@ -129,14 +140,14 @@ async def _serve(
         emit(events.Note("info", f"stays in module {context.module}: no other peer serves it now"))
 
 
-async def save_at_the_end(context: ModuleContext, saver: Saver | None) -> None:
+async def save_at_the_end(context: ModuleContext, saver: Saver | None, *, pauses: bool = False) -> None:
     """Writes the last snapshot, and reports where the state is if no other peer has it. Raises as the saver."""
     is_last = not _replicas(context)
     try:
         if saver is not None:
             await saver.save_at_the_end()
     finally:
-        if is_last:
+        if is_last and not pauses:
             is_saved = saver is not None and (saver.has_saved or context.resumed.module is not None)
             folder = str(context.options.checkpoint_dir) if is_saved else None
             context.events.emit(events.LastPeer(context.session.own.peer, str(context.module), folder))

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -19,14 +20,17 @@ from node.observability.events import (
     CaughtUp,
     Completed,
     Event,
+    InnerStep,
     NodeStatus,
     NodeSummary,
     Note,
     PeerChange,
     RoundCommitted,
     Step,
+    Waiting,
 )
 from node.runtime import hosting
+from node.runtime.leave_socket import ask_to_leave
 from node.runtime.node import run_node
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import parse_link
@@ -162,3 +166,43 @@ async def test_a_node_hosts_a_module_that_nobody_serves_until_a_newcomer_does(
         stop_later.set()
     assert sent["Forward"] > 0
     assert checked(tmp_path / "logs")["ended_well"] == 3
+
+
+async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=4)
+    path, keys = tmp_path / "run.toml", [tmp_path / "data.key", tmp_path / "hop.key"]
+    path.write_bytes(sign_manifest(manifest, Identity.create(keys[0])).text)
+    data, hop, stop = Heard(), Heard(), asyncio.Event()
+    here: dict[str, Any] = {"listen": "127.0.0.1", "device": "cpu", "log_dir": tmp_path / "logs"}
+
+    async def asked(key: Path, request: str) -> None:
+        await ask_to_leave(key, PATIENCE_S, request)
+
+    def paused(event: Event) -> bool:
+        return isinstance(event, Note) and "is paused: by `skipstone pause`" in event.message
+
+    async with asyncio.TaskGroup() as tasks:
+        own = NodeOptions(link=None, manifest_path=path, identity_path=keys[0], stage="0", **here)
+        tasks.create_task(run_node(own, data, stop))
+        await data.until(lambda event: isinstance(event, NodeStatus) and event.state == "serving")
+        [link, *_] = [event.link for event in data.events if isinstance(event, NodeStatus)]
+        beside = NodeOptions(link=parse_link(link), manifest_path=None, identity_path=keys[1], stage="1", **here)
+        tasks.create_task(run_node(beside, hop, stop))
+        await data.more_steps(3)
+        waited = sum(isinstance(event, Waiting) for event in data.events)
+        await asked(keys[1], "pause")
+        await hop.until(paused)
+        await data.until(lambda _: sum(isinstance(event, Waiting) for event in data.events) > waited)
+        before = max(event.step for event in hop.events if isinstance(event, InnerStep))
+        await asked(keys[1], "resume")
+        await hop.until(lambda event: isinstance(event, InnerStep) and event.step == before + 1)
+        await data.more_steps(3)
+        await asked(keys[0], "pause 1")  # it goes on by itself
+        await data.until(paused)
+        steps = [event for event in data.events if isinstance(event, Step)]
+        await data.until(lambda event: isinstance(event, Step) and event.step == steps[-1].step + 3)
+        stop.set()
+    tokens = [event.tokens for event in data.events if isinstance(event, Step)]
+    assert tokens == sorted(tokens)
+    assert not list(Path(tempfile.gettempdir()).glob("skipstone-paused-*"))
+    assert checked(tmp_path / "logs")["ended_well"] == 2

@@ -1,7 +1,6 @@
 """Download of an anchor from its donors: first chunk hashes that match the digest, then chunks that match these."""
 
 import asyncio
-import io
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Final, Protocol
 
@@ -69,23 +67,18 @@ def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) ->
     )
 
 
-SUFFIX: Final = ".partial-state"
-
-
 class PartialState:
-    """Vectors of a state being downloaded, filled on a separate thread. `folder` keeps chunks across restarts."""
+    """Vectors of a state being downloaded, filled on a separate thread."""
 
-    def __init__(self, hash_list: HashList, space: "Space", folder: Path | None) -> None:
+    def __init__(self, hash_list: HashList, space: "Space") -> None:
         self.parameters, self.momentum = self._vectors = space.spare()
-        self._space, self._layout, self._folder = space, space.layout, folder
-        self._digest, self._hashes = hash_list.version.digest, hash_list.hashes
+        self._space, self._layout, self._hashes = space, space.layout, hash_list.hashes
         self._room: torch.Tensor | None = None
-        self._file: KeptChunks | None = None
         self._placed: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "catching-up")
 
     async def take_over(self, known: Anchor | None) -> frozenset[int]:
-        """Takes chunks from the anchor `known` and from an interrupted download's file. Returns their numbers."""
+        """Takes chunks from the anchor `known`. Returns their numbers."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._take_over, known)
 
     async def place(self, number: int, tensor: TensorSpec, data: memoryview) -> bool:
@@ -93,24 +86,20 @@ class PartialState:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, number, tensor, data)
 
     async def close(self, *, complete: bool) -> None:
-        finished = self._thread.submit(self._close, complete)
+        vectors = () if complete else self._vectors
+        finished = self._thread.submit(lambda: self._space.give_back(*vectors) if vectors else None)
         self._thread.shutdown(wait=False)
         await asyncio.shield(asyncio.wrap_future(finished))
 
     def _take_over(self, known: Anchor | None) -> frozenset[int]:
-        if self._folder is not None:
-            self._file = KeptChunks(self._folder, self._digest, self._layout)
-        if known is not None:  # shared arrays save memory as well as the download
-            self.parameters = self.parameters.sharing(known.parameters, self._shared(known, 0))
-            self.momentum = self.momentum.sharing(known.momentum, self._shared(known, self._layout.chunks))
+        if known is None:
+            return frozenset()
+        # Shared arrays save memory as well as the download.
+        self.parameters = self.parameters.sharing(known.parameters, self._shared(known, 0))
+        self.momentum = self.momentum.sharing(known.momentum, self._shared(known, self._layout.chunks))
         for number in range(2 * self._layout.chunks):
-            if number in self._placed:
-                continue
-            slot, wanted = self._slot(number), self._hashes[number]
-            if known is not None and known.hashes[number] == wanted:
-                slot[:] = known.chunk(number)
-                self._placed.add(number)
-            elif self._file is not None and self._file.read(number, slot) and hash_of(slot) == wanted:
+            if number not in self._placed and known.hashes[number] == self._hashes[number]:
+                self._slot(number)[:] = known.chunk(number)
                 self._placed.add(number)
         return frozenset(self._placed)
 
@@ -141,83 +130,10 @@ class PartialState:
         if number not in self._placed:  # a chunk may arrive twice after a retry
             np.copyto(np.asarray(self._slot(number)), np.asarray(data))
             self._placed.add(number)
-            if self._file is not None:
-                self._file.write(number, data)
         return True
-
-    def _close(self, complete: bool) -> None:
-        if self._file is not None:
-            self._file.close(remove=complete)
-            self._file = None
-        if not complete:
-            self._space.give_back(*self._vectors)
 
     def _slot(self, number: int) -> memoryview:
         return chunk_bytes(self._layout, self.parameters, self.momentum, number)
-
-
-class KeptChunks:
-    """File of a download's verified chunks: sparse, as large as the state. It is no longer used after a disk error."""
-
-    def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
-        self._layout = layout
-        self._path = folder / f"{digest.hex()[:32]}{SUFFIX}"
-        self._file: io.FileIO | None = None
-        self._is_new = True
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for other in folder.glob(f"*{SUFFIX}"):  # only the latest download is kept
-                if other != self._path:
-                    other.unlink(missing_ok=True)
-            self._is_new = not self._path.exists()
-            self._path.touch(0o600)
-            self._file = io.FileIO(self._path, "r+")
-            self._file.truncate(8 * layout.elements)
-        except OSError as error:
-            self._give_up(error)
-
-    def read(self, number: int, target: memoryview) -> bool:
-        """Reads a chunk from the file, which may never have been written. Returns False if reading fails."""
-        if self._file is None or self._is_new:
-            return False
-        try:
-            self._file.seek(self._offset(number))
-            return self._file.readinto(target) == target.nbytes
-        except OSError as error:
-            self._give_up(error)
-            return False
-
-    def write(self, number: int, data: memoryview) -> None:
-        if self._file is None:  # it failed: the download continues in memory
-            return
-        try:
-            self._file.seek(self._offset(number))
-            done = 0
-            while done < data.nbytes:
-                done += self._file.write(data[done:])
-        except OSError as error:
-            self._give_up(error)
-
-    def close(self, *, remove: bool) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if remove:
-            try:
-                self._path.unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("could not remove %s: %s", self._path, error)
-
-    def _offset(self, number: int) -> int:
-        chunks = self._layout.chunks
-        start = number * self._layout.chunk_elements
-        if number >= chunks:
-            start = self._layout.elements + (number - chunks) * self._layout.chunk_elements
-        return 4 * start
-
-    def _give_up(self, error: OSError) -> None:
-        log.warning("cannot keep the unfinished download in %s, so it would restart: %s", self._path.parent, error)
-        self.close(remove=True)
 
 
 class Space(Protocol):
@@ -317,7 +233,6 @@ class StateDownloads:
     module: ModuleId
     space: Space
     codecs: frozenset[Codec]
-    folder: Path | None = None
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_liar: Callable[[PeerId, str], None] = lambda donor, detail: None
     received_bytes: Mapping[PeerId, int] = field(default_factory=dict)
@@ -354,7 +269,7 @@ class StateDownloads:
     async def _fetch_chunks(
         self, hash_list: HashList, donors: tuple[PeerId, ...], chunks: int, known: Anchor | None
     ) -> StateVectors:
-        state = PartialState(hash_list, self.space, self.folder)
+        state = PartialState(hash_list, self.space)
         complete = False
         try:
             here = await state.take_over(known)

@@ -65,7 +65,7 @@ def _loss_line(state: SwarmProgress) -> Text:
     line = Text("loss ")
     line.append(text.loss_text(state.loss_last), style="bold")
     line.append("  ")
-    line.append(text.sparkline(state.curve.loss, _CURVE_WIDTH), style="cyan")
+    line.append(text.sparkline([loss for _, _, loss, _ in state.curve.points], _CURVE_WIDTH), style="cyan")
     line.append(f"  from {text.loss_text(state.loss_first)}   {text.count(state.tokens_per_s)} tokens/s", style="dim")
     return line
 

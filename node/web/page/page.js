@@ -76,10 +76,10 @@ function showRun({ status, own }) {
 
 function showCurve({ status: { curve } }) {
   if (!curve) return;
-  const columns = { tokens: curve.tokens, time: curve.unix_s, step: curve.step };
-  const data = [columns[axis], curve.loss];
-  const losses = curve.loss.filter(known);
-  $("curve").setAttribute("aria-label", losses.length ? `Loss from ${loss(losses[0])} to ${loss(losses.at(-1))} in ${count(curve.step.at(-1))} steps` : "No loss yet");
+  const column = (place) => curve.points.map((point) => point[place]);
+  const data = [column({ step: 0, tokens: 1, time: 3 }[axis]), column(2)];
+  const losses = data[1].filter(known);
+  $("curve").setAttribute("aria-label", losses.length ? `Loss from ${loss(losses[0])} to ${loss(losses.at(-1))} in ${count(curve.points.at(-1)[0])} steps` : "No loss yet");
   if (chart !== null && chart.axis === axis) {
     chart.plot.setData(data);
     return;
@@ -244,7 +244,7 @@ function showEvents({ happened }) {
 
 // ---- verbs ----------------------------------------------------------------------------------------------------------
 
-const VERBS = { leave: ["Leave the run", "Stop this node? It finishes its work and leaves."], stop: ["Stop the swarm", "Stop all nodes of this swarm?"] };
+const VERBS = { pause: ["Pause", null], resume: ["Resume", null], leave: ["Leave the run", "Stop this node? It finishes its work and leaves."], stop: ["Stop the swarm", "Stop all nodes of this swarm?"] };
 
 function showVerbs({ verbs }) {
   if (!secret || $("verbs").childElementCount === verbs.length) return;

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -140,16 +139,15 @@ class StateSwarm:
         self, anchor: Anchor, faults: Faults | None = None, module: ModuleId = MODULE, start: CutModel | None = None
     ) -> StatePeer:
         """A peer of the module that stands on this anchor, and has the model from which the run starts if given."""
-        return await self._add(AnchorStore(anchor), faults or Faults(), None, None, module, start)
+        return await self._add(AnchorStore(anchor), faults or Faults(), None, module, start)
 
-    async def joiner(self, folder: Path | None = None, space: Space | None = None) -> StatePeer:
-        return await self._add(None, Faults(), folder, space)
+    async def joiner(self, space: Space | None = None) -> StatePeer:
+        return await self._add(None, Faults(), space)
 
     async def _add(
         self,
         store: AnchorStore | None,
         faults: Faults,
-        folder: Path | None,
         space: Space | None,
         module: ModuleId = MODULE,
         start: CutModel | None = None,
@@ -166,7 +164,6 @@ class StateSwarm:
             MODULE,
             space or FreshSpace(self._layout),
             self._codecs,
-            folder,
             lambda done, total: progress.append((done, total)),
             lambda peer, detail: liars.append((peer, detail)),
         )

@@ -283,7 +283,7 @@ NESTED: dict[str, Any] = {
     "moments": {"form": HOSTILE * 9, "reason": HOSTILE * 99},
     "compute": {"busy_s": -1e300, "idle_work_s": 30.0, "idle_s": 1e308},
     "weights": {"put_off": True, "reason": HOSTILE, "visits": 10**18},
-    "curve": {"step": [1, 10**18], "tokens": [-1, HOSTILE], "loss": [1e308, 2.0], "unix_s": [HOSTILE], "stride": 0},
+    "curve": {"points": [[1, -1, 1e308, 5], [2, 3, 2.5, 10**18], [HOSTILE], 7], "stride": 0},
     "completed": [{"microbatch": HOSTILE, "hops": [HOSTILE, "1.0@12D3KooWpeer1.0", "9.9@x"], "seconds": 1e308}, 7],
     "traffic": {HOSTILE: {"sent_bytes": -1, "received_bytes": 10**18, "round_trip_s": 1e308}, "12D3KooWpeer1.0": {}},
     "codecs": {

@@ -169,7 +169,7 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     """Through the node's own loop: nothing is restarted, and the person is told."""
     served: list[ModuleId] = []
 
-    async def serve(given: Any, moving: object, folder: object, stop: asyncio.Event) -> None:
+    async def serve(given: Any, moving: object, folder: object, stop: asyncio.Event, kept: object) -> None:
         served.append(given.module)
         if given.module != SMALL:
             raise OutOfMemory("the compute device is out of memory")
@@ -187,7 +187,7 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     )
     given.proofs = SimpleNamespace(signer=None)
     fitting = FittingModules(MANIFEST, options, CPU)
-    entered: Any = SimpleNamespace(signed=None)
+    entered: Any = SimpleNamespace(signed=None, pauses=hosting.Pauses())
     with ComputeThread() as given.compute:
         await Hosting(entered, None)._serve(given, fitting, None, asyncio.Event())  # type: ignore[arg-type]
     assert served == [LARGE, MIDDLE, SMALL]

@@ -1,7 +1,6 @@
 """Catching up over real links: mutual TLS, real donors, faults between a donor and its transport."""
 
 import asyncio
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -101,42 +100,6 @@ async def test_a_state_that_is_gone_is_no_quorum_and_donors_that_cannot_be_reach
         await donor.vanish()
         with pytest.raises(errors.Stalled, match=donor.peer[-6:]):
             await fetch(joiner, donor)
-
-
-async def test_after_a_restart_only_what_is_missing_is_fetched(tmp_path: Path):
-    async with state_swarm(LAYOUT) as swarm:
-        donor, before = await swarm.donor(ANCHOR, Faults(freeze_after=12)), await swarm.joiner(tmp_path)
-        fetching = asyncio.create_task(fetch(before, donor))
-        await until(lambda: before.progress and before.progress[-1][0] >= 10 * 4 * LAYOUT.chunk_elements)
-        fetching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-        (file,) = tmp_path.iterdir()
-        spoil(file)
-        donor.faults.gate.set()
-        await until(lambda: len(donor.faults.sent) >= 12)
-        donor.faults.sent.clear()
-        after = await swarm.joiner(tmp_path)
-        assert same(await fetch(after, donor), ANCHOR)
-        assert len(set(donor.faults.sent)) <= CHUNKS - 8
-        assert after.progress[0][0] >= 8 * 4 * LAYOUT.chunk_elements
-        assert list(tmp_path.iterdir()) == []
-
-
-def spoil(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    assert len(data) == 8 * LAYOUT.elements
-    place = next(at for at, byte in enumerate(data) if byte)
-    data[place] ^= 1
-    file.write_bytes(data)
-
-
-async def test_the_file_of_another_state_is_removed(tmp_path: Path):
-    (tmp_path / "0123.partial-state").write_bytes(b"old")
-    async with state_swarm(LAYOUT) as swarm:
-        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner(tmp_path)
-        assert same(await fetch(joiner, donor), ANCHOR)
-    assert list(tmp_path.iterdir()) == []
 
 
 async def test_arrays_of_fragments_in_common_with_a_known_anchor_are_shared():
