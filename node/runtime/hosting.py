@@ -6,7 +6,7 @@ are shared. Peers of one node pass microbatches to each other by a call (`protoc
 
 import asyncio
 import random
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -309,11 +309,11 @@ class Hosting:
                 places.append(folder or self._folder(context.options, Path(mkdtemp(prefix="skipstone-paused-"))))
             return places[0] if places else None
 
-        async def halt_after(wait: Awaitable[object]) -> None:
-            await wait
+        async def halt_after(event: asyncio.Event) -> None:
+            await event.wait()
             halt.set()
 
-        async with background(halt_after(stop.wait()), halt_after(self._entered.pauses.begun.wait())):
+        async with background(halt_after(stop), halt_after(self._entered.pauses.begun)):
             return await serve_module(context, moving, folder, halt, kept), kept()
 
     async def _paused(self, context: ModuleContext, stop: asyncio.Event) -> None:
