@@ -54,7 +54,7 @@ async def run_node(
 ) -> None:
     """Runs one node until `stop` is set or its steps are done. Raises Rejected without consent, SkipstoneError."""
     keep_freed_memory()
-    pauses, page = Pauses(), None
+    pauses, page, stream = Pauses(), None, events
     if options.dashboard is not None:
         from node.web.server import RunPage, served  # they need libraries of the command line
 
@@ -107,7 +107,7 @@ async def run_node(
                     statuses = partial(statuses_of, session, signed.manifest)
                     shown = served(page, options.dashboard, statuses, session.transport.here)
                     at = await stack.enter_async_context(shown)
-                    logged.emit(Note("info", f"the run's page, for this machine only: {at}"))
+                    stream.emit(Note("info", f"the run's page, for this machine only: {at}"))  # a secret: not to the log
                 await Hosting(entered, moving).run(session, logged)
 
 
