@@ -40,7 +40,7 @@ class Curve:
         """Combines data nodes' curves at the steps of the longest one: mean losses, summed tokens."""
         by_step: dict[int, list[Point]] = {}
         for step, tokens, loss, unix_s in (point for curve in curves for point in curve.points):
-            if abs(loss) <= MOST_NATS and 0 <= tokens <= MAX_COUNT:  # peers report them
+            if abs(loss) <= MOST_NATS and 0 <= min(step, tokens, unix_s) <= max(step, tokens, unix_s) <= MAX_COUNT:
                 by_step.setdefault(step, []).append((step, tokens, loss, unix_s))
         longest = max(curves, key=lambda curve: curve.points[-1][0], default=cls())
         combined = cls(stride=1)

@@ -75,8 +75,10 @@ function showRun({ status, own }) {
 }
 
 function showCurve({ status: { curve } }) {
-  if (!curve) return;
-  const column = (place) => curve.points.map((point) => point[place]);
+  if (!curve?.points.length) return;
+  // A peer's clock may say anything, and no axis has room for all of it.
+  const points = curve.points.filter((point) => point[3] < 2 ** 33);
+  const column = (place) => points.map((point) => point[place]);
   const data = [column({ step: 0, tokens: 1, time: 3 }[axis]), column(2)];
   const losses = data[1].filter(known);
   $("curve").setAttribute("aria-label", losses.length ? `Loss from ${loss(losses[0])} to ${loss(losses.at(-1))} in ${count(curve.points.at(-1)[0])} steps` : "No loss yet");
