@@ -71,8 +71,7 @@ class RunPage:
         """Shows a message of this node (`node.observability.events.EventSink`)."""
         if self._picture is not None and isinstance(event, Note | Waiting | Abandoned):
             level = event.level if isinstance(event, Note) else "warning"
-            shown = noted(self._picture, "bad" if level == "error" else level, plain_line(event) or "", time.time())
-            self._show(shown)
+            self._show(noted(self._picture, "bad" if level == "error" else level, plain_line(event) or "", time.time()))
 
     async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]]) -> None:
         """Asks the run's peers while somebody watches. `own`: peers of this process. Raises Unreachable without any."""
