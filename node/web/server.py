@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from mimetypes import guess_type
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ from node.observability.events import Abandoned, Event, Note, Waiting
 from node.observability.status import SwarmStatus
 from node.observability.typed_json import to_json
 from node.web.picture import Picture, next_picture, noted
-from swarm.vocabulary.errors import ResourceExhausted
+from swarm.vocabulary.errors import ResourceExhausted, Unreachable
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -29,14 +30,7 @@ LOOPBACK: Final = "127.0.0.1"
 MOST_VIEWERS: Final = 16
 KEEP_ALIVE_S: Final = 15.0
 SECRET: Final = "X-Skipstone-Secret"  # noqa: S105 - the name of a header
-FILES: Final = {
-    "/": ("index.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/uplot.js": ("uplot.js", "text/javascript"),
-    "/uplot.css": ("uplot.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
+FILES: Final = ("index.html", "page.js", "page.css", "uplot.js", "uplot.css", "icon.svg")
 # Only our own files, and no page may show ours in a frame.
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -45,7 +39,6 @@ POLICY: Final = (
 HEADERS: Final = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
@@ -74,19 +67,24 @@ class RunPage:
             self._show(noted(self._picture, "bad" if level == "error" else level, plain_line(event) or "", time.time()))
 
     async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]]) -> None:
-        """Asks the run's peers while somebody watches. `own`: peers of this process. Raises Unreachable without any."""
+        """Asks the run's peers while somebody watches. `own`: peers of this process."""
         while True:
             await self._watched.wait()
-            async with aclosing(statuses()) as seen:
-                async for status in seen:
-                    self._show(next_picture(self._picture, status, own(), time.time()))
-                    if not self._viewers:
-                        self._watched.clear()
-                        break
+            try:
+                async with aclosing(statuses()) as seen:
+                    async for status in seen:
+                        self._show(next_picture(self._picture, status, own(), time.time()))
+                        if not self._viewers:
+                            self._watched.clear()
+                            break
+            except Unreachable as error:  # its peers may only be starting
+                self._send({"unreachable": str(error)})
 
     def _show(self, picture: Picture) -> None:
         self._picture = picture
-        shown = to_json(picture) | {"verbs": sorted(self._verbs)}
+        self._send(to_json(picture) | {"verbs": sorted(self._verbs)})
+
+    def _send(self, shown: dict[str, Any]) -> None:
         self._encoded = b"data: " + json.dumps(shown, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
         for viewer in self._viewers:
             viewer.set()
@@ -132,11 +130,13 @@ class RunPage:
 async def served(
     page: RunPage, port: int, statuses: Statuses, own: Callable[[], tuple[str, ...]] = tuple
 ) -> AsyncIterator[str]:
-    """Serves the page on this machine within the block; yields its link. Raises ResourceExhausted, and as `follow`."""
+    """Serves the page on this machine within the block; yields its link. Raises ResourceExhausted."""
     from aiohttp import web
 
     folder = Path(__file__).parent / "page"
-    files = {place: (kind, (folder / name).read_bytes()) for place, (name, kind) in FILES.items()}
+    files = {
+        f"/{name}".removesuffix("index.html"): (guess_type(name)[0], (folder / name).read_bytes()) for name in FILES
+    }
     hosts: set[str] = set()
 
     async def file(request: web.Request) -> web.Response:

@@ -291,7 +291,12 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
 const stream = new EventSource("/pictures");
 stream.addEventListener("message", ({ data }) => {
-  picture = JSON.parse(data);
+  const sent = JSON.parse(data);
+  if (sent.unreachable) {
+    $("pulse").textContent = `trying again: ${text(sent.unreachable, 300)}`;
+    return;
+  }
+  picture = sent;
   $("pulse").textContent = `live, ${new Date(1000 * picture.unix_s).toLocaleTimeString()}`;
   show();
 });
