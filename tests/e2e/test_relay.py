@@ -17,6 +17,7 @@ pytestmark = pytest.mark.e2e
 RELAYING, SHUT = 1, 2
 
 
+@pytest.mark.long  # the next one averages through a relay, too
 @pytest.mark.timeout(400)
 async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path) -> None:
     homes.skip_because(homes.why_no_home())

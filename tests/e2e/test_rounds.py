@@ -41,6 +41,7 @@ async def test_survivors_commit_alike_when_the_convener_freezes_and_when_a_reduc
     checked(tmp_path / "logs")
 
 
+@pytest.mark.long  # in virtual time: tests/swarm/averaging/test_round_world.py
 async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
     reason = why_no_namespaces()
     if reason is not None:
