@@ -37,7 +37,6 @@ from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import ConfigError, Declined, StateError
 from swarm.vocabulary.types import Reasoned
 
-WITHDRAW_S = 2.0
 OWN_INVITATION_S = 10 * 365 * 86_400.0
 
 

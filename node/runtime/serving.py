@@ -55,10 +55,7 @@ async def serve_module(
     stop: asyncio.Event,
     kept: Callable[[], CheckpointFolder | None] = lambda: None,
 ) -> ModuleId | None:
-    """Joins, serves and leaves a module. Returns the module to serve next, or None if `stop` was set.
-
-    `kept`: returns the folder for the state if the stop is a pause.
-    """
+    """Joins, serves and leaves a module. Returns the next one, None after a stop. `kept`: folder of a paused state."""
     session, own = context.session, context.session.own
     own.take(context.module)
     tell_state(session, context.events)

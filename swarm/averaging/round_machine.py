@@ -541,6 +541,10 @@ class RoundMachine:
                 part.broken.discard(sender)
                 if sender in part.owing:
                     part.owing[sender] = now
+                # On a slow link short messages queue behind pieces, so a piece is a sign of life, too.
+                part.heard = now if sender == part.round.convener else part.heard
+                if self._leading is not None and sender in self._leading.invitees:
+                    self._leading.invitees[sender].heard = now
             case events.Owing(_, peers):
                 part.owing = {peer: part.owing.get(peer, now) for peer in peers}
                 part.broken &= peers
