@@ -54,10 +54,6 @@ def next_picture(before: Picture | None, status: SwarmStatus, own: tuple[str, ..
     return Picture(status, unix_s, own, (*still, *lost)[-MOST_GONE:], (*before.happened, *happened)[-MOST_HAPPENED:])
 
 
-def noted(picture: Picture, level: Level, text: str, unix_s: float) -> Picture:
-    return replace(picture, happened=(*picture.happened, Happening(unix_s, level, text))[-MOST_HAPPENED:])
-
-
 def _changes(before: SwarmStatus, now: SwarmStatus) -> Iterator[tuple[Level, str]]:
     """Yields a line for each peer that came, moved, fell silent or left, and for each round and unserved module."""
     old = {peer.peer: peer for peer in before.peers}

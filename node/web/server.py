@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from mimetypes import guess_type
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +20,7 @@ from node.concurrency.task_groups import background
 from node.observability.events import Abandoned, Event, Note, Waiting
 from node.observability.status import SwarmStatus
 from node.observability.typed_json import to_json
-from node.web.picture import Picture, next_picture, noted
+from node.web.picture import MOST_HAPPENED, Happening, Picture, next_picture
 from swarm.vocabulary.errors import ResourceExhausted, Unreachable
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class RunPage:
         """Shows a message of this node (`node.observability.events.EventSink`)."""
         if self._picture is not None and isinstance(event, Note | Waiting | Abandoned):
             level = event.level if isinstance(event, Note) else "warning"
-            self._show(noted(self._picture, "bad" if level == "error" else level, plain_line(event) or "", time.time()))
+            happening = Happening(time.time(), "bad" if level == "error" else level, plain_line(event) or "")
+            self._show(replace(self._picture, happened=(*self._picture.happened, happening)[-MOST_HAPPENED:]))
 
     async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]]) -> None:
         """Asks the run's peers while somebody watches. `own`: peers of this process."""

@@ -283,14 +283,13 @@ class Leader:
         elsewhere = [peer for peer, invitee in members.items() if invitee.answer is Answer.ELSEWHERE]
         if elsewhere and 2 * len(elsewhere) >= len(members) - 1:
             return GivenUp("the others follow another leader")
+        # Short messages queue behind a first piece of about 1 MiB, for a second if the link is not measured.
+        patience_s = self._rules.silence_s + 2**20 / (self.bandwidth or 2**20)
         gone = frozenset(
             peer
             for peer, invitee in members.items()
             if invitee.prepared is None
-            and (
-                invitee.answer is not Answer.ENTERED
-                or (peer != self._own and invitee.silent(now, self._rules.silence_s))
-            )
+            and (invitee.answer is not Answer.ENTERED or (peer != self._own and invitee.silent(now, patience_s)))
         )
         refused = any(members[peer].answer is Answer.NOT_YET for peer in gone)
         if refused and self.round.module.stage > 0 and not self._tallies:
