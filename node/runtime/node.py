@@ -106,9 +106,8 @@ async def run_node(
                     statuses = partial(statuses_of, session, signed.manifest)
                     shown = served(page, options.dashboard, statuses, session.transport.here)
                     at = await stack.enter_async_context(shown)
-                    stream.emit(
-                        Note("info", f"the run's page, for this machine only: {at}")
-                    )  # its secret is not logged
+                    # Not to the log: the link has a secret.
+                    stream.emit(Note("info", f"the run's page, for this machine only: {at}"))
                 await Hosting(entered, moving).run(session, logged)
 
 

@@ -66,14 +66,16 @@ def _changes(before: SwarmStatus, now: SwarmStatus) -> Iterator[tuple[Level, str
         yield "bad", f"no peer serves module {harmless(module)}"
     for module in sorted(set(before.waiting_for) - set(now.waiting_for)):
         yield "good", f"module {harmless(module)} is served again"
-    rounds = [{peer.module: peer.round for peer in each.peers if peer.answered} for each in (before, now)]
-    for peer in now.peers:
+    earlier = _foremost(before)
+    for module, peer in _foremost(now).items():
         last = peer.said.last_round
-        is_new = peer.round > rounds[0].get(peer.module, peer.round) and peer.module in rounds[1]
-        if last is not None and last.members > 1 and is_new:
-            del rounds[1][peer.module]  # one line for all replicas
-            of = f"round {peer.round} of {counted(last.members, 'peer')}"
-            yield "info", f"module {harmless(peer.module or '-')}: {of}"
+        if last is not None and last.members > 1 and module in earlier and peer.round > earlier[module].round:
+            yield "info", f"module {harmless(module)}: round {peer.round} of {counted(last.members, 'peer')}"
+
+
+def _foremost(status: SwarmStatus) -> dict[str, PeerStatus]:
+    """Returns the replica of each module with the latest round, so that a late one does not report it again."""
+    return {p.module: p for p in sorted(status.peers, key=lambda peer: peer.round) if p.answered and p.module}
 
 
 def _changes_of(before: PeerStatus | None, peer: PeerStatus) -> Iterator[tuple[Level, str]]:
