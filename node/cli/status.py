@@ -18,7 +18,7 @@ from node.cli.views.text import count, loss_text, path_text, sizes_text
 from node.context.options import AllowHub, TextPath, TokenizerPath, variable
 from node.observability.status import SwarmStatus
 from node.observability.typed_json import from_json, to_json
-from node.web.server import PORT, RunPage, served
+from node.web.server import PORT, WHERE, RunPage, served
 from swarm.vocabulary.errors import ConfigError
 from swarm.workload.microbatch_sizes import SizeSummary
 
@@ -55,7 +55,7 @@ def dashboard(
 
     async def shown() -> None:
         async with served(RunPage(), port, partial(statuses, where)) as page:
-            typer.echo(f"The run's page, for this machine only:\n\n  {page}\n")
+            typer.echo(WHERE.format(page))
             await asyncio.Event().wait()
 
     run_loop(shown())

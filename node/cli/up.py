@@ -20,7 +20,7 @@ from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, join_lines, run_loop
 from node.cli.views.text import counted
 from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange, Resumed, Waiting
-from node.web.server import RunPage, served
+from node.web.server import WHERE, RunPage, served
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -139,7 +139,7 @@ async def _up(
         if dashboard is not None:
             page = RunPage(stop=swarm.request_stop)
             at = await stack.enter_async_context(served(page, dashboard, partial(statuses, swarm.link)))
-            typer.echo(f"The run's page, for this machine only:\n\n  {at}\n", err=as_json)
+            typer.echo(WHERE.format(at), err=as_json)
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)

@@ -1,4 +1,4 @@
-"""Hosts the modules of a node: the first one, those of --stages, and modules that have no other peer.
+"""Hosts a node's modules: the first, those of --stages, and those that no other peer serves.
 
 Each module is a peer of its own, with key, port, rounds and checkpoints; the process, the devices and the DHT process
 are shared. Peers of one node pass microbatches to each other by a call (`protocol.transport.grpc_transport.LocalLink`).
@@ -71,7 +71,7 @@ class Pauses:
         self._end: asyncio.TimerHandle | None = None
 
     def pause(self, reason: str, seconds: float | None = None) -> None:
-        """Pauses, for so many seconds if given. A later call replaces the reason and the end."""
+        """Pauses the node, for `seconds` if given. A later call replaces the reason and the end."""
         self.resume()
         self.reason = reason
         self.over.clear()
@@ -326,7 +326,7 @@ class Hosting:
         context.events.emit(Note("info", f"module {context.module} goes on"))
 
     def _folder(self, options: NodeOptions, path: Path | None = None) -> CheckpointFolder | None:
-        """Returns the checkpoint folder, by default that of --checkpoint-dir, if any."""
+        """Returns the checkpoint folder at `path`, by default that of --checkpoint-dir; None without either."""
         entered, path = self._entered, path or options.checkpoint_dir
         if path is None:
             return None

@@ -1,4 +1,4 @@
-"""What the page shows: a run's status, the peers that have gone, and what has happened lately."""
+"""State of the page: a run's status, peers that left, and recent changes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class Picture:
 
 
 def next_picture(before: Picture | None, status: SwarmStatus, own: tuple[str, ...], unix_s: float) -> Picture:
-    """Makes a picture of the status, with what has changed since the last one."""
+    """Combines a status with the changes since the last picture."""
     status = replace(status, peers=status.peers[:MOST_PEERS])
     if before is None:
         return Picture(status, unix_s, own)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PORT: Final = 8420
 LOOPBACK: Final = "127.0.0.1"
+WHERE: Final = "The run's page, for this machine only:\n\n  {}\n"
 MOST_VIEWERS: Final = 16
 KEEP_ALIVE_S: Final = 15.0
 SECRET: Final = "X-Skipstone-Secret"  # noqa: S105 - the name of a header
@@ -69,7 +70,7 @@ class RunPage:
             self._show(replace(self._picture, happened=(*self._picture.happened, happening)[-MOST_HAPPENED:]))
 
     async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]]) -> None:
-        """Asks the run's peers while somebody watches. `own`: peers of this process."""
+        """Queries the run's peers while a browser is connected. `own`: peers of this process."""
         while True:
             await self._watched.wait()
             try:
