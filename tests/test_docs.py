@@ -22,6 +22,7 @@ LARGEST = {
     "README.md": 5 * KB,
     "CONTRIBUTING.md": 7 * KB,
     "docs/join.md": 8 * KB,
+    "docs/node.md": 8 * KB,
     "docs/run.md": 12 * KB,
     "docs/how-it-works.md": 15 * KB,
     "docs/security.md": 12 * KB,

@@ -14,6 +14,7 @@ from node.cli.export import export
 from node.cli.generate import generate
 from node.cli.invite import invite
 from node.cli.join import join, leave, pause, resume
+from node.cli.limits import limits
 from node.cli.new import new
 from node.cli.solo import solo
 from node.cli.status import dashboard, evaluate, status
@@ -106,7 +107,7 @@ def _settings(
     """Options of all commands."""
 
 
-for command in (up, join, leave, pause, resume, new, invite, tokenize, solo):
+for command in (up, join, leave, pause, resume, limits, new, invite, tokenize, solo):
     app.command(rich_help_panel=RUN)(command)
 app.command(rich_help_panel=LOOK)(status)
 app.command(rich_help_panel=LOOK)(dashboard)

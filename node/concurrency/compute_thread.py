@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from swarm.pipeline.compute_queue import GIVEN_WAY, ArrivalForecast, ComputeQueu
 from swarm.vocabulary.errors import StateError
 
 __all__ = ["GIVEN_WAY", "ComputeThread", "Priority"]
+
+LONGEST_REST_S: Final = 10.0
 
 Result = TypeVar("Result")
 
@@ -38,6 +40,7 @@ class ComputeThread:
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.share = 1.0  # Of the time in which the thread may compute
         self.busy_s = 0.0
         self.idle_work_s = 0.0
         self.idle_s = 0.0
@@ -109,6 +112,14 @@ class ComputeThread:
                 turn()
                 ended = time.perf_counter()
                 self.busy_s += ended - begun
+            if self.share < 1.0:
+                self._rest((ended - begun) * (1 / self.share - 1))
+
+    def _rest(self, seconds: float) -> None:
+        until = time.monotonic() + min(LONGEST_REST_S, seconds)
+        with self._wake:
+            while not self._stopping and (left_s := until - time.monotonic()) > 0:
+                self._wake.wait(left_s)
 
     def _next_turn(self) -> Callable[[], None] | IdleWork | None:
         with self._wake:

@@ -29,6 +29,7 @@ class LocalPeer:
     slots: int = 0
     used_slots: Callable[[], int] = lambda: 0
     speed: Speed = NO_SPEED
+    share: float = 1.0  # Of the time in which the devices may compute
     steps: int = 0
     anchor: AnchorVersion | None = None
     reach: Standing = NOT_LOOKED
@@ -65,7 +66,7 @@ class LocalPeer:
             addresses=self.addresses,
             certificate=self.certificate,
             versions=PROTOCOL_VERSIONS,
-            tokens_per_second=self.speed.tokens_per_s,
+            tokens_per_second=self.share * self.speed.tokens_per_s,
             quadratic_share=self.speed.quadratic_share,
             slots=self.slots,
             free_slots=max(0, self.slots - self.used_slots()),

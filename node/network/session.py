@@ -472,7 +472,9 @@ async def present(
         tunnels = RelayTunnels(directory, book.relay_of)
         ways = Ways(Calls(book, clock, record.fresh, lambda: bool(own.addresses)), tunnels)
         listen = TransportSettings(listen_host=where.listen, listen_port=where.port)
-        transport = GrpcTransport(credentials, book, dispatcher, clock, listen, own_record=record.fresh, ways=ways)
+        traffic = None if first is None else first.transport.traffic
+        needs = credentials, book, dispatcher, clock, listen
+        transport = GrpcTransport(*needs, own_record=record.fresh, ways=ways, traffic=traffic)
         sync = MembershipSync(own, record, membership, book, events, directory, transport)
         stack.enter_context(sync.receiving(dispatcher))
         await stack.enter_async_context(transport)

@@ -32,6 +32,7 @@ from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.event_json import EventLog, Tee
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
+from node.runtime.limits import Limiter
 from node.runtime.module_choice import (
     FittingModules,
     Mover,
@@ -60,31 +61,47 @@ LOOK_S: Final = 2.0
 DATA_FIRST_S: Final = 6.0  # Time for the first module to stop: a data node's microbatches still need the others
 # Seconds without a peer after which a module is hosted here too. Newcomers and moving nodes come before that.
 ALONE_S: Final = 20.0
+OWNER: Final = "owner"  # Pauses the node, as its limits do
+LIMITS: Final = "limits"
 
 
 class Pauses:
-    """Whether the node is paused, and why. A paused node stays in the run without a module."""
+    """Whether the node is paused, and why. A paused node stays in the run without a module.
+
+    `by`: who pauses it, its owner or the limits. The node resumes once nobody does.
+    """
 
     def __init__(self) -> None:
-        self.reason = ""
+        self._reasons: dict[str, str] = {}
         self.begun, self.over = asyncio.Event(), asyncio.Event()
         self._end: asyncio.TimerHandle | None = None
 
-    def pause(self, reason: str, seconds: float | None = None) -> None:
+    @property
+    def reason(self) -> str:
+        return "; ".join(self._reasons.values())
+
+    def pause(self, reason: str, seconds: float | None = None, by: str = OWNER) -> None:
         """Pauses the node, for `seconds` if given. A later call replaces the reason and the end."""
-        self.resume()
-        self.reason = reason
+        self._reasons[by] = reason
         self.over.clear()
         self.begun.set()
-        if seconds is not None:
-            self._end = asyncio.get_running_loop().call_later(seconds, self.resume)
+        if by == OWNER:
+            self._cancel_end()
+            if seconds is not None:
+                self._end = asyncio.get_running_loop().call_later(seconds, self.resume)
 
-    def resume(self) -> None:
+    def resume(self, by: str = OWNER) -> None:
+        if by == OWNER:
+            self._cancel_end()
+        self._reasons.pop(by, None)
+        if not self._reasons:
+            self.begun.clear()
+            self.over.set()
+
+    def _cancel_end(self) -> None:
         if self._end is not None:
             self._end.cancel()
         self._end = None
-        self.begun.clear()
-        self.over.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +119,7 @@ class Entered:
     events: EventSink
     stop: asyncio.Event
     pauses: Pauses
+    limiter: Limiter | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +160,21 @@ class Hosting:
                 if entered.options.may_host_more:
                     tasks.create_task(self._host_unserved(session, first, events))
                 hosting = tasks.create_task(self._host(session, events, first, 0, entered.stop, self._moving))
+                limiting = (
+                    None if entered.limiter is None else tasks.create_task(entered.limiter.run(self._compute_less))
+                )
                 await entered.stop.wait()
+                if limiting is not None:
+                    limiting.cancel()
                 await asyncio.wait((hosting,), timeout=DATA_FIRST_S)
                 self._stop_beside.set()
+
+    def _compute_less(self, share: float) -> None:
+        """Limits the share of the time in which the devices compute."""
+        for compute in self._computes:
+            compute.thread.share = share
+        for session in self._sessions.values():
+            session.own.share = share
 
     async def _host_unserved(self, first: NetworkSession, options: NodeOptions, events: EventSink) -> None:
         """Hosts modules without a peer, while they fit. Begins one at a time; each ends once another peer serves it."""

@@ -20,8 +20,9 @@ from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, Whereabouts, full_link, present
 from node.observability.event_json import Tee
 from node.observability.events import EventSink, Note
-from node.runtime.hosting import Entered, Hosting, Pauses, logged_to
+from node.runtime.hosting import LIMITS, Entered, Hosting, Pauses, logged_to
 from node.runtime.leave_socket import leave_requests, sole_use
+from node.runtime.limits import Limiter, read_limits, settings_path
 from node.runtime.malloc import keep_freed_memory
 from node.runtime.module_choice import FittingModules, asked_modules
 from node.runtime.run_tokenizer import run_tokenizer
@@ -99,16 +100,30 @@ async def run_node(
             tokenizer = await unless(stop, run_tokenizer(options, session, signed.manifest.data, text, own=own))
             if tokenizer is None:
                 return
-            shared = identity, signed, grant, router, tokenizer, start, devices.value, events, stop, pauses
+            limiter = _limiter(options, session, logged, pauses)
+            shared = identity, signed, grant, router, tokenizer, start, devices.value, events, stop, pauses, limiter
             entered = Entered(options, *shared)
             async with AsyncExitStack() as stack:
                 if page is not None and options.dashboard is not None:
+                    if limiter is not None:
+                        page.standing, page.limit = limiter.standing, limiter.change
                     statuses = partial(statuses_of, session, signed.manifest)
                     shown = served(page, options.dashboard, statuses, session.transport.here)
                     at = await stack.enter_async_context(shown)
                     # Not to the log: the link has a secret.
                     stream.emit(Note("info", f"the run's page, for this machine only: {at}"))
                 await Hosting(entered, moving).run(session, logged)
+
+
+def _limiter(options: NodeOptions, session: NetworkSession, events: EventSink, pauses: Pauses) -> Limiter | None:
+    """Returns the limiter of a node, None for one of a local swarm without --settings. Raises ConfigError."""
+    if options.settings is None and options.stop_on_eof:
+        return None
+    path = options.settings or settings_path()
+    read_limits(path)  # malformed ones must not be ignored at the start
+    usage = options.identity_path.with_name(options.identity_path.name + ".usage")
+    pause, resume = partial(pauses.pause, by=LIMITS), partial(pauses.resume, LIMITS)
+    return Limiter(path, usage, session.transport.traffic, events, pause, resume)
 
 
 async def _joined(

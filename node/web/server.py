@@ -8,7 +8,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from mimetypes import guess_type
@@ -21,7 +21,7 @@ from node.observability.events import Abandoned, Event, Note, Waiting
 from node.observability.status import SwarmStatus
 from node.observability.typed_json import to_json
 from node.web.picture import MOST_HAPPENED, Happening, Picture, next_picture
-from swarm.vocabulary.errors import ResourceExhausted, Unreachable
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted, Unreachable
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -56,6 +56,8 @@ class RunPage:
 
     def __init__(self, **verbs: Callable[[], None]) -> None:
         self._verbs = verbs
+        self.standing: Callable[[], object] = lambda: None  # The node's limits
+        self.limit: Callable[[Mapping[str, Any]], None] | None = None  # Changes some of them
         self._picture: Picture | None = None
         self._encoded = b""
         self._viewers: set[asyncio.Event] = set()
@@ -85,7 +87,7 @@ class RunPage:
 
     def _show(self, picture: Picture) -> None:
         self._picture = picture
-        self._send(to_json(picture) | {"verbs": sorted(self._verbs)})
+        self._send(to_json(picture) | {"verbs": sorted(self._verbs), "limits": to_json(self.standing())})
 
     def _send(self, shown: dict[str, Any]) -> None:
         self._encoded = b"data: " + json.dumps(shown, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
@@ -123,10 +125,30 @@ class RunPage:
         verb = self._verbs.get(request.match_info["verb"])
         if verb is None:
             raise web.HTTPNotFound
-        if not hmac.compare_digest(request.headers.get(SECRET, "").encode(), self.secret.encode()):
-            raise web.HTTPForbidden(text="open the page by the link that the node printed")
+        self._check_secret(request)
         verb()
         return web.Response(status=204)
+
+    async def change(self, request: web.Request) -> web.Response:
+        """Changes limits of the node: a JSON object of some of them by name."""
+        from aiohttp import web
+
+        self._check_secret(request)
+        if self.limit is None:
+            raise web.HTTPNotFound(text="this page can change no limits")
+        try:
+            self.limit(await request.json())
+        except (ConfigError, ValueError) as error:
+            raise web.HTTPBadRequest(text=str(error)) from None
+        if self._picture is not None:
+            self._show(self._picture)
+        return web.Response(status=204)
+
+    def _check_secret(self, request: web.Request) -> None:
+        from aiohttp import web
+
+        if not hmac.compare_digest(request.headers.get(SECRET, "").encode(), self.secret.encode()):
+            raise web.HTTPForbidden(text="open the page by the link that the node printed")
 
 
 @asynccontextmanager
@@ -156,7 +178,9 @@ async def served(
 
     app = web.Application(middlewares=[own_host], client_max_size=1024)
     app.add_routes([web.get(place, file) for place in files])
-    app.add_routes([web.get("/pictures", page.pictures), web.post("/ask/{verb}", page.ask)])
+    app.add_routes(
+        [web.get("/pictures", page.pictures), web.post("/ask/{verb}", page.ask), web.post("/limits", page.change)]
+    )
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
     await runner.setup()
     try:

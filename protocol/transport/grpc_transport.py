@@ -21,7 +21,7 @@ from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, W
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.transport.handshake import SameKey, expect_hello, objection_to, proven_peer
 from protocol.transport.link import Link, LinkSurroundings, receipt_of
-from protocol.transport.rate_limits import CommonPatience
+from protocol.transport.rate_limits import CommonPatience, Traffic
 from protocol.transport.settings import TransportSettings, joined
 from swarm.vocabulary.errors import LEAVING, ConfigError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward, TensorMessage
@@ -84,12 +84,15 @@ class GrpcTransport:
         *,
         own_record: Callable[[], bytes],
         ways: Ways = Ways(),  # noqa: B008 - immutable
+        traffic: Traffic | None = None,  # Of the node, if other transports share it
     ) -> None:
         self._peer, self._run, self._credentials = credentials.peer, credentials.run, credentials
         self._address_book, self._handler, self._own_record = address_book, handler, own_record
         self._clock, self._settings = clock, settings
         self._streams: Counter[PeerId] = Counter()  # Accepted ones that gRPC has not released yet
-        self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
+        self.traffic = traffic or Traffic(clock)
+        patience = CommonPatience(clock.monotonic())
+        self._surroundings = LinkSurroundings(handler, clock, settings, patience, self.traffic)
         self.incarnation = secrets.randbits(64)  # Distinguishes this process from others with the same key
         self._began = clock.monotonic()
         self._turnover = Turnover(clock)

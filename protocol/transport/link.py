@@ -1,6 +1,7 @@
 """A link: one stream between two peers, with independent tasks for reading, writing and pings."""
 
 import asyncio
+import contextlib
 import enum
 import itertools
 import math
@@ -17,7 +18,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question, QuestionAbout, Refusal
 from protocol.transport.grpc_streams import Stream
 from protocol.transport.handshake import meaning_of
-from protocol.transport.rate_limits import CommonPatience, Patience
+from protocol.transport.rate_limits import CommonPatience, Patience, Traffic
 from protocol.transport.settings import MAX_OPEN_QUESTIONS, MAX_OPEN_TRANSFERS, TransportSettings
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, SkipstoneError, Stalled, Unreachable
 from swarm.vocabulary.pipeline_messages import (
@@ -90,10 +91,14 @@ class _Sending:
 
 
 class Outbox:
-    """Queue of frames and tensors of one link, sent by the task that runs `pump`. `budgets`: one per traffic class."""
+    """Queue of frames and tensors of one link, sent by the task that runs `pump`.
 
-    def __init__(self, budgets: Mapping[TrafficClass, ByteBudget]) -> None:
+    `budgets`: one per traffic class. `pause_s`: seconds to wait before the next chunk.
+    """
+
+    def __init__(self, budgets: Mapping[TrafficClass, ByteBudget], pause_s: Callable[[], float] = lambda: 0.0) -> None:
         self._budgets = dict(budgets)
+        self._pause_s = pause_s
         self._small: deque[bytes] = deque()
         self.waiting_bytes = 0  # Of small frames not yet written to the stream
         # Served in rotation
@@ -171,11 +176,15 @@ class Outbox:
                 await write(self._take_small())
             elif self._closed is not None:
                 return
-            elif (sending := self._first()) is not None:
-                await self._write_turn(sending, write)
-            else:
+            elif (sending := self._first()) is None:
                 self._something_to_send.clear()
                 await self._something_to_send.wait()
+            elif (pause_s := self._pause_s()) > 0:
+                self._something_to_send.clear()
+                with contextlib.suppress(TimeoutError):  # small frames do not wait
+                    await asyncio.wait_for(self._something_to_send.wait(), pause_s)
+            else:
+                await self._write_turn(sending, write)
 
     async def _write_turn(self, sending: _Sending, write: Callable[[bytes], Awaitable[None]]) -> None:
         queue = self._queues[sending.traffic_class]
@@ -523,12 +532,13 @@ class _Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinkSurroundings:
-    """Handler, clock, settings and common frame budget, shared by all links of a transport."""
+    """Handler, clock, settings, common frame budget and traffic, shared by all links of a transport."""
 
     handler: LinkHandler
     clock: Clock
     settings: TransportSettings
     patience: CommonPatience
+    traffic: Traffic
 
 
 class Link:
@@ -555,11 +565,12 @@ class Link:
             {
                 TrafficClass.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),
                 TrafficClass.BULK: ByteBudget(settings.send_budget_bytes, settings.max_bulk_transfers),
-            }
+            },
+            surroundings.traffic.sent.pause_s,
         )
         self._stream, self._settings, self._on_end = stream, settings, on_end
         self._handler, self._clock = surroundings.handler, surroundings.clock
-        self._meter = Meter(surroundings.clock)
+        self._meter, self._traffic = Meter(surroundings.clock), surroundings.traffic
         self._patience = Patience(surroundings.patience, self.since)
         self._asking = Asking(peer)
         self._inbox = Inbox(
@@ -679,12 +690,16 @@ class Link:
         while (data := await self._stream.read()) is not None:
             if self._error is None:
                 self._meter.heard(len(data))
+                self._traffic.received.moved(len(data))
                 small = not frames.is_chunk(data)
                 topic = frames.topic_of(data) if small else None
                 frame = frames.decode(data) if topic is None or self._handler.minds(self.peer, topic) else None
                 if frame is not None:
                     self._dispatch(frame, answering)
-                if small:  # do not charge answers by length: we have asked for them
+                if not small:
+                    if (pause_s := self._traffic.received.pause_s()) > 0 and self._error is None:
+                        await asyncio.sleep(pause_s)
+                else:  # do not charge answers by length: we have asked for them
                     await self._before_the_next(0 if isinstance(frame, frames.AnswerFrame) else len(data))
         raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
 
@@ -700,6 +715,7 @@ class Link:
         await self._stream.half_close()
 
     async def _write_frame(self, frame: bytes) -> None:
+        self._traffic.sent.moved(len(frame))
         await self._stream.write(frame)
         self._meter.wrote(len(frame))
 

@@ -1,7 +1,9 @@
-"""Rate limits: token buckets, and budgets for small frames. Reading from a peer over its budget is delayed."""
+"""Rate limits: token buckets, budgets for small frames, and a node's caps. Reading over a limit is delayed."""
 
+import math
 from typing import Final
 
+from protocol.interfaces.clock import Clock
 from swarm.vocabulary.statistics import Latest
 
 MAX_REMEMBERED: Final = 1024
@@ -16,6 +18,7 @@ COMMON_A_TENSOR: Final = 8.0  # For the receipts that a data node gets from peer
 COMMON_SAVED: Final = 1000.0
 PAUSE_AFTER: Final = 2.0  # Frames read over budget before a pause, for fewer and longer pauses
 LONGEST_PAUSE_S: Final = 5.0  # Shorter than the timeout of a silent link
+BURST_S: Final = 0.1  # Unused time of a cap that later bytes may use
 
 
 class TokenBucket:
@@ -94,3 +97,29 @@ class Patience:
             return 0.0
         left = self._own.borrow(now, weight)
         return 0.0 if left > -PAUSE_AFTER else min(LONGEST_PAUSE_S, -left / FRAMES_A_SECOND)
+
+
+class Flow:
+    """Bytes in one direction over all links of a node, and the cap on their rate."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._paid_at = -math.inf  # When all bytes so far are within the cap
+        self.bytes = 0
+        self.bytes_per_s = math.inf  # The cap
+
+    def moved(self, size_bytes: int) -> None:
+        self.bytes += size_bytes
+        earliest = self._clock.monotonic() - BURST_S
+        self._paid_at = max(self._paid_at, earliest) + size_bytes / self.bytes_per_s
+
+    def pause_s(self) -> float:
+        """Returns the seconds to wait before the next chunk. Small frames do not wait, but count."""
+        return min(LONGEST_PAUSE_S, max(0.0, self._paid_at - self._clock.monotonic()))
+
+
+class Traffic:
+    """The bytes of a node on all its links, which its owner may cap."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.sent, self.received = Flow(clock), Flow(clock)

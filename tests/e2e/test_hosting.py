@@ -1,14 +1,17 @@
 """Nodes that host several modules, beside nodes of one module; and runs of one stage."""
 
 import asyncio
+import dataclasses
 import signal
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from node.context.options import NodeOptions
@@ -31,12 +34,14 @@ from node.observability.events import (
 )
 from node.runtime import hosting
 from node.runtime.leave_socket import ask_to_leave
+from node.runtime.limits import write_limits
 from node.runtime.node import run_node
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import parse_link
 from protocol.manifest.signing import sign_manifest
 from protocol.transport.link import Link
 from swarm.vocabulary.types import ModuleId
+from swarm.workload.limits import Limits
 from tests.e2e.small_run import PATIENCE_S, Watch, checked, events_of, small_run, whole_lines, write_text
 from tests.kit.events import KeptEvents
 
@@ -178,8 +183,8 @@ async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_pat
     async def asked(key: Path, request: str) -> None:
         await ask_to_leave(key, PATIENCE_S, request)
 
-    def paused(event: Event) -> bool:
-        return isinstance(event, Note) and "is paused: by `skipstone pause`" in event.message
+    def paused(event: Event, why: str = "by `skipstone pause`") -> bool:
+        return isinstance(event, Note) and f"is paused: {why}" in event.message
 
     async with asyncio.TaskGroup() as tasks:
         own = NodeOptions(link=None, manifest_path=path, identity_path=keys[0], stage="0", **here)
@@ -187,7 +192,8 @@ async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_pat
         await data.until(lambda event: isinstance(event, NodeStatus) and event.state == "serving")
         [link, *_] = [event.link for event in data.events if isinstance(event, NodeStatus)]
         beside = NodeOptions(link=parse_link(link), manifest_path=None, identity_path=keys[1], stage="1", **here)
-        tasks.create_task(run_node(beside, hop, stop))
+        settings = tmp_path / "settings.toml"
+        tasks.create_task(run_node(dataclasses.replace(beside, settings=settings), hop, stop))
         await data.more_steps(3)
         waited = sum(isinstance(event, Waiting) for event in data.events)
         await asked(keys[1], "pause")
@@ -196,6 +202,12 @@ async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_pat
         before = max(event.step for event in hop.events if isinstance(event, InnerStep))
         await asked(keys[1], "resume")
         await hop.until(lambda event: isinstance(event, InnerStep) and event.step == before + 1)
+        await data.more_steps(3)
+        ours = psutil.Process().name()
+        write_limits(settings, Limits(programs=(ours,)))
+        await hop.until(partial(paused, why=f"{ours} runs"))
+        await asked(keys[1], "resume")  # only its owner's pause: the limits still say no
+        write_limits(settings, Limits(upload=500))
         await data.more_steps(3)
         await asked(keys[0], "pause 1")  # it goes on by itself
         await data.until(paused)

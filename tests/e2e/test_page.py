@@ -18,14 +18,19 @@ from node.local_swarm.setup import LocalSwarmOptions
 from node.network.client import statuses
 from node.observability.events import Note
 from node.observability.status import SwarmStatus
+from node.runtime.limits import Limiter, read_limits, write_limits
 from node.web.server import MOST_VIEWERS, SECRET, RunPage, served
+from protocol.interfaces.clock import SystemClock
+from protocol.transport.rate_limits import Traffic
 from swarm.vocabulary.errors import ResourceExhausted
+from swarm.workload.limits import Limits, Sensors
 from tests.e2e.small_run import PATIENCE_S, checked, small_run, write_text
 from tests.node.cli.test_rendering import HOSTILE, NESTED, peer_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 PICTURE = os.environ.get("PAGE_PICTURE")  # File that keeps a screenshot of the first test's page
+LIMIT = "POST /limits HTTP/1.1"
 MARKUP = "<img src=x onerror=alert(1)><b>bold</b>"
 
 
@@ -150,12 +155,13 @@ async def test_only_this_machine_s_own_page_with_the_secret_can_ask_for_anything
             "",
             f"127.0.0.1:{port}.evil.example",
         ):
-            for line in ("GET / HTTP/1.1", "GET /pictures HTTP/1.1", "POST /ask/leave HTTP/1.1"):
+            for line in ("GET / HTTP/1.1", "GET /pictures HTTP/1.1", "POST /ask/leave HTTP/1.1", LIMIT):
                 assert (await asked(port, line, f"Host: {host}", f"{SECRET}: {page.secret}"))[9] == "4"
         verb = "POST /ask/leave HTTP/1.1"
         secret = f"{SECRET}: {page.secret}"
         assert "403" in await asked(port, verb, own, secret, "Origin: http://evil.example")
         assert "403" in await asked(port, verb, own)
+        assert "403" in await asked(port, LIMIT, own)
         assert "403" in await asked(port, verb, own, f"{SECRET}: {page.secret[:-1]}")
         assert "404" in await asked(port, "POST /ask/stop HTTP/1.1", own, secret)
         assert "405" in await asked(port, "GET /ask/leave HTTP/1.1", own, secret)
@@ -163,6 +169,33 @@ async def test_only_this_machine_s_own_page_with_the_secret_can_ask_for_anything
         assert left == []
         assert "204" in await asked(port, verb, own, secret)
         assert left == ["left"]
+
+
+async def test_a_limit_set_by_a_click_is_in_force_and_a_wrong_one_is_not(tmp_path: Path) -> None:
+    traffic, settings = Traffic(SystemClock()), tmp_path / "settings.toml"
+    paused, page, readings = list[str](), RunPage(), Sensors(on_battery=True)
+    acts = paused.append, lambda: paused.append("over"), lambda *_: readings
+    limiter = Limiter(settings, tmp_path / "usage", traffic, page, *acts)
+    page.standing, page.limit = limiter.standing, limiter.change
+    running = asyncio.create_task(limiter.run(lambda _: None))
+    async with browser() as tab, served(page, 0, quiet) as link:
+        await tab.goto(link)
+        await tab.fill("#limits input[name=upload]", "8")
+        await tab.uncheck("#limits input[name=battery]")
+        await tab.click("#limits button")
+        await tab.wait_for_selector("#limits-state:has-text('is paused: this machine runs on battery')")
+        assert (traffic.sent.bytes_per_s, paused) == (1e6, ["this machine runs on battery"])
+        assert read_limits(settings) == Limits(upload=8, battery=False)
+        await tab.fill("#limits input[name=upload]", "0.01")
+        await tab.check("#limits input[name=battery]")
+        await tab.click("#limits button")
+        await tab.wait_for_selector("#limits-said:has-text('too small')")
+        assert read_limits(settings) == Limits(upload=8, battery=False)
+        write_limits(settings, Limits(hours="mon-sun 00:00-24:00"))  # as `skipstone limits` does
+        await tab.wait_for_selector("#limits-state:has-text('at full speed')")
+        assert (traffic.sent.bytes_per_s, paused[-1]) == (float("inf"), "over")
+        assert [each for each in tab.complaints if "400" not in each] == []
+    running.cancel()
 
 
 async def test_many_viewers_are_refused_and_a_slow_one_holds_up_nobody() -> None:

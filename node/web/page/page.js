@@ -197,6 +197,52 @@ function showOwn({ status, own }) {
   $("own").replaceChildren(...rows.map((row) => table("This node", ["", ""], Object.entries(row))));
 }
 
+// The person may be typing: only fields that nobody has touched follow the node.
+const LIMITS = {
+  upload: ["Upload", "Mbit/s"], download: ["Download", "Mbit/s"], month: ["A month", "GB"], temperature: ["Temperature", "°C"],
+  power: ["Power", "W"], hours: ["Hours", "as mon-fri 22:00-07:00"], idle: ["Idle for", "minutes"], battery: ["On battery", ""], programs: ["Not beside", "as steam,obs"],
+};
+
+function showLimits({ limits }) {
+  $("limits-section").hidden = !limits;
+  if (!limits) return;
+  const state = limits.share >= 1 ? "at full speed" : limits.share > 0 ? `at ${Math.round(100 * limits.share)} % of its speed: ${text(limits.reason)}` : `paused: ${text(limits.reason)}`;
+  $("limits-state").textContent = `This node runs ${state}. ${limits.used_gb.toFixed(2)} GB moved this month.`.replace("runs paused", "is paused");
+  const form = $("limits");
+  if (form.childElementCount === 0) {
+    for (const [limit, [label, unit]] of Object.entries(LIMITS)) {
+      const input = made("input", { name: limit, type: limit === "battery" ? "checkbox" : "text", autocomplete: "off", placeholder: "no limit" });
+      if (!secret) input.disabled = true;
+      input.addEventListener("input", () => { input.dataset.touched = "yes"; });
+      form.append(made("label", {}, made("span", {}, `${label}${unit ? ` (${unit})` : ""}`), input));
+    }
+    const button = made("button", { type: "submit" }, "Set limits");
+    if (!secret) button.disabled = true;
+    form.append(button);
+  }
+  for (const input of form.querySelectorAll("input")) {
+    if (input.dataset.touched) continue;
+    const value = limits.limits[input.name];
+    if (input.type === "checkbox") input.checked = value;
+    else input.value = Array.isArray(value) ? value.join(",") : value || "";
+  }
+}
+
+$("limits").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const changes = {};
+  for (const input of $("limits").querySelectorAll("input")) {
+    const value = input.value.trim();
+    if (input.type === "checkbox") changes[input.name] = input.checked;
+    else if (input.name === "hours") changes.hours = value;
+    else if (input.name === "programs") changes.programs = value.split(",").map((each) => each.trim()).filter(Boolean);
+    else changes[input.name] = value === "" ? null : Number(value);
+  }
+  const answer = await fetch("/limits", { method: "POST", headers: { "X-Skipstone-Secret": secret }, body: JSON.stringify(changes) });
+  $("limits-said").textContent = answer.ok ? "set" : await answer.text();
+  if (answer.ok) for (const input of $("limits").querySelectorAll("input")) delete input.dataset.touched;
+});
+
 function showRounds({ status }) {
   const rows = sorted(status.peers.filter((peer) => peer.answered && peer.module !== null)).slice(0, 64).map((peer) => {
     const last = peer.answered.last_round;
@@ -265,7 +311,7 @@ function showVerbs({ verbs }) {
 
 // ---- main -----------------------------------------------------------------------------------------------------------
 
-const PARTS = [showRun, showCurve, showSwarm, showPaths, showOwn, showRounds, showLinks, showDevices, showEvents, showVerbs];
+const PARTS = [showRun, showCurve, showSwarm, showPaths, showOwn, showLimits, showRounds, showLinks, showDevices, showEvents, showVerbs];
 
 function show() {
   if (picture !== null) for (const part of PARTS) part(picture);
