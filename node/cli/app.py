@@ -18,7 +18,6 @@ from node.cli.limits import limits
 from node.cli.new import new
 from node.cli.solo import solo
 from node.cli.status import dashboard, evaluate, status
-from node.cli.tokenize import tokenize
 from node.cli.up import up
 from node.cli.views.text import harmless
 from node.concurrency.task_groups import leaves
@@ -107,7 +106,7 @@ def _settings(
     """Options of all commands."""
 
 
-for command in (up, join, leave, pause, resume, limits, new, invite, tokenize, solo):
+for command in (up, join, leave, pause, resume, limits, new, invite, solo):
     app.command(rich_help_panel=RUN)(command)
 app.command(rich_help_panel=LOOK)(status)
 app.command(rich_help_panel=LOOK)(dashboard)

@@ -37,7 +37,7 @@ class ManifestChanges:
         "data.source",
         typer.Option(
             "--data",
-            help="Text: path:FILE-OR-FOLDER[:COLUMN], huggingface:NAME[:...] or tokens:FOLDER [default: python-stdlib]",
+            help="Text: path:FILE-OR-FOLDER[:COLUMN] or huggingface:NAME[:...] [default: python-stdlib]",
         ),
     ] = None
     revision: Annotated[

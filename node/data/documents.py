@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from node.data.files import Selection, everything
 from node.data.hub import HubStream
-from node.data.sources import READ_AS, FileStream, Source
+from node.data.sources import FileStream, Source
 from node.data.tokenizers import Part, Tokenizer, Tokens
 from node.experts.router import DocumentRouter
 from protocol.manifest.manifest import DataSection
@@ -56,11 +56,7 @@ class MalformedDocumentError(Exception):
 
 def marking(data: DataSection, tokenizer: Tokenizer) -> Marking:
     """Chooses the function that converts the run's documents from bytes to tokens and labels."""
-    convert = whole_text
-    if data.kind == "tokens":
-        convert = made_before
-    elif data.labels == "assistant":
-        convert = conversation
+    convert = conversation if data.labels == "assistant" else whole_text
     return lambda document: _begun(convert(document, tokenizer), tokenizer.beginning)
 
 
@@ -76,18 +72,6 @@ def whole_text(document: bytes, tokenizer: Tokenizer) -> Marked:
     """Tokenizes a plain text document, with every token as a label."""
     tokens = tokenizer.encode(document)
     return Marked(np.append(tokens, tokenizer.end_of_document) if tokens.size else tokens)
-
-
-def made_before(document: bytes, tokenizer: Tokenizer) -> Marked:
-    """Reads a document stored as tokens (READ_AS), adds a missing end token. Raises ConfigError for unknown tokens."""
-    tokens = np.frombuffer(document, dtype=READ_AS).astype(np.int64)
-    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.size:
-        raise ConfigError(
-            f"data.source has tokens {tokens.min()} to {tokens.max()}, but the run's tokenizer has {tokenizer.size}",
-            hint="Make the shards with the run's own tokenizer.",
-        )
-    ends = not tokens.size or tokens[-1] in tokenizer.ends  # shards are written with or without end tokens
-    return Marked(tokens if ends else np.append(tokens, tokenizer.end_of_document))
 
 
 def conversation(document: bytes, tokenizer: Tokenizer) -> Marked:

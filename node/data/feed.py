@@ -187,7 +187,7 @@ def sample_text(manifest: Manifest) -> Sample:
             document = b""
             try:
                 document = read()
-                if data.labels == "all" and data.kind != "tokens" and (problem := encoding_problem(document, name)):
+                if data.labels == "all" and (problem := encoding_problem(document, name)):
                     raise problem
                 marked = mark(document)
                 if marked.tokens.size and not marked.is_of_use:

@@ -3,25 +3,17 @@
 import errno
 import logging
 import os
-import struct
 import sysconfig
 from array import array
-from bisect import bisect_right
 from codecs import BOM_UTF8
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from itertools import chain
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol, TypeVar, runtime_checkable
-
-import numpy as np
-import numpy.typing as npt
+from typing import BinaryIO, Final, Protocol, TypeVar, runtime_checkable
 
 from node.data.files import LINE_BYTES, MAX_DOCUMENTS, DocumentNames, Listing, files_below, is_visible, single_file
 from node.data.hub import HubStream
 from node.data.local_paths import text_column
 from node.data.row_files import CUT_BYTES, DOCUMENT_BYTES, Format, Kind, NotTextError, Row, Wanted, format_of, rows_in
-from node.data.tokenizers import Tokens
 from protocol.manifest.manifest import DataSection
 from swarm.vocabulary.errors import ConfigError
 
@@ -59,12 +51,8 @@ def open_source(section: DataSection, place: Path | None, *, is_new: bool = Fals
         raise ConfigError(
             "the manifest's path for its text is unknown on this machine", hint="Give it with --text FILE-OR-FOLDER."
         )
-    source: LocalSource
-    if kind == "tokens":
-        source = source_at(place, TokenShards)
-    else:
-        wanted = Wanted(text_column(section, place), section.labels == "assistant")
-        source = source_at(place, lambda listing: _local_files(listing, wanted, is_new=is_new))
+    wanted = Wanted(text_column(section, place), section.labels == "assistant")
+    source = source_at(place, lambda listing: _local_files(listing, wanted, is_new=is_new))
     if section.files is not None:
         source.listing.require(section.files)
     return source
@@ -219,125 +207,4 @@ def source_at(path: Path, kind: Callable[[Listing], FromListing]) -> FromListing
         raise ConfigError(f"data.source: {error.filename or path} cannot be read: {error.strerror}") from None
 
 
-# ---- token shards ----------------------------------------------------------------------------------------------------
-#
-# Megatron-LM's format: NAME.bin has the tokens of all documents, and NAME.idx in little-endian
-#
-#     "MMIDIDX" 0 0 | version 1 (u64) | token type (u8) | sequences S (u64) | documents D + 1 (u64)
-#     | tokens per sequence (i32 each) | first byte per sequence (i64) | first sequence per document, and S (i64)
-#
-# (github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py). Files are not memory-mapped: if a mapped
-# file is truncated, reading it kills the process.
-
-PIECE_TOKENS: Final = 2**19  # Largest document in tokens. Longer ones become several
-MAX_SEQUENCES: Final = 2**26
-READ_AS: Final = np.dtype("<i4")
-
-_MAGIC: Final = b"MMIDIDX\0\0"
-_HEADER: Final = struct.Struct("<9sQBQQ")
-_TYPES: Final = {code: np.dtype(name) for code, name in ((4, "<i4"), (8, "<u2"))}  # By code in an index file
-
-
-class TokenShards:
-    """Source whose documents are tokens of type READ_AS, in shards of Megatron-LM's format, named `NAME@TOKEN`."""
-
-    def __init__(self, listing: Listing) -> None:
-        self.listing = listing
-        names = [name.removesuffix(".idx") for name in listing.names if name.endswith(".idx")]
-        self._shards = {name: _Shard(listing, name) for name in names}
-        self.names = DocumentNames(names, [shard.starts for shard in self._shards.values()])
-        if not self.names:
-            raise ConfigError(
-                f"{listing.place} has no token shard with documents",
-                hint="Choose a folder with NAME.bin and NAME.idx, as `skipstone tokenize` writes them.",
-            )
-
-    def read(self, name: str) -> bytes:
-        base, _, start = name.rpartition("@")
-        return self._shards[base].read(int(start)).astype(READ_AS).tobytes()
-
-
-class _Shard:
-    def __init__(self, listing: Listing, name: str) -> None:
-        self._listing, self._file = listing, f"{name}.bin"
-        with listing.open(f"{name}.idx") as file:
-            self._type, ends = _document_ends(file, listing.size_of(f"{name}.idx") or 0, f"{listing.root}/{name}")
-        self._end = int(ends[-1]) if ends.size else 0
-        if (listing.size_of(self._file) or 0) != self._end * self._type.itemsize:
-            raise ConfigError(f"{listing.root}/{name}.bin does not have the {self._end} tokens of its .idx")
-        starts = np.concatenate((np.zeros(1, np.int64), ends))
-        pieces = (range(int(at), int(starts[number + 1]), PIECE_TOKENS) for number, at in enumerate(starts[:-1]))
-        self.starts = array("Q", chain.from_iterable(pieces))
-
-    def read(self, start: int) -> npt.NDArray[Any]:
-        after = bisect_right(self.starts, start)
-        count = (self.starts[after] if after < len(self.starts) else self._end) - start
-        with self._listing.open(self._file) as file:
-            file.seek(start * self._type.itemsize)
-            found = file.read(count * self._type.itemsize)
-        if len(found) != count * self._type.itemsize:
-            raise OSError(errno.EIO, "the shard was truncated", self._file)
-        return np.frombuffer(found, dtype=self._type)
-
-
-def _document_ends(file: BinaryIO, size: int, name: str) -> tuple[np.dtype[Any], Tokens]:
-    """Reads a shard's index file. Returns the dtype of its tokens, and the end of each document in tokens."""
-    header = file.read(_HEADER.size)
-    magic, version, code, sequences, bounds = _HEADER.unpack(header) if len(header) == _HEADER.size else (b"",) * 5
-    if magic != _MAGIC or version != 1:
-        raise ConfigError(f"{name}.idx is not a token shard index (Megatron-LM, version 1)")
-    if code not in _TYPES:
-        raise ConfigError(f"{name}.idx has tokens of type {code}; only 4 (int32) and 8 (uint16) are supported")
-    # Check sizes before reading arrays into memory.
-    due = _HEADER.size + 12 * sequences + 8 * bounds
-    if sequences > MAX_SEQUENCES or not 1 <= bounds <= MAX_DOCUMENTS + 1 or size != due:
-        raise ConfigError(f"{name}.idx: {sequences} sequences and {bounds - 1} documents do not fill {size} bytes")
-    lengths = np.frombuffer(file.read(4 * sequences), "<i4")
-    pointers = np.frombuffer(file.read(8 * sequences), "<i8")
-    first = np.frombuffer(file.read(8 * bounds), "<i8")
-    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
-    in_a_row = lengths.size == sequences and (lengths >= 0).all()
-    if not (in_a_row and np.array_equal(pointers, ends[:-1] * _TYPES[code].itemsize)):
-        raise ConfigError(f"{name}.idx: its sequences are not contiguous in the .bin")
-    if first.size != bounds or first[0] != 0 or first[-1] != sequences or (np.diff(first) < 0).any():
-        raise ConfigError(f"{name}.idx: its documents are not contiguous")
-    return _TYPES[code], ends[first[1:]]
-
-
-LocalSource = FileSource | LineSource | FileStream | TokenShards
-
-
-class ShardWriter:
-    """Writer of tokenized documents to Megatron-LM shards `00000.bin`, `00000.idx` and so on in a folder."""
-
-    def __init__(self, folder: Path, vocabulary: int, shard_tokens: int) -> None:
-        self._folder, self._most = folder, shard_tokens
-        self._code = 8 if vocabulary <= 2**16 else 4
-        self.shards = self.documents = self.tokens = 0
-
-    def write(self, documents: Iterable[Tokens]) -> None:
-        left = iter(documents)
-        for first in left:
-            self._shard(chain([first], left))
-
-    def _shard(self, documents: Iterator[Tokens]) -> None:
-        """Writes one shard, under hidden names until it is complete, because hidden files never count as text."""
-        kind, name, lengths, tokens = _TYPES[self._code], f"{self.shards:05}", array("i"), 0
-        parts = [self._folder / f".{name}.{suffix}" for suffix in ("bin", "idx")]
-        with ExitStack() as stack:
-            data, index = (stack.enter_context(part.open("xb")) for part in parts)
-            while tokens < self._most and len(lengths) < MAX_SEQUENCES and (found := next(documents, None)) is not None:
-                data.write(found.astype(kind).tobytes())
-                lengths.append(found.size)
-                tokens += found.size
-            index.write(_index(self._code, np.array(lengths, dtype="<i4")))
-        for part in parts:  # renamed last, so that readers only see complete shards
-            part.replace(part.with_name(part.name.removeprefix(".")))
-        self.shards, self.documents, self.tokens = self.shards + 1, self.documents + len(lengths), self.tokens + tokens
-
-
-def _index(code: int, lengths: npt.NDArray[np.int32]) -> bytes:
-    count = lengths.size
-    starts = (np.cumsum(lengths, dtype="<i8") - lengths) * _TYPES[code].itemsize
-    header = _HEADER.pack(_MAGIC, 1, code, count, count + 1)
-    return header + lengths.tobytes() + starts.astype("<i8").tobytes() + np.arange(count + 1, dtype="<i8").tobytes()
+LocalSource = FileSource | LineSource | FileStream

@@ -270,12 +270,9 @@ MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 64  # tomllib takes quadratic time over deeply dotted keys.
 MAX_DEPTH = 8
 DEFAULT_PREFIX: Final = 256  # First tokens of a document that choose its route: a few lines distinguish code from prose
-SOURCES: Final = (
-    "`python-stdlib`, `path:FILE-OR-FOLDER`, `tokens:FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
-)
+SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 
 
-FILE_KINDS: Final = ("path", "tokens")
 # Largest `data.token_files`, in characters, which leaves room for all other keys of a manifest.
 MAX_TOKEN_FILES_LENGTH: Final = 40_000
 
@@ -373,10 +370,10 @@ class DataSection(Section):
     """The source of text. All data nodes read the same source, each one its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
-    """`python-stdlib`, `path:...` or `tokens:FOLDER` (other machines name their copy by --text), or
+    """`python-stdlib`, `path:...` (other machines name their copy by --text), or
     `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`."""
     files: FilesSection | None = None
-    """For `path:` and `tokens:`, written by `skipstone new`."""
+    """For `path:`, written by `skipstone new`."""
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
     """`bytes`, or `file:TOKENIZER.json` in the format of the `tokenizers` library."""
     tokenizer_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
@@ -410,14 +407,16 @@ class DataSection(Section):
     @property
     def is_of_files(self) -> bool:
         """Whether the text is in local files."""
-        return self.kind in FILE_KINDS
+        return self.kind == "path"
 
     @field_validator("source")
     @classmethod
     def _source_is_known(cls, source: str) -> str:
         kind, _, rest = source.partition(":")
         is_of_hub = kind == "huggingface" and HUB_PLACE.fullmatch(rest)
-        if source != "python-stdlib" and not (kind in FILE_KINDS and rest) and not is_of_hub:
+        if kind == "tokens":
+            raise ValueError("token shards are gone: name the text itself, as `path:FILE-OR-FOLDER`")
+        if source != "python-stdlib" and not (kind == "path" and rest) and not is_of_hub:
             raise ValueError(f"must be one of {SOURCES}; a file or folder is `path:{source[:80]}`")
         return _local_name(source, rest)
 
@@ -429,7 +428,7 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         if self.files is not None and not self.is_of_files:
-            raise ValueError("files must not be given when source is neither `path:...` nor `tokens:...`")
+            raise ValueError("files must not be given when source is not `path:...`")
         if self.revision is not None and self.kind != "huggingface":
             raise ValueError("revision must not be given when source is not `huggingface:...`")
         is_hub = self.kind == "huggingface"
@@ -616,14 +615,6 @@ def manifest_from_table(table: dict[str, Any]) -> Manifest:
         return Manifest.model_validate(_tuples(table))
     except ValidationError as error:
         raise _explained("manifest", error) from None
-
-
-def data_section(table: dict[str, Any]) -> DataSection:
-    """Builds the data section from a parsed `[data]` table. Raises ManifestError for invalid values."""
-    try:
-        return DataSection.model_validate(table)
-    except ValidationError as error:
-        raise _explained("data", error) from None
 
 
 def _check_protocol(version: object) -> None:

@@ -541,15 +541,6 @@ def test_leave_without_a_running_node(tmp_path: Path) -> None:
     assert "no node runs here" in refused("leave", "--identity", str(tmp_path / "identity.key"))
 
 
-def test_tokenize_writes_shards_that_a_run_may_name(tmp_path: Path) -> None:
-    text = corpus(tmp_path, b"hello", b"you")
-    made = ran("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}", "--shard-tokens", "5")
-    assert "2 documents, 10 tokens, 2 shards" in made.output
-    ran("new", str(tmp_path / "run.toml"), "--data", f"tokens:{tmp_path / 'shards'}")
-    assert read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest.data.files.count == 4
-    assert "not empty" in refused("tokenize", str(tmp_path / "shards"), "--data", f"path:{text}")
-
-
 # ---- help and documents ----------------------------------------------------------------------------------------------
 
 OF_DOCKER = "build cap-drop detach follow no-deps pids-limit read-only rm scale security-opt stop-timeout tmpfs volumes"

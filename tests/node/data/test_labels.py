@@ -144,8 +144,8 @@ def test_masks_need_conversations() -> None:
         small_manifest(data__labels="assistant")
     with pytest.raises(ManifestError, match=r"data\.labels"):
         small_manifest(data__labels="user")
-    with pytest.raises(ManifestError, match="which tokens is not"):
-        small_manifest(data__source="tokens:x", data__labels="assistant")
+    with pytest.raises(ManifestError, match="token shards are gone"):
+        small_manifest(data__source="tokens:x")
 
 
 def test_documents_that_are_none_are_told_once_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

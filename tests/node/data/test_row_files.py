@@ -176,13 +176,11 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path, name: str, content: 
     assert re.search(message, f"{caught.value} {caught.value.hint}")
 
 
-def test_a_folder_of_images_is_refused_and_shards_must_be_there(tmp_path: Path) -> None:
+def test_a_folder_of_images_is_refused(tmp_path: Path) -> None:
     for name, content in {"a.png": b"\x89PNG", "b.png": b"\x89PNG", "c.txt": b"text"}.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=r"a.png cannot be used: it is a PNG image \(2 of 3 files"):
         sample_text(manifest_of(tmp_path))
-    with pytest.raises(ConfigError, match="no token shard"):
-        sample_text(small_manifest(data__source=f"tokens:{tmp_path}"))
 
 
 def test_what_new_says_of_its_text(tmp_path: Path) -> None:
