@@ -83,12 +83,12 @@ clean:
 	rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 # Stamps: made anew whenever pyproject.toml changes. The dev installation contains the base one.
-$(VENV)/.base: pyproject.toml | $(BIN)/python
+$(VENV)/.base: pyproject.toml setup.py | $(BIN)/python
 	@echo "skipstone: installing into $(VENV) (the first time this takes a few minutes)"
 	@$(PIP) install --quiet -e .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(BIN)/python
+$(VENV)/.dev: pyproject.toml setup.py | $(BIN)/python
 	@echo "skipstone: installing into $(VENV), with what the tests need (the first time this takes a few minutes)"
 	@$(PIP) install --quiet -e '.[dev]'
 	@touch $(VENV)/.base $@

@@ -28,7 +28,7 @@ def measure(options: Any) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     began, first_line_s = time.perf_counter(), None
     steps, summary = list[tuple[float, dict[str, float]]](), dict[str, Any]()
-    command = [sys.executable, "-P", "-m", "node", "up", "--json"]
+    command = [sys.executable, "-P", "-m", "skipstone", "up", "--json"]
     # The first line of `--json` goes to standard error: both streams are one.
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, cwd=ROOT, **streams) as swarm:

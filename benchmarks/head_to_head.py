@@ -116,7 +116,7 @@ def our_command(arm: str, nodes: Nodes, node: int, folder: Path, text: Path, run
     address, first = nodes.address(node), f"{nodes.address(0)}:{PORT}"
     # A short link names an address alone, so that all nodes can start at once, as those of other systems do.
     where = str(short_link(run, (first,)) if node else folder / "run.toml")
-    command = [sys.executable, "-P", "-m", "node", "join", where, "--yes", "--json", "--threads", "1"]
+    command = [sys.executable, "-P", "-m", "skipstone", "join", where, "--yes", "--json", "--threads", "1"]
     command += ["--text", str(text), "--patience", str(PATIENCE_S), "--listen", address, "--advertise", address]
     command += ["--port", str(PORT), "--dht-port", str(PORT - 1), "--reach", "direct"]
     return [*command, "--stage", str(node)] if arm == "skip-pipe" else command

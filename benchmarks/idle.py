@@ -84,7 +84,7 @@ def one(nodes: int, *, complete: bool, settle_s: float, seconds: float) -> dict[
     with TemporaryDirectory() as name, split_network("a" * (nodes + complete)) as network, ExitStack() as stack:
         folder, every = Path(name), range(nodes)
         environment, run, link = {**os.environ, "SKIPSTONE_HOME": name}, folder / "run.toml", folder / "link0"
-        new = (sys.executable, "-P", "-m", "node", "new", str(run))
+        new = (sys.executable, "-P", "-m", "skipstone", "new", str(run))
         subprocess.run(new, check=True, capture_output=True, cwd=ROOT, env=environment)
         for index in range(nodes):
             host, place = network.addresses.format(index + 1), folder / str(index)

@@ -286,7 +286,7 @@ def notes_of(swarm: LocalSwarm) -> str:
 
 def verdict(logs: Path) -> dict[str, object]:
     """Exit code and report of `skipstone check` on a folder of event logs."""
-    command = [sys.executable, "-m", "node", "check", str(logs), "--json"]
+    command = [sys.executable, "-m", "skipstone", "check", str(logs), "--json"]
     checked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=600)
     return {"exit_code": checked.returncode, "report": json.loads(checked.stdout or "null")}
 

@@ -138,7 +138,7 @@ async def node(options: Any) -> dict[str, Any]:
     """A data node and a stage peer that start as `join` does; the figures are the stage peer's."""
     show = "import {}; print(open('/proc/self/smaps_rollup').read())"
     torch_mib, both_mib = (mib(ran("-c", show.format(name))[1]) for name in ("torch", "node.runtime.node"))
-    found: dict[str, Any] = {"help_cpu_s": ran("-m", "node", "--help")[0], "targets": TARGETS}
+    found: dict[str, Any] = {"help_cpu_s": ran("-m", "skipstone", "--help")[0], "targets": TARGETS}
     sizes = {"hidden": 256, "feed_forward": 688, "sequence": 128, "rows": 4, "microbatches": 8}
     manifest, pair = kit.run_of("memory", [0, 2], **sizes), LocalSwarmOptions(peers=2, threads=1)
     async with LocalSwarm(manifest, pair, command=node_command()) as swarm:

@@ -184,7 +184,7 @@ async def soak(
 
 def held_out_loss(link: str) -> float:
     """Held-out loss as `skipstone eval` gives it."""
-    command = [sys.executable, "-m", "node", "eval", link, "--microbatches", str(EVALUATED), "--json"]
+    command = [sys.executable, "-m", "skipstone", "eval", link, "--microbatches", str(EVALUATED), "--json"]
     for _ in range(3):  # the data node asked first may be one that has just been killed
         asked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=120)
         if asked.returncode == 0:

@@ -771,7 +771,9 @@ def known_scenarios() -> dict[str, Path]:
 
 
 def read_scenario(path: Path) -> tuple[Scenario, str]:
-    """Reads a scenario and its text from a file. Raises ConfigError, or ManifestError for a key under `manifest`."""
+    """Reads a scenario and its text from a file, or one of `lab/wan` by name. Raises ConfigError, ManifestError."""
+    if not path.exists() and (FOLDER.parent / "wan" / f"{path}.toml").is_file():
+        path = FOLDER.parent / "wan" / f"{path}.toml"
     try:
         text = path.read_text(encoding="utf-8")
         table = tomllib.loads(text)

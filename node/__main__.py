@@ -1,23 +1,19 @@
-"""Entry point `python -m node`. In a checkout it also has the commands of `lab`."""
+"""Entry point `python -m node`, with the commands of `lab`."""
 
 # ruff: noqa: E402
 import signal
 
 handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
 
-import sys
-from pathlib import Path
 from typing import Final
 
 import typer
 
 from node.cli.app import LABORATORY, LOOK, app, main
 from node.doctor.doctor import doctor
-from swarm.vocabulary.errors import ConfigError
 
 signal.signal(signal.SIGINT, handler)
 
-CHECKOUT: Final = Path(__file__).parent.parent
 EXPERIMENTS: Final = {
     "check": "Check that a run's event logs add up.",
     "wan": "Run a local swarm behind slow, distant or faulty links.",
@@ -27,13 +23,7 @@ EXPERIMENTS: Final = {
 
 
 def experiment(context: typer.Context) -> None:
-    """Runs a command of `lab`, which exists in a checkout but not in the wheel."""
-    if not (CHECKOUT / "lab" / "__init__.py").is_file():
-        raise ConfigError(
-            f"`skipstone {context.info_name}` needs a checkout of Skipstone",
-            hint="Clone the repository and install it with `pip install -e .`.",
-        )
-    sys.path.append(str(CHECKOUT))  # an editable install finds only the wheel's packages
+    """Runs a command of `lab`."""
     from lab.commands import app as laboratory
 
     arguments = [str(context.info_name), *context.args]

@@ -37,7 +37,7 @@ Try it:       skipstone up
 Join a run:   skipstone join LINK
 Start a run:  skipstone new run.toml, then skipstone join run.toml
 """
-RUN, LOOK, USE, LABORATORY = "Run", "Look", "Use the model", "Laboratory (needs a checkout)"
+RUN, LOOK, USE, LABORATORY = "Run", "Look", "Use the model", "Laboratory"
 
 
 class ErrorReportingGroup(TyperGroup):

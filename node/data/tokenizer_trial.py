@@ -17,7 +17,7 @@ PROBES: Final = (" ", "\n", "a", "1", "!", "\u00e9", "\u3042", "a ", " a1!\n")
 @lru_cache(maxsize=4)
 def fault_of(content: bytes) -> str | None:
     """Returns why a tokenizer file should not be opened here, or None. Blocks for a second; `content` is bounded."""
-    command = (sys.executable, "-P", "-m", "node.data.tokenizer_trial", str(CPU_S))
+    command = (sys.executable, "-P", __file__, str(CPU_S))  # it imports none of our packages
     environment = {"PATH": os.defpath, "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(  # noqa: S603 - the command is our own, and no shell reads it

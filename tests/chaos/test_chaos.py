@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize("name", ["stage-lost"])
 def test_a_scenario_is_passed(tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-P", "-m", "node", "chaos", name, "--out", str(out), "--json"]
+    command = [sys.executable, "-P", "-m", "skipstone", "chaos", name, "--out", str(out), "--json"]
     ran = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
     )

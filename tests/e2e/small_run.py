@@ -96,7 +96,7 @@ def events_of(logs: Path) -> list[Event]:
 
 async def skipstone(*arguments: str, within_s: float = PATIENCE_S) -> tuple[int | None, bytes, str]:
     """Exit code, standard output and standard error of a command."""
-    program, pipe = (sys.executable, "-P", "-m", "node", *arguments), asyncio.subprocess.PIPE
+    program, pipe = (sys.executable, "-P", "-m", "skipstone", *arguments), asyncio.subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     process = await asyncio.create_subprocess_exec(*program, stdout=pipe, stderr=pipe, env=environment)
     output, errors = await asyncio.wait_for(process.communicate(), within_s)

@@ -29,7 +29,7 @@ def typed(block: list[str], folder: Path) -> subprocess.Popen[str]:
     """Runs the block in bash on the loopback interface, in a process group that Ctrl-C ends."""
     command = folder.parent / "bin" / "skipstone"
     command.parent.mkdir(parents=True)
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m node "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m skipstone "$@"\n')
     command.chmod(0o755)
     loopback = {"SKIPSTONE_LISTEN": "127.0.0.1", "SKIPSTONE_ADVERTISE": "127.0.0.1", "SKIPSTONE_REACH": "direct"}
     own = {"HOME": str(folder.parent), "PYTHONPATH": str(ROOT), "PATH": f"{command.parent}:{os.environ['PATH']}"}

@@ -219,7 +219,7 @@ def test_the_examples_in_the_document_are_good_and_every_crash_point_is_in_a_sce
     assert tried == POINTS.keys()
 
 
-WAN = sorted((ROOT / "docker" / "wan").glob("*.toml"))
+WAN = sorted((ROOT / "lab" / "wan").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", [*scenarios.known_scenarios().values(), *WAN], ids=lambda path: path.stem)
@@ -270,12 +270,6 @@ def test_the_named_links_are_listed() -> None:
     table = json.loads(ran("wan", "--profiles", "--json").stdout)
     assert set(table["profiles"]) == set(PROFILES)
     assert table["netem_reason"]
-
-
-@pytest.mark.parametrize("name", ["wan", "chaos", "check"])
-def test_outside_a_checkout_one_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.__main__.CHECKOUT", tmp_path)
-    assert f"`skipstone {name}` needs a checkout" in refused(name, "--help")
 
 
 def test_chaos_lists_its_scenarios_and_wants_a_folder_and_expectations(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_no_interpreter_looks_for_modules_where_the_user_stands(folder: str) -> 
 
 
 def test_the_rule_itself_can_fail() -> None:
-    tree = ast.parse('run([sys.executable, "-m", "node"]); start(sys.executable, "-P", "-m"); (sys.executable,)')
+    tree = ast.parse('run([sys.executable, "-m", "skipstone"]); start(sys.executable, "-P", "-m"); (sys.executable,)')
     assert sorted(option for _, option in starts_of_interpreters(tree)) == ["", "-P", "-m"]
 
 

@@ -18,7 +18,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest
 from tests.e2e.small_run import PATIENCE_S, small_run
 
-NODE = (sys.executable, "-P", "-m", "node", "join")
+NODE = (sys.executable, "-P", "-m", "skipstone", "join")
 HERE = ("--listen", "127.0.0.1", "--advertise", "127.0.0.1", "--reach", "direct", "--threads", "1", "--json")
 WATCHED = "SKIPSTONE_TEST_WATCHED"
 NOTED = "SKIPSTONE_TEST_NOTED"

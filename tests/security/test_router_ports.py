@@ -70,7 +70,7 @@ def main() -> None:
         here = Path(folder)
         (here / "text").write_text("What is sent to a router is listened to. " * 500)
         environment = {**os.environ, "SKIPSTONE_HOME": str(here / "home")}
-        skipstone = [sys.executable, "-P", "-m", "node"]
+        skipstone = [sys.executable, "-P", "-m", "skipstone"]
         new = [*skipstone, "new", str(here / "run.toml"), "--data", f"path:{here / 'text'}"]
         subprocess.run(new, env=environment, check=True, stdout=subprocess.DEVNULL)
         # fmt: off

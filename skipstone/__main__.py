@@ -1,0 +1,5 @@
+"""Entry point `python -m skipstone`."""
+
+from skipstone import main
+
+main()
