@@ -51,7 +51,6 @@ from protocol.interfaces.transport import Contact, Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.averaging.round_events import Caught, OtherReplica, ReplicasChanged, RoundRules
 from swarm.averaging.round_machine import RoundMachine
-from swarm.compression.round_codecs import RoundCodecs
 from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
@@ -201,7 +200,7 @@ def round_process(connection: Connection, elements: int, codec: str) -> None:
     numbers = torch.Generator().manual_seed(1)  # the same in every process
     module = nn.ParameterList(nn.Parameter(torch.randn(elements // 8, generator=numbers)) for _ in range(8))
     replica = LocalReplica([module], 1, Schedule())
-    levels = (level_of(RoundCodecs(Codec[codec])),)
+    levels = (level_of(Codec[codec]),)
     rules = RoundRules(inner_steps=1, fragments=1, chunks=replica.layout.chunks, longest_s=1e9, levels=levels)
 
     async def main() -> None:

@@ -246,7 +246,7 @@ class Coded(Learner):
         return out
 
 
-BOUNDARIES: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4, Codec.TOP_K_4)
+BOUNDARIES: Final = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
 
 
 def loss_run(options: Any, seed: int) -> Manifest:

@@ -28,6 +28,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Caught, Event
 from swarm.averaging.trust import ROUNDS_BETWEEN, TIMES_OPPOSED, Opponents, Reckoning, chance_of_audit, unexplained
+from swarm.compression.round_codecs import LEAVES_OVER
 from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.averaging_messages import Contribution, SignedHash
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
@@ -55,7 +56,7 @@ class Recount:
             data = record.encoded(piece)
             if data is None:
                 raise StateError("the next snapshot is being taken")
-            values = read_encoding(plan.codecs.contribution, data, np.empty(piece.elements, np.float32))
+            values = read_encoding(plan.codec, data, np.empty(piece.elements, np.float32))
             self.samples[plan.own] = sample_of(values)
             add_scaled(values, -member.coefficient, self._rest)
             self._shares.append(math.sqrt(source.squares(piece.part)) / member.norm if member.norm else 0.0)
@@ -94,13 +95,13 @@ class Recount:
         plan = self._record.plan
         member = plan.members[signed.peer]
         try:
-            values = read_encoding(plan.codecs.contribution, data, np.empty(self._piece.elements, np.float32))
+            values = read_encoding(plan.codec, data, np.empty(self._piece.elements, np.float32))
         except ProtocolViolation as error:
             return self.caught(self._piece.reducer, f"accepted an invalid contribution: {error}")
         self.samples[signed.peer] = sample_of(values)
         add_scaled(values, -member.coefficient, self._rest)
         # With a codec that drops values, the encoding is shorter than the declared norm.
-        if not plan.codecs.leave_over and member.norm:
+        if plan.codec not in LEAVES_OVER and member.norm:
             self._shares.append(math.sqrt(squares(values)) / member.norm)
         return None
 
@@ -109,7 +110,7 @@ class Recount:
             self.samples[self._piece.reducer] = sample_of(self._rest)
         reducer, rest = self._record.plan.members[self._piece.reducer], math.sqrt(squares(self._rest))
         reckoning = Reckoning(self._piece.elements, rest, self._result, tuple(self._shares))
-        why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.codecs.result)
+        why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.codec)
         return None if why is None else self.caught(reducer.peer, why, tuple(signed.values()))
 
     def caught(self, peer: PeerId, why: str, signed: Sequence[SignedHash] = (), certain: bool = True) -> Caught:
@@ -120,16 +121,16 @@ class Recount:
 
 def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
     """Returns the probability with which this member audits one of `pieces`, all summed by other members."""
-    plan, codecs = record.plan, record.plan.codecs
+    plan, codec = record.plan, record.plan.codec
     if not plan.shards[plan.own]:
         return 1.0  # it receives no contributions otherwise, so this adds no traffic
     contributors, members = frozenset(plan.contributors), len(plan.members)
 
     def contributed(piece: Piece, without: frozenset[PeerId]) -> int:
-        return encoded_bytes(codecs.contribution, piece.elements) * len(contributors - without)
+        return encoded_bytes(codec, piece.elements) * len(contributors - without)
 
     all_bytes = sum(
-        contributed(piece, frozenset({piece.reducer})) + encoded_bytes(codecs.result, piece.elements) * (members - 1)
+        contributed(piece, frozenset({piece.reducer})) + encoded_bytes(codec, piece.elements) * (members - 1)
         for piece in plan.pieces
     )
     fetched = sum(contributed(piece, frozenset({piece.reducer, plan.own})) for piece in pieces) // len(pieces)
@@ -282,7 +283,7 @@ class Auditor:
             if data is None:
                 self._refuse(asker, messages.AuditRequest(message.round, message.first_chunk, message.end_chunk))
                 return
-            spec = piece_spec(record.plan.codecs.contribution, piece.elements)
+            spec = piece_spec(record.plan.codec, piece.elements)
             try:
                 async with asyncio.timeout(ANSWER_S):
                     signed = replace(message, signature=record.own[piece].signature)
@@ -393,7 +394,7 @@ class Auditor:
 
     async def _fetch(self, record: ExchangeRecord, piece: Piece, peer: PeerId) -> memoryview | None:
         key = (peer, record.plan.contribution(piece))
-        spec = piece_spec(record.plan.codecs.contribution, piece.elements)
+        spec = piece_spec(record.plan.codec, piece.elements)
 
         async def once() -> memoryview | None:
             wanted = self._wanted[key] = _Wanted(spec, asyncio.get_running_loop().create_future())

@@ -34,7 +34,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, ReplicasChanged, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.averaging.schedule import choose_version, voters
-from swarm.compression.round_codecs import CodecLevel, RoundCodecs, codec_levels
+from swarm.compression.round_codecs import CodecLevel, codec_levels
 from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.errors import CorruptSnapshot, NoQuorum, Stalled
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
@@ -147,12 +147,11 @@ RESUMING_WITHIN_S = 12.0  # Seconds to wait for replicas that resume at the same
 
 
 def levels_up_to(limit: Codec) -> tuple[CodecLevel, ...]:
-    return tuple(level_of(codecs) for codecs in codec_levels(limit))
+    return tuple(map(level_of, codec_levels(limit)))
 
 
-def level_of(codecs: RoundCodecs) -> CodecLevel:
-    encoded = sum(encoded_bytes(codec, _ELEMENTS) for codec in (codecs.contribution, codecs.result))
-    return CodecLevel(codecs, encoded / (2 * 4 * _ELEMENTS))
+def level_of(codec: Codec) -> CodecLevel:
+    return CodecLevel(codec, encoded_bytes(codec, _ELEMENTS) / (4 * _ELEMENTS))
 
 
 class ModuleRounds:

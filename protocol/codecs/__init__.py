@@ -10,7 +10,6 @@ from torch import Tensor
 from protocol.codecs import byte_planes as planes
 from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, decode_matrix, encode_matrix, in_slices, or_fails
 from protocol.codecs.memory import DTYPES, Vector, octets_of, octets_of_tensor, tensor_of, to_device, to_host
-from protocol.codecs.top_k import TOP_K_2, TOP_K_4, TopK
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
@@ -40,12 +39,10 @@ class HalfPrecision:
 
 _BLOCKWISE: Final[dict[Codec, Blockwise]] = {Codec.INT8: INT8, Codec.INT4: INT4}
 # Codecs whose encoded length depends only on the number of elements
-_SIMPLE: Final[dict[Codec, Unchanged | HalfPrecision | Blockwise | TopK]] = {
+_SIMPLE: Final[dict[Codec, Unchanged | HalfPrecision | Blockwise]] = {
     Codec.NONE: Unchanged(),
     Codec.BF16: HalfPrecision(),
     **_BLOCKWISE,
-    Codec.TOP_K_4: TOP_K_4,
-    Codec.TOP_K_2: TOP_K_2,
 }
 
 

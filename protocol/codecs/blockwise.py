@@ -164,7 +164,7 @@ def _unpack(packed: Tensor, out: Tensor) -> None:
     out.copy_(halves[:, : out.shape[1]]).sub_(8)
 
 
-# ---- scales, also those of the sparse codecs -------------------------------------------------------------------------
+# ---- scales ----------------------------------------------------------------------------------------------------------
 
 
 def inverse_of(scale: Tensor) -> Tensor:

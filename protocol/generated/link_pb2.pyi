@@ -21,8 +21,6 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INT8: _ClassVar[Codec]
     BF16: _ClassVar[Codec]
     INT4: _ClassVar[Codec]
-    TOP_K_4: _ClassVar[Codec]
-    TOP_K_2: _ClassVar[Codec]
     PLANES: _ClassVar[Codec]
 
 class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -45,8 +43,6 @@ NONE: Codec
 INT8: Codec
 BF16: Codec
 INT4: Codec
-TOP_K_4: Codec
-TOP_K_2: Codec
 PLANES: Codec
 PURPOSE_UNSPECIFIED: Purpose
 TRAIN: Purpose

@@ -9,8 +9,6 @@ from swarm.vocabulary.types import Codec
 
 BLOCK: Final = 128
 INT4_BLOCK: Final = 64
-SPARSE_CHUNK: Final = 4096
-PLACE_LOW_BITS: Final = 4  # Low bits of a position in its chunk, sent verbatim (`protocol.codecs.top_k`)
 # Channels per outlier, at least, because outliers are also sent as zeros in the blocks
 FEWEST_CHANNELS_AN_OUTLIER: Final = 16
 MAX_TOKEN_BYTES: Final = 3
@@ -27,9 +25,6 @@ class DType(enum.Enum):
     def size_bytes(self) -> int:
         return 4 if self is DType.FLOAT32 else 2
 
-
-# Elements sent of each chunk. A shorter last chunk sends an equal share, rounded up.
-KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
 
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.INT4})
 _WHOLE_FLOATS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16})
@@ -75,10 +70,6 @@ class TensorSpec:
                 return elements + 4 * blocks_of(elements, BLOCK) + self.apart_bytes
             case Codec.INT4:
                 return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self.apart_bytes
-            case Codec.TOP_K_4 | Codec.TOP_K_2:
-                whole, rest = divmod(elements, SPARSE_CHUNK)
-                last = SparseChunk(rest, self.codec).byte_length if rest else 0
-                return whole * SparseChunk(SPARSE_CHUNK, self.codec).byte_length + last
             case Codec.PLANES:
                 return self.compressed_bytes
 
@@ -108,36 +99,3 @@ def blocks_of(elements: int, size: int) -> int:
 def most_outliers(shape: tuple[int, ...]) -> int:
     """Returns the largest allowed number of outlier channels of a tensor with this shape."""
     return shape[-1] // FEWEST_CHANNELS_AN_OUTLIER
-
-
-@dataclass(frozen=True, slots=True)
-class SparseChunk:
-    """Layout of a chunk of the sparse codecs: levels, low bits of positions, high bits, codes, each in whole bytes."""
-
-    elements: int  # 1 to SPARSE_CHUNK
-    codec: Codec
-
-    @property
-    def kept(self) -> int:
-        return -(-self.elements * KEPT[self.codec] // SPARSE_CHUNK)
-
-    @property
-    def code_bits(self) -> int:
-        return 4 if self.codec is Codec.TOP_K_4 else 2
-
-    @property
-    def low_bytes(self) -> int:
-        return -(-self.kept * PLACE_LOW_BITS // 8)
-
-    @property
-    def high_bytes(self) -> int:
-        """Bytes of the positions' high bits: one bit per position, and one bit per 2^PLACE_LOW_BITS elements."""
-        return -(-(self.kept + blocks_of(self.elements, 2**PLACE_LOW_BITS)) // 8)
-
-    @property
-    def code_bytes(self) -> int:
-        return -(-self.kept * self.code_bits // 8)
-
-    @property
-    def byte_length(self) -> int:
-        return 4 + self.low_bytes + self.high_bytes + self.code_bytes

@@ -455,14 +455,16 @@ class CodecSection(Section):
     """Hidden states between stages."""
     gradients: Literal["none", "bf16", "int8", "int4"] = "none"
     """Gradients of hidden states."""
-    pseudo_gradients: Literal["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"] = "none"
-    """Pseudo-gradients in rounds. With `int4` and `top_k_*`, replicas send the omitted rest in later rounds."""
+    pseudo_gradients: Literal["none", "bf16", "int8", "int4"] = "none"
+    """Pseudo-gradients in rounds. With `int4`, replicas send the omitted rest in later rounds."""
     state: Literal["none", "planes"] = "planes"
     """State that newcomers download. `planes` is lossless and saves a sixth on slow links."""
 
-    @field_validator("activations", "gradients", mode="before")
+    @field_validator("activations", "gradients", "pseudo_gradients", mode="before")
     @classmethod
     def _codec_still_exists(cls, name: object) -> object:
+        if name in ("top_k_4", "top_k_2"):
+            raise ValueError(f"this Skipstone has no codec {name}; int4 sends an eighth of float32 and costs no loss")
         if name == "fp8":
             raise ValueError("this Skipstone has no codec fp8; int8 is as small and has a quarter of its error")
         return name

@@ -256,7 +256,7 @@ class Leader:
             self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
         entries = self._entries()
         codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
-        choice = codecs.value.contribution, codecs.reason
+        choice = codecs.value, codecs.reason
         signed = SignedRoster(self.round, self._base, tuple(entries.values()), *choice, self._tallies)
         return signed, make_roster(self._rules, signed)
 

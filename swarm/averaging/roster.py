@@ -9,9 +9,9 @@ from swarm.averaging.proven_work import lead, proven_work
 from swarm.averaging.round_events import RoundRules, Signer
 from swarm.averaging.schedule import WORK_AT_MOST, fragment_chunks, fragments_of, steps_between_rounds
 from swarm.averaging.trust import rates, slowest_bytes_per_s
-from swarm.compression.round_codecs import RoundCodecs, choose
+from swarm.compression.round_codecs import choose
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
-from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, PeerId, Reasoned, short
+from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, Codec, PeerId, Reasoned, short
 
 NORM_AT_MOST = 1.5  # Largest update norm, in medians. Larger updates are scaled down.
 MOST_LEAD = 64.0  # Largest factor by which proven work raises a limit
@@ -152,7 +152,7 @@ def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
 
 def codec_of(
     rules: RoundRules, number: RoundId, base: AnchorVersion, entries: Mapping[PeerId, Entry], every_s: float, own: float
-) -> Reasoned[RoundCodecs]:
+) -> Reasoned[Codec]:
     """Chooses the codec of a round that we lead. `own`: goodput of our best link, if no member measured a rate."""
     slowest = slowest_bytes_per_s(entries) or own
     return choose(rules.levels, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, every_s)
@@ -179,7 +179,7 @@ def objection(rules: RoundRules, signed: SignedRoster, own: Entry, signer: Signe
         return "it has no members, too many, or the same one twice"
     if signed.round.convener not in peers or own not in signed.entries:
         return "it lacks its leader, or our unchanged entry"
-    if RoundCodecs(signed.codec) not in rules.codecs:
+    if signed.codec not in rules.codecs:
         return f"this run's rounds do not use {signed.codec.name}"
     for entry in signed.entries:
         who = short(entry.peer)

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from swarm.compression.round_codecs import FLOAT32, CodecLevel, RoundCodecs
+from swarm.compression.round_codecs import FLOAT32, CodecLevel
 from swarm.vocabulary.averaging_messages import Entry, Roster, RoundControl, RoundId, WorkTally
-from swarm.vocabulary.types import AnchorVersion, PeerId
+from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class RoundRules:
     levels: tuple[CodecLevel, ...] = (FLOAT32,)  # Codec levels that the run allows in rounds, mildest first
 
     @property
-    def codecs(self) -> tuple[RoundCodecs, ...]:
+    def codecs(self) -> tuple[Codec, ...]:
         """Codecs that a leader may choose for a round of this run."""
-        return tuple(level.codecs for level in self.levels)
+        return tuple(level.codec for level in self.levels)
 
 
 class Signer(Protocol):

@@ -156,7 +156,7 @@ class SignedRoster:
     round: RoundId
     base: AnchorVersion
     entries: Annotated[tuple[Entry, ...], Length(1, MAX_MEMBERS), Inherits(("round", "base"))]
-    codec: Codec = Codec.NONE  # For contributions; `RoundCodecs.result` gives the codec of results
+    codec: Codec = Codec.NONE  # For contributions; `Codec.result` gives the codec of results
     codec_reason: Detail = ""
     tallies: Annotated[tuple[WorkTally, ...], Length(0, MAX_TALLIES)] = ()  # Prove the members' work
 

@@ -192,6 +192,4 @@ class Codec(enum.Enum):
     INT8 = 2  # A byte per element, and a float32 scale per 128 elements
     BF16 = 3  # The upper half of a float32
     INT4 = 5  # Half a byte per element, and a bfloat16 scale per 64 elements
-    TOP_K_4 = 6  # The 192 largest of each 4096 elements, as positions and 4-bit codes
-    TOP_K_2 = 7  # The 256 largest of each 4096 elements, as positions and 2-bit codes
     PLANES = 9  # Lossless: byte planes, each compressed

@@ -28,7 +28,7 @@ from protocol.identity.signatures import PieceSignatures
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Transport
 from swarm.averaging.round_events import Event, LinkLost, Owing, PieceArrived, PieceRejected
-from swarm.compression.round_codecs import RoundCodecs
+from swarm.compression.round_codecs import LEAVES_OVER
 from swarm.vocabulary.averaging_messages import Contribution, Reduced, RoundPiece, SignedHash
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec, PeerId
@@ -45,7 +45,7 @@ PROGRESS_EVERY_S: Final = 0.1  # Minimum interval between reports of one member'
 class ExchangeMeans:
     """Objects that all exchanges of a replica share: codecs, outer optimizer, thread, transport, signatures."""
 
-    codecs: tuple[RoundCodecs, ...]
+    codecs: tuple[Codec, ...]
     rule: OuterRule
     thread: ComputeThread
     transport: Transport
@@ -70,7 +70,7 @@ class ExchangeRecord:
 
     def encoded(self, piece: Piece) -> memoryview | None:
         """Encodes our contribution to a piece again, on the averaging thread. None if its input was overwritten."""
-        signed, codec = self.own.get(piece), self.plan.codecs.contribution
+        signed, codec = self.own.get(piece), self.plan.codec
         if signed is None or self.source is None:
             return None
         if self.sent is not None:
@@ -99,14 +99,14 @@ class AllReduce:
     def __post_init__(self) -> None:
         plan, source, means = self.plan, self._source, self._means
         self.sent_bytes = 0
-        self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
+        self.sent = SentParts(plan.codec) if plan.codec in LEAVES_OVER else None
         """Encoded contributions, kept if the codec drops much of the pseudo-gradient."""
         self._comparison = Comparison(plan, source, means.random)
         self._signed: dict[Piece, dict[PeerId, SignedHash]] = {piece: {} for piece in plan.shards[plan.own]}
         self._own_signed: dict[Piece, SignedHash] = {}
         self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *self.vectors)
-        self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.codecs.result) for peer in plan.shards}
+        self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.codec) for peer in plan.shards}
         """One limit per reducer. With a shared limit, one reducer could use it up and have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
@@ -160,7 +160,7 @@ class AllReduce:
             del self._staging, self._reduction, self._comparison, self._source, self._staged, self._room
 
     async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
-        codec = self.plan.codecs.contribution
+        codec = self.plan.codec
         largest = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
         room = np.empty(encoded_bytes(codec, largest) if largest else 0, np.uint8).data
         for piece in pieces:
@@ -190,7 +190,7 @@ class AllReduce:
 
     async def _send(self, peer: PeerId, message: Contribution | Reduced, piece: Piece, data: memoryview) -> bool:
         try:
-            spec = piece_spec(self.plan.codecs.of(message), piece.elements)
+            spec = piece_spec(self.plan.codec, piece.elements)
             await self._means.transport.send(peer, message, spec, data)
         except PeerError:
             self._report(LinkLost(peer))
@@ -278,7 +278,7 @@ class AllReduce:
 
     def _step(self, piece: Piece, data: memoryview) -> None:
         with gradual_underflow():  # all members must decode the same bits
-            gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
+            gradient = read_encoding(self.plan.codec, data, self._room[: piece.elements])
         self._result_limits[piece.reducer].check(gradient)
         self._comparison.add(piece, gradient)
         self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)

@@ -14,7 +14,6 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.roster import contributors
-from swarm.compression.round_codecs import RoundCodecs
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Contribution, Member, Reduced, Roster, RoundId, RoundPiece
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.statistics import Latest
@@ -54,7 +53,7 @@ class Plan:
         self.first_chunk, self.end_chunk = layout.fragments[roster.base.fragment % len(layout.fragments)]
         self.members = {member.peer: member for member in roster.members}
         self.contributors = contributors(roster)
-        self.codecs = RoundCodecs(roster.codec)
+        self.codec = roster.codec
         _check(own, roster, self.first_chunk, self.end_chunk)
         self.shards = {member.peer: _cut(layout, member) for member in roster.members}
         self.others = tuple(peer for peer in self.shards if peer != own)
@@ -230,9 +229,7 @@ def early_pieces(others: int) -> int:
 class Arrivals:
     """Receiver of the pieces of one attempt at a round. Buffers pieces that arrive before the roster."""
 
-    def __init__(
-        self, round_id: RoundId, codecs: Sequence[RoundCodecs], rejected: Callable[[PeerId, str], None]
-    ) -> None:
+    def __init__(self, round_id: RoundId, codecs: Sequence[Codec], rejected: Callable[[PeerId, str], None]) -> None:
         self.round = round_id
         self.received_bytes = 0
         self._codecs = codecs
@@ -284,12 +281,12 @@ class Arrivals:
             if len(self._come) >= EARLY_PIECES:
                 return "too many pieces before the roster"
             elements = tensor.shape[0]
-            specs = (piece_spec(codecs.of(message), elements) for codecs in self._codecs)
+            specs = (piece_spec(codec, elements) for codec in self._codecs)
             return None if elements <= LARGEST_PIECE and tensor in specs else "no piece has this size and encoding"
         piece = self._plan.piece_of(sender, message)
         if piece is None:
             return "this peer has no such piece to send"
-        if tensor == piece_spec(self._plan.codecs.of(message), piece.elements):
+        if tensor == piece_spec(self._plan.codec, piece.elements):
             return None
         why = f"a piece of {piece.elements} elements came as {tensor}"
         self._rejected(sender, why)
@@ -299,7 +296,7 @@ class Arrivals:
         assert self._plan is not None
         assert self._deliver is not None
         piece, codec = self._plan.piece_of(sender, message), self._come.get((sender, message))
-        due = self._plan.codecs.of(message)
+        due = self._plan.codec
         if piece is not None and codec is due and buffer.nbytes == encoded_bytes(due, piece.elements):
             self._deliver(sender, message, piece, buffer)
             return

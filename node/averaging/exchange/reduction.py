@@ -111,7 +111,7 @@ class Reduction:
     def __init__(self, plan: Plan, source: UpdateSource) -> None:
         self._plan = plan
         self._source = source
-        self._limits = {of: NormLimit(plan.members[of].norm, plan.codecs.contribution) for of in plan.contributors}
+        self._limits = {of: NormLimit(plan.members[of].norm, plan.codec) for of in plan.contributors}
         self._sums: dict[Piece, Vector] = {}
         self._sampled = next(iter(plan.shards[plan.own]), None)
         self.samples: dict[PeerId, Vector] = {}  # From the first piece, to compare their directions
@@ -119,7 +119,7 @@ class Reduction:
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
         """Adds a contribution, using `room` as scratch memory. Returns the encoded sum after the last contribution."""
-        values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
+        values = read_encoding(self._plan.codec, data, room[: piece.elements])
         self._limits[sender].check(values)
         total = self._sum(piece)
         if piece == self._sampled:
@@ -131,7 +131,7 @@ class Reduction:
     def finish(self, piece: Piece) -> memoryview:
         total = self._sum(piece)
         del self._sums[piece]
-        codec = self._plan.codecs.result
+        codec = self._plan.codec
         if codec is Codec.NONE:
             return total.view(np.uint8).data
         encoding = np.empty(encoded_bytes(codec, piece.elements), np.uint8).data

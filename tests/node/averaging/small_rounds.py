@@ -34,7 +34,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from swarm.averaging.round_events import Caught, Event, OtherReplica, ReplicasChanged, RoundRules
 from swarm.averaging.round_machine import RoundMachine
-from swarm.compression.round_codecs import CodecLevel, RoundCodecs
+from swarm.compression.round_codecs import CodecLevel
 from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import Contribution, Member, Reduced, Roster, RoundId
 from swarm.vocabulary.errors import StateError, Unreachable
@@ -66,7 +66,7 @@ class NamedSignatures:
 
 
 def means_of(
-    own: PeerId, codecs: tuple[RoundCodecs, ...], averaging: ComputeThread, transport: Transport, seed: int
+    own: PeerId, codecs: tuple[Codec, ...], averaging: ComputeThread, transport: Transport, seed: int
 ) -> ExchangeMeans:
     signatures = NamedSignatures(own)
     return ExchangeMeans(codecs, RULE, averaging, transport, SystemClock(), signatures, Random(seed))  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ class Room:
 
     def __init__(self, base: Anchor, codec: Codec, tasks: asyncio.TaskGroup) -> None:
         self.base, self.codec = base, codec
-        self.codecs: tuple[RoundCodecs, ...] = (RoundCodecs(codec),)
+        self.codecs: tuple[Codec, ...] = (codec,)
         self.parties: dict[PeerId, Party] = {}
         self.dead: set[PeerId] = set()
         self.tamper: Tamper = lambda sender, to, message, data: None
@@ -442,7 +442,7 @@ async def hall(
     fragments: int = 1,
 ) -> AsyncIterator[Hall]:
     """Replicas that reach each other in memory. Rounds use `codec`, or what is chosen up to `limit`."""
-    levels = (level_of(RoundCodecs(codec)),) if limit is None else levels_up_to(limit)
+    levels = (level_of(codec),) if limit is None else levels_up_to(limit)
     async with AsyncExitStack() as stack:
         here = Hall(elements, inner_steps, fragments, levels)
         for number in range(count):

@@ -13,14 +13,14 @@ import pytest
 from node.averaging.auditor import PATIENCE, Auditor
 from node.averaging.exchange.all_reduce import AllReduce
 from node.averaging.exchange.reduction import Reduction, opposed
-from swarm.compression.round_codecs import RoundCodecs, codec_levels
+from swarm.compression.round_codecs import codec_levels
 from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence, SignedHash
 from swarm.vocabulary.types import Codec, PeerId
 from tests.kit.waiting import LONG_S, until
 from tests.node.averaging.small_rounds import Hall, hall
 
 INNER = 2
-EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *codec_levels(Codec.TOP_K_2))
+EVERY = (Codec.NONE, Codec.BF16, *codec_levels(Codec.INT4))
 LIAR = PeerId("peer-2")
 
 
@@ -113,10 +113,10 @@ async def work(here: Hall, number: int) -> None:
     await until(lambda: all(not auditor.busy for auditor in auditors))
 
 
-@pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
+@pytest.mark.parametrize("codec", EVERY, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("members", [2, 5])
-async def test_honest_rounds_bear_audits(codecs: RoundCodecs, members: int) -> None:
-    async with hall(members, codec=codecs.contribution, inner_steps=INNER, elements=80_000) as here:
+async def test_honest_rounds_bear_audits(codec: Codec, members: int) -> None:
+    async with hall(members, codec=codec, inner_steps=INNER, elements=80_000) as here:
         audit_always(here)
         for number in range(1, 4):
             await here.a_round(number, INNER)
@@ -285,7 +285,7 @@ async def test_an_accusation_with_signatures_that_do_not_hold_costs_its_author()
         assert certain(here, VICTIM) == {LIAR}
 
 
-@pytest.mark.parametrize("codec", [Codec.NONE, Codec.TOP_K_2])
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT4])
 async def test_audits_fetch_at_most_an_eighth_of_what_rounds_send(codec: Codec) -> None:
     rounds = 40
     async with hall(3, codec=codec, inner_steps=INNER, elements=40_000) as here:

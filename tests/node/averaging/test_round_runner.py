@@ -88,14 +88,14 @@ async def test_rounds_equal_the_same_algorithm_in_one_place(
 
 
 async def test_slow_links_make_rounds_smaller_and_all_members_agree_on_how() -> None:
-    async with hall(3, limit=Codec.TOP_K_2, inner_steps=INNER) as here:
+    async with hall(3, limit=Codec.INT4, inner_steps=INNER) as here:
         here.piece_s = 0.1
         await here.a_round(1, INNER)
         await here.a_round(2, INNER)
         assert here.agree()
         for replica in here.replicas.values():
             first, second = replica.settled
-            assert [first.codec, second.codec] == ["int8", "top_k_2"]
+            assert [first.codec, second.codec] == ["int8", "int4"]
             assert second.sent_bytes < first.sent_bytes / 3
             assert "no link was measured yet" in replica.codec_reasons[0]
             assert "Mbit/s" in replica.codec_reasons[1]

@@ -131,7 +131,7 @@ EXAMPLES: Final[dict[str, frames.SmallFrame]] = {
     "entry": ENTRY,
     "entry of nothing": EMPTY_ENTRY,
     "declined": rounds.Declined(ROUND, rounds.DeclineReason.NOT_READY, BASE),
-    "roster": rounds.SignedRoster(ROUND, BASE, (ENTRY, EMPTY_ENTRY), types.Codec.TOP_K_4, "slow links"),
+    "roster": rounds.SignedRoster(ROUND, BASE, (ENTRY, EMPTY_ENTRY), types.Codec.INT4, "slow links"),
     "roster of tallies": rounds.SignedRoster(ROUND, BASE, (EMPTY_ENTRY,), tallies=(TALLY,)),
     "roster without a reason": rounds.SignedRoster(ROUND, BASE, (EMPTY_ENTRY,)),
     "contribution": frames.TensorFrame(rounds.Contribution(ROUND, 7, 300, SIGNATURE), FLOATS, 15, 5),

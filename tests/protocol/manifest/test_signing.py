@@ -74,7 +74,7 @@ def tables(draw: st.DrawFn) -> Table:
         "codecs": {
             "activations": draw(st.sampled_from(["none", "bf16", "int8", "int4"])),
             "gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4"])),
-            "pseudo_gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"])),
+            "pseudo_gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4"])),
             "state": draw(st.sampled_from(["none", "planes"])),
         },
     }
@@ -277,7 +277,7 @@ WRONG_VALUES: dict[str, list[object]] = {
     "training.round_seconds": [0.0, -1.0, math.inf, math.nan],
     "codecs.pseudo_gradients": ["planes"],
     "codecs.state": ["int8"],
-    "codecs.activations": ["top_k_4"],
+    "codecs.activations": ["planes"],
 }
 
 

@@ -5,19 +5,19 @@ import pytest
 from swarm.averaging.roster import LEADER_REDUCES_FROM, codec_of
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.trust import mark_of
-from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, CodecLevel, RoundCodecs, choose, codec_levels
+from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, CodecLevel, choose, codec_levels
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, RoundId
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, Reasoned
 
 A, B = PeerId("a"), PeerId("b")
 BASE = AnchorVersion(4, 40, 4000, 0, b"d" * 32)
-SHARES = {Codec.INT8: 0.25, Codec.INT4: 0.125, Codec.TOP_K_4: 0.07, Codec.TOP_K_2: 0.06}
-LEVELS = tuple(CodecLevel(codecs, SHARES[codecs.contribution]) for codecs in codec_levels(Codec.TOP_K_2))
+SHARES = {Codec.INT8: 0.25, Codec.INT4: 0.125}
+LEVELS = tuple(CodecLevel(codec, SHARES[codec]) for codec in codec_levels(Codec.INT4))
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=10, longest_s=60.0, chunk_bytes=10**6, levels=LEVELS)
 INTERVAL_S = 40.0  # So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each
 
 
-def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reasoned[RoundCodecs]:
+def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reasoned[Codec]:
     """Rates are what all the others say."""
     number = RoundId(ModuleId(1), 5, attempt, A)
     said = {peer: tuple(LinkRate(mark_of(other), rates[other]) for other in rates if rates[other]) for peer in rates}
@@ -32,19 +32,14 @@ def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reas
         (Codec.BF16, [Codec.BF16]),
         (Codec.INT8, [Codec.INT8]),
         (Codec.INT4, [Codec.INT8, Codec.INT4]),
-        (Codec.TOP_K_2, [Codec.INT8, Codec.INT4, Codec.TOP_K_4, Codec.TOP_K_2]),
     ],
 )
 def test_a_run_allows_what_is_milder_than_its_limit(limit: Codec, contributions: list[Codec]) -> None:
-    assert [codecs.contribution for codecs in codec_levels(limit)] == contributions
+    assert [*codec_levels(limit)] == contributions
 
 
-def test_means_are_never_sparse_and_a_run_that_allows_one_codec_has_no_choice() -> None:
-    for codecs in codec_levels(Codec.TOP_K_2):
-        assert codecs.result in (Codec.INT8, Codec.INT4)
-        assert codecs.leave_over is (codecs.contribution is not Codec.INT8)
-    only = RoundCodecs(Codec.NONE)
-    assert choose((CodecLevel(only, 1.0),), 1e9, 1.0, 1.0).value == only
+def test_a_run_that_allows_one_codec_has_no_choice() -> None:
+    assert choose((CodecLevel(Codec.NONE, 1.0),), 1e9, 1.0, 1.0).value is Codec.NONE
 
 
 @pytest.mark.parametrize(
@@ -54,26 +49,24 @@ def test_means_are_never_sparse_and_a_run_that_allows_one_codec_has_no_choice() 
         (0.26e6, Codec.INT8),
         (0.24e6, Codec.INT4),
         (0.13e6, Codec.INT4),
-        (0.12e6, Codec.TOP_K_4),
-        (0.065e6, Codec.TOP_K_2),
-        (1.0, Codec.TOP_K_2),
+        (1.0, Codec.INT4),
     ],
 )
 def test_the_mildest_that_the_slowest_member_carries_in_time(slowest: float, codec: Codec) -> None:
     made = choose(LEVELS, 10e6, slowest, INTERVAL_S)
-    assert made.value.contribution is codec
+    assert made.value is codec
     assert f"{MOST_OF_AN_INTERVAL:.0%} are wanted" in made.reason
 
 
 def test_who_has_measured_nothing_holds_nobody_back_and_at_first_the_leaders_own_link_counts() -> None:
-    assert chosen({A: 0, B: 8}).value.contribution is Codec.TOP_K_2
+    assert chosen({A: 0, B: 8}).value is Codec.INT4
     nothing = chosen({A: 0, B: 0})
-    assert (nothing.value.contribution, nothing.reason) == (Codec.INT8, "no link was measured yet")
-    assert chosen({A: 0, B: 0}, own=0.12e6).value.contribution is Codec.TOP_K_4
-    assert chosen({A: 10, B: 10}, own=0.12e6).value.contribution is Codec.INT8
+    assert (nothing.value, nothing.reason) == (Codec.INT8, "no link was measured yet")
+    assert chosen({A: 0, B: 0}, own=0.12e6).value is Codec.INT4
+    assert chosen({A: 10, B: 10}, own=0.12e6).value is Codec.INT8
 
 
 def test_a_convener_that_reduces_alone_has_more_to_carry() -> None:
     peers = {PeerId(name): 10 for name in "abcdefghijkl"}
-    assert chosen(peers).value.contribution is Codec.INT8
-    assert chosen(peers, LEADER_REDUCES_FROM).value.contribution is not Codec.INT8
+    assert chosen(peers).value is Codec.INT8
+    assert chosen(peers, LEADER_REDUCES_FROM).value is not Codec.INT8

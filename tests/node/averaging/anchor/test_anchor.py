@@ -421,7 +421,7 @@ async def test_a_lone_replica_that_diverged_starts_again_from_its_anchor() -> No
         assert sync.lost == InnerWork(4, 128)
 
 
-CODEC = Codec.TOP_K_2
+CODEC = Codec.INT4
 ELEMENTS = 3 * 4096
 SENT = (slice(0, 4096), slice(4096, 2 * 4096))
 OWN = slice(2 * 4096, ELEMENTS)

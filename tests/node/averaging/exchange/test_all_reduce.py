@@ -9,7 +9,7 @@ from node.averaging.anchor.anchor import hash_all
 from node.averaging.exchange.pieces import ExchangeProgress, Plan
 from protocol.codecs import encoded_bytes
 from swarm.averaging.round_events import Event, Owing, PieceArrived, PieceRejected
-from swarm.compression.round_codecs import RoundCodecs, codec_levels
+from swarm.compression.round_codecs import codec_levels
 from swarm.vocabulary.averaging_messages import Contribution, Reduced, RoundId
 from swarm.vocabulary.types import Codec, PeerId
 from tests.kit.waiting import until
@@ -32,7 +32,7 @@ def snapshots_of(base, count):  # type: ignore[no-untyped-def]
     return {name: base.parameters - vector(base.layout.elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
 
 
-EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *codec_levels(Codec.TOP_K_2))
+EVERY = (Codec.NONE, Codec.BF16, *codec_levels(Codec.INT4))
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.BF16, Codec.INT8])
@@ -57,12 +57,12 @@ async def test_all_members_make_the_same_anchor(codec: Codec, count: int, shares
         assert (first.version.round, first.version.steps, first.version.tokens) == (1, 10, 1000)
 
 
-@pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
-async def test_bytes_are_those_of_the_best_all_reduce(codecs: RoundCodecs) -> None:
-    async with room(BASE, snapshots_of(BASE, 4), codecs.contribution) as here:
+@pytest.mark.parametrize("codec", EVERY, ids=lambda codec: codec.name)
+async def test_bytes_are_those_of_the_best_all_reduce(codec: Codec) -> None:
+    async with room(BASE, snapshots_of(BASE, 4), codec) as here:
         await here.exchange(roster_of(BASE, equal_weights(list(here.parties.values()))))
         sent = sum(party.exchange.sent_bytes for party in here.parties.values())
-        both_ways = sum(encoded_bytes(codec, BASE.layout.elements) for codec in (codecs.contribution, codecs.result))
+        both_ways = 2 * encoded_bytes(codec, BASE.layout.elements)
         assert sent <= 1.05 * 3 / 4 * both_ways * 4
 
 
@@ -77,7 +77,7 @@ async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
         np.testing.assert_allclose(anchors[2].momentum, mean, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.TOP_K_2])
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.INT4])
 async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
     async with room(BASE, snapshots_of(BASE, 3), codec) as here:
         here.codecs = EVERY
@@ -175,10 +175,10 @@ async def test_a_replica_whose_update_points_the_other_way_accuses_nobody() -> N
         assert len({anchor.version.digest for anchor in anchors}) == 1
 
 
-@pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
+@pytest.mark.parametrize("codec", EVERY, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("members", [2, 5])
 @pytest.mark.parametrize("kind", ["in common", "nothing in common"])
-async def test_honest_means_are_not_objected_to(codecs: RoundCodecs, members: int, kind: str) -> None:
+async def test_honest_means_are_not_objected_to(codec: Codec, members: int, kind: str) -> None:
     base = base_anchor(small_layout(40_000))
     for seed in range(3):
         common = vector(base.layout.elements, 100 + seed, 0.01 if kind == "in common" else 0.0)
@@ -186,7 +186,7 @@ async def test_honest_means_are_not_objected_to(codecs: RoundCodecs, members: in
             f"m{i}": base.parameters - common - vector(base.layout.elements, 1000 * seed + i, 0.01 * (1 + i % 3))
             for i in range(members)
         }
-        async with room(base, snapshots, codecs.contribution) as here:
+        async with room(base, snapshots, codec) as here:
             anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
             assert len({anchor.version.digest for anchor in anchors}) == 1
             assert not any(isinstance(e, PieceRejected) for party in here.parties.values() for e in party.events)
