@@ -17,7 +17,7 @@ from node.cli.join import join, leave, pause, resume
 from node.cli.limits import limits
 from node.cli.new import new
 from node.cli.solo import solo
-from node.cli.status import dashboard, evaluate, status
+from node.cli.status import dashboard, evaluate, history, status
 from node.cli.up import up
 from node.cli.views.text import harmless
 from node.concurrency.task_groups import leaves
@@ -110,6 +110,7 @@ for command in (up, join, leave, pause, resume, limits, new, invite, solo):
     app.command(rich_help_panel=RUN)(command)
 app.command(rich_help_panel=LOOK)(status)
 app.command(rich_help_panel=LOOK)(dashboard)
+app.command(rich_help_panel=LOOK)(history)
 app.command(rich_help_panel=LOOK)(version)
 app.command(rich_help_panel=USE)(generate)
 app.command("eval", rich_help_panel=USE)(evaluate)

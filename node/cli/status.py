@@ -88,6 +88,15 @@ def status(
     show(run_loop(query_status(where)))
 
 
+def history(link: Annotated[str | None, RunLink] = None) -> None:
+    """Print a run's loss so far as CSV: step, tokens, loss, Unix time."""
+    from node.network.client import query_status
+
+    curve = run_loop(query_status(run_link(link))).curve
+    for row in (("step", "tokens", "loss", "unix_s"), *(() if curve is None else curve.points)):
+        typer.echo(",".join(map(str, row)))
+
+
 def evaluate(
     target: Annotated[
         str, typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")

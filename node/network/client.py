@@ -1,6 +1,7 @@
 """Queries of a running swarm by a client that hosts no module: `status` and `eval`."""
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
@@ -17,6 +18,7 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
 STATUS_TIMEOUT_S = 5.0
 WATCH_S = 3.0
+SAMPLED_S = 5.0  # With `most`, because each node of a run may sample
 GAP_PATIENCE_S = 3.0  # Time for the directory to name peers of stages that a path may skip
 EVALUATION_TIMEOUT_S = 600.0  # The data node runs the whole model over the held-out text
 
@@ -36,17 +38,26 @@ async def statuses(link: Link, patience_s: float = 30.0) -> AsyncGenerator[Swarm
                 yield status
 
 
-async def statuses_of(session: NetworkSession, manifest: Manifest) -> AsyncGenerator[SwarmStatus]:
-    """Yields the status of the session's run every `WATCH_S` seconds, with this node's own."""
+async def statuses_of(
+    session: NetworkSession, manifest: Manifest, most: int | None = None
+) -> AsyncGenerator[SwarmStatus]:
+    """Yields the status of the session's run every `WATCH_S` seconds, with this node's own.
+
+    `most`: ask this node's peers and at most so many others, data nodes first, and look up no more.
+    """
     stages = manifest.stages
     modules = tuple(map(str, manifest.modules())) if stages.has_experts else None
     while True:
-        seen = await session.look_around(manifest)
+        seen = session.others() if most is not None else await session.look_around(manifest)
         if session.own.state is not PeerState.VISITING:
             seen.append(session.own.announcement())
-        peers = await asyncio.gather(*(_peer_status(session, each) for each in sorted(seen, key=lambda a: a.peer)))
+        here = session.transport.here()
+        seen.sort(key=lambda a: (a.peer not in here, a.module != ModuleId(0), random.random()))  # noqa: S311
+        places = len(seen) if most is None else len(here) + most
+        asked = (_peer_status(session, each, ask=place < places) for place, each in enumerate(seen))
+        peers = sorted(await asyncio.gather(*asked), key=lambda peer: peer.peer)
         yield SwarmStatus.of(session.run, manifest.name, stages.count, tuple(peers), modules)
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(WATCH_S if most is None else SAMPLED_S)
 
 
 async def query_evaluation(
@@ -93,11 +104,11 @@ async def find_peers(session: NetworkSession, manifest: Manifest, patience_s: fl
     await session.membership_sync.alive(manifest.modules())
 
 
-async def _peer_status(session: NetworkSession, said: Announcement) -> PeerStatus:
-    """Asks a peer for its status, and combines the answer, if any, with the peer's announcement."""
+async def _peer_status(session: NetworkSession, said: Announcement, *, ask: bool) -> PeerStatus:
+    """Combines a peer's announcement with its status, if it is asked and answers."""
     answered, question = None, Question(QuestionAbout.STATUS)
     with suppress(PeerError):
-        answered = parse_status(await session.transport.ask(said.peer, question, STATUS_TIMEOUT_S))
+        answered = None if not ask else parse_status(await session.transport.ask(said.peer, question, STATUS_TIMEOUT_S))
     return PeerStatus(
         peer=said.peer,
         module=None if said.module is None else str(said.module),

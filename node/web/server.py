@@ -20,6 +20,7 @@ from node.concurrency.task_groups import background
 from node.observability.events import Abandoned, Event, Note, Waiting
 from node.observability.status import SwarmStatus
 from node.observability.typed_json import to_json
+from node.web.metrics import CONTENT_TYPE, metrics
 from node.web.picture import MOST_HAPPENED, Happening, Picture, next_picture
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, Unreachable
 
@@ -168,6 +169,17 @@ async def served(
         kind, content = files[request.path]
         return web.Response(body=content, content_type=kind, charset="utf-8", headers=HEADERS)
 
+    async def scrape(request: web.Request) -> web.Response:
+        try:
+            async with aclosing(statuses()) as seen:
+                text = metrics(await anext(seen), own())
+        except Unreachable as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from None
+        return web.Response(body=text, headers=HEADERS | {"Content-Type": CONTENT_TYPE})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response(text="ok\n", headers=HEADERS)
+
     @web.middleware
     async def own_host(request: web.Request, handler: Any) -> Any:
         # A page of another site can reach this port by a name that it made point here, but cannot forge these.
@@ -178,9 +190,9 @@ async def served(
 
     app = web.Application(middlewares=[own_host], client_max_size=1024)
     app.add_routes([web.get(place, file) for place in files])
-    app.add_routes(
-        [web.get("/pictures", page.pictures), web.post("/ask/{verb}", page.ask), web.post("/limits", page.change)]
-    )
+    gets = {"/pictures": page.pictures, "/metrics": scrape, "/healthz": health}
+    app.add_routes([web.get(place, handler) for place, handler in gets.items()])
+    app.add_routes([web.post("/ask/{verb}", page.ask), web.post("/limits", page.change)])
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
     await runner.setup()
     try:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
@@ -114,6 +115,20 @@ async def test_text_of_peers_is_never_markup() -> None:
         assert MARKUP in await tab.inner_text("h1")
         assert await tab.locator("img, b b, #events b").count() == 0
         assert tab.complaints == []
+
+
+async def test_prometheus_reads_figures_whatever_peers_say() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    async with served(RunPage(), 0, hostile) as link, aiohttp.ClientSession() as session:
+        async with session.get(link.partition("#")[0] + "metrics") as answer:
+            text = await answer.text()
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert families["skipstone_peers"].samples[0].value == 4
+        assert {sample.labels["module"] for sample in families["skipstone_slots"].samples} >= {"0.0", "1.0"}
+        async with session.get(link.partition("#")[0] + "healthz") as answer:
+            assert await answer.text() == "ok\n"
 
 
 async def quiet() -> AsyncGenerator[SwarmStatus]:

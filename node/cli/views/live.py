@@ -15,11 +15,11 @@ from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
 
 REFRESH_S = 0.25
 NOTE_S = 30.0  # Time for which a note is shown, in seconds; an error is shown until others replace it
-_CURVE_WIDTH = 32
+CURVE_WIDTH = 32
 _DOWNLOAD_WIDTH = 12
 _STATE_STYLES = {"serving": "green", "failed": "red", "finished": "dim", "draining": "yellow"}
 _SHOWN_NOTES = 4
-_NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
+NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
 
 
 def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> RenderableType:
@@ -27,7 +27,7 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
     parts: list[RenderableType] = [_headline(state, title, elapsed_s)]
     if state.target is not None:
         bar = Table.grid()  # a bar alone does not end its line
-        bar.add_row(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
+        bar.add_row(ProgressBar(total=state.target, completed=state.step, width=CURVE_WIDTH))
         parts.append(bar)
     parts.append(_loss_line(state))
     packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
@@ -38,7 +38,7 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
     parts += [Text(text.harmless(line), style="bold yellow") for line in waiting]
     notes = [(now - at, note) for at, note in state.notes if note.level == "error" or now - at < NOTE_S]
     for age, note in notes[-_SHOWN_NOTES:]:
-        line = Text(text.harmless(note.message, text.MAX_OWN_CHARACTERS), style=_NOTE_STYLES[note.level])
+        line = Text(text.harmless(note.message, text.MAX_OWN_CHARACTERS), style=NOTE_STYLES[note.level])
         parts.append(line.append(f"  {text.duration(age)} ago", style="dim"))
     return Group(*parts)
 
@@ -65,7 +65,7 @@ def _loss_line(state: SwarmProgress) -> Text:
     line = Text("loss ")
     line.append(text.loss_text(state.loss_last), style="bold")
     line.append("  ")
-    line.append(text.sparkline([loss for _, _, loss, _ in state.curve.points], _CURVE_WIDTH), style="cyan")
+    line.append(text.sparkline([loss for _, _, loss, _ in state.curve.points], CURVE_WIDTH), style="cyan")
     line.append(f"  from {text.loss_text(state.loss_first)}   {text.count(state.tokens_per_s)} tokens/s", style="dim")
     return line
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from node.cli.join import ask_consent, description
 from node.cli.views.live import remaining_s, render
 from node.cli.views.output import NodeLines, join_lines, plain_line
+from node.cli.views.run_screen import RunScreen
 from node.cli.views.status_view import (
     MOST_ROWS,
     accused_lines,
@@ -38,11 +39,14 @@ from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_ex
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from node.observability import events
 from node.observability.status import PeerStatus, Status, SwarmStatus, parse_status
+from node.runtime.limits import Standing
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import FilesSection
 from protocol.manifest.signing import SignedManifest, sign_manifest
 from swarm.vocabulary.errors import LEAVING
 from swarm.vocabulary.types import Reasoned
+from swarm.workload.limits import Limits
+from tests.kit.events import KeptEvents
 from tests.node.observability.test_observability import EVENTS
 from tests.node.small_manifest import small_manifest
 
@@ -306,6 +310,31 @@ def test_peers_cannot_draw_with_anything_that_they_answer(key: str) -> None:
 def routes_of(answered: object) -> str:
     peers = (peer_of("12D3KooWpeer0abc", "0.0", answered), peer_of("12D3KooWpeer1abc", "1.0", None))
     return printed(*status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1"))))
+
+
+def test_the_screen_of_a_node_shows_its_run_its_work_and_its_limits() -> None:
+    lines = KeptEvents()
+    screen = RunScreen(Console(file=io.StringIO()), lines)
+    screen.emit(events.Note("info", "before"))
+    assert lines.events == [events.Note("info", "before")]
+    done = {"steps": 7, "accumulated": 31, "traffic": {"x": {"sent_bytes": 2_000_000, "received_bytes": 500_000}}}
+    peers = (
+        peer_of("12D3KooWown", "1.0", done),
+        peer_of("12D3KooWdata", "0.0", NESTED | {"loss_last": 2.5, "steps": 9}),
+    )
+    screen._status = SwarmStatus.of("98fc", HOSTILE, 3, peers)
+    screen._own, screen._drawing = (lambda: ("12D3KooWown",)), True
+    screen.standing = lambda: Standing(Limits(), 0.5, "82 of 80 °C", 1.25)
+    screen.emit(events.Note("error", HOSTILE))
+    text = printed(screen.render(), width=80)
+    assert "\x1b" not in text
+    for piece in (
+        "1 (here)",
+        "7 steps, 31 microbatches, 2.0 MB sent, 0.5 MB received",
+        "at 50% of its speed: 82 of 80 °C",
+    ):
+        assert piece in text
+    assert len(lines.events) == 1, "the view is drawn instead"
 
 
 def test_status_shows_routes_experts_and_who_is_missing() -> None:

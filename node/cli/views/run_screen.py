@@ -1,0 +1,111 @@
+"""The live view of `skipstone join`: the run, its stages, this node, and the latest messages."""
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from node.cli.views import text
+from node.cli.views.live import CURVE_WIDTH, NOTE_STYLES, download_cell, draw
+from node.cli.views.output import plain_line
+from node.cli.views.status_view import status_headline
+from node.concurrency.task_groups import background
+from node.observability import events
+from node.observability.events import Event, EventSink
+from node.observability.status import PeerStatus, SwarmStatus
+
+SHOWN_MESSAGES: Final = 6
+MOST_STAGES: Final = 24
+_SILENT: Final = events.InnerStep | events.Step | events.RoundCommitted | events.CatchingUp | events.Abandoned
+
+
+class RunScreen:
+    """Shows events as lines of `before` until the node is in the run, and then as a view that is drawn again."""
+
+    def __init__(self, console: Console, before: EventSink) -> None:
+        self._console, self._before = console, before
+        self._began = time.monotonic()
+        self._messages: deque[tuple[float, str, str]] = deque(maxlen=SHOWN_MESSAGES)
+        self._own: Callable[[], tuple[str, ...]] = tuple
+        self._status: SwarmStatus | None = None
+        self._drawing = False
+        self.standing: Callable[[], Any] = lambda: None
+
+    def emit(self, event: Event) -> None:
+        if not self._drawing or isinstance(event, events.NodeSummary):
+            self._before.emit(event)
+        elif not isinstance(event, _SILENT) and (line := plain_line(event)) is not None:
+            level = event.level if isinstance(event, events.Note) else "info"
+            self._messages.append((time.monotonic(), level, line))
+
+    async def follow(
+        self, statuses: Callable[[], AsyncGenerator[SwarmStatus]], own: Callable[[], tuple[str, ...]]
+    ) -> None:
+        """Draws the view until cancelled."""
+        self._own, self._drawing = own, True
+        try:
+            async with background(draw(self._console, self.render)), aclosing(statuses()) as seen:
+                async for status in seen:
+                    self._status = status
+        finally:
+            self._drawing = False
+
+    def render(self) -> RenderableType:
+        """Renders the view, at most 80 columns wide. Text from peers is escaped."""
+        if self._status is None:
+            return Text("asking the run's peers", style="dim")
+        own = [peer for peer in self._status.peers if peer.peer in self._own()]
+        parts: list[RenderableType] = [status_headline(self._status)]
+        if self._status.curve is not None:
+            losses = [loss for _, _, loss, _ in self._status.curve.points]
+            line = Text("loss ").append(text.sparkline(losses, CURVE_WIDTH), style="cyan")
+            parts.append(line.append(f"  from {text.loss_text(losses[0])}", style="dim"))
+        parts.append(_stages(self._status, {peer.peer for peer in own}))
+        for peer in own:
+            parts.extend(_own_lines(peer))
+        if (limits := self.standing()) is not None:
+            pace = "at full speed" if limits.share >= 1 else f"at {limits.share:.0%} of its speed: {limits.reason}"
+            pace = f"paused: {limits.reason}" if not limits.share else pace
+            since = text.duration(time.monotonic() - self._began)
+            parts.append(Text(f"here for {since}, {pace}; {limits.used_gb:.2f} GB this month", style="dim"))
+        for at, level, message in self._messages:
+            ago = f"  {text.duration(time.monotonic() - at)} ago"
+            parts.append(Text(text.harmless(message, 240), style=NOTE_STYLES.get(level, "")).append(ago, style="dim"))
+        return Group(*parts)
+
+
+def _stages(status: SwarmStatus, own: set[str]) -> Table:
+    """Builds a table with a row per stage, and marks the stages of this node."""
+    table = text.plain_table("stage", right=("peers", "serving", "tokens/s", "round"))
+    for stage in range(min(status.stages, MOST_STAGES)):
+        peers = [peer for peer in status.peers if peer.hosts(stage)]
+        serving = sum(peer.state == "serving" for peer in peers)
+        is_own = any(peer.peer in own for peer in peers)
+        style = "bold" if is_own else "" if serving else "red"
+        last = max((peer.round for peer in peers), default=0)
+        rate = sum(peer.tokens_per_s for peer in peers)
+        figures = (f"{stage}{' (here)' if is_own else ''}", str(len(peers)), str(serving), text.count(rate), str(last))
+        table.add_row(*(Text(each, style=style) for each in figures))
+    return table
+
+
+def _own_lines(peer: PeerStatus) -> Iterator[RenderableType]:
+    """Yields what this node has done in one of its modules, and what it waits for."""
+    said, traffic = peer.said, (peer.said.traffic or {}).values()
+    sent, received = (sum(getattr(each, way) for each in traffic) for way in ("sent_bytes", "received_bytes"))
+    done = f"{text.counted(said.steps, 'step')}, {text.counted(said.accumulated, 'microbatch')}"
+    moved = f"{text.megabytes(sent)} sent, {text.megabytes(received)} received"
+    yield Text(f"module {text.harmless(peer.module or '-')} {peer.state}: {done}, {moved}")
+    if (compute := said.compute) is not None:
+        whole = max(1e-9, compute.busy_s + compute.idle_work_s + compute.idle_s)
+        busy = (compute.busy_s + compute.idle_work_s) / whole
+        yield Text(f"  computes {busy:.0%} of the time; {text.harmless(said.rounds, 100)}", style="dim")
+    if said.catching_up is not None:
+        yield download_cell(said.catching_up.bytes, said.catching_up.total_bytes)
+    for module in said.waiting_for[:4]:
+        yield Text(f"  waiting: no peer serves module {text.harmless(module)}", style="bold yellow")
