@@ -26,16 +26,11 @@ class PeerProgress:
     state: str = "starting"  # The node's own report; after its end `finished` or `failed`
     inner_steps: int = 0
     tokens_per_s: float | None = None
-    slots: int | None = None
-    busy_slots: int | None = None
     reported_steps: int = 0  # Last step of the swarm that this data node reported
     came_after: int = 0  # Steps of the swarm before this data node's first one: the offset of its count
     reported_tokens: int = 0
     sizes: SizeSummary | None = None
     round: int = 0
-    members: int = 0
-    round_at: float | None = None
-    catching_up: events.CatchingUp | None = None
     exit_code: int | None = None
     summary: events.NodeSummary | None = None
 
@@ -130,14 +125,9 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
         case events.InnerStep():
             peer = replace(peer, inner_steps=event.step)
         case events.Load():
-            rate = _finite(event.tokens_per_s)
-            peer = replace(peer, slots=event.slots, busy_slots=event.busy_slots, tokens_per_s=rate)
-        case events.RoundCommitted():
-            peer = replace(peer, round=event.round, members=len(event.members), round_at=now, catching_up=None)
-        case events.CatchingUp():
-            peer = replace(peer, catching_up=event)
-        case events.CaughtUp() | events.Restored():
-            peer = replace(peer, round=event.round, catching_up=None)
+            peer = replace(peer, tokens_per_s=_finite(event.tokens_per_s))
+        case events.RoundCommitted() | events.CaughtUp() | events.Restored():
+            peer = replace(peer, round=event.round)
         case events.NodeSummary():
             peer = replace(peer, summary=event, module=event.module, inner_steps=event.steps)
         case events.LastPeer(saved_in=None):
@@ -161,8 +151,7 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
 
 def _guest(said: events.Member) -> PeerProgress:
     stage, rate = _stage_of(said.module, otherwise=0), _finite(said.tokens_per_s)
-    figures = (said.steps, rate, said.slots, said.busy_slots)
-    return PeerProgress(stage, said.peer, said.module, said.state, *figures, round=said.round)
+    return PeerProgress(stage, said.peer, said.module, said.state, tokens_per_s=rate, round=said.round)
 
 
 def _stage_of(module: str | None, otherwise: int) -> int:

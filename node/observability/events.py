@@ -255,10 +255,7 @@ class Member:
     peer: str
     module: str
     state: str
-    steps: int
     tokens_per_s: float
-    slots: int
-    busy_slots: int
     round: int
 
 

@@ -189,9 +189,8 @@ async def _report(role: NodeRole, context: ModuleContext) -> None:
 
 
 def _member(said: Announcement) -> events.Member:
-    number, busy = said.anchor.round if said.anchor else 0, said.slots - said.free_slots
-    state, module = said.state.name.lower(), str(said.module)
-    return events.Member(said.peer, module, state, said.steps, said.tokens_per_second, said.slots, busy, number)
+    number, state = said.anchor.round if said.anchor else 0, said.state.name.lower()
+    return events.Member(said.peer, str(said.module), state, said.tokens_per_second, number)
 
 
 def _saver(

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -11,13 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.views import text
-from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
+from node.local_swarm.swarm_progress import SwarmProgress
+
+Hosted = tuple[str, str, float, int]  # Stage or module of a peer, its state, tokens per second and round
 
 REFRESH_S = 0.25
 NOTE_S = 30.0  # Time for which a note is shown, in seconds; an error is shown until others replace it
 CURVE_WIDTH = 32
 _DOWNLOAD_WIDTH = 12
-_STATE_STYLES = {"serving": "green", "failed": "red", "finished": "dim", "draining": "yellow"}
+MOST_ROWS = 24
 _SHOWN_NOTES = 4
 NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
 
@@ -33,7 +36,10 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
     packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
     if (sizes := next(packed, None)) is not None:  # all data nodes pack the same way, so one line is enough
         parts.append(Text(f"microbatch {text.sizes_text(sizes)}", style="dim"))
-    parts.append(_peer_table(state, now))
+    parts.append(_module_table(state))
+    for peer in [each for each in state.peers.values() if each.exit_code][-_SHOWN_NOTES:]:
+        who = f"{text.peer_name(peer.peer)} of {text.harmless(peer.module or str(peer.stage))}"
+        parts.append(Text(f"{who} failed ({peer.exit_code})", style="red"))
     waiting = [state.starting] if state.starting else [reason for _, reason in sorted(state.waiting.items())]
     parts += [Text(text.harmless(line), style="bold yellow") for line in waiting]
     notes = [(now - at, note) for at, note in state.notes if note.level == "error" or now - at < NOTE_S]
@@ -70,49 +76,28 @@ def _loss_line(state: SwarmProgress) -> Text:
     return line
 
 
-def _peer_table(state: SwarmProgress, now: float) -> Table:
-    table = text.plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
-    table.add_column("round")
-    for column in table.columns:
-        column.no_wrap = True
-    everyone = (*state.peers.values(), *state.guests)
-    by_stage = sorted(everyone, key=lambda peer: (peer.stage, _expert(peer), peer.peer))
-    living = [peer for peer in by_stage if peer.exit_code is None]
-    hosted = {peer.stage for peer in living}
-    for peer in by_stage:
-        table.add_row(*_peer_row(peer, now, is_guest=peer in state.guests))
-    if all(peer.module is not None for peer in living):  # otherwise a node is still starting
-        for module in sorted(set(state.modules) - {peer.module for peer in living}) if living else ():
-            table.add_row(Text(module, style="red"), Text("none", style="red"))
-        hosted |= set(range(state.stages)) if state.modules else set()
-    for stage in sorted(set(range(state.stages)) - hosted) if hosted else ():
-        table.add_row(Text(f"stage {stage}", style="red"), Text("none", style="red"))
+def _module_table(state: SwarmProgress) -> Table:
+    living = [peer for peer in (*state.peers.values(), *state.guests) if peer.exit_code is None]
+    names = state.modules or [str(stage) for stage in range(state.stages)]
+    hosted = [(str(peer.stage) if not state.modules else peer.module or "", peer) for peer in living]
+    return module_table([(name, peer.state, peer.tokens_per_s or 0.0, peer.round) for name, peer in hosted], names)
+
+
+def module_table(hosted: Iterable[Hosted], names: Iterable[str], own: Collection[str] = ()) -> Table:
+    """Builds a table with a row for each stage or module in `names`, those of this node in bold."""
+    by_name: dict[str, list[Hosted]] = {}
+    for each in hosted:
+        by_name.setdefault(each[0], []).append(each)
+    table = text.plain_table("stage", right=("peers", "serving", "tokens/s", "round"))
+    for name in islice(names, MOST_ROWS):
+        peers = by_name.get(name, [])
+        serving = sum(state == "serving" for _, state, _, _ in peers)
+        rate, last = sum(rate for _, _, rate, _ in peers), max((number for *_, number in peers), default=0)
+        shown = f"{text.harmless(name, 16)}{' (here)' if name in own else ''}"
+        style = "bold" if name in own else "" if serving else "red"
+        figures = (shown, str(len(peers) or "none"), str(serving), text.count(rate), text.count(last))
+        table.add_row(*(Text(each, style=style) for each in figures))
     return table
-
-
-def _expert(peer: PeerProgress) -> int:
-    expert = (peer.module or "").partition(".")[2]
-    return int(expert) if expert.isdecimal() else 0
-
-
-def _peer_row(peer: PeerProgress, now: float, *, is_guest: bool) -> tuple[RenderableType, ...]:
-    state = peer.state if peer.exit_code in (None, 0) else f"{peer.state} ({peer.exit_code})"
-    state_cell = Text(text.harmless(state, 24), style=_STATE_STYLES.get(peer.state, ""))
-    figures = (
-        str(peer.inner_steps),
-        "-" if peer.tokens_per_s is None else text.count(peer.tokens_per_s),
-        "-" if peer.slots is None else f"{peer.busy_slots}/{peer.slots}",
-    )
-    module = peer.module or f"stage {peer.stage}"
-    names = text.harmless(module), f"{text.peer_name(peer.peer)}{' (guest)' if is_guest else ''}"
-    return *map(Text, names), state_cell, *map(Text, figures), _round_cell(peer, now)
-
-
-def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
-    if peer.catching_up is not None and peer.exit_code is None:
-        return download_cell(peer.catching_up.bytes, peer.catching_up.total_bytes)
-    since = None if peer.round_at is None else now - peer.round_at
-    return Text(text.round_text(peer.round, peer.members, since))
 
 
 def download_cell(done: float, total: float) -> RenderableType:

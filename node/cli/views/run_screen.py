@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.views import text
-from node.cli.views.live import CURVE_WIDTH, NOTE_STYLES, download_cell, draw
+from node.cli.views.live import CURVE_WIDTH, NOTE_STYLES, download_cell, draw, module_table
 from node.cli.views.output import plain_line
 from node.cli.views.status_view import status_headline
 from node.concurrency.task_groups import background
@@ -20,7 +20,6 @@ from node.observability.events import Event, EventSink
 from node.observability.status import PeerStatus, SwarmStatus
 
 SHOWN_MESSAGES: Final = 6
-MOST_STAGES: Final = 24
 _SILENT: Final = events.InnerStep | events.Step | events.RoundCommitted | events.CatchingUp | events.Abandoned
 
 
@@ -65,7 +64,7 @@ class RunScreen:
             losses = [loss for _, _, loss, _ in self._status.curve.points]
             line = Text("loss ").append(text.sparkline(losses, CURVE_WIDTH), style="cyan")
             parts.append(line.append(f"  from {text.loss_text(losses[0])}", style="dim"))
-        parts.append(_stages(self._status, {peer.peer for peer in own}))
+        parts.append(_modules(self._status, {peer.peer for peer in own}))
         for peer in own:
             parts.extend(_own_lines(peer))
         if (limits := self.standing()) is not None:
@@ -79,19 +78,11 @@ class RunScreen:
         return Group(*parts)
 
 
-def _stages(status: SwarmStatus, own: set[str]) -> Table:
-    """Builds a table with a row per stage, and marks the stages of this node."""
-    table = text.plain_table("stage", right=("peers", "serving", "tokens/s", "round"))
-    for stage in range(min(status.stages, MOST_STAGES)):
-        peers = [peer for peer in status.peers if peer.hosts(stage)]
-        serving = sum(peer.state == "serving" for peer in peers)
-        is_own = any(peer.peer in own for peer in peers)
-        style = "bold" if is_own else "" if serving else "red"
-        last = max((peer.round for peer in peers), default=0)
-        rate = sum(peer.tokens_per_s for peer in peers)
-        figures = (f"{stage}{' (here)' if is_own else ''}", str(len(peers)), str(serving), text.count(rate), str(last))
-        table.add_row(*(Text(each, style=style) for each in figures))
-    return table
+def _modules(status: SwarmStatus, own: set[str]) -> Table:
+    names = status.modules or [str(stage) for stage in range(status.stages)]
+    named = [(str(p.module) if status.modules else str(p.module).partition(".")[0], p) for p in status.peers]
+    hosted = [(name, peer.state, peer.tokens_per_s, peer.round) for name, peer in named]
+    return module_table(hosted, names, {name for name, peer in named if peer.peer in own})
 
 
 def _own_lines(peer: PeerStatus) -> Iterator[RenderableType]:

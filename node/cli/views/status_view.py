@@ -1,8 +1,7 @@
-"""Views of `skipstone status`. Text from peers is escaped. Codecs, devices and links are on the page (`node.web`)."""
+"""Views of `skipstone status`. Text from peers is escaped. The page (`node.web`) shows more."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import islice, starmap
 from typing import Final
 
 from rich.console import RenderableType
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from node.cli.views import text
 from node.cli.views.live import download_cell
-from node.observability.status import PeerStatus, RouteStatus, StagePrice, SwarmStatus
+from node.observability.status import PeerStatus, SwarmStatus
 
 # A swarm of strangers may be large: tables stay readable.
 MOST_ACCUSED: Final = 16
@@ -28,8 +27,6 @@ def status_views(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Iterator[R
     yield from accused_lines(status)
     yield from left_lines(status)
     yield from data_node_lines(status)
-    yield from route_tables(status)
-    yield from path_tables(status)
 
 
 def status_headline(status: SwarmStatus) -> Text:
@@ -125,46 +122,3 @@ def data_node_lines(status: SwarmStatus) -> Iterator[Text]:
             of_each = ", ".join(f"{text.peer_name(name)} {share:.0%}" for name, share in shares)
             style = "yellow" if shares[0][1] > 0.5 else "dim"
             yield Text(f"data nodes of {text.peer_name(peer.peer)}: {of_each}", style=style)
-
-
-def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields the table of routes and a table of visits by module, in a run with experts."""
-    if status.modules is None:
-        return
-    yield Text("\nroutes of the documents", style="dim")
-    routes = (status.routes or ())[:MOST_ROWS]
-    yield text.plain_table("route", right=("share", "completed", "rerouted", "loss"), rows=map(_route_row, routes))
-    visits, missed = Counter[str](), Counter[str]()
-    for peer in status.peers:
-        visits.update(peer.said.module_visits or {})
-        missed.update(peer.said.rerouted or {})
-    modules = status.modules[1 : MOST_ROWS + 1]
-    rows = ((text.harmless(module), text.count(visits[module]), text.count(missed[module])) for module in modules)
-    yield text.plain_table("module", right=("visits", "rerouted"), rows=rows)
-
-
-def _route_row(route: RouteStatus) -> tuple[str, ...]:
-    path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
-    return path, f"{route.share:.0%}", text.count(route.visits), text.count(route.rerouted), text.loss_text(route.loss)
-
-
-def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """Yields each data node's limit of microbatches in flight, and its table of stage prices."""
-    for peer in status.peers:
-        paths, sizes = peer.said.paths, peer.said.sizes
-        if sizes is not None and sizes.documents and peer.hosts(0):
-            yield Text(f"microbatches of {text.peer_name(peer.peer)}: {text.sizes_text(sizes)}")
-        if paths is None or not peer.hosts(0):
-            continue
-        if (window := peer.said.window) is not None:
-            figures = f"{text.count(window.microbatches)}; {text.harmless(window.reason, 240)}"
-            yield Text(f"window of {text.peer_name(peer.peer)}: {figures}")
-        if paths.stages:
-            yield Text("\npaths of ", style="dim").append(text.peer_name(peer.peer), style="not dim")
-            rows = starmap(_price_row, islice(paths.stages.items(), MOST_ROWS))
-            yield text.plain_table("stage", right=("launched", "share", "ahead", "price"), rows=rows)
-
-
-def _price_row(stage: str, price: StagePrice) -> tuple[str, ...]:
-    figures = f"{price.share:.0%}", f"{price.ahead:+.1f}", f"{price.price_s:+.3f} s"
-    return text.harmless(stage, 12), text.count(price.launched), *figures

@@ -243,6 +243,15 @@ $("limits").addEventListener("submit", async (event) => {
   if (answer.ok) for (const input of $("limits").querySelectorAll("input")) delete input.dataset.touched;
 });
 
+function showChoices({ status }) {
+  const rows = status.peers.flatMap((peer) => Object.entries(peer.answered?.paths?.stages ?? {}).slice(0, 64).map(([stage, price]) => (
+    [name(peer.peer), text(stage, 8), count(price.launched), `${Math.round(100 * price.share)} %`, (price.ahead ?? 0).toFixed(1), `${(price.price_s ?? 0).toFixed(3)} s`])));
+  $("choices").replaceChildren(rows.length ? table("Prices of stages", ["data node", "#stage", "#launched", "#wanted share", "#visits ahead", "#price"], rows.slice(0, 64)) : made("p", { class: "dim" }, "No data node has answered yet."));
+  const routes = (status.routes ?? []).slice(0, 64).map((route) => [route.experts.map((expert, at) => `${at + 1}.${expert}`).join(" ") || "others", `${Math.round(100 * route.share)} %`, count(route.visits), count(route.rerouted), loss(route.loss)]);
+  $("routes-section").hidden = routes.length === 0;
+  $("routes").replaceChildren(table("Routes of the documents", ["route", "#share", "#completed", "#rerouted", "#loss"], routes));
+}
+
 function showRounds({ status }) {
   const rows = sorted(status.peers.filter((peer) => peer.answered && peer.module !== null)).slice(0, 64).map((peer) => {
     const last = peer.answered.last_round;
@@ -311,7 +320,7 @@ function showVerbs({ verbs }) {
 
 // ---- main -----------------------------------------------------------------------------------------------------------
 
-const PARTS = [showRun, showCurve, showSwarm, showPaths, showOwn, showLimits, showRounds, showLinks, showDevices, showEvents, showVerbs];
+const PARTS = [showRun, showCurve, showSwarm, showPaths, showOwn, showLimits, showChoices, showRounds, showLinks, showDevices, showEvents, showVerbs];
 
 function show() {
   if (picture !== null) for (const part of PARTS) part(picture);
