@@ -35,7 +35,6 @@ from benchmarks.transport import Book, bare_stream, transport_of
 from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.outer_step import LocalReplica, OuterRule, anchor_of
 from node.averaging.exchange.all_reduce import ExchangeMeans
-from node.averaging.module_rounds import level_of
 from node.averaging.round_runner import ReplicaSync, RoundRunner
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import StepFigures
@@ -200,8 +199,8 @@ def round_process(connection: Connection, elements: int, codec: str) -> None:
     numbers = torch.Generator().manual_seed(1)  # the same in every process
     module = nn.ParameterList(nn.Parameter(torch.randn(elements // 8, generator=numbers)) for _ in range(8))
     replica = LocalReplica([module], 1, Schedule())
-    levels = (level_of(Codec[codec]),)
-    rules = RoundRules(inner_steps=1, fragments=1, chunks=replica.layout.chunks, longest_s=1e9, levels=levels)
+    codecs = (Codec[codec],)
+    rules = RoundRules(inner_steps=1, fragments=1, chunks=replica.layout.chunks, longest_s=1e9, codecs=codecs)
 
     async def main() -> None:
         with ExitStack() as stack:

@@ -31,7 +31,6 @@ from benchmarks.kit import READER, Learner, evaluate, loss_of, run_of, size_of, 
 from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.outer_step import LocalReplica, anchor_of, outer_rule
 from node.averaging.anchor.shared_vector import Vector
-from node.averaging.module_rounds import levels_up_to
 from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope
 from node.data.documents import Documents
@@ -40,6 +39,7 @@ from node.data.packing import Cursor, Microbatch
 from node.model.initialization import parameters_of
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import RoundRules
+from swarm.compression.round_codecs import codec_levels
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
 
@@ -262,7 +262,7 @@ def _peer(replica: Replica, manifest: Manifest, stack: ExitStack) -> RoundPeer:
         answer_s=PATIENCE_S,
         prepare_s=PATIENCE_S,
         silence_s=PATIENCE_S,
-        levels=levels_up_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
+        codecs=codec_levels(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
     # The anchor has the replica's steps behind it, so that the schedule goes on from there.
     first = anchor_of(replica.replica)

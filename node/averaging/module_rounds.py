@@ -16,7 +16,7 @@ from node.averaging.anchor.outer_step import LocalReplica, anchor_of, outer_rule
 from node.averaging.anchor.shared_vector import Layout
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.round_runner import InnerWork, ReplicaSync, RoundRunner
-from node.averaging.state_sync.download import MOST_ASKED, STATE_CODECS, Donor, FreshSpace, StateDownloads
+from node.averaging.state_sync.download import MOST_ASKED, Donor, FreshSpace, StateDownloads
 from node.checkpoint.folder import LEFT_KEPT_S, keep_left
 from node.checkpoint.state import Agreed
 from node.concurrency.compute_thread import ComputeThread, Priority
@@ -27,14 +27,13 @@ from node.observability import events
 from node.observability.events import CatchingUp, EventSink, Note, RoundCommitted
 from node.observability.status import Accusation, DownloadStatus, LeftAnchor, RoundStatus
 from node.start.cut_model import first_version, module_layout
-from protocol.codecs import encoded_bytes
 from protocol.identity.signatures import PieceSignatures
 from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, ReplicasChanged, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.averaging.schedule import choose_version, voters
-from swarm.compression.round_codecs import CodecLevel, codec_levels
+from swarm.compression.round_codecs import codec_levels
 from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.errors import CorruptSnapshot, NoQuorum, Stalled
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
@@ -139,19 +138,10 @@ class RoundReports:
         return None if download is None else DownloadStatus(download.round, download.bytes, download.total_bytes)
 
 
-_ELEMENTS = 2**20
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
 ALONE_AFTER_S = 4.0  # Seconds in which a resumed replica looks for others. Announcements took 1.8 s on a busy machine
 RESUMING_WITHIN_S = 12.0  # Seconds to wait for replicas that resume at the same time
-
-
-def levels_up_to(limit: Codec) -> tuple[CodecLevel, ...]:
-    return tuple(map(level_of, codec_levels(limit)))
-
-
-def level_of(codec: Codec) -> CodecLevel:
-    return CodecLevel(codec, encoded_bytes(codec, _ELEMENTS) / (4 * _ELEMENTS))
 
 
 class ModuleRounds:
@@ -179,13 +169,11 @@ class ModuleRounds:
             watch=self.reports.exchanging,
         )
         self.runner = RoundRunner(own.peer, module, self._machine, self._store, self._replica_sync, means, self)
-        codecs = STATE_CODECS[manifest.codecs.state]
-        self._donor = Donor(module, self._store, own.clock, codecs, averaging, session.transport, context.start)
+        self._donor = Donor(module, self._store, own.clock, session.transport, context.start)
         self._downloads = StateDownloads(
             session,
             module,
             self._store,
-            codecs,
             self.reports.progressed,
             self.runner.gave_other_state,
         )
@@ -277,7 +265,7 @@ class ModuleRounds:
         self.reports.left(version, kept)
 
     def anchored(self, anchor: Anchor) -> None:
-        self._context.proofs.shared_round(frozenset())
+        self._context.proofs.in_round = frozenset()
         if self._ready:
             self._own.anchor = anchor.version
             self._context.session.membership_sync.announce()
@@ -285,7 +273,7 @@ class ModuleRounds:
     def settled(self, version: AnchorVersion, event: RoundCommitted, reason: str = "", clipping: float = 1.0) -> None:
         self.reports.committed(event, reason, clipping)
         if version == self._store.current.version:  # another anchor may have been adopted meanwhile
-            self._context.proofs.shared_round(frozenset(map(PeerId, event.contributors)) - {self._own.peer})
+            self._context.proofs.in_round = frozenset(map(PeerId, event.contributors)) - {self._own.peer}
         now = self._own.clock.monotonic()  # rounds may be short, so limit the saves
         if now - self._saved_at >= BETWEEN_SAVES_S:
             self._saved_at = now
@@ -322,7 +310,7 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
         chunks=layout.chunks,
         longest_s=training.round_seconds,
         step_tokens=training.inner_tokens,
-        levels=levels_up_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
+        codecs=codec_levels(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
 
 
@@ -372,7 +360,6 @@ class _Fetch:
             session,
             module,
             FreshSpace(self._layout),
-            STATE_CODECS[manifest.codecs.state],
             self._reports.progressed,
         )
 

@@ -195,14 +195,15 @@ async def _join(options: NodeOptions) -> int:
         if not options.stop_on_eof:  # with it, the node is a part of a local swarm
             events = NewLinks(keep_run, events)
         try:
-            screen = None
+            show = None
             if sys.stdout.isatty() and not options.as_json and not options.stop_on_eof:
                 from rich.console import Console
 
                 from node.cli.views.run_screen import RunScreen
 
                 events = screen = RunScreen(Console(), events)
-            await run_node(options, events, stop, consent=partial(ask_consent, options), screen=screen)
+                show = screen.follow
+            await run_node(options, events, stop, consent=partial(ask_consent, options), show=show)
         finally:
             if options.link is not None and not options.stop_on_eof:  # this node's own link is dead now
                 keep_run(str(dataclasses.replace(options.link, invitation=None)))

@@ -72,10 +72,8 @@ def _change(text: str) -> tuple[str, Any]:
         if value not in YES + NO:
             raise ConfigError(f"{name}={value}: say yes or no")
         return name, value in YES
-    if isinstance(default, tuple):
-        return name, tuple(filter(None, map(str.strip, value.split(","))))
-    if isinstance(default, str):
-        return name, value
+    if isinstance(default, str | tuple):
+        return name, value if isinstance(default, str) else [each.strip() for each in value.split(",")]
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(.*)", value)
     unit = MEANINGS[name][0]
     if match is None or match[2].lower() not in ("", unit.lower(), unit.lower().removesuffix("/s")):

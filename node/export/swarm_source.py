@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from node.averaging.anchor.anchor import tensors_of
-from node.averaging.state_sync.download import STATE_CODECS, FreshSpace, StateDownloads
+from node.averaging.state_sync.download import FreshSpace, StateDownloads
 from node.experts.router import Router
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
@@ -60,7 +60,6 @@ class SwarmSource:
                 self._session,
                 module,
                 FreshSpace(module_layout(self.signed.manifest, module)),
-                STATE_CODECS[self.signed.manifest.codecs.state],
                 on_progress=lambda done, total: self._came(module, done),
             )
         for attempt in range(1, ATTEMPTS + 1):  # a round may commit during the download, so retry with the new state

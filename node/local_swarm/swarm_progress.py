@@ -8,7 +8,6 @@ from functools import reduce
 from node.observability import events
 from node.observability.events import Event
 from node.observability.status import NO_CURVE, Curve
-from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_LAG = 8  # A step is done once no data node within this many steps of the foremost still has to report it
 MAX_NOTES = 8
@@ -29,7 +28,6 @@ class PeerProgress:
     reported_steps: int = 0  # Last step of the swarm that this data node reported
     came_after: int = 0  # Steps of the swarm before this data node's first one: the offset of its count
     reported_tokens: int = 0
-    sizes: SizeSummary | None = None
     round: int = 0
     exit_code: int | None = None
     summary: events.NodeSummary | None = None
@@ -193,7 +191,6 @@ def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: fl
         reported_steps=max(peer.reported_steps, step),
         came_after=came_after,
         reported_tokens=max(peer.reported_tokens, event.tokens),
-        sizes=event.sizes or peer.sizes,
         tokens_per_s=_finite(event.tokens_per_s),
     )
     state = _with_peer(state, index, reported)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -21,6 +21,9 @@ WATCH_S = 3.0
 SAMPLED_S = 5.0  # With `most`, because each node of a run may sample
 GAP_PATIENCE_S = 3.0  # Time for the directory to name peers of stages that a path may skip
 EVALUATION_TIMEOUT_S = 600.0  # The data node runs the whole model over the held-out text
+
+
+Statuses = Callable[[], AsyncGenerator[SwarmStatus]]
 
 
 async def query_status(link: Link, patience_s: float = 30.0) -> SwarmStatus:

@@ -29,7 +29,7 @@ class Proofs:
         self.signer = signer
         self._module, self._session = module, session
         self._tallies = Tallies()
-        self.in_round = frozenset[PeerId]()  # The other contributors to the round that made our anchor
+        self.in_round = frozenset[PeerId]()  # The other contributors to the round that made our anchor, if one did
         self.accused: Callable[[], Collection[PeerId]] = frozenset  # Returns the liars that our rounds exclude
         self._accusations: dict[PeerId, tuple[float, Collection[PeerId]]] = {}
         self._asked_at = -math.inf
@@ -42,10 +42,6 @@ class Proofs:
     def proven(self) -> frozenset[PeerId]:
         """Replicas with proven work; if there is no tally, the contributors to the round of our anchor."""
         return frozenset(proven_work(self.tallies)) or self.in_round
-
-    def shared_round(self, contributors: frozenset[PeerId]) -> None:
-        """Records the other contributors to the round that made our anchor; empty if the anchor came from no round."""
-        self.in_round = contributors
 
     async def refresh(self) -> None:
         """Asks data nodes for their tallies, at most once in ASK_AGAIN_S seconds."""

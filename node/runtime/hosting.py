@@ -86,22 +86,20 @@ class Pauses:
         self.over.clear()
         self.begun.set()
         if by == OWNER:
-            self._cancel_end()
-            if seconds is not None:
-                self._end = asyncio.get_running_loop().call_later(seconds, self.resume)
+            self._end_after(seconds)
 
     def resume(self, by: str = OWNER) -> None:
         if by == OWNER:
-            self._cancel_end()
+            self._end_after(None)
         self._reasons.pop(by, None)
         if not self._reasons:
             self.begun.clear()
             self.over.set()
 
-    def _cancel_end(self) -> None:
+    def _end_after(self, seconds: float | None) -> None:
         if self._end is not None:
             self._end.cancel()
-        self._end = None
+        self._end = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.resume)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +158,9 @@ class Hosting:
                 if entered.options.may_host_more:
                     tasks.create_task(self._host_unserved(session, first, events))
                 hosting = tasks.create_task(self._host(session, events, first, 0, entered.stop, self._moving))
-                limiting = (
-                    None if entered.limiter is None else tasks.create_task(entered.limiter.run(self._compute_less))
-                )
+                if entered.limiter is not None:
+                    tasks.create_task(unless(entered.stop, entered.limiter.run(self._compute_less)))
                 await entered.stop.wait()
-                if limiting is not None:
-                    limiting.cancel()
                 await asyncio.wait((hosting,), timeout=DATA_FIRST_S)
                 self._stop_beside.set()
 

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
-import difflib
 import json
+import math
 import os
 import subprocess
 import time
@@ -54,9 +54,7 @@ def limits_of(table: Mapping[str, Any], where: str) -> Limits:
     names = [each.name for each in dataclasses.fields(Limits)]
     for name in table if isinstance(table, dict) else ():
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"Did you mean `{near[0]}`?" if near else f"There are: {', '.join(names)}."
-            raise ConfigError(f"{where}: there is no limit `{name}`", hint=hint)
+            raise ConfigError(f"{where}: there is no limit `{name}`", hint=f"There are: {', '.join(names)}.")
     try:
         return from_json(Limits, table, f"{where}: limits")
     except ProtocolViolation as error:
@@ -215,11 +213,9 @@ class Limiter:
         self._cap()
 
     def _cap(self) -> None:
-        for flow, megabits in (
-            (self._traffic.sent, self.limits.upload),
-            (self._traffic.received, self.limits.download),
-        ):
-            flow.bytes_per_s = float("inf") if megabits is None else megabits * 1e6 / 8
+        caps = self.limits.upload, self.limits.download
+        sent, received = (math.inf if cap is None else cap * 1e6 / 8 for cap in caps)
+        self._traffic.sent.bytes_per_s, self._traffic.received.bytes_per_s = sent, received
 
     def _apply(self, now: Reasoned[float]) -> None:
         before, self.now = self.now, now

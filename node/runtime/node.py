@@ -1,11 +1,11 @@
 """One node from start to end: enters a run, serves one module after another, and leaves cleanly."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -15,15 +15,14 @@ from node.context.options import NodeOptions, is_default_identity
 from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
 from node.model.device import choose_devices
-from node.network.client import statuses_of
+from node.network.client import Statuses, statuses_of
 from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, Whereabouts, full_link, present
 from node.observability.event_json import Tee
-from node.observability.events import Event, EventSink, Note
-from node.observability.status import SwarmStatus
+from node.observability.events import EventSink, Note
 from node.runtime.hosting import LIMITS, Entered, Hosting, Pauses, logged_to
 from node.runtime.leave_socket import leave_requests, sole_use
-from node.runtime.limits import Limiter, read_limits, settings_path
+from node.runtime.limits import Limiter, Standing, read_limits, settings_path
 from node.runtime.malloc import keep_freed_memory
 from node.runtime.module_choice import FittingModules, asked_modules
 from node.runtime.run_tokenizer import run_tokenizer
@@ -43,16 +42,8 @@ SAMPLE = 1  # Other peers whose status the screen needs: a data node for the los
 OWN_INVITATION_S = 10 * 365 * 86_400.0
 
 
-class Screen(Protocol):
-    """A view of the run for the owner of the node, who sees the node's events on it too."""
-
-    standing: Callable[[], object]  # The node's limits
-
-    def emit(self, event: Event) -> None: ...
-
-    async def follow(
-        self, statuses: Callable[[], AsyncGenerator[SwarmStatus]], own: Callable[[], tuple[str, ...]]
-    ) -> None: ...
+# Shows the run until cancelled: its statuses, the peers of this node, and the node's limits.
+Show = Callable[[Statuses, Callable[[], tuple[str, ...]], Callable[[], Standing | None]], Coroutine[None, None, None]]
 
 
 # Asks the person about a run: the text to read, the stages that fit, and whether it is their own run.
@@ -65,7 +56,7 @@ async def run_node(
     stop: asyncio.Event,
     moving: Moving | None = None,
     consent: Consent | None = None,
-    screen: Screen | None = None,
+    show: Show | None = None,
 ) -> None:
     """Runs one node until `stop` is set or its steps are done. Raises Rejected without consent, SkipstoneError."""
     keep_freed_memory()
@@ -119,13 +110,12 @@ async def run_node(
             shared = identity, signed, grant, router, tokenizer, start, devices.value, events, stop, pauses, limiter
             entered = Entered(options, *shared)
             async with AsyncExitStack() as stack:
-                if screen is not None:
-                    screen.standing = (lambda: None) if limiter is None else limiter.standing
+                standing = (lambda: None) if limiter is None else limiter.standing
+                if show is not None:
                     sampled = partial(statuses_of, session, signed.manifest, SAMPLE)
-                    await stack.enter_async_context(background(screen.follow(sampled, session.transport.here)))
+                    await stack.enter_async_context(background(show(sampled, session.transport.here, standing)))
                 if page is not None and options.dashboard is not None:
-                    if limiter is not None:
-                        page.standing, page.limit = limiter.standing, limiter.change
+                    page.standing, page.limit = standing, None if limiter is None else limiter.change
                     statuses = partial(statuses_of, session, signed.manifest)
                     shown = served(page, options.dashboard, statuses, session.transport.here)
                     at = await stack.enter_async_context(shown)

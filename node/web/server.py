@@ -8,7 +8,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from mimetypes import guess_type
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 from node.cli.views.output import plain_line
 from node.concurrency.task_groups import background
 from node.observability.events import Abandoned, Event, Note, Waiting
-from node.observability.status import SwarmStatus
 from node.observability.typed_json import to_json
 from node.web.metrics import CONTENT_TYPE, metrics
 from node.web.picture import MOST_HAPPENED, Happening, Picture, next_picture
@@ -26,6 +25,8 @@ from swarm.vocabulary.errors import ConfigError, ResourceExhausted, Unreachable
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from node.network.client import Statuses
 
 PORT: Final = 8420
 LOOPBACK: Final = "127.0.0.1"
@@ -45,8 +46,6 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-
-Statuses = Callable[[], AsyncGenerator[SwarmStatus]]
 
 
 class RunPage:

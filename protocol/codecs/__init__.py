@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs import byte_planes as planes
 from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, decode_matrix, encode_matrix, in_slices, or_fails
 from protocol.codecs.memory import DTYPES, Vector, octets_of, octets_of_tensor, tensor_of, to_device, to_host
 from protocol.interfaces.tensor_spec import DType, TensorSpec
@@ -57,11 +56,6 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
     shape, dtype = tuple(values.shape), DTYPES[values.dtype]
     if codec is Codec.NONE:
         return Encoded(TensorSpec(shape, dtype), octets_of_tensor(to_host(values.detach().view(-1).view(torch.uint8))))
-    if codec is Codec.PLANES:
-        data = planes.encode(values.detach().cpu().view(-1))
-        if data is None:
-            return encode(values, Codec.NONE)
-        return Encoded(TensorSpec(shape, dtype, codec, compressed_bytes=len(data)), octets_of_tensor(data))
     try:
         return _encode(values.detach(), TensorSpec(shape, dtype, codec))
     except StateError:
@@ -83,17 +77,11 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
     """Decodes `data` into `out`, a contiguous tensor of the spec's shape and type.
 
     Raises:
-        ProtocolViolation: `data` is malformed; `out` is unchanged, or with PLANES partly written.
+        ProtocolViolation: `data` is malformed; `out` is unchanged.
         ValueError: `data` or `out` do not match the spec.
     """
     if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or DTYPES.get(out.dtype) is not spec.dtype:
         raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not match {spec}")
-    if spec.codec is Codec.PLANES:
-        elements = out.view(-1) if out.is_cpu else torch.empty(out.numel(), dtype=out.dtype)
-        planes.decode(octets_of(data), elements)
-        if not out.is_cpu:
-            out.view(-1).copy_(elements)
-        return
     octets = octets_of(data) if out.is_cpu else to_device(octets_of(data), out.device)
     blockwise = _BLOCKWISE.get(spec.codec)
     if blockwise is not None:

@@ -152,7 +152,6 @@ def _varint(frame: bytes, at: int) -> tuple[int, int]:
 
 
 MAX_DIMENSIONS: Final = 4
-_LOSSLESS: Final = frozenset({Codec.NONE, Codec.PLANES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,6 @@ def wire_header(frame: TensorFrame) -> dict[str, Any]:
         "codec": frame.tensor.codec.value,
         "shape": frame.tensor.shape,
         "outliers": frame.tensor.outliers,
-        "compressed_bytes": frame.tensor.compressed_bytes,
         "token_bytes": frame.tensor.token_bytes,
         "byte_length": frame.tensor.byte_length,
         "chunk_count": frame.chunk_count,
@@ -186,7 +184,7 @@ def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFram
     codec = read_enum(Codec, header.codec, "codec")
     if not 1 <= len(header.shape) <= MAX_DIMENSIONS or 0 in header.shape:
         raise ProtocolViolation(f"a tensor has {len(header.shape)} dimensions, or one of size 0; 1 to 4 are allowed")
-    apart = (header.outliers, header.compressed_bytes, header.token_bytes)
+    apart = header.outliers, header.token_bytes
     tensor = TensorSpec(tuple(header.shape), dtype, codec, *apart)
     fault = tensor.fault() or _misfit(message, tensor)
     if fault is not None:
@@ -208,8 +206,8 @@ def _misfit(message: TensorMessage, tensor: TensorSpec) -> str | None:
         return None
     if len(tensor.shape) != 1 or tensor.dtype is not DType.FLOAT32:
         return f"a module's data is a float32 vector, not {tensor.dtype.name} {tensor.shape}"
-    if isinstance(message, StateChunk) and tensor.codec not in _LOSSLESS:
-        return f"a chunk of state must be lossless, not {tensor.codec.name}"
+    if isinstance(message, StateChunk) and tensor.codec is not Codec.NONE:
+        return f"a chunk of state must have no codec, not {tensor.codec.name}"
     return None
 
 

@@ -21,7 +21,6 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INT8: _ClassVar[Codec]
     BF16: _ClassVar[Codec]
     INT4: _ClassVar[Codec]
-    PLANES: _ClassVar[Codec]
 
 class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,7 +42,6 @@ NONE: Codec
 INT8: Codec
 BF16: Codec
 INT4: Codec
-PLANES: Codec
 PURPOSE_UNSPECIFIED: Purpose
 TRAIN: Purpose
 EVALUATE: Purpose
@@ -186,7 +184,7 @@ class Pong(_message.Message):
     def __init__(self, token: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
-    __slots__ = ("transfer", "dtype", "codec", "shape", "byte_length", "chunk_count", "checksum", "outliers", "compressed_bytes", "token_bytes")
+    __slots__ = ("transfer", "dtype", "codec", "shape", "byte_length", "chunk_count", "checksum", "outliers", "token_bytes")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -195,7 +193,6 @@ class TensorHeader(_message.Message):
     CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     OUTLIERS_FIELD_NUMBER: _ClassVar[int]
-    COMPRESSED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     dtype: DType
@@ -205,9 +202,8 @@ class TensorHeader(_message.Message):
     chunk_count: int
     checksum: int
     outliers: int
-    compressed_bytes: int
     token_bytes: int
-    def __init__(self, transfer: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., shape: _Optional[_Iterable[int]] = ..., byte_length: _Optional[int] = ..., chunk_count: _Optional[int] = ..., checksum: _Optional[int] = ..., outliers: _Optional[int] = ..., compressed_bytes: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., shape: _Optional[_Iterable[int]] = ..., byte_length: _Optional[int] = ..., chunk_count: _Optional[int] = ..., checksum: _Optional[int] = ..., outliers: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("transfer", "index", "checksum", "data")

@@ -38,7 +38,6 @@ class TensorSpec:
     dtype: DType
     codec: Codec = Codec.NONE
     outliers: int = 0  # Channels sent separately in bfloat16; blockwise codecs only
-    compressed_bytes: int = 0  # PLANES only, depends on the elements
     token_bytes: int = 0  # Bytes of each token's number, which follow the encoded elements. Last axis: channels.
 
     @property
@@ -70,8 +69,6 @@ class TensorSpec:
                 return elements + 4 * blocks_of(elements, BLOCK) + self.apart_bytes
             case Codec.INT4:
                 return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self.apart_bytes
-            case Codec.PLANES:
-                return self.compressed_bytes
 
     @property
     def apart_bytes(self) -> int:
@@ -86,9 +83,6 @@ class TensorSpec:
             return f"{self.outliers} outlier channels are more than {self.codec.name} of {self.shape} allows"
         if self.token_bytes > MAX_TOKEN_BYTES:
             return f"{self.token_bytes} bytes for a token's number are more than {MAX_TOKEN_BYTES}"
-        planes = self.codec is Codec.PLANES
-        if planes != (self.compressed_bytes > 0) or self.compressed_bytes > self.raw_bytes:
-            return f"{self.compressed_bytes} compressed bytes are impossible with {self.codec.name} of {self.shape}"
         return None
 
 

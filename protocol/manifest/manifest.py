@@ -458,7 +458,7 @@ class CodecSection(Section):
     pseudo_gradients: Literal["none", "bf16", "int8", "int4"] = "none"
     """Pseudo-gradients in rounds. With `int4`, replicas send the omitted rest in later rounds."""
     state: Literal["none", "planes"] = "planes"
-    """State that newcomers download. `planes` is lossless and saves a sixth on slow links."""
+    """Without effect: newcomers download state as it is. Kept, because it is part of the RunId."""
 
     @field_validator("activations", "gradients", "pseudo_gradients", mode="before")
     @classmethod

@@ -91,10 +91,7 @@ class _Sending:
 
 
 class Outbox:
-    """Queue of frames and tensors of one link, sent by the task that runs `pump`.
-
-    `budgets`: one per traffic class. `pause_s`: seconds to wait before the next chunk.
-    """
+    """Queue of frames and tensors of one link, sent by the task that runs `pump`. `pause_s`: before the next chunk."""
 
     def __init__(self, budgets: Mapping[TrafficClass, ByteBudget], pause_s: Callable[[], float] = lambda: 0.0) -> None:
         self._budgets = dict(budgets)

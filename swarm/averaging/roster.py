@@ -155,7 +155,7 @@ def codec_of(
 ) -> Reasoned[Codec]:
     """Chooses the codec of a round that we lead. `own`: goodput of our best link, if no member measured a rate."""
     slowest = slowest_bytes_per_s(entries) or own
-    return choose(rules.levels, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, every_s)
+    return choose(rules.codecs, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, every_s)
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:

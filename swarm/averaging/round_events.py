@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from swarm.compression.round_codecs import FLOAT32, CodecLevel
 from swarm.vocabulary.averaging_messages import Entry, Roster, RoundControl, RoundId, WorkTally
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
@@ -24,12 +23,7 @@ class RoundRules:
     pulse_s: float = 0.5
     step_tokens: int = 2**20  # Approximate tokens of one inner step of one replica
     chunk_bytes: int = 4 * 2**20
-    levels: tuple[CodecLevel, ...] = (FLOAT32,)  # Codec levels that the run allows in rounds, mildest first
-
-    @property
-    def codecs(self) -> tuple[Codec, ...]:
-        """Codecs that a leader may choose for a round of this run."""
-        return tuple(level.codec for level in self.levels)
+    codecs: tuple[Codec, ...] = (Codec.NONE,)  # Codecs that the run allows in rounds, mildest first
 
 
 class Signer(Protocol):

@@ -5,7 +5,6 @@ arXiv:2501.18512), so no milder codec is used if the run allows INT8.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from swarm.compression.microbatch_codecs import NO_CHOICE
@@ -14,19 +13,10 @@ from swarm.vocabulary.types import Codec, Reasoned
 MOST_OF_AN_INTERVAL: Final = 0.25  # Share of the round interval for an exchange; training uses the same links
 
 _LEVELS: Final = (Codec.INT8, Codec.INT4)
+# Bytes relative to float32: a scale of 4 bytes for 128 elements, and of 2 bytes for 64
+SHARES: Final = {Codec.NONE: 1.0, Codec.BF16: 1 / 2, Codec.INT8: 33 / 128, Codec.INT4: 17 / 128}
 # Codecs that need error feedback: replicas add the part that the codec dropped to their next contribution.
 LEAVES_OVER: Final = frozenset({Codec.INT4})
-
-
-@dataclass(frozen=True, slots=True)
-class CodecLevel:
-    """A codec that a run allows in rounds. `share`: its bytes relative to float32."""
-
-    codec: Codec
-    share: float
-
-
-FLOAT32: Final = CodecLevel(Codec.NONE, 1.0)
 
 
 def codec_levels(limit: Codec) -> tuple[Codec, ...]:
@@ -35,22 +25,22 @@ def codec_levels(limit: Codec) -> tuple[Codec, ...]:
 
 
 def choose(
-    levels: Sequence[CodecLevel], both_ways_bytes: float, slowest_bytes_per_s: float, interval_s: float
+    codecs: Sequence[Codec], both_ways_bytes: float, slowest_bytes_per_s: float, interval_s: float
 ) -> Reasoned[Codec]:
-    """Chooses one of `levels` (mildest first) for a round, by float32 bytes and the slowest goodput (0: unknown)."""
-    if len(levels) == 1:
-        return Reasoned(levels[0].codec, NO_CHOICE)
+    """Chooses one of `codecs` (mildest first) for a round, by float32 bytes and the slowest goodput (0: unknown)."""
+    if len(codecs) == 1:
+        return Reasoned(codecs[0], NO_CHOICE)
     if not slowest_bytes_per_s:
-        return Reasoned(levels[0].codec, "no link was measured yet")
+        return Reasoned(codecs[0], "no link was measured yet")
 
-    def takes_s(level: CodecLevel) -> float:
-        return level.share * both_ways_bytes / slowest_bytes_per_s
+    def takes_s(codec: Codec) -> float:
+        return SHARES[codec] * both_ways_bytes / slowest_bytes_per_s
 
     allowed_s = MOST_OF_AN_INTERVAL * interval_s
-    chosen = next((level for level in levels if takes_s(level) <= allowed_s), levels[-1])
+    chosen = next((codec for codec in codecs if takes_s(codec) <= allowed_s), codecs[-1])
     return Reasoned(
-        chosen.codec,
-        f"{chosen.share * both_ways_bytes / 1e6:.1f} MB over {slowest_bytes_per_s * 8 / 1e6:.0f} Mbit/s take "
+        chosen,
+        f"{SHARES[chosen] * both_ways_bytes / 1e6:.1f} MB over {slowest_bytes_per_s * 8 / 1e6:.0f} Mbit/s take "
         f"{takes_s(chosen):.1f} s"
         f" of the {interval_s:.0f} s between rounds ({MOST_OF_AN_INTERVAL:.0%} are wanted)",
     )

@@ -177,7 +177,7 @@ class VersionRange:
         return highest if highest >= max(self.lowest, other.lowest) else None
 
 
-PROTOCOL_VERSIONS = VersionRange(3, 3)
+PROTOCOL_VERSIONS = VersionRange(4, 4)
 OLDEST_RUN = 2  # Lowest protocol version of a manifest; only peers must be of version 3
 
 
@@ -192,4 +192,3 @@ class Codec(enum.Enum):
     INT8 = 2  # A byte per element, and a float32 scale per 128 elements
     BF16 = 3  # The upper half of a float32
     INT4 = 5  # Half a byte per element, and a bfloat16 scale per 64 elements
-    PLANES = 9  # Lossless: byte planes, each compressed

@@ -24,7 +24,7 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
     (line,) = done.stdout.splitlines()
     found: dict[str, Any] = json.loads(line)
     assert found.keys() > COMMON
-    assert all(found.values()), found
+    assert all(value for key, value in found.items() if key != "failures"), found
     return {key: value for key, value in found.items() if key not in COMMON}
 
 

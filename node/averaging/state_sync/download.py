@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from typing import Final, Protocol
 
@@ -16,15 +15,14 @@ import torch
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, chunk_bytes, hash_of, version_of
 from node.averaging.anchor.shared_vector import Layout, SharedVector, StateVectors, empty_vector
-from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.machine_runner import MachineRunner
 from node.concurrency.task_groups import TaskTracker, task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.session import NetworkSession
 from node.observability.failpoints import crash_point
 from node.start.cut_model import CutModel, FirstAnchor
-from protocol.codecs import Encoded, decode, encode
-from protocol.codecs.memory import BufferPool, octets_of_tensor, tensor_of
+from protocol.codecs import decode
+from protocol.codecs.memory import BufferPool, octets_of_tensor
 from protocol.frames.frames import HashList, decode_hash_list, encode_hash_list
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
@@ -43,28 +41,6 @@ from swarm.vocabulary.errors import (
     Unreachable,
 )
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, short
-
-STATE_CODECS: Final[Mapping[str, frozenset[Codec]]] = {
-    "none": frozenset({Codec.NONE}),
-    "planes": frozenset({Codec.NONE, Codec.PLANES}),
-}
-
-PLANES_BELOW_BYTES_PER_S: Final = 80e6  # Below, byte planes (ratio 1.2, 1 GB/s on one core) save time
-
-
-def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
-    """Chooses the codec for sending state chunks over a link with this goodput (0: unknown)."""
-    slow = 0 < goodput_bytes_per_s < PLANES_BELOW_BYTES_PER_S
-    return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
-
-
-def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) -> bool:
-    # An encoding longer than the raw chunk would not fit in the buffer.
-    return (
-        (tensor.shape, tensor.dtype) == ((elements,), DType.FLOAT32)
-        and tensor.codec in allowed
-        and (tensor.codec is Codec.NONE or tensor.byte_length < tensor.raw_bytes)
-    )
 
 
 class PartialState:
@@ -232,7 +208,6 @@ class StateDownloads:
     session: NetworkSession
     module: ModuleId
     space: Space
-    codecs: frozenset[Codec]
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_liar: Callable[[PeerId, str], None] = lambda donor, detail: None
     received_bytes: Mapping[PeerId, int] = field(default_factory=dict)
@@ -334,7 +309,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         if not self._is_of(message) or not self._plan.expects(sender, chunk):
             return Refusal(False, "this chunk was not requested")
         elements = self._elements_of(chunk)
-        if not may_come_as(tensor, elements, self._of.codecs):
+        if tensor != TensorSpec((elements,), DType.FLOAT32):
             self.handle(machine.ChunkArrived(sender, chunk, False))  # an honest donor never sends this
             raise ProtocolViolation(
                 f"chunk {chunk} of {elements} elements came as {tensor.shape} {tensor.dtype.name} in"
@@ -428,8 +403,6 @@ class Donor:
     module: ModuleId
     store: AnchorStore
     clock: Clock
-    codecs: frozenset[Codec]
-    averaging: ComputeThread
     transport: Transport
     start: CutModel | None = None
     sent_bytes: int = 0
@@ -537,15 +510,10 @@ class Donor:
             self._refuse(peer, StateRequest(module, digest, chunks), StateRefusal.GONE)
 
     async def _send_chunk(self, peer: PeerId, message: StateChunk, data: memoryview) -> None:
-        link = self.transport.figures().get(peer)
-        if codec_for(self.codecs, 0.0 if link is None else link.goodput_bytes_per_s) is Codec.NONE:
-            encoded = Encoded(TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data)
-        else:
-            planes = partial(encode, tensor_of(np.frombuffer(data, np.float32)), Codec.PLANES)
-            encoded = await self.averaging.run(Priority.TRAIN, planes)
-        size = encoded.spec.byte_length
+        spec = TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32)
+        size = data.nbytes
         async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
-            await self.transport.send(peer, message, encoded.spec, encoded.data)
+            await self.transport.send(peer, message, spec, data)
         self.sent_bytes += size
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:

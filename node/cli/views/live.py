@@ -33,9 +33,6 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
         bar.add_row(ProgressBar(total=state.target, completed=state.step, width=CURVE_WIDTH))
         parts.append(bar)
     parts.append(_loss_line(state))
-    packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
-    if (sizes := next(packed, None)) is not None:  # all data nodes pack the same way, so one line is enough
-        parts.append(Text(f"microbatch {text.sizes_text(sizes)}", style="dim"))
     parts.append(_module_table(state))
     for peer in [each for each in state.peers.values() if each.exit_code][-_SHOWN_NOTES:]:
         who = f"{text.peer_name(peer.peer)} of {text.harmless(peer.module or str(peer.stage))}"

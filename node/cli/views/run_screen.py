@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from node.cli.views.live import CURVE_WIDTH, NOTE_STYLES, download_cell, draw, m
 from node.cli.views.output import plain_line
 from node.cli.views.status_view import status_headline
 from node.concurrency.task_groups import background
+from node.network.client import Statuses
 from node.observability import events
 from node.observability.events import Event, EventSink
 from node.observability.status import PeerStatus, SwarmStatus
@@ -33,7 +34,7 @@ class RunScreen:
         self._own: Callable[[], tuple[str, ...]] = tuple
         self._status: SwarmStatus | None = None
         self._drawing = False
-        self.standing: Callable[[], Any] = lambda: None
+        self._standing: Callable[[], Any] = lambda: None
 
     def emit(self, event: Event) -> None:
         if not self._drawing or isinstance(event, events.NodeSummary):
@@ -42,11 +43,9 @@ class RunScreen:
             level = event.level if isinstance(event, events.Note) else "info"
             self._messages.append((time.monotonic(), level, line))
 
-    async def follow(
-        self, statuses: Callable[[], AsyncGenerator[SwarmStatus]], own: Callable[[], tuple[str, ...]]
-    ) -> None:
+    async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]], standing: Callable[[], Any]) -> None:
         """Draws the view until cancelled."""
-        self._own, self._drawing = own, True
+        self._own, self._standing, self._drawing = own, standing, True
         try:
             async with background(draw(self._console, self.render)), aclosing(statuses()) as seen:
                 async for status in seen:
@@ -67,7 +66,7 @@ class RunScreen:
         parts.append(_modules(self._status, {peer.peer for peer in own}))
         for peer in own:
             parts.extend(_own_lines(peer))
-        if (limits := self.standing()) is not None:
+        if (limits := self._standing()) is not None:
             pace = "at full speed" if limits.share >= 1 else f"at {limits.share:.0%} of its speed: {limits.reason}"
             pace = f"paused: {limits.reason}" if not limits.share else pace
             since = text.duration(time.monotonic() - self._began)
@@ -98,5 +97,3 @@ def _own_lines(peer: PeerStatus) -> Iterator[RenderableType]:
         yield Text(f"  computes {busy:.0%} of the time; {text.harmless(said.rounds, 100)}", style="dim")
     if said.catching_up is not None:
         yield download_cell(said.catching_up.bytes, said.catching_up.total_bytes)
-    for module in said.waiting_for[:4]:
-        yield Text(f"  waiting: no peer serves module {text.harmless(module)}", style="bold yellow")

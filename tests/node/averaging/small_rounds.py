@@ -21,7 +21,6 @@ from node.averaging.anchor.shared_vector import Layout, SpareArrays, Vector, emp
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.pieces import Arrivals, Plan
 from node.averaging.exchange.reduction import UpdateSource
-from node.averaging.module_rounds import level_of, levels_up_to
 from node.averaging.round_runner import ReplicaSync, RoundRunner
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
@@ -34,7 +33,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from swarm.averaging.round_events import Caught, Event, OtherReplica, ReplicasChanged, RoundRules
 from swarm.averaging.round_machine import RoundMachine
-from swarm.compression.round_codecs import CodecLevel
+from swarm.compression.round_codecs import codec_levels
 from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import Contribution, Member, Reduced, Roster, RoundId
 from swarm.vocabulary.errors import StateError, Unreachable
@@ -355,7 +354,7 @@ class Host:
 class Hall:
     """All replicas. `dead` ones neither send nor receive."""
 
-    def __init__(self, elements: int, inner_steps: int, fragments: int, levels: tuple[CodecLevel, ...]) -> None:
+    def __init__(self, elements: int, inner_steps: int, fragments: int, levels: tuple[Codec, ...]) -> None:
         self.replicas: dict[PeerId, Replica] = {}
         self.dead: set[PeerId] = set()
         self.pieces = 0
@@ -377,7 +376,7 @@ class Hall:
         store = AnchorStore(anchor_of(local))
         patience = {"answer_s": 1.0, "prepare_s": 5.0, "silence_s": 1.0, "pulse_s": 0.2}
         rules = RoundRules(
-            self._inner_steps, self._fragments, local.layout.chunks, 1e9, levels=self._levels, **patience
+            self._inner_steps, self._fragments, local.layout.chunks, 1e9, codecs=self._levels, **patience
         )
         machine = RoundMachine(peer, MODULE, rules, store.current.version, VirtualSigner())
         means = means_of(peer, rules.codecs, averaging, MemoryWire(peer, self), seed=len(self.replicas))
@@ -442,7 +441,7 @@ async def hall(
     fragments: int = 1,
 ) -> AsyncIterator[Hall]:
     """Replicas that reach each other in memory. Rounds use `codec`, or what is chosen up to `limit`."""
-    levels = (level_of(codec),) if limit is None else levels_up_to(limit)
+    levels = (codec,) if limit is None else codec_levels(limit)
     async with AsyncExitStack() as stack:
         here = Hall(elements, inner_steps, fragments, levels)
         for number in range(count):

@@ -4,21 +4,20 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore
 from node.averaging.anchor.shared_vector import Layout
-from node.averaging.state_sync.download import STATE_CODECS, Donor, FreshSpace, Space, StateDownloads
-from node.concurrency.compute_thread import ComputeThread
+from node.averaging.state_sync.download import Donor, FreshSpace, Space, StateDownloads
 from node.concurrency.task_groups import task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
 from node.start.cut_model import CutModel
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import LinkFigures, Question
+from protocol.interfaces.transport import Question
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership
@@ -42,7 +41,6 @@ class Faults:
     lies_about_hashes: bytes | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     freeze_after: int | None = None
-    goodput_bytes_per_s: float = 0.0
     sent: list[int] = field(default_factory=list)
     codecs: Counter[Codec] = field(default_factory=Counter)
     refused: list[StateRefused] = field(default_factory=list)
@@ -81,10 +79,6 @@ class FaultyTransport(NoLinks):
         if isinstance(message, StateRefused):
             self._faults.refused.append(message)
         await self._inner.send_control(peer, message)
-
-    def figures(self) -> dict[PeerId, LinkFigures]:
-        goodput = self._faults.goodput_bytes_per_s
-        return {peer: replace(link, goodput_bytes_per_s=goodput) for peer, link in self._inner.figures().items()}
 
 
 class Handler(Dispatcher):
@@ -127,10 +121,8 @@ class StatePeer:
 
 
 class StateSwarm:
-    def __init__(self, stack: AsyncExitStack, layout: Layout, settings: TransportSettings, state_codec: str) -> None:
+    def __init__(self, stack: AsyncExitStack, layout: Layout, settings: TransportSettings) -> None:
         self._stack = stack
-        self.averaging = stack.enter_context(ComputeThread(name="averaging"))
-        self._codecs = STATE_CODECS[state_codec]
         self._layout = layout
         self._settings = settings
         self.peers: list[StatePeer] = []
@@ -163,14 +155,13 @@ class StateSwarm:
             cast(NetworkSession, SimpleNamespace(own=own, transport=transport, dispatcher=handler)),
             MODULE,
             space or FreshSpace(self._layout),
-            self._codecs,
             lambda done, total: progress.append((done, total)),
             lambda peer, detail: liars.append((peer, detail)),
         )
         donor = None
         if store is not None:
             faulty = FaultyTransport(transport, faults)
-            donor = Donor(module, store, clock, self._codecs, self.averaging, faulty, start)
+            donor = Donor(module, store, clock, faulty, start)
         stack = await self._stack.enter_async_context(AsyncExitStack())
         await stack.enter_async_context(transport)
         if donor is not None:
@@ -188,8 +179,6 @@ class StateSwarm:
 
 
 @asynccontextmanager
-async def state_swarm(
-    layout: Layout, settings: TransportSettings = SETTINGS, state_codec: str = "planes"
-) -> AsyncIterator[StateSwarm]:
+async def state_swarm(layout: Layout, settings: TransportSettings = SETTINGS) -> AsyncIterator[StateSwarm]:
     async with asyncio.timeout(LONG_S), AsyncExitStack() as stack:
-        yield StateSwarm(stack, layout, settings, state_codec)
+        yield StateSwarm(stack, layout, settings)

@@ -96,7 +96,7 @@ async def test_slow_links_make_rounds_smaller_and_all_members_agree_on_how() -> 
         for replica in here.replicas.values():
             first, second = replica.settled
             assert [first.codec, second.codec] == ["int8", "int4"]
-            assert second.sent_bytes < first.sent_bytes / 3
+            assert second.sent_bytes < 0.55 * first.sent_bytes
             assert "no link was measured yet" in replica.codec_reasons[0]
             assert "Mbit/s" in replica.codec_reasons[1]
 

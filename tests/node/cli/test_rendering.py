@@ -304,7 +304,7 @@ def test_the_screen_of_a_node_shows_its_run_its_work_and_its_limits() -> None:
     )
     screen._status = SwarmStatus.of("98fc", HOSTILE, 3, peers)
     screen._own, screen._drawing = (lambda: ("12D3KooWown",)), True
-    screen.standing = lambda: Standing(Limits(), 0.5, "82 of 80 °C", 1.25)
+    screen._standing = lambda: Standing(Limits(), 0.5, "82 of 80 °C", 1.25)
     screen.emit(events.Note("error", HOSTILE))
     text = printed(screen.render(), width=80)
     assert "\x1b" not in text

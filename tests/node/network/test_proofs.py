@@ -66,7 +66,7 @@ async def test_tallies_count_if_an_invited_data_node_signed_them_whoever_carries
 
 async def test_a_shared_round_proves_work_only_without_tallies() -> None:
     session = Asked(AUTHOR.peer)
-    session.proofs.shared_round(frozenset({LIAR.peer}))
+    session.proofs.in_round = frozenset({LIAR.peer})
     assert session.proofs.proven == {LIAR.peer}
     session.answers = {AUTHOR.peer: says(AUTHOR, OTHER)}
     await session.proofs.refresh()
@@ -129,7 +129,7 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
         own.steps = 1
         there.links.asked.clear()
         assert await others_serve(given, also={replica.peer})
-        proofs.shared_round(frozenset({replica.peer}))
+        proofs.in_round = frozenset({replica.peer})
         assert await others_serve(given)
         assert there.links.asked == [replica.peer] * 2
 

@@ -11,7 +11,7 @@ from node.pipeline.admission import Admission, hidden_tensor
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
-from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.node.small_manifest import small_manifest
 
 DATA, A, B = PeerId("data"), PeerId("a"), PeerId("b")
@@ -255,7 +255,3 @@ def test_documents_come_in_no_run_of_rows_and_with_no_more_bytes_than_their_toke
     for documents, tensor in (((LONGEST, LONGEST), TENSOR), ((5,), hidden(1, 5, 16))):
         with pytest.raises(ProtocolViolation, match="announces a tensor"):
             admission().check(DATA, forward(of_documents(*documents)), tensor)
-    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed, signed)
-    apart = TensorSpec((1, 4, 16), DType.FLOAT32, Codec.PLANES, compressed_bytes=4 * 16 * 4 + 1)
-    with pytest.raises(ProtocolViolation, match="bytes as PLANES"):
-        rules.check(DATA, forward(of_documents(4)), apart)

@@ -18,7 +18,7 @@ from swarm.vocabulary.types import Codec
 
 INT8_SPAN = 16 * 255 * BLOCK  # Elements from which on a vector is encoded in several spans
 LARGEST_SCALE, LARGEST_VALUE = INT8.largest_scale, INT8.largest_scale * 127
-VECTOR_CODECS = [codec for codec in Codec if codec is not Codec.PLANES]
+VECTOR_CODECS = list(Codec)
 
 
 def encoded(codec: Codec, values: Vector) -> bytearray:

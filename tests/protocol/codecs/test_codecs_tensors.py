@@ -190,7 +190,7 @@ class TestWiderCodecs:
 
 
 class TestMisuse:
-    @pytest.mark.parametrize("codec", [*LOSSY, Codec.PLANES])
+    @pytest.mark.parametrize("codec", LOSSY)
     def test_wrong_lengths_and_forms_are_our_own_mistakes(self, codec: Codec) -> None:
         encoded = encode(normal(10, 20).round(), codec)
         assert encoded.spec.codec is codec

@@ -56,7 +56,7 @@ OF_LABELS = types.Path(A, HOPS, replace(ROUTE, labels=300))
 OF_A_GUEST = types.Path(A, HOPS, replace(ROUTE, invitation=bytes(range(types.INVITATION_BYTES))))
 HIDDEN = TensorSpec((2, 128, 64), DType.BFLOAT16, types.Codec.INT8, outliers=3)
 NUMBERED = replace(HIDDEN, token_bytes=2)
-FLOATS, PLANES = TensorSpec((5000,), DType.FLOAT32), TensorSpec((5000,), DType.FLOAT32, types.Codec.PLANES, 0, 12345)
+FLOATS = TensorSpec((5000,), DType.FLOAT32)
 ROUND, FIRST_ROUND = rounds.RoundId(types.ModuleId(3, 1), 300, 2, B), rounds.RoundId(types.ModuleId(0), 1, 0, A)
 BASE, INITIAL = types.AnchorVersion(299, 70_000, 2**45, 5, HASH), types.AnchorVersion(0, 0, 0, 0, HASH)
 ENTRY = rounds.Entry(
@@ -143,7 +143,7 @@ EXAMPLES: Final[dict[str, frames.SmallFrame]] = {
     "commit": rounds.Commit(ROUND, BASE, (C, A)),
     "dissolved": rounds.Dissolved(ROUND, "too few"),
     "state_request": rounds.StateRequest(types.ModuleId(3, 1), HASH, (5, 0, 2**20 - 1)),
-    "state_chunk": frames.TensorFrame(rounds.StateChunk(types.ModuleId(3, 1), HASH, 2**20 - 1), PLANES, 17, 1),
+    "state_chunk": frames.TensorFrame(rounds.StateChunk(types.ModuleId(3, 1), HASH, 2**20 - 1), FLOATS, 17, 1),
     "state_chunk first": frames.TensorFrame(rounds.StateChunk(types.ModuleId(0), HASH, 0), FLOATS, 17, 1),
     "state_refused": rounds.StateRefused(types.ModuleId(3, 1), HASH, (1, 2), rounds.StateRefusal.GONE),
     "audit_request": rounds.AuditRequest(ROUND, 5, 9),
@@ -317,7 +317,6 @@ ROUND_ID = wire.RoundId(module=MODULE, number=1, convener=PEERS[0])
 VERSION = wire.AnchorVersion(round=1, steps=1, tokens=1, digest=bytes(32))
 VECTOR = but(HEADER, shape=[1024], byte_length=4096)
 OF_INT8 = but(VECTOR, codec=2, byte_length=1024 + 32)
-OF_PLANES = but(VECTOR, codec=9, byte_length=4096, compressed_bytes=4096)
 MEMBER = wire.Entry(peer=PEERS[0], steps=1, tokens=1, norm=1.0, signature=bytes(64))
 ENTRY_FRAME = but(MEMBER, round=ROUND_ID, base=VERSION)
 ACCEPTING = wire.Accepting(round=ROUND_ID)
@@ -339,7 +338,7 @@ STATE = wire.StateChunk(module=MODULE, digest=bytes(32), tensor=VECTOR)
 HONEST_FRAMES = [
     *(FORWARD, BACKWARD, HELLO, ANSWER, ENTRY_FRAME, but(ENTRY_FRAME, staged=VERSION), ACCEPTING, INVITATION, PROGRESS),
     *(DECLINED, ROSTER, PULSE, COMMIT, CONTRIBUTION, but(CONTRIBUTION, tensor=OF_INT8), REDUCED, EVIDENCE, ACCUSATION),
-    *(REQUEST, REFUSED, STATE, but(STATE, tensor=OF_PLANES), but(HELLO, age_ms=frames.MAX_AGE_MS - 1)),
+    *(REQUEST, REFUSED, STATE, but(HELLO, age_ms=frames.MAX_AGE_MS - 1)),
     but(FORWARD, tensor=but(HEADER, token_bytes=1, byte_length=8194)),
     *(wire.Question(id=1, evaluate=EVALUATE), wire.Question(id=1, call=CALL)),
 ]
@@ -449,9 +448,6 @@ LIES = [
         digest=[b""],
         tensor=[
             *(OF_INT8, but(VECTOR, codec=9), but(VECTOR, shape=[2, 512])),
-            but(VECTOR, codec=9, byte_length=4097, compressed_bytes=4097, chunk_count=1),
-            but(VECTOR, codec=9, compressed_bytes=4000),
-            but(VECTOR, codec=9, dtype=2, byte_length=1000, compressed_bytes=1000),
         ],
     ),
 ]
@@ -546,7 +542,7 @@ def test_the_longest_messages_are_small_frames() -> None:
         rounds.Pulse(LARGEST_ROUND, MANY_PEERS, MANY_PEERS),
         rounds.Commit(LARGEST_ROUND, LARGEST_VERSION, MANY_PEERS),
         rounds.StateRequest(types.ModuleId(1023, 1023), b"\xff" * 32, tuple(range(2**20 - 64, 2**20))),
-        rounds.SignedRoster(LARGEST_ROUND, LARGEST_VERSION, members, types.Codec.PLANES, "x" * 256),
+        rounds.SignedRoster(LARGEST_ROUND, LARGEST_VERSION, members, types.Codec.INT4, "x" * 256),
     ):
         frame = frames.encode(message)
         assert len(frame) <= frames.MAX_SMALL_FRAME_BYTES // (1 if isinstance(message, rounds.SignedRoster) else 2)

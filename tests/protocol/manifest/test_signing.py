@@ -275,7 +275,7 @@ WRONG_VALUES: dict[str, list[object]] = {
     "training.fragments": [0, 65],
     "training.rows": [0],
     "training.round_seconds": [0.0, -1.0, math.inf, math.nan],
-    "codecs.pseudo_gradients": ["planes"],
+    "codecs.pseudo_gradients": ["planes", "top_k_4"],
     "codecs.state": ["int8"],
     "codecs.activations": ["planes"],
 }

@@ -5,15 +5,14 @@ import pytest
 from swarm.averaging.roster import LEADER_REDUCES_FROM, codec_of
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.trust import mark_of
-from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, CodecLevel, choose, codec_levels
+from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, choose, codec_levels
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, RoundId
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, Reasoned
 
 A, B = PeerId("a"), PeerId("b")
 BASE = AnchorVersion(4, 40, 4000, 0, b"d" * 32)
-SHARES = {Codec.INT8: 0.25, Codec.INT4: 0.125}
-LEVELS = tuple(CodecLevel(codec, SHARES[codec]) for codec in codec_levels(Codec.INT4))
-RULES = RoundRules(inner_steps=10, fragments=1, chunks=10, longest_s=60.0, chunk_bytes=10**6, levels=LEVELS)
+LEVELS = codec_levels(Codec.INT4)
+RULES = RoundRules(inner_steps=10, fragments=1, chunks=10, longest_s=60.0, chunk_bytes=10**6, codecs=LEVELS)
 INTERVAL_S = 40.0  # So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each
 
 
@@ -39,7 +38,7 @@ def test_a_run_allows_what_is_milder_than_its_limit(limit: Codec, contributions:
 
 
 def test_a_run_that_allows_one_codec_has_no_choice() -> None:
-    assert choose((CodecLevel(Codec.NONE, 1.0),), 1e9, 1.0, 1.0).value is Codec.NONE
+    assert choose((Codec.NONE,), 1e9, 1.0, 1.0).value is Codec.NONE
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_a_run_that_allows_one_codec_has_no_choice() -> None:
     [
         (1e9, Codec.INT8),
         (0.26e6, Codec.INT8),
-        (0.24e6, Codec.INT4),
+        (0.25e6, Codec.INT4),
         (0.13e6, Codec.INT4),
         (1.0, Codec.INT4),
     ],

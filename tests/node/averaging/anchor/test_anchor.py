@@ -475,7 +475,7 @@ def test_the_replica_stands_on_the_new_anchor_less_its_leftover_and_with_its_lat
     np.testing.assert_allclose(result, new - (here.gradient - decoded) + here.later, rtol=0, atol=1e-5)
     np.testing.assert_allclose(result[OWN], (new + here.later)[OWN], rtol=0, atol=1e-5)
     leftover = np.linalg.norm(here.gradient - decoded)
-    assert leftover > 0.5 * np.linalg.norm(here.gradient)
+    assert leftover > 0.05 * np.linalg.norm(here.gradient)
 
 
 def test_a_dissolved_attempt_leaves_no_trace() -> None:
@@ -512,5 +512,5 @@ def test_all_of_it_comes_in_the_rounds_after() -> None:
         sent.rewrite(source.anchor.parameters, source.snapshot)
         replica.carry(whole, source.snapshot, parameters)
         away.append(float(np.linalg.norm(parameters - goal)))
-    assert away[0] > away[5] > away[10] > away[20]
-    assert away[20] < 0.2 * away[0]
+    assert away[0] > 10 * away[1] > 100 * away[2]
+    assert away[20] < 1e-6 * away[0]

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, hash_all, version_of
-from node.averaging.anchor.shared_vector import cut_vector
 from node.averaging.state_sync import download as downloads
-from node.concurrency.compute_thread import ComputeThread
 from protocol.frames.frames import HashList, encode_hash_list
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
@@ -23,7 +21,6 @@ from tests.node.network.small_swarm import ManualClock, until
 LAYOUT = small_layout()
 CHUNKS = 2 * LAYOUT.chunks
 ANCHOR = state(3)
-SLOW = downloads.PLANES_BELOW_BYTES_PER_S / 4
 ASKER = PeerId("asker")
 NOWHERE = cast(Transport, None)
 
@@ -55,10 +52,7 @@ async def test_the_state_comes_from_several_donors_at_once_bit_for_bit():
         assert joiner.progress == sorted(joiner.progress)
 
 
-@pytest.mark.parametrize(
-    "lies",
-    [{"corrupt": True}, {"corrupt": True, "goodput_bytes_per_s": SLOW}, {"garble": True, "goodput_bytes_per_s": SLOW}],
-)
+@pytest.mark.parametrize("lies", [{"corrupt": True}, {"garble": True}])
 async def test_a_donor_of_wrong_chunks_is_found_out_and_the_others_do_its_part(lies: dict[str, Any]):
     async with state_swarm(LAYOUT) as swarm:
         liar, honest = await swarm.donor(ANCHOR, Faults(**lies)), await swarm.donor(ANCHOR)
@@ -227,7 +221,7 @@ async def test_a_cancelled_download_gives_its_vectors_back():
 async def test_a_reader_cannot_keep_a_state_for_ever():
     clock = ManualClock()
     store = AnchorStore(state(0), clock.monotonic)
-    donor = downloads.Donor(MODULE, store, clock, downloads.STATE_CODECS["planes"], ComputeThread(), NOWHERE)
+    donor = downloads.Donor(MODULE, store, clock, NOWHERE)
     question = Question(QuestionAbout.STATE, module=MODULE, digest=store.current.version.digest)
     kept_s = 0.0
     for number in range(1, 100):
@@ -243,55 +237,13 @@ async def test_a_reader_cannot_keep_a_state_for_ever():
 
 
 async def test_a_donor_of_another_module_gives_nothing():
-    donor = downloads.Donor(
-        ModuleId(7), AnchorStore(ANCHOR), ManualClock(), downloads.STATE_CODECS["planes"], ComputeThread(), NOWHERE
-    )
+    donor = downloads.Donor(ModuleId(7), AnchorStore(ANCHOR), ManualClock(), NOWHERE)
     with pytest.raises(errors.Rejected, match=r"module 1\.0"):
         await donor.answer(ASKER, Question(QuestionAbout.STATE, module=MODULE, digest=ANCHOR.version.digest))
 
 
-async def test_over_a_slow_link_it_comes_in_planes_and_is_the_same_bit_for_bit():
-    async with state_swarm(LAYOUT) as swarm:
-        donor, joiner = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
-        assert same(await fetch(joiner, donor), ANCHOR)
-        assert set(donor.faults.codecs) == {Codec.PLANES}
-        assert swarm.averaging.busy_s > 0
-        assert donor.donor.sent_bytes < 0.9 * sum(len(ANCHOR.chunk(chunk)) for chunk in donor.faults.sent)
-        assert joiner.downloads.received_bytes == {donor.peer: 8 * LAYOUT.elements}
-        assert joiner.progress[-1] == (8 * LAYOUT.elements, 8 * LAYOUT.elements)
-
-
-async def test_what_planes_do_not_shorten_comes_as_it_is():
-    noise = np.random.default_rng(0).integers(0, 2**32, 2 * LAYOUT.elements, np.uint32).view(np.float32)
-    parameters, momentum = noise[: LAYOUT.elements], noise[LAYOUT.elements :]
-    hashes = hash_all(LAYOUT, parameters, momentum)
-    vectors = cut_vector(LAYOUT, parameters), cut_vector(LAYOUT, momentum)
-    anchor = Anchor(LAYOUT, version_of(LAYOUT, hashes, 1, 1, 1, 0), *vectors, hashes)
-    async with state_swarm(LAYOUT) as swarm:
-        donor, joiner = await swarm.donor(anchor, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
-        got = await joiner.downloads.catch_up(anchor.version, [donor.peer])
-        assert got.parameters.arrays[0].tobytes() == parameters.tobytes()
-        assert got.momentum.arrays[0].tobytes() == momentum.tobytes()
-        assert set(donor.faults.codecs) == {Codec.NONE}
-
-
-async def test_a_run_without_planes_sends_none_and_takes_none():
-    async with state_swarm(LAYOUT, state_codec="none") as swarm:
-        donor, joiner = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
-        donor.faults.gate.clear()
-        fetching = asyncio.create_task(fetch(joiner, donor))
-        download, chunk, elements = await asked(joiner, donor)
-        with pytest.raises(errors.ProtocolViolation, match="this run does not allow"):
-            download.admit(donor.peer, StateChunk(MODULE, ANCHOR.version.digest, chunk), planes_of(elements, 100))
-        with pytest.raises(errors.NoQuorum):
-            await fetching
-        donor.faults.gate.set()
-        assert same(await fetch(joiner, donor), ANCHOR)
-        assert set(donor.faults.codecs) == {Codec.NONE}
-
-
-@pytest.mark.parametrize("change", [0, 1, 2**30])
-async def test_planes_that_are_not_shorter_than_the_chunk_get_no_buffer(change: int):
+@pytest.mark.parametrize("codec", [Codec.BF16, Codec.INT8])
+async def test_state_with_a_codec_gets_no_buffer(codec: Codec):
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
         donor.faults.gate.clear()
@@ -299,7 +251,7 @@ async def test_planes_that_are_not_shorter_than_the_chunk_get_no_buffer(change: 
         download, chunk, elements = await asked(joiner, donor)
         message = StateChunk(MODULE, ANCHOR.version.digest, chunk)
         with pytest.raises(errors.ProtocolViolation, match="this run does not allow"):
-            download.admit(donor.peer, message, planes_of(elements, 4 * elements + change))
+            download.admit(donor.peer, message, TensorSpec((elements,), DType.FLOAT32, codec))
         assert download_of(joiner)._pool.in_use == 0
         donor.faults.gate.set()
         with pytest.raises(errors.NoQuorum):
@@ -316,15 +268,3 @@ async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[downloads._Downloa
 
 def download_of(joiner: StatePeer) -> downloads._Download:
     return cast(downloads._Download, joiner.handler._tensors[StateChunk])
-
-
-def planes_of(elements: int, size: int) -> TensorSpec:
-    return TensorSpec((elements,), DType.FLOAT32, Codec.PLANES, compressed_bytes=size)
-
-
-def test_planes_are_for_links_that_are_known_to_be_slow():
-    planes, none = downloads.STATE_CODECS["planes"], downloads.STATE_CODECS["none"]
-    assert downloads.codec_for(planes, SLOW) is Codec.PLANES
-    assert downloads.codec_for(planes, downloads.PLANES_BELOW_BYTES_PER_S) is Codec.NONE
-    assert downloads.codec_for(planes, 0.0) is Codec.NONE
-    assert downloads.codec_for(none, SLOW) is Codec.NONE
