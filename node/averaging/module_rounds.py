@@ -155,8 +155,8 @@ class ModuleRounds:
         self._own = own
         self._store = AnchorStore(start)
         rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
-        self._machine = RoundMachine(own.peer, module, rules, start.version, context.proofs.signer)
-        context.proofs.accused = lambda: self._machine.accused
+        self._machine = machine = RoundMachine(own.peer, module, rules, start.version, context.proofs.signer)
+        context.proofs.accused = lambda: machine.accused  # `self` would keep the replica in memory during a pause
         self._replica_sync = ReplicaSync(replica, self._store, context.compute, averaging, rules, outer, own.clock)
         means = ExchangeMeans(
             codecs=rules.codecs,

@@ -38,7 +38,7 @@ from node.runtime.module_choice import (
     Mover,
     NextModule,
     asked_modules,
-    free_device_memory,
+    free_memory,
     stay_for_ever,
 )
 from node.runtime.resume import find_own
@@ -345,7 +345,7 @@ class Hosting:
         """Frees the module's memory, and waits until the pause ends or the node stops."""
         session, pauses = context.session, self._entered.pauses
         await session.withdraw(WITHDRAW_S)
-        await context.compute.run(Priority.UPKEEP, partial(free_device_memory, context.device))
+        await context.compute.run(Priority.UPKEEP, partial(free_memory, context.device))
         context.events.emit(Note("info", f"module {context.module} is paused: {pauses.reason}"))
         await unless(stop, pauses.over.wait())
         context.events.emit(Note("info", f"module {context.module} goes on"))

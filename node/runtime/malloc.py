@@ -1,7 +1,7 @@
 """Setting of glibc's allocator: keep freed memory, else every chunk faults its pages in again (mallopt(3))."""
 
+import contextlib
 import ctypes
-import sys
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -13,10 +13,14 @@ _SMALLEST_MAPPED_BYTES: Final = 32 * 1024 * 1024
 
 def keep_freed_memory() -> bool:
     """Makes the C library keep freed memory in this process. False if it has no such setting."""
-    if sys.platform != "linux":
-        return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # musl
+    except (AttributeError, TypeError):  # musl, macOS, Windows
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(_M_MMAP_THRESHOLD, _SMALLEST_MAPPED_BYTES))
+
+
+def give_back_memory() -> None:
+    """Returns the kept memory to the system."""
+    with contextlib.suppress(AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -17,6 +17,7 @@ from node.network.local_peer import LocalPeer
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Note
+from node.runtime.malloc import give_back_memory
 from protocol.manifest.manifest import Manifest, block_parameters
 from swarm.membership.memory_fit import FreeMemory, Need
 from swarm.membership.placement import MoveRules, MoveWatch, SwarmView, Workload, choose_module, modules_that_fit
@@ -26,9 +27,10 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 LOOK_AROUND_S = 2.0  # Announcements of other newcomers should arrive before the choice
 
 
-def free_device_memory(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """Returns the memory of tensors that nothing refers to any more."""
     gc.collect()
+    give_back_memory()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -96,7 +98,7 @@ class FittingModules:
 
     def _ran_out(self, module: ModuleId) -> None:
         """Records that a module ran out of memory, so that neither this module nor a larger one fits."""
-        free_device_memory(self._device)  # before the memory is measured again
+        free_memory(self._device)  # before the memory is measured again
         known = (self.needs[module], *(() if self._too_large is None else (self._too_large,)))
         self._too_large = min(known, key=lambda need: need.all)
 

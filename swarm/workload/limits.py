@@ -11,8 +11,7 @@ from swarm.vocabulary.types import Reasoned
 WEEK_MINUTES: Final = 7 * 24 * 60
 DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 LEAST_MBIT: Final = 0.25  # Slower transfers would time out
-LEAST_SHARE: Final = 0.1
-SHARE_AFTER_HEAT: Final = 0.5
+LEAST_SHARE, SHARE_AFTER_HEAT = 0.1, 0.5
 # Degrees: above the limit by HOT a node pauses; it resumes COOL below it, and computes more only BAND below it.
 HOT, COOL, BAND = 8.0, 8.0, 3.0
 SLOWER, FASTER = 0.75, 1.1  # Factors on the share at each reading of the sensors
@@ -78,10 +77,8 @@ def allowed(limits: Limits, seen: Sensors, before: Reasoned[float]) -> Reasoned[
     if heat is not None and most is not None:
         if heat > most + HOT or (not before.value and heat > most - COOL):
             return Reasoned(0.0, f"{heat:.0f} °C; up to {most:g} °C are allowed")
-        if heat > most:
-            return _slower(share * SLOWER, f"{heat:.0f} of {most:g} °C")
-        if heat > most - BAND and share < 1.0:
-            return _slower(share, f"{heat:.0f} of {most:g} °C")
+        if heat > most or (heat > most - BAND and share < 1.0):
+            return _slower(share * (SLOWER if heat > most else 1.0), f"{heat:.0f} of {most:g} °C")
     if seen.power is not None and limits.power is not None:
         if seen.power > limits.power:
             return _slower(share * max(0.5, limits.power / seen.power), f"{seen.power:.0f} of {limits.power:g} W")

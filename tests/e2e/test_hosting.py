@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import signal
 import sys
 import tempfile
@@ -13,12 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
+from torch import nn
 
 from node.context.options import NodeOptions
 from node.export.swarm_source import open_swarm
 from node.export.writer import export
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, PlannedPeer
+from node.model.shapes import parameter_shapes
 from node.observability.events import (
     CaughtUp,
     Completed,
@@ -173,6 +176,11 @@ async def test_a_node_hosts_a_module_that_nobody_serves_until_a_newcomer_does(
     assert checked(tmp_path / "logs")["ended_well"] == 3
 
 
+def parameters_alive() -> int:
+    gc.collect()
+    return sum(type(each) is nn.Parameter for each in gc.get_objects())
+
+
 async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=4)
     path, keys = tmp_path / "run.toml", [tmp_path / "data.key", tmp_path / "hop.key"]
@@ -196,8 +204,10 @@ async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_pat
         tasks.create_task(run_node(dataclasses.replace(beside, settings=settings), hop, stop))
         await data.more_steps(3)
         waited = sum(isinstance(event, Waiting) for event in data.events)
+        both = parameters_alive()
         await asked(keys[1], "pause")
         await hop.until(paused)
+        assert parameters_alive() <= both - len(parameter_shapes(manifest, ModuleId(1)))
         await data.until(lambda _: sum(isinstance(event, Waiting) for event in data.events) > waited)
         before = max(event.step for event in hop.events if isinstance(event, InnerStep))
         await asked(keys[1], "resume")
