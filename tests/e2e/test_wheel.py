@@ -1,6 +1,7 @@
 """The wheel in a clean environment, beside other packages called node, protocol and swarm; and the API of Python."""
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
