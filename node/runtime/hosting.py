@@ -73,16 +73,14 @@ class Pauses:
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
+        self.reason = ""  # Of the latest pause, which may be over before the modules have stopped
         self.begun, self.over = asyncio.Event(), asyncio.Event()
         self._end: asyncio.TimerHandle | None = None
-
-    @property
-    def reason(self) -> str:
-        return "; ".join(self._reasons.values())
 
     def pause(self, reason: str, seconds: float | None = None, by: str = OWNER) -> None:
         """Pauses the node, for `seconds` if given. A later call replaces the reason and the end."""
         self._reasons[by] = reason
+        self.reason = "; ".join(self._reasons.values())
         self.over.clear()
         self.begun.set()
         if by == OWNER:

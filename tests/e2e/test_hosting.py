@@ -176,12 +176,17 @@ async def test_a_node_hosts_a_module_that_nobody_serves_until_a_newcomer_does(
     assert checked(tmp_path / "logs")["ended_well"] == 3
 
 
+def paused_states() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("skipstone-paused-*"))
+
+
 def parameters_alive() -> int:
     gc.collect()
     return sum(type(each) is nn.Parameter for each in gc.get_objects())
 
 
 async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    before = paused_states()
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=4)
     path, keys = tmp_path / "run.toml", [tmp_path / "data.key", tmp_path / "hop.key"]
     path.write_bytes(sign_manifest(manifest, Identity.create(keys[0])).text)
@@ -209,9 +214,9 @@ async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_pat
         await hop.until(paused)
         assert parameters_alive() <= both - len(parameter_shapes(manifest, ModuleId(1)))
         await data.until(lambda _: sum(isinstance(event, Waiting) for event in data.events) > waited)
-        before = max(event.step for event in hop.events if isinstance(event, InnerStep))
+        last = max(event.step for event in hop.events if isinstance(event, InnerStep))
         await asked(keys[1], "resume")
-        await hop.until(lambda event: isinstance(event, InnerStep) and event.step == before + 1)
+        await hop.until(lambda event: isinstance(event, InnerStep) and event.step == last + 1)
         await data.more_steps(3)
         ours = psutil.Process().name()
         write_limits(settings, Limits(programs=(ours,)))
@@ -226,5 +231,5 @@ async def test_a_paused_node_lets_its_module_go_and_goes_on_where_it_was(tmp_pat
         stop.set()
     tokens = [event.tokens for event in data.events if isinstance(event, Step)]
     assert tokens == sorted(tokens)
-    assert not list(Path(tempfile.gettempdir()).glob("skipstone-paused-*"))
+    assert paused_states() == before
     assert checked(tmp_path / "logs")["ended_well"] == 2

@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def ran(*command: object, cwd: Path) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=cwd, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [*map(str, command)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 

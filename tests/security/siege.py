@@ -82,13 +82,15 @@ class Siege:
 
     def is_unhurt(self) -> None:
         assert self.swarm.ends == {}
-        assert "Traceback" not in self.logs()
+        logs = self.logs()
+        assert "Traceback" not in logs, logs[logs.index("Traceback") :][:3000]
 
     async def to_the_end(self) -> MicrobatchCounts:
         self.swarm.request_stop()
         await self.watch.to_the_end(self.swarm)
         assert {end.exit_code for end in self.swarm.ends.values()} == {0}
-        assert "Traceback" not in self.logs()
+        logs = self.logs()
+        assert "Traceback" not in logs, logs[logs.index("Traceback") :][:3000]
         [counts] = [summary.microbatches for summary in self.watch.summaries() if summary.module == "0.0"]
         return counts
 
