@@ -16,9 +16,9 @@ import typer
 
 from node.cli.manifests import ManifestChanges, changed_manifest, chosen_manifest, router_of, starting_from
 from node.cli.options import with_options
-from node.cli.views.output import write_whole
 from node.cli.views.text import count, counted, harmless
 from node.context.options import MOST_HOSTED, parse_size
+from node.context.whole_file import write_whole
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Reasoned
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from node.cli.views.output import write_whole
 from node.context.options import UNLOADED, default_identity_path
+from node.context.whole_file import write_whole
 from node.model.moments import MomentType
 from node.observability.events import Event, EventSink, NodeStatus
 from swarm.vocabulary.errors import ConfigError

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import psutil
 
+from node.context.whole_file import write_whole
 from node.observability.events import EventSink, Note
 from node.observability.typed_json import from_json
 from protocol.transport.rate_limits import Traffic
@@ -65,7 +66,7 @@ def changed(limits: Limits, changes: Mapping[str, Any]) -> Limits:
     """Returns the limits with changes by name; None restores a default. Raises ConfigError."""
     if not isinstance(changes, dict):
         raise ConfigError("limits: not a table")
-    whole = {each.name: getattr(limits, each.name) for each in dataclasses.fields(Limits)} | changes
+    whole = dataclasses.asdict(limits) | changes
     return limits_of({name: value for name, value in whole.items() if value is not None}, "limits")
 
 
@@ -74,18 +75,16 @@ def write_limits(path: Path, limits: Limits) -> None:
     given = {f.name: value for f in dataclasses.fields(limits) if (value := getattr(limits, f.name)) != f.default}
     # JSON's numbers, strings and lists of strings are TOML too.
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in given.items()]
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text("\n".join(["# Written by `skipstone limits`.", "[limits]", *lines, ""]))
-        beside.replace(path)
+        write_whole(path, "\n".join(["# Written by `skipstone limits`.", "[limits]", *lines, ""]).encode())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The limits, and what they allow now. `used_gb`: this month, both ways."""
+    """The limits, the allowed share of computing time with its reason, and the GB sent and received this month."""
 
     limits: Limits
     share: float
@@ -139,7 +138,7 @@ def _running(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def _idle_minutes() -> float | None:
-    """Returns the minutes since somebody used a terminal or, as far as the desktop says, the keyboard or mouse."""
+    """Returns the minutes since the last input on a terminal, keyboard or mouse; None if unknown."""
     ages = []
     for terminal in {user.terminal for user in psutil.users() if user.terminal}:
         with contextlib.suppress(OSError):
@@ -194,8 +193,9 @@ class Limiter:
 
     def change(self, table: Mapping[str, Any]) -> None:
         """Changes some limits, for this node and all later ones. Raises ConfigError."""
-        self.limits = changed(self.limits, table)
-        write_limits(self._path, self.limits)
+        limits = changed(self.limits, table)
+        write_limits(self._path, limits)
+        self.limits = limits
         self._cap()
 
     def _read(self) -> None:
@@ -240,7 +240,7 @@ class Limiter:
         self._written_at = time.monotonic()
         text = json.dumps({"bytes": self._used_bytes(), "month": self._month})
         with contextlib.suppress(OSError):
-            self._usage_path.write_text(text)
+            write_whole(self._usage_path, text.encode())
 
 
 def _read_usage(path: Path, month: str) -> int:

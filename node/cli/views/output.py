@@ -5,13 +5,10 @@ import contextlib
 import ipaddress
 import json
 import logging
-import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import typer
@@ -209,19 +206,6 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file atomically, or leaves the old one. Raises OSError."""
-    # An unguessable name: in a shared folder, another user could plant a symlink at a known one.
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with partial.open("xb") as file:
-        file.write(data)
-    try:
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink()
-        raise
 
 
 @contextmanager
