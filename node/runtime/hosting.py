@@ -1,4 +1,4 @@
-"""Hosts a node's modules: the first, those of --stages, and those that no other peer serves.
+"""Hosts a node's modules: the first one, those of --stages, and unserved ones.
 
 Each module is a peer of its own, with key, port, rounds and checkpoints; the process, the devices and the DHT process
 are shared. Peers of one node pass microbatches to each other by a call (`protocol.transport.grpc_transport.LocalLink`).
@@ -349,7 +349,7 @@ class Hosting:
         context.events.emit(Note("info", f"module {context.module} goes on"))
 
     def _folder(self, options: NodeOptions, path: Path | None = None) -> CheckpointFolder | None:
-        """Returns the checkpoint folder at `path`, by default that of --checkpoint-dir; None without either."""
+        """Returns the checkpoint folder at `path`, else at --checkpoint-dir; None if neither is given."""
         entered, path = self._entered, path or options.checkpoint_dir
         if path is None:
             return None

@@ -46,12 +46,7 @@ def _of_peers(peers: list[PeerStatus]) -> Iterator[Any]:
         (CounterMetricFamily, "inner_steps", "Inner steps", lambda p: p.said.steps),
         (CounterMetricFamily, "microbatches", "Gradients added", lambda p: p.said.accumulated),
         (CounterMetricFamily, "rounds", "Averaging rounds", lambda p: p.said.round),
-        (
-            CounterMetricFamily,
-            "busy_seconds",
-            "Time in which the device computed",
-            lambda p: p.said.compute.busy_s if p.said.compute else 0.0,
-        ),
+        (CounterMetricFamily, "busy_seconds", "Time in which the device computed", busy_s),
         (CounterMetricFamily, "sent_bytes", "Bytes sent on links", lambda p: moved(p, "sent")),
         (CounterMetricFamily, "received_bytes", "Bytes received on links", lambda p: moved(p, "received")),
         (GaugeMetricFamily, "tokens_per_second", "Tokens per second", lambda p: p.said.tokens_per_s),

@@ -81,7 +81,7 @@ def _module_table(state: SwarmProgress) -> Table:
 
 
 def module_table(hosted: Iterable[Hosted], names: Iterable[str], own: Collection[str] = ()) -> Table:
-    """Builds a table with a row for each stage or module in `names`, those of this node in bold."""
+    """Builds a table with one row per stage or module in `names`. Rows of this node are bold."""
     by_name: dict[str, list[Hosted]] = {}
     for each in hosted:
         by_name.setdefault(each[0], []).append(each)

@@ -85,7 +85,7 @@ def _modules(status: SwarmStatus, own: set[str]) -> Table:
 
 
 def _own_lines(peer: PeerStatus) -> Iterator[RenderableType]:
-    """Yields what this node has done in one of its modules, and what it waits for."""
+    """Yields lines about this node's work in one of its modules: totals, busy time, and a running download."""
     said, traffic = peer.said, (peer.said.traffic or {}).values()
     sent, received = (sum(getattr(each, way) for each in traffic) for way in ("sent_bytes", "received_bytes"))
     done = f"{text.counted(said.steps, 'step')}, {text.counted(said.accumulated, 'microbatch')}"

@@ -2,10 +2,11 @@
 
 import pytest
 
+from protocol.codecs import encoded_bytes
 from swarm.averaging.roster import LEADER_REDUCES_FROM, codec_of
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.trust import mark_of
-from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, choose, codec_levels
+from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, SHARES, choose, codec_levels
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, RoundId
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, Reasoned
 
@@ -35,6 +36,10 @@ def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reas
 )
 def test_a_run_allows_what_is_milder_than_its_limit(limit: Codec, contributions: list[Codec]) -> None:
     assert [*codec_levels(limit)] == contributions
+
+
+def test_the_shares_are_those_of_the_encodings() -> None:
+    assert {codec: encoded_bytes(codec, 2**20) / 2**22 for codec in Codec} == SHARES
 
 
 def test_a_run_that_allows_one_codec_has_no_choice() -> None:
