@@ -31,10 +31,11 @@ import torch
 
 from benchmarks import kit
 from benchmarks.kit import Solo, curve_of, medians, reached, run_of, size_of, source_of, tell
+from lab.world.arms import ring_stages
 from node.pipeline.admission import path_rules
 from node.solo.trainer import ChooseStages, planned_stages
 from protocol.manifest.manifest import Manifest
-from swarm.routing.path_rules import PathRules, ring_of_subsets, ring_stages, spread_stages
+from swarm.routing.path_rules import PathRules, ring_of_subsets, spread_stages
 from swarm.routing.planner import visit_shares
 
 STAGES: Final = 12

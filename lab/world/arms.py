@@ -10,7 +10,7 @@ from typing import Final
 
 from swarm.membership.membership import Membership
 from swarm.routing.measured_times import MeasuredTimes, PeerRoute
-from swarm.routing.path_rules import PathRules, ring_stages
+from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import NoReplica, Planner
 from swarm.vocabulary.pipeline_messages import Direction, Receipt
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned, Route
@@ -44,6 +44,13 @@ def planner_of(arm: str, seed: int, tokens: int, schedule: Mapping[PeerId, Seque
             random.Random(f"{seed} {members.own}"),  # noqa: S311 - a repeatable world
         )
     return GreedyPlanner if arm == GREEDY else Planner
+
+
+def ring_stages(rules: PathRules, turn: int) -> tuple[int, ...]:
+    """Returns the stages of microbatch `turn`; the skipped ones rotate. `skippable` turns visit all equally often."""
+    skips = rules.skippable - rules.per_path
+    skipped = {(turn * skips + k) % rules.skippable for k in range(skips)}
+    return tuple(stage for stage in range(1, rules.stages) if stage - 1 not in skipped)
 
 
 class RulePlanner(Planner, ABC):

@@ -321,9 +321,12 @@ class Peer:
 
     # ---- swarm.pipeline.custody.Replicas --------------------------------------------------------------------------
 
-    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+    def choose(self, module: ModuleId, without: frozenset[PeerId], busy: PeerId | None) -> Reasoned[PeerId | None]:
         load = in_flight_by_peer([entry.path for entry in self.custody.entries()])
-        return self.planner.replica(module, without, load, self.world.time.now)
+        return self.planner.replica(module, without, load, self.world.time.now, busy)
+
+    def link_took(self, peer: PeerId, since: float) -> None:
+        self.planner.sent(peer, self.world.time.now - since)
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
         return self.membership.hosts(peer, module)

@@ -4,6 +4,6 @@
     <peer id>/state-7.safetensors    a replica's tensors: parameters, optimizer, anchor
     <peer id>/state-7.json           its counters, size and BLAKE3 of the tensors, and a BLAKE3 of the json itself
 
-No two processes write the same file, so peers can share a folder. The json is renamed into place last, which completes
-the snapshot. Unapplied gradients are not saved: the saved data position lets a resumed node read their texts again.
+Each process writes files of its own, so peers can share a folder. The json is renamed into place last. Unapplied
+gradients are not saved: the saved data position lets a resumed node read their texts again.
 """

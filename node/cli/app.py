@@ -76,21 +76,16 @@ app = typer.Typer(
     name="skipstone",
     help=HELP,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # with markup, rich would swallow `[default: ...]`
 )
 
 
-def version() -> None:
-    """Print the versions of Skipstone and of its protocol."""
-    typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
-
-
-def _version_only(asked: bool) -> None:
+def _version(asked: bool) -> None:
     if asked:
-        version()
+        lowest, highest = PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest
+        typer.echo(f"skipstone {installed_version()}, protocol {lowest} to {highest}")
         raise typer.Exit
 
 
@@ -100,7 +95,10 @@ def _settings(
         bool, typer.Option("--debug", envvar="SKIPSTONE_DEBUG", help="Print the traceback of an error.")
     ] = False,
     only_version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version_only, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="Print the versions of Skipstone and of its protocol."
+        ),
     ] = False,
 ) -> None:
     """Options of all commands."""
@@ -108,10 +106,8 @@ def _settings(
 
 for command in (up, join, leave, pause, resume, limits, new, invite, solo):
     app.command(rich_help_panel=RUN)(command)
-app.command(rich_help_panel=LOOK)(status)
-app.command(rich_help_panel=LOOK)(dashboard)
-app.command(rich_help_panel=LOOK)(history)
-app.command(rich_help_panel=LOOK)(version)
+for command in (status, dashboard, history):
+    app.command(rich_help_panel=LOOK)(command)
 app.command(rich_help_panel=USE)(generate)
 app.command("eval", rich_help_panel=USE)(evaluate)
 app.command(rich_help_panel=USE)(export)

@@ -4,8 +4,7 @@
 with the same tokens shifted by one as labels. Rows are shuffled within blocks of about a million tokens.
 
 `documents`: whole documents in microbatches of equal cost (`swarm.workload.packing`). A document t1..tn has the inputs
-[end, t1..tn] and the labels [t1..tn, end]. If it is longer than `sequence`, it is cut into pieces. Each piece starts
-with the last token of the previous piece.
+[end, t1..tn] and the labels [t1..tn, end]. Longer ones are cut to `sequence`: pieces start with the last token before.
 """
 
 from collections import deque

@@ -1,15 +1,13 @@
 """Router for runs with experts: integer tables score each stage's experts by a document's first tokens.
 
 A score is a bias plus the expert's entries for the buckets of all neighbouring token pairs.
-
 Format, little-endian: `skipstone-router`, version (u16), prefix (u16), number of stages (u16), experts per stage (u16
 each); then, for each expert of each stage with several: the share of documents it got in the fit (u32, in 2^-32), bias
 (i32) and 4096 entries (i8).
 
-A fit clusters documents into routes by their first tokens, by balanced hard expectation maximisation of a multinomial
-over hashed token pairs, best of several restarts. Similar clusters share experts. For each stage, a softmax predicts
-the experts of its clusters. Sources: DiPaCo (arXiv:2403.10616) section 2.4; balanced assignment, Gururangan et al. 2023
-(arXiv:2303.14177) and Filippova et al. 2024 (arXiv:2410.03529).
+A fit clusters documents into routes by balanced hard expectation maximisation of a multinomial over hashed token pairs.
+Similar clusters share experts. For each stage, a softmax predicts the experts of its clusters. Sources: DiPaCo
+(arXiv:2403.10616) section 2.4; balanced assignment, arXiv:2303.14177 and arXiv:2410.03529.
 """
 
 import hashlib

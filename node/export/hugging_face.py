@@ -13,9 +13,8 @@ In a run with experts, modules of one stage share parameter names. An export of 
 (`module-1.0.safetensors`), `shards` 0 and no config.json, and only this program reads it.
 An export of some stages is a model of their blocks, numbered anew. Its skipstone.json lists them as `only_stages`.
 
-Blocks compute like LlamaForCausalLM and its relatives, including the halves of the rotary embedding, so weights need no
-permutation. Sources: LlamaConfig and its relatives in transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford
-et al. 2019).
+Blocks compute like LlamaForCausalLM and its relatives, so weights need no permutation. The byte-level alphabet is that
+of GPT-2 (Radford et al. 2019).
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,10 +3,7 @@
 `node.observability.event_json` writes each as one JSON object per line: `event` names the kind, the other keys are the
 fields below. Keys are never renamed or removed. New kinds and keys may come, so readers ignore unknown ones. JSON has
 no infinity or NaN, so they become null.
-
-Losses are nats per token, rates tokens per second, durations seconds. Tokens and steps count from the beginning of the
-run, also after a resume.
-
+Losses are nats per token, rates tokens per second, durations seconds. Tokens and steps count from the run's beginning.
 Events go to standard output (with `--json`) and, with `--log-dir`, to a log file. `LogEvent`s go to the log file only,
 for `skipstone check`. A microbatch is named by the last six characters of its data node's peer id and its number.
 """

@@ -221,9 +221,8 @@ class Wire:
 # ---- weight stashing -------------------------------------------------------------------------------------------------
 #
 # A gradient must flow through the weights that computed the output. After an inner step between forward and backward,
-# that takes a copy of the old weights: weight stashing (Narayanan et al. 2019, "PipeDream", section 3.3). Without a
-# copy, forward is recomputed with the new weights: one visit in five at a staleness of 1, which raised the loss of a
-# small run by some per cent (docs/results.md).
+# that takes a copy of the old weights: weight stashing (Narayanan et al. 2019, "PipeDream", section 3.3). Without one,
+# forward is recomputed with the new weights: one visit in five at a staleness of 1, for some per cent more loss.
 
 Weights = tuple[Tensor, ...]
 

@@ -56,8 +56,11 @@ class PlannedReplicas:
     def fewest_hops(self) -> int:
         return self._planner.rules.fewest
 
-    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
-        return self._planner.replica(module, without, {}, self._clock.monotonic())
+    def choose(self, module: ModuleId, without: frozenset[PeerId], busy: PeerId | None) -> Reasoned[PeerId | None]:
+        return self._planner.replica(module, without, {}, self._clock.monotonic(), busy)
+
+    def link_took(self, peer: PeerId, since: float) -> None:
+        self._planner.sent(peer, self._clock.monotonic() - since)
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
         return self._membership.hosts(peer, module)

@@ -8,18 +8,19 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from mimetypes import guess_type
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from node.cli.views.output import plain_line
 from node.concurrency.task_groups import background
 from node.observability.events import Abandoned, Event, Note, Waiting
+from node.observability.status import PeerStatus, SwarmStatus
 from node.observability.typed_json import to_json
-from node.web.metrics import CONTENT_TYPE, metrics
 from node.web.picture import MOST_HAPPENED, Happening, Picture, next_picture
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, Unreachable
 
@@ -34,6 +35,7 @@ WHERE: Final = "The run's page, for this machine only:\n\n  {}\n"
 MOST_VIEWERS: Final = 16
 KEEP_ALIVE_S: Final = 15.0
 SECRET: Final = "X-Skipstone-Secret"  # noqa: S105 - the name of a header
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FILES: Final = ("index.html", "page.js", "page.css", "uplot.js", "uplot.css", "icon.svg")
 # Only our own files, and no page may show ours in a frame.
 POLICY: Final = (
@@ -174,7 +176,7 @@ async def served(
                 text = metrics(await anext(seen), own())
         except Unreachable as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from None
-        return web.Response(body=text, headers=HEADERS | {"Content-Type": CONTENT_TYPE})
+        return web.Response(body=text, headers=HEADERS | {"Content-Type": METRICS_TYPE})
 
     async def health(request: web.Request) -> web.Response:
         return web.Response(text="ok\n", headers=HEADERS)
@@ -207,3 +209,57 @@ async def served(
             yield f"http://{LOOPBACK}:{bound}/#{page.secret}"
     finally:
         await runner.cleanup()
+
+
+# ---- for Prometheus, in base units -----------------------------------------------------------------------------------
+
+
+def metrics(status: SwarmStatus, own: tuple[str, ...]) -> bytes:
+    """Returns the text of a scrape: the run, and the peers of this node; for a visitor, all peers."""
+    from prometheus_client import generate_latest
+
+    peers = [peer for peer in status.peers if peer.answered is not None and (not own or peer.peer in own)]
+    families: Any = SimpleNamespace(collect=lambda: (*_of_run(status), *_of_peers(peers)))
+    return generate_latest(families)
+
+
+def _of_run(run: SwarmStatus) -> Iterator[Any]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    for name, about, value in (
+        ("loss", "Training loss in nats per token", run.loss),
+        ("step", "Steps of the foremost data node", run.step),
+        ("run_tokens_per_second", "Tokens that the run trains on per second", run.tokens_per_s),
+        ("peers", "Peers that host a module", sum(peer.module is not None for peer in run.peers)),
+        ("modules_without_peer", "Modules that no peer serves", len(run.waiting_for)),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"skipstone_{name}", about, value=value)
+
+
+def _of_peers(peers: list[PeerStatus]) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    def moved(peer: PeerStatus, way: str) -> int:
+        return sum(getattr(each, f"{way}_bytes") for each in (peer.said.traffic or {}).values())
+
+    def busy_s(peer: PeerStatus) -> float:
+        return 0.0 if peer.said.compute is None else peer.said.compute.busy_s
+
+    for kind, name, about, of in (
+        (CounterMetricFamily, "tokens", "Tokens in accumulated microbatches", lambda p: p.said.tokens),
+        (CounterMetricFamily, "inner_steps", "Inner steps", lambda p: p.said.steps),
+        (CounterMetricFamily, "microbatches", "Gradients added", lambda p: p.said.accumulated),
+        (CounterMetricFamily, "rounds", "Averaging rounds", lambda p: p.said.round),
+        (CounterMetricFamily, "busy_seconds", "Time in which the device computed", busy_s),
+        (CounterMetricFamily, "sent_bytes", "Bytes sent on links", lambda p: moved(p, "sent")),
+        (CounterMetricFamily, "received_bytes", "Bytes received on links", lambda p: moved(p, "received")),
+        (GaugeMetricFamily, "tokens_per_second", "Tokens per second", lambda p: p.said.tokens_per_s),
+        (GaugeMetricFamily, "slots", "Slots for microbatches", lambda p: p.slots),
+        (GaugeMetricFamily, "free_slots", "Free slots", lambda p: p.free_slots),
+        (GaugeMetricFamily, "serving", "1 while the module is served", lambda p: float(p.state == "serving")),
+    ):
+        family = kind(f"skipstone_{name}", about, labels=("module", "peer"))
+        for peer in peers:
+            family.add_metric((str(peer.module or "-")[:16], peer.peer[:64]), of(peer))
+        yield family

@@ -1,14 +1,12 @@
 """Codecs INT8 and INT4: blocks of elements with one scale per block.
 
 INT8: n codes (int8), then ceil(n / 128) scales (float32). scale = largest magnitude / 127; element = code * scale.
-
 INT4: ceil(n / 2) bytes of codes, then ceil(n / 64) scales (bfloat16). Byte i of a block of w elements has the code of
 element i in the lower half and the code of element ceil(w / 2) + i in the upper half. scale = element of largest
 magnitude / -8; element = (code - 8) * scale.
 
 Numbers are little-endian and rounded to nearest, ties to even. A scale is 0, or its magnitude is at least
 SMALLEST_SCALE. Relative errors on normally distributed data are 6.5e-3 and 0.1.
-
 Outlier channels of matrices are separate (LLM.int8(), Dettmers et al. 2022): the blocks contain zeros for them. After
 the blocks follow k channel numbers (uint16, ascending), then k columns of bfloat16, one number per row.
 """

@@ -2,24 +2,62 @@
 
 import asyncio
 import contextlib
+import importlib
+import importlib.util
 import logging
 import os
 import shutil
 import sys
+from types import ModuleType
 
 from protocol.dht.child import pack, receive
 from protocol.generated import dht_process_pb2
-from protocol.libp2p import hivemind_import as slim_hivemind
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError
+from swarm.vocabulary.types import PeerId, RunId
 
-slim_hivemind.install()
+_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
+_GATHERED_BY_UTILS = {
+    "hivemind.utils.logging": ("get_logger",),
+    "hivemind.utils.serializer": ("MSGPackSerializer", "SerializerBase"),
+    "hivemind.utils.timed_storage": (
+        "DHTExpiration",
+        "MAX_DHT_TIME_DISCREPANCY_SECONDS",
+        "TimedStorage",
+        "ValueWithExpiration",
+        "get_dht_time",
+    ),
+}
+
+
+def import_only_dht() -> None:
+    """Prepares an import of hivemind's DHT without the rest, which would import torch (1.6 CPU-seconds, 280 MB)."""
+    if "hivemind" in sys.modules:
+        return
+    found = importlib.util.find_spec("hivemind")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("hivemind is not installed", hint="Install Skipstone's dependencies again.")
+    root = found.submodule_search_locations[0]
+    for name in _PACKAGES:
+        package = ModuleType(name)
+        package.__path__ = [root + name.removeprefix("hivemind").replace(".", "/")]
+        sys.modules[name] = package
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, package)
+    utils = sys.modules["hivemind.utils"]
+    for module_name, names in _GATHERED_BY_UTILS.items():
+        module = importlib.import_module(module_name)
+        for name in names:
+            setattr(utils, name, getattr(module, name))
+
+
+import_only_dht()
 
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # noqa: E402
 
 from protocol.dht.dht_node import DhtService  # noqa: E402
 from protocol.libp2p.daemon import Libp2pStreams  # noqa: E402
 from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, RelayService  # noqa: E402
-from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, SkipstoneError  # noqa: E402
-from swarm.vocabulary.types import PeerId, RunId  # noqa: E402
 
 log = logging.getLogger(__name__)
 

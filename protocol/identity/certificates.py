@@ -2,9 +2,8 @@
 
 gRPC's TLS does not support Ed25519. Therefore each process makes a P-256 key, signed by the identity in the libp2p TLS
 extension (https://github.com/libp2p/specs/blob/master/tls/tls.md). The authority's key is derived from the RunId and
-proves only knowledge of the run. A dialling peer trusts exactly the contact's certificate, so `peer_of_certificate`
-rejects certificates that may sign others. CA:FALSE is not enough: gRPC 1.85 accepts a leaf signed by a root unless the
-root's key usage excludes it.
+proves only knowledge of the run. A dialling peer trusts only the contact's certificate: `peer_of_certificate` rejects
+one that may sign others. CA:FALSE is not enough: gRPC 1.85 accepts a leaf of a root unless its key usage excludes it.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Join links, which name a run and some of its peers; both forms may end with `?invitation=GRANT`.
 
 Short, as printed: `skipstone:<run>@<host:port>[,<host:port>...]`. The run is the base32 (RFC 4648, lower case, no
-padding) of the last 16 bytes of the RunId: 26 characters. A node answers at `host:port` with its certificate, which
-has the first 16 bytes, its peer id and the port of its DHT. IPv6 addresses have brackets.
+padding) of the RunId's last 16 bytes. A node answers at `host:port` with its certificate, which has the first 16 bytes,
+its peer id and the port of its DHT. IPv6 addresses have brackets.
 
 Full: `skipstone:<RunId>@<multiaddr>[,<multiaddr>...]`. A multiaddr is /ip4, /ip6, /dns4 or /dns6 and a host, then
 /tcp/PORT or /udp/PORT/quic-v1, then /p2p/PEER. Shells need no quotes, except zsh for an invitation and brackets.

@@ -6,8 +6,7 @@ Invariants under any failure:
   running exchange stay with a live leader. A silent leader is replaced, silent or rejected members are excluded.
 * A replica keeps a prepared result until its anchor changes, and names it in every entry. While a majority of an
   earlier roster may have prepared a result, no new exchange starts: a peer may have committed it.
-* A replica applies only a result that it has prepared from its own anchor, after a Commit or when another replica has
-  applied it.
+* A replica applies only a result prepared from its own anchor, after a Commit or when another replica has applied it.
 * A replica leaves its anchor only for the module's agreed one (`schedule.standing`), and only for a higher round.
 """
 

@@ -4,11 +4,11 @@ A peer that sends a microbatch keeps it in custody until the receiver reports PA
 peer is responsible for acting when another one dies. One `Entry` is one microbatch at one position of its path:
 
     RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING
-    -> (gone) RECEIVING_GRADIENT -> RECALLING ------------------------------^   (a substitute)
+    RECEIVING_GRADIENT -> RECALLING (a substitute) ------------------^
 
 * Position -1 is the data node at the start. It skips RECEIVING, and its BACKWARD completes the microbatch.
 * Position len(hops) is the data node at the end. Its FORWARD computes the loss, then follows HANDING_BACK. It stays in
-  GUARDING_BACK until the microbatch is complete, so that later copies do not start a second backward pass.
+  GUARDING_BACK until the microbatch is complete: a later copy starts no second backward pass.
 * An evaluated microbatch is dropped as soon as the next peer has accepted it.
 
 A substitute replaces a hop that is lost in the backward pass. It gets the gradient from the next hop, recalls the input
@@ -324,8 +324,11 @@ class Replicas(Protocol):
     def fewest_hops(self) -> int:
         """Fewest hops of a path. Repair may skip a lost hop of a longer path; at MAX_HOPS it never skips one."""
 
-    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
-        """Returns the best replica of a module, if any, except those in `without`."""
+    def choose(self, module: ModuleId, without: frozenset[PeerId], busy: PeerId | None) -> Reasoned[PeerId | None]:
+        """Returns the best replica of a module not in `without`, if any, and unless waiting for `busy` is better."""
+
+    def link_took(self, peer: PeerId, since: float) -> None:
+        """Notes that a tensor for a peer, sent at `since`, has arrived or is given up."""
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool: ...
 
@@ -409,7 +412,13 @@ class Custody:
             allowed_s = min(allowed_s, self._residence_times.longest_s(data_node))
         self._put(replace(entry, deadline=now + allowed_s))
 
+    def _sent(self, entry: Entry) -> None:
+        # An output that is given up under way shows how slow its link is. While a busy target is awaited none is.
+        if entry.phase in OFFERED and entry.target is not None and entry.retry_at is None:
+            self._replicas.link_took(entry.target, entry.handed)
+
     def _drop(self, entry: Entry, reason: str) -> Forget:
+        self._sent(entry)
         del self._entries[entry.key]
         return Forget(entry.key, reason)
 
@@ -703,12 +712,11 @@ class Custody:
     #     FORWARD -> HANDING_ON -> GUARDING -> AWAITING            to the hop after
     #     BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING    to the hop before
     #
-    # Another replica of the same module replaces a lost, busy or refusing peer and gets the kept output. Without
-    # another replica, the same peer is retried for PATIENCE_S. The two directions differ: * Forward, any replica will
-    # do and is tried at once. Without one, the hop is skipped if the run allows it, and if no
-    #   other expert of its stage is served. Otherwise the data node launches the text again on the next best route,
-    #   because a signed route names its modules.
-    # * Backward, only the original peer has the input. We wait for it before a substitute recomputes the visit.
+    # Another replica of the module replaces a lost, busy or refusing peer and gets the kept output. Without one, the
+    # same peer is retried for PATIENCE_S. Forward, any replica will do and is tried at once; without one, the hop is
+    # skipped if the run allows it and no other expert of its stage is served. Else the data node launches the text
+    # again on its next best route, as a signed route names its modules. Backward, only the original peer has the input:
+    # we wait for it before a substitute computes the visit again.
 
     def _offer(self, entry: Entry, now: float) -> list[Action]:
         """Sends a microbatch's output to the next peer on its path, which becomes the target of the entry."""
@@ -757,6 +765,7 @@ class Custody:
         if entry.phase not in OFFERED:
             return []
         receipts = _passed_on(entry, now)
+        self._sent(entry)
         if entry.purpose is Purpose.EVALUATE:
             return [*receipts, self._drop(entry, "passed on")]
         phase = _GUARDED_IN[entry.direction]
@@ -783,7 +792,7 @@ class Custody:
         # Backward, wait for the original peer. Any substitute will do.
         if module is not None and (entry.direction is Direction.FORWARD or entry.tried):
             busy = entry.busy | {target}
-            other = self._replicas.choose(module, entry.tried | busy).value
+            other = self._replicas.choose(module, entry.tried | busy, target).value
             if other is not None:
                 return self._offer_to(other, replace(entry, busy=busy), now)
         self._put(put_off(entry, asked_s, now))
@@ -821,7 +830,7 @@ class Custody:
             return []
         tried = entry.tried | {target}
         for without in (tried | entry.busy, tried):  # without an idle replica, try a busy one again
-            other = self._replicas.choose(module, without).value
+            other = self._replicas.choose(module, without, None).value
             if other is not None:
                 return self._offer_to(other, replace(entry, tried=tried, refusals=0), now)
         return []

@@ -103,7 +103,8 @@ class PathTimes:
         trace.passed[mark] = _Passed(sender, receipt, now)
         after = position + _STEP[direction]
         if -1 <= after <= len(trace.path.hops):
-            self._times.sent(sender, trace.path.peer_at(after), receipt.sent_s / trace.size)
+            if sender != self._own:  # `Planner.sent` has our own, also those that were given up
+                self._times.sent(sender, trace.path.peer_at(after), receipt.sent_s / trace.size)
             trace.sent_s += receipt.sent_s
         if not trace.is_hop(position):  # our own work
             trace.at_peers_s += receipt.waited_s + receipt.computed_s

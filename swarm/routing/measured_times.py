@@ -1,7 +1,7 @@
 """Smoothed times of peers and links as measured by a data node, or as announced if not measured.
 
-A visit is forward plus backward time at a peer, with sending, divided by the number of our microbatches at the peer.
-Its parts (forward, backward, waiting, sending) also rely on claims. `swarm.routing.attribution` adds samples.
+A visit is forward plus backward time at a peer, with sending, over the number of our microbatches there. Its parts
+also rely on claims. `swarm.routing.attribution` adds samples.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,6 +146,14 @@ class MeasuredTimes:
         out, back = self._forward.means(), self._backward.means()
         both = [back[peer] / seconds for peer, seconds in out.items() if peer in back and seconds > 0]
         return median(both) if both else ASSUMED_BACKWARD_FACTOR
+
+    def sending_s(self, there: PeerId) -> float:
+        """Returns the expected seconds to send a tensor to a peer; an unmeasured link counts as the median of ours."""
+        known = self._links.get(frozenset((self._own, there)))
+        if known is not None:
+            return known.mean
+        ours = [each.mean for pair, each in self._links.items() if self._own in pair]
+        return median(ours) if ours else 0.0
 
     def costs(self, replicas: Sequence[Announcement]) -> Costs:
         """Returns the costs of live replicas: own measurements, or announcements where these are missing."""

@@ -96,13 +96,6 @@ class PathRules:
 # ---- sets of stages --------------------------------------------------------------------------------------------------
 
 
-def ring_stages(rules: PathRules, turn: int) -> tuple[int, ...]:
-    """Returns the stages of microbatch `turn`; the skipped ones rotate. `skippable` turns visit all equally often."""
-    skips = rules.skippable - rules.per_path
-    skipped = {(turn * skips + k) % rules.skippable for k in range(skips)}
-    return tuple(stage for stage in range(1, rules.stages) if stage - 1 not in skipped)
-
-
 def spread_stages(rules: PathRules, shift: int = 0) -> tuple[int, ...]:
     """Returns `rules.per_path` stages after stage 0, evenly spread over the depth, rotated by `shift` stages."""
     skippable = rules.skippable

@@ -6,8 +6,7 @@ The search is dynamic programming over stages and stages visited so far, linear 
 Repair and evaluation, whose stages are fixed, choose the replica that should finish first (`Planner.replica`).
 
 Stage prices balance the visits of stages without an agreement: a stage costs more if it has had more visits than its
-share, summed over all data nodes, which announce their visits. A data node may visit near stages more often if others
-compensate.
+share, by all data nodes, which announce theirs. One may visit near stages more often if others compensate.
 """
 
 import heapq
@@ -178,6 +177,7 @@ LOOK_S = 2.0  # Interval between updates of costs and of other data nodes' visit
 MET = 0.5  # Share of our microbatches in flight through a replica that a new one finds there
 BY_OTHERS = 0.5  # Share of our waiting time at a replica that microbatches of other data nodes cause
 AT_PEERS = 0.9  # Weight of a second at a replica, over one on a link: waits are estimates, so a shorter link wins
+WAIT_FOR = 3.0  # A substitute that would take so many times as long as a busy replica is not asked
 TRY_EVERY = 67  # Microbatches between two that visit a hop's least recently measured replica; prime, to reach all hops
 
 TRIAL_PAUSE_S: Final = ExponentialBackoff(2.0, 60.0)  # Pause of a module's trials after failed ones in a row
@@ -338,9 +338,17 @@ class Planner:
         return announcement is not None and any(hop.module == announcement.module for hop in path.hops)
 
     def replica(
-        self, module: ModuleId, without: frozenset[PeerId], in_flight: Mapping[PeerId, int], now: float
+        self,
+        module: ModuleId,
+        without: frozenset[PeerId],
+        in_flight: Mapping[PeerId, int],
+        now: float,
+        busy: PeerId | None = None,
     ) -> Reasoned[PeerId | None]:
-        """Returns the replica of `module`, not in `without`, that should finish a visit first; None if none is left."""
+        """Returns the replica of `module`, not in `without`, that should finish a visit first; None if none is left.
+
+        Also None if all others are so much slower than `busy`, which has no free slot, that waiting for it is better.
+        """
         candidates = [a for a in self._membership.replicas(module, now) if a.peer not in without]
         if not candidates:
             return Reasoned(None, f"module {module} has no peer left")
@@ -350,6 +358,9 @@ class Planner:
             candidates, key=lambda a: (not proven(a.peer), a.peer not in linked, expected[a.peer].value, a.peer)
         ).peer
         figure = expected[best]
+        awaited = None if busy is None else self._membership.get(busy)
+        if awaited is not None and figure.value > WAIT_FOR * self._finish_s(awaited, in_flight).value:
+            return Reasoned(None, f"waiting for the busy {short(awaited.peer)} is better than {short(best)}")
         return Reasoned(
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
         )
@@ -454,6 +465,10 @@ class Planner:
         ]
         return min(capacities, default=0.0) * len(capacities)
 
+    def sent(self, peer: PeerId, seconds: float) -> None:
+        """Adds the time that a tensor of ours took to a peer, or after which it was given up."""
+        self._times.sent(self._membership.own, peer, seconds)
+
     def is_trial(self, path: Path, now: float) -> bool:
         """Whether a path visits an unproven replica although a proven one serves its module."""
         proven = self._times.has_completed
@@ -463,10 +478,11 @@ class Planner:
         )
 
     def _finish_s(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
-        """Returns the expected seconds until a replica would finish a new visit, after its announced or known queue."""
+        """Returns the expected seconds of a new visit with both ways, after the announced or known queue."""
         queue = max(in_flight.get(announcement.peer, 0), announcement.slots - announcement.free_slots)
         service = self._times.visit_s(announcement.peer, announcement.speed)
-        return Reasoned(service.value * (1 + queue), service.reason)
+        both_ways_s = 2 * self._times.sending_s(announcement.peer)
+        return Reasoned(service.value * (1 + queue) + both_ways_s, service.reason)
 
 
 def _at_least(count: int, mean: float) -> float:

@@ -6,9 +6,9 @@ that the two can be compared.
 
 from collections.abc import Mapping
 
+from lab.world.arms import ring_stages
 from node.__main__ import main
 from node.runtime import data_role as data_role
-from swarm.routing.path_rules import ring_stages
 from swarm.routing.planner import NoReplica, Planner
 from swarm.vocabulary.types import Path, PeerId, Reasoned, Route
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.world.arms import ring_stages
 from node.cli.manifests import starting_from
 from node.data.feed import TrainingFeed, open_documents
 from node.experts.router import Router
@@ -18,7 +19,6 @@ from node.pipeline.admission import path_rules
 from node.solo import trainer
 from node.start.cut_model import open_start
 from protocol.manifest.manifest import Manifest
-from swarm.routing.path_rules import ring_stages
 from swarm.vocabulary.types import PeerId
 from tests.e2e import small_run as runs
 from tests.node.start.tiny_models import write_folder

@@ -4,7 +4,7 @@ The outer step is SGD with Nesterov momentum on the averaged pseudo-gradient (Do
 
     momentum = mu * momentum + g;   parameters = parameters - lr * (g + mu * momentum)
 
-Replicas agree bit for bit, because numpy rounds each operation to float32 where a compiler might fuse two.
+Replicas agree bit for bit: numpy rounds each operation to float32 where a compiler might fuse two.
 """
 
 import bisect

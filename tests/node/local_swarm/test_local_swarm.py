@@ -548,7 +548,7 @@ async def run(server: ForkServer, *arguments: str) -> tuple[ChildEnd, list[bytes
 
 @FORKS
 async def test_it_does_what_the_command_does_and_ends_with_its_exit_code(server: ForkServer) -> None:
-    well, wrong = await asyncio.gather(run(server, "version"), run(server, "no-such-command"))
+    well, wrong = await asyncio.gather(run(server, "--version"), run(server, "no-such-command"))
     assert well[0].exit_code == 0
     assert well[1][0].startswith(b"skipstone ")
     assert wrong[0].exit_code == 2
@@ -581,7 +581,7 @@ async def test_nodes_outlive_their_server_and_end_with_their_exit_codes(server: 
     child.terminate()
     assert (await following).exit_code == 128 + signal.SIGTERM
     await gone(child.pid)
-    assert await server.start(["version"]) is None
+    assert await server.start(["--version"]) is None
 
 
 def shared(pid: int) -> set[str]:

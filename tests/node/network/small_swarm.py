@@ -242,9 +242,12 @@ class SmallSwarm:
 
     fewest_hops = MAX_HOPS
 
-    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+    def choose(self, module: ModuleId, without: frozenset[PeerId], busy: PeerId | None) -> Reasoned[PeerId | None]:
         able = [p for p in self.members if MODULES[p] == module and p not in without | self.dead]
         return Reasoned(able[0] if able else None, "the first that is left")
+
+    def link_took(self, peer: PeerId, since: float) -> None:
+        """The first that is left is chosen, however long its link takes."""
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
         return MODULES.get(peer) == module

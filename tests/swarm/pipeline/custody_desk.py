@@ -32,7 +32,8 @@ class Desk:
     """One peer's custody. An event is a line such as `b accepted out 1` or `forward 0 by a b c`.
 
     `dead` are the replicas that the chooser leaves out, `gone` the stages that new paths avoid, `elsewhere` those with
-    another expert, `given_up` the peers that do not answer, `unlinked` those without a link.
+    another expert, `given_up` the peers that do not answer, `unlinked` those without a link. `sendings`: what custody
+    has noted of its links.
     """
 
     def __init__(self, own: PeerId, slots: int = 2, fewest_hops: int = MAX_HOPS) -> None:
@@ -43,13 +44,17 @@ class Desk:
         self.elsewhere: set[str] = set()
         self.given_up: set[str] = set()
         self.unlinked: set[str] = set()
+        self.sendings: list[str] = []
         self.custody = custody.Custody(own, slots, self)
 
     # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
 
-    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+    def choose(self, module: ModuleId, without: frozenset[PeerId], busy: PeerId | None) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]
         return Reasoned(left[0], "the first") if left else Reasoned(None, f"module {module} has no peer left")
+
+    def link_took(self, peer: PeerId, since: float) -> None:
+        self.sendings.append(f"{peer} {self.now - since:g}")
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
         return STAGE_OF.get(peer, 0) == module.stage

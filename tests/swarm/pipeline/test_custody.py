@@ -582,3 +582,17 @@ def test_a_transition(title: str) -> None:
             assert (event, desk.do(event)) == (event, "")
         assert (last, desk.do(last).rstrip()) == (last, expected.strip())
     assert f"= {desk.state()}" == lines[-1]
+
+
+def test_a_link_is_measured_by_what_arrives_and_by_what_is_given_up() -> None:
+    desk = Desk(PeerId("a"))
+    desk.do("handed 0")
+    for event in ("wait 2", "b busy out 1 1", "wait 3", "b2 accepted out 1"):
+        desk.do(event)
+    assert desk.sendings == ["b2 3"], "a busy peer has got nothing"
+    desk.do("data close")
+    assert desk.sendings == ["b2 3"], "it had arrived"
+    other = Desk(PeerId("a"))
+    for event in ("handed 0", "wait 20", "data close"):
+        other.do(event)
+    assert other.sendings == ["b 20"]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.routing.path_rules import PathRules, chosen_subsets, ring_of_subsets, ring_stages, spread_stages
+from lab.world.arms import ring_stages
+from swarm.routing.path_rules import PathRules, chosen_subsets, ring_of_subsets, spread_stages
 from swarm.vocabulary.errors import ConfigError, ManifestError
 
 SKIPPIPE = PathRules(stages=6, per_path=3, max_forward_jump=4, max_back_stops=2, max_back_distance=2)

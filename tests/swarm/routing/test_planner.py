@@ -1,3 +1,4 @@
+import functools
 import itertools
 from dataclasses import replace
 
@@ -138,6 +139,21 @@ def test_a_claim_of_speed_does_not_outweigh_completed_work() -> None:
     assert chosen(planner, {FAST: 9}) == FAST
     times.visited(LIAR, 2.0)
     assert chosen(planner) == FAST, "a measurement outlives every further claim"
+
+
+def test_a_busy_replica_is_waited_for_if_every_other_is_far() -> None:
+    planner, times = planner_with(announcement("fast", speed=1000), announcement("slow", speed=1000))
+    times.visited(FAST, 1.0)
+    times.visited(SLOW, 1.0)
+    planner.sent(FAST, 0.5)
+    planner.sent(SLOW, 2.0)
+    ask = functools.partial(planner.replica, ModuleId(1), frozenset({FAST}), {}, 0.0)
+    assert ask(FAST).value == SLOW, "5 s against 2 s"
+    planner.sent(SLOW, 100.0)
+    assert ask(FAST).value is None
+    assert "waiting for the busy fast" in ask(FAST).reason
+    assert ask().value == SLOW, "nobody is waited for"
+    assert chosen(planner) == FAST
 
 
 def test_a_linked_replica_is_preferred_to_a_mere_name() -> None:
