@@ -40,7 +40,7 @@ from swarm.pipeline.custody import (
     Tick,
     Work,
 )
-from swarm.pipeline.in_flight import InFlight, InFlightRules, InFlightTable
+from swarm.pipeline.in_flight import InFlight, InFlightRules, InFlightTable, Stragglers
 from swarm.routing.attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
@@ -148,6 +148,7 @@ class DataNode:
         rules = self.world.environment.flight_rules(peer.id)
         self.in_flight = InFlightTable(peer.id, rules, first_number=peer.incarnation * NUMBERS_A_LIFE)
         self.stopping = False
+        self._stragglers = Stragglers()
         measured = MeasuredTimes(peer.id, TOKENS)
         self._times = PathTimes(peer.id, measured, peer.membership.slots_of)
         self.planner = self.world.planner_of(self.world.environment.path_rules, peer.membership, measured)
@@ -157,7 +158,10 @@ class DataNode:
     # ---- launching -----------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Launches microbatches until the window is full or no path exists."""
+        """Abandons a straggler, then launches microbatches until the window is full or no path exists."""
+        straggler = self._stragglers.find(self.in_flight.entries, self.world.time.now)
+        if straggler is not None:
+            self._lost(straggler.microbatch, "it is late")
         while not self.stopping and self.in_flight.may_start().value:
             now = self.world.time.now
             load = in_flight_by_peer([flight.path for flight in self.in_flight.entries])
@@ -192,6 +196,7 @@ class DataNode:
         flight = self.in_flight.get(microbatch)
         self.in_flight.complete(microbatch)
         if flight is not None:
+            self._stragglers.completed(flight, self.world.time.now)
             self.completed(flight, path)
         self.launch()
 
@@ -202,12 +207,15 @@ class DataNode:
         ends.append(any(held.is_end and held.key.microbatch == microbatch for held in custody.entries()))
         if message.direction is Direction.FORWARD and all(ends) and message.position > -1:
             return
+        self._lost(microbatch, message.detail)
+        self.launch()
+
+    def _lost(self, microbatch: MicrobatchId, detail: str) -> None:
         self._times.lost(microbatch, self.world.time.now)
         flight = self.in_flight.abandon(microbatch)
-        self.peer.carry_out(custody.abandon(microbatch, message.detail))
+        self.peer.carry_out(self.peer.custody.abandon(microbatch, detail))
         if flight is not None:
             self.abandoned(flight)
-        self.launch()
 
     # ---- accounts ------------------------------------------------------------------------------------------------
 

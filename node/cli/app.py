@@ -10,12 +10,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from node.cli.export import export
-from node.cli.generate import generate
-from node.cli.invite import invite
+from node.cli.generate import export, generate
 from node.cli.join import join, leave, pause, resume
 from node.cli.limits import limits
-from node.cli.new import new
+from node.cli.new import invite, new
 from node.cli.solo import solo
 from node.cli.status import dashboard, evaluate, history, status
 from node.cli.up import up

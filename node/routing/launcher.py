@@ -25,7 +25,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import MAX_ROUTES, RouteTally
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
-from swarm.pipeline.in_flight import InFlight, InFlightTable, Window, room_at_hops
+from swarm.pipeline.in_flight import InFlight, InFlightTable, Stragglers, Window, room_at_hops
 from swarm.routing.attribution import LossOutliers, PathTimes
 from swarm.routing.launch_queue import LaunchQueue, current_route
 from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
@@ -199,9 +199,7 @@ class WindowFinder:
 log = logging.getLogger(__name__)
 
 LIFETIME_IN_PATHS = 20  # A microbatch without a sign of life for this many times its path's usual duration is abandoned
-TRIAL_IN_PATHS = 3  # The same for a path with an unproven replica, after which it is launched again
-LEAST_TRIAL_S = 1.0
-LATE_TRIAL = "an unproven replica on its path was too slow"
+STRAGGLER = "all others are much faster"
 LOOK_AGAIN_S = 0.5
 
 
@@ -267,7 +265,7 @@ class DataNode(PathEnds):
         self._packs_documents = manifest.packs_documents
         self._on_finished = context.finished
         self._queue = LaunchQueue(planner, ready, training.reading.drawn, self.in_flight.next_number)
-        self._trials: dict[MicrobatchId, float] = {}  # Microbatches on trial with an unproven replica, and their ends
+        self._stragglers = Stragglers()
         self._missing: dict[ModuleId, str] = {}  # Unserved modules, with the consequence that was reported
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
@@ -291,7 +289,9 @@ class DataNode(PathEnds):
             self._on_finished()
         while True:
             self._tell_who_is_missing()
-            self._end_late_trials()
+            straggler = self._stragglers.find(self.in_flight.entries, self._clock.monotonic())
+            if straggler is not None:
+                self.lost(straggler.microbatch, STRAGGLER)
             while not self._is_stopping and self.in_flight.may_start().value and self._launch():
                 pass
             await set_or_after(self._wake, LOOK_AGAIN_S)
@@ -310,18 +310,9 @@ class DataNode(PathEnds):
         self._times.launched(entry.microbatch, path, queue, now, in_usual_ones)
         log.debug("%s: %s", entry.microbatch, launch.reason)
         usual_s = self._planner.usual_s(path) * max(1.0, in_usual_ones)
-        if self._planner.is_trial(path, now):
-            self._trials[entry.microbatch] = now + max(LEAST_TRIAL_S, TRIAL_IN_PATHS * usual_s)
         lifetime_s = min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * usual_s))
         self._launches.launch(entry.microbatch, text, path, Purpose.TRAIN, lifetime_s)
         return True
-
-    def _end_late_trials(self) -> None:
-        """Abandons the microbatches that unproven replicas hold for too long; proven ones get their texts."""
-        now = self._clock.monotonic()
-        self._trials = {each: until for each, until in self._trials.items() if self.in_flight.get(each) is not None}
-        for microbatch in [each for each, until in self._trials.items() if until <= now]:
-            self.lost(microbatch, LATE_TRIAL)
 
     def _tell_who_is_missing(self) -> None:
         """Reports each module without a serving peer once, and once more when a peer serves it again."""
@@ -368,6 +359,7 @@ class DataNode(PathEnds):
         entry = self.in_flight.get(microbatch)
         if entry is not None:
             self.window.completed(entry, self._clock.monotonic())
+            self._stragglers.completed(entry, self._clock.monotonic())
         step = self.in_flight.complete(microbatch)
         if entry is not None:
             hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)

@@ -1,6 +1,7 @@
 """A data node's microbatches in flight: counts, completed steps, and the limit of their number (window)."""
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -139,6 +140,30 @@ class InFlightTable:
         if entry is not None:
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
         return entry
+
+
+TRIPS: Final = 16
+LATE: Final = 3.0
+
+
+class Stragglers:
+    """Finder of microbatches in flight for LATE times the slowest of the last TRIPS: another path will be faster."""
+
+    def __init__(self) -> None:
+        self._trips_s = deque[float](maxlen=TRIPS)
+        self._may_find = False
+
+    def completed(self, entry: InFlight, now: float) -> None:
+        self._trips_s.append(now - entry.started)
+        self._may_find = len(self._trips_s) >= TRIPS // 4
+
+    def find(self, entries: Iterable[InFlight], now: float) -> InFlight | None:
+        """Returns a microbatch to launch again, at most one for each that is completed: all may be slow now."""
+        oldest = min(entries, key=lambda entry: entry.started, default=None)
+        if oldest is None or not self._may_find or now - oldest.started <= LATE * max(self._trips_s):
+            return None
+        self._may_find = False
+        return oldest
 
 
 # ---- the window ------------------------------------------------------------------------------------------------------

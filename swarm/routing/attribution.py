@@ -16,14 +16,13 @@ from itertools import islice
 from statistics import median
 from typing import Final
 
-from swarm.routing.measured_times import ASSUMED_BACKWARD_FACTOR, MeasuredTimes
+from swarm.routing.measured_times import ASSUMED_BACKWARD_FACTOR, LOST_ADDS, MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt
 from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
 
 MAX_TRACES: Final = 4096
 LOST_S: Final = 10.0  # Shortest visit time that a lost microbatch counts as: failing at once must not look fast
-LOST_ADDS: Final = 0.2  # Largest share by which a lost microbatch raises a peer's mean: another hop may be at fault
 
 _Mark = tuple[Direction, int]  # Direction of a pass and position of the sender
 
@@ -125,12 +124,22 @@ class PathTimes:
         """Counts a lost microbatch against every hop of its path, because we cannot tell which hop is at fault."""
         trace = self._traces.pop(microbatch, None)  # the times of honest peers recover by visits on other paths
         if trace is not None:
+            self._add_stuck(trace, now)
             for hop in trace.path.hops:
                 known = self._times.visit(hop.peer)
                 most = math.inf if known is None else known.mean * (1 + LOST_ADDS / known.gain)
                 self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
     # ---- samples -------------------------------------------------------------------------------------------------
+
+    def _add_stuck(self, trace: _Trace, now: float) -> None:
+        """Adds a lost microbatch to the link by which its last known holder should have passed it on."""
+        if not trace.passed:
+            return
+        (direction, position), last = max(trace.passed.items(), key=lambda each: each[1].at)
+        holder, after = position + _STEP[direction], position + 2 * _STEP[direction]
+        if trace.is_hop(holder) and -1 <= after <= len(trace.path.hops):
+            self._times.stuck(trace.path.peer_at(holder), trace.path.peer_at(after), now - last.at)
 
     def _add_visit(self, trace: _Trace, mark: _Mark) -> None:
         """Measures the time of a hop's visit, once the receipts of this hop and of the previous hop are known."""

@@ -20,6 +20,7 @@ MAX_LINKS: Final = 200_000
 UNKNOWN_TOKENS_PER_S: Final = 1000.0  # Speed assumed if a peer has neither measurements nor an announced speed
 ASSUMED_BACKWARD_FACTOR: Final = 2.0
 SLOWER_AT_MOST: Final = 4.0
+LOST_ADDS: Final = 0.2  # Largest share by which a lost microbatch raises a mean: another peer may be at fault
 LEAST_LINK_SHARE: Final = 0.5  # Smallest share of the sending time that the tensor takes; the answer takes the rest
 
 PeerRoute = tuple[PeerId, ...]  # The peers of a path in the order of their visits, without the data node at both ends
@@ -90,6 +91,11 @@ class MeasuredTimes:
     def sent(self, here: PeerId, there: PeerId, seconds: float) -> None:
         """Adds a sample of the time from sending a tensor to its acknowledgement, for both directions of a link."""
         self._links.add(frozenset((here, there)), seconds)
+
+    def stuck(self, here: PeerId, there: PeerId, seconds: float) -> None:
+        """Adds a microbatch that was lost between two peers after `seconds`. The link may not be at fault."""
+        known = self._links.get(frozenset((here, there)))
+        self.sent(here, there, seconds if known is None else min(seconds, known.mean * (1 + LOST_ADDS / known.gain)))
 
     def completed(self, moving_s: float, sent_s: float) -> None:
         """Adds a microbatch's observed time on links, and the sum of the sending times that peers claimed."""

@@ -469,14 +469,6 @@ class Planner:
         """Adds the time that a tensor of ours took to a peer, or after which it was given up."""
         self._times.sent(self._membership.own, peer, seconds)
 
-    def is_trial(self, path: Path, now: float) -> bool:
-        """Whether a path visits an unproven replica although a proven one serves its module."""
-        proven = self._times.has_completed
-        return any(
-            not proven(hop.peer) and any(proven(a.peer) for a in self._membership.replicas(hop.module, now))
-            for hop in path.hops
-        )
-
     def _finish_s(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
         """Returns the expected seconds of a new visit with both ways, after the announced or known queue."""
         queue = max(in_flight.get(announcement.peer, 0), announcement.slots - announcement.free_slots)

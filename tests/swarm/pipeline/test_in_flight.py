@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.world.world import VirtualTime
-from swarm.pipeline.in_flight import Counts, InFlight, InFlightRules, InFlightTable, StepDone, Window, room_at_hops
+from swarm.pipeline.in_flight import (
+    Counts,
+    InFlight,
+    InFlightRules,
+    InFlightTable,
+    StepDone,
+    Stragglers,
+    Window,
+    room_at_hops,
+)
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned
 
 OWN = PeerId("data")
@@ -127,6 +136,22 @@ def test_the_account_always_adds_up(rules: InFlightRules, draws: list[tuple[str,
         assert len(flying) <= rules.window
         assert account.steps_done == steps
         assert counts.completed + len(flying) <= (account.steps_done + 1 + rules.staleness) * rules.per_step
+
+
+def test_one_that_is_far_slower_than_all_others_is_launched_again_and_at_most_one_for_each_that_is_completed() -> None:
+    account, stragglers = in_flight(per_step=40), Stragglers()
+    stuck, also_stuck, *others = [account.start(PLANNED, 0.0) for _ in range(8)]
+    for entry in others[:3]:
+        stragglers.completed(entry, 5.0)
+    assert stragglers.find(account.entries, 99.0) is None, "three are too few to compare"
+    stragglers.completed(others[3], 8.0)
+    assert stragglers.find(account.entries, 24.0) is None
+    assert stragglers.find(account.entries, 24.1) == stuck
+    account.abandon(stuck.microbatch)
+    assert stragglers.find(account.entries, 99.0) is None, "perhaps everything is slow now"
+    stragglers.completed(others[4], 9.0)
+    assert stragglers.find(account.entries, 99.0) == also_stuck
+    assert stragglers.find((), 99.0) is None
 
 
 # ---- the window: over peers that compute one microbatch after another, and links that delay --------------------------

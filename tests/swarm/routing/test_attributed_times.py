@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.routing.attribution import LOST_S, MAX_TRACES, PathTimes
-from swarm.routing.measured_times import MeasuredTimes
+from swarm.routing.measured_times import LEAST_LINK_SHARE, MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from tests.swarm.membership.announcements import announcement
@@ -133,6 +133,15 @@ def test_the_ends_are_not_measured_but_their_time_is_nobody_elses(travel: Travel
     assert travel.seconds(DATA) is None
     assert travel.seconds(A) == pytest.approx(2.5)
     assert travel.seconds(C) == pytest.approx(7.0)
+
+
+def test_what_is_lost_counts_against_the_link_on_which_it_should_have_moved_on(travel: Travel) -> None:
+    travel.passed(A, OUT, 0, 2.0)
+    travel.times.lost(MICROBATCH, 32.0)
+    replicas = [announcement(name) for name in (A, B, C)]
+    links = travel.book.costs(replicas).message_s
+    assert links[B][C] == pytest.approx(LEAST_LINK_SHARE * 30.0), "B has had it for 30 s"
+    assert links[A][B] < 1.0
 
 
 def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_went(travel: Travel) -> None:
