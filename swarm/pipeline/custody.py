@@ -418,7 +418,6 @@ class Custody:
             self._replicas.link_took(entry.target, entry.handed)
 
     def _drop(self, entry: Entry, reason: str) -> Forget:
-        self._sent(entry)
         del self._entries[entry.key]
         return Forget(entry.key, reason)
 
@@ -587,6 +586,7 @@ class Custody:
         if entry.phase in ADDED and not entry.is_end:
             self._await_settlement(entry, now)
             return []
+        self._sent(entry)
         gone = self._drop(entry, f"no progress for {entry.lifetime_s:.0f} s")
         if entry.path.data_node != self.own:
             return [gone]
@@ -967,6 +967,7 @@ class Custody:
             # In BACKWARD the gradient will be added before the Retract takes effect.
             if entry.phase in ADDED | {Phase.BACKWARD} and not entry.is_end:
                 actions.append(Retract(entry.key))
+            self._sent(entry)
             actions.append(self._drop(entry, f"closed: {message.detail}"))
         return actions
 
@@ -983,6 +984,8 @@ class Custody:
     def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
         held = self._of(microbatch)
         peers = dict.fromkeys(hop.peer for entry in held for hop in entry.path.hops if hop.peer != self.own)
+        for entry in held:
+            self._sent(entry)
         gone: list[Action] = [self._drop(entry, detail) for entry in held]
         return [*gone, *(SendControl(peer, Close(microbatch, detail)) for peer in peers)]
 

@@ -127,7 +127,7 @@ class PathTimes:
             self._add_stuck(trace, now)
             for hop in trace.path.hops:
                 known = self._times.visit(hop.peer)
-                most = math.inf if known is None else known.mean * (1 + LOST_ADDS / known.gain)
+                most = math.inf if known is None else known.raised(LOST_ADDS)
                 self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
     # ---- samples -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ A visit is forward plus backward time at a peer, with sending, over the number o
 also rely on claims. `swarm.routing.attribution` adds samples.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final, TypeVar
@@ -95,7 +95,7 @@ class MeasuredTimes:
     def stuck(self, here: PeerId, there: PeerId, seconds: float) -> None:
         """Adds a microbatch that was lost between two peers after `seconds`. The link may not be at fault."""
         known = self._links.get(frozenset((here, there)))
-        self.sent(here, there, seconds if known is None else min(seconds, known.mean * (1 + LOST_ADDS / known.gain)))
+        self.sent(here, there, seconds if known is None else min(seconds, known.raised(LOST_ADDS)))
 
     def completed(self, moving_s: float, sent_s: float) -> None:
         """Adds a microbatch's observed time on links, and the sum of the sending times that peers claimed."""
@@ -153,13 +153,11 @@ class MeasuredTimes:
         both = [back[peer] / seconds for peer, seconds in out.items() if peer in back and seconds > 0]
         return median(both) if both else ASSUMED_BACKWARD_FACTOR
 
-    def sending_s(self, there: PeerId) -> float:
-        """Returns the expected seconds to send a tensor to a peer; an unmeasured link counts as the median of ours."""
-        known = self._links.get(frozenset((self._own, there)))
-        if known is not None:
-            return known.mean
-        ours = [each.mean for pair, each in self._links.items() if self._own in pair]
-        return median(ours) if ours else 0.0
+    def sending_s(self, peers: Iterable[PeerId]) -> dict[PeerId, float]:
+        """Returns the expected seconds to send a tensor to each peer; an unmeasured link counts as a median one."""
+        links = {peer: self._links.get(frozenset((self._own, peer))) for peer in peers}
+        usual = median(self._links.means().values()) if self._links and None in links.values() else 0.0
+        return {peer: usual if known is None else known.mean for peer, known in links.items()}
 
     def costs(self, replicas: Sequence[Announcement]) -> Costs:
         """Returns the costs of live replicas: own measurements, or announcements where these are missing."""
@@ -184,12 +182,7 @@ class MeasuredTimes:
 
     def _message_s(self, peers: Sequence[PeerId]) -> Mapping[PeerId, Mapping[PeerId, float]]:
         share = self._link_share.mean if self._link_share.samples else LEAST_LINK_SHARE
-        means = self._links.means()
-        usual = median(means.values()) if means else 0.0
-        from_here = {}
-        for peer in peers:
-            known = self._links.get(frozenset((self._own, peer)))
-            from_here[peer] = usual if known is None else known.mean
+        from_here = self.sending_s(peers)
         return {peer: _MessageSeconds(self._links, peer, peers, from_here, share) for peer in peers}
 
 

@@ -352,14 +352,16 @@ class Planner:
         candidates = [a for a in self._membership.replicas(module, now) if a.peer not in without]
         if not candidates:
             return Reasoned(None, f"module {module} has no peer left")
-        expected = {a.peer: self._finish_s(a, in_flight) for a in candidates}
+        awaited = None if busy is None else self._membership.get(busy)
+        compared = candidates if awaited is None else [*candidates, awaited]
+        sending_s = self._times.sending_s(a.peer for a in compared)
+        expected = {a.peer: self._finish_s(a, in_flight, sending_s[a.peer]) for a in compared}
         proven, linked = self._times.has_completed, self._membership.linked
         best = min(
             candidates, key=lambda a: (not proven(a.peer), a.peer not in linked, expected[a.peer].value, a.peer)
         ).peer
         figure = expected[best]
-        awaited = None if busy is None else self._membership.get(busy)
-        if awaited is not None and figure.value > WAIT_FOR * self._finish_s(awaited, in_flight).value:
+        if awaited is not None and figure.value > WAIT_FOR * expected[awaited.peer].value:
             return Reasoned(None, f"waiting for the busy {short(awaited.peer)} is better than {short(best)}")
         return Reasoned(
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
@@ -469,12 +471,11 @@ class Planner:
         """Adds the time that a tensor of ours took to a peer, or after which it was given up."""
         self._times.sent(self._membership.own, peer, seconds)
 
-    def _finish_s(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
+    def _finish_s(self, announcement: Announcement, in_flight: Mapping[PeerId, int], link_s: float) -> Reasoned[float]:
         """Returns the expected seconds of a new visit with both ways, after the announced or known queue."""
         queue = max(in_flight.get(announcement.peer, 0), announcement.slots - announcement.free_slots)
         service = self._times.visit_s(announcement.peer, announcement.speed)
-        both_ways_s = 2 * self._times.sending_s(announcement.peer)
-        return Reasoned(service.value * (1 + queue) + both_ways_s, service.reason)
+        return Reasoned(service.value * (1 + queue) + 2 * link_s, service.reason)
 
 
 def _at_least(count: int, mean: float) -> float:

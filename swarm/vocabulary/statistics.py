@@ -21,6 +21,9 @@ class Ewma:
     def gain(self) -> float:
         return max(self.weight, 1 / (self.samples + 1))
 
+    def raised(self, share: float) -> float:  # The sample that raises the mean by this share
+        return self.mean * (1 + share / self.gain)
+
     def add(self, sample: float) -> None:
         self.mean += self.gain * (sample - self.mean)
         self.samples += 1

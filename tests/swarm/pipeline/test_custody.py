@@ -596,3 +596,7 @@ def test_a_link_is_measured_by_what_arrives_and_by_what_is_given_up() -> None:
     for event in ("handed 0", "wait 20", "data close"):
         other.do(event)
     assert other.sendings == ["b 20"]
+    refused = Desk(PeerId("a"))
+    for event in ("handed 0", "wait 1", "b refused out 1", "wait 2", "b2 accepted out 1"):
+        refused.do(event)
+    assert refused.sendings == ["b2 2"], "a refusal is no delivery"
