@@ -183,6 +183,10 @@ class RoundMachine:
         return self._seen and self._view.catching is None and self._view.standing().value == self.version
 
     @property
+    def is_behind(self) -> bool:
+        return self._view.catching is not None or self._view.standing().value.round > self.version.round
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other replica of the module has served for a while, so that the outer step needs no round."""
         return self._alone is True

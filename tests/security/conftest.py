@@ -9,13 +9,11 @@ import pytest_asyncio
 
 from tests.security.siege import Siege, siege
 
-HERE = Path(__file__).parent
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One after the other in one process, where tests run in several: they share the swarm."""
+    """One after the other in one process, where tests run in several, if they share the swarm."""
     for item in items:
-        if HERE in item.path.parents:
+        if isinstance(item, pytest.Function) and "swarm_under_siege" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("security"))
 
 

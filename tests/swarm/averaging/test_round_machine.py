@@ -425,6 +425,9 @@ def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
     actions = desk.feed(events.CaughtUp(replace(RESULT, digest=b"c" * 32)))
     caught_up = [action for action in actions if isinstance(action, events.CatchUp)]
     assert [(action.donors, action.by_most) for action in caught_up] == [((B, C, D), True)]
+    assert desk.machine.is_behind, "a node that leaves waits for the download"
+    desk.feed(events.CaughtUp(caught_up[0].version))
+    assert not desk.machine.is_behind
 
 
 def test_it_says_where_it_stands(desk: Desk) -> None:
