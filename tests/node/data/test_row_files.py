@@ -168,6 +168,7 @@ def test_plain_text_keeps_its_names_and_order_beside_what_is_no_text(tmp_path: P
         ("a.xz", lzma.compress(PLAIN)[:-20], "cannot decompress a.xz"),
         ("a.zip", zipped({"[Content_Types].xml": b"x", "a": b"x"}), "an Office document"),
     ],
+    ids=lambda value: "" if isinstance(value, bytes) else value,
 )
 def test_what_is_no_text_is_refused_by_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
