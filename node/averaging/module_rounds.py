@@ -231,9 +231,8 @@ class ModuleRounds:
         return Agreed(self._store.saved(), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
-        """Waits before the node leaves: for the current round, so that its inner steps count, or a newer anchor to save."""
-        machine = self._machine
-        while machine.current_attempt or machine.is_behind:  # noqa: ASYNC110 - the machine has no events to wait for
+        """Waits before the node leaves: for the round, so that its inner steps count, or for a newer anchor to save."""
+        while self._machine.current_attempt or self._machine.is_behind:  # noqa: ASYNC110 - it has no events to wait for
             await asyncio.sleep(LOOK_S)
 
     def others(self) -> ReplicasChanged:

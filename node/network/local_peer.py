@@ -54,8 +54,7 @@ class LocalPeer:
 
     def announcement(self) -> Announcement:
         """Makes a new announcement of this node's current state."""
-        # The sequence counts process time, so it rises even if the wall clock is set back. The wall clock dates only
-        # the expiry.
+        # The sequence counts process time, so it rises even if the wall clock, which dates the expiry, is set back.
         lived_ms = int((self.clock.monotonic() - self._began) * 1000)
         self._sequence = max(self._sequence + 1, self.incarnation + lived_ms)
         return Announcement(

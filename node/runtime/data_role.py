@@ -219,8 +219,7 @@ def _reported(counts: Counts) -> MicrobatchCounts:
 
 
 def _in_flight_rules(options: NodeOptions, manifest: Manifest) -> InFlightRules:
-    # To begin with: one microbatch per stage keeps every stage busy, and two more cover those on the wire.
-    # `WindowFinder` adapts the window later.
+    # At first one microbatch per stage keeps each busy, and two more cover the wire. `WindowFinder` adapts it later.
     window = options.window or manifest.stages.visited_per_path + 3
     staleness, tokens = manifest.training.staleness, manifest.microbatch_tokens
     return InFlightRules(manifest.microbatches_per_step, staleness, window, options.steps, tokens)

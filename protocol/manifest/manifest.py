@@ -246,8 +246,7 @@ class TrainingSection(Section):
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)] = 1
     """Parts of a module, averaged in turn, each every `inner_steps`."""
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """Inner steps that a data node may run ahead of its slowest microbatch. 0 reproduces a single process, 1 fills the
-    pipeline."""
+    """Inner steps a data node may be ahead of its slowest microbatch. 0 equals one process, 1 fills the pipeline."""
     inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()

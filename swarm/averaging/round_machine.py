@@ -174,8 +174,7 @@ class RoundMachine:
 
     @property
     def current_attempt(self) -> RoundId | None:
-        part = self._part
-        return None if part is None else part.round
+        return None if self._part is None else self._part.round
 
     @property
     def settled(self) -> bool:
