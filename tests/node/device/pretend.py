@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 _ROOT: Final = Path(__file__).parent.parent.parent.parent
 _COPIES: Final = frozenset({"_to_copy", "copy_"})
@@ -134,7 +133,7 @@ def pretended() -> Iterator[Meter]:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name, device = func.overloadpacket.__name__, kwargs.get("device")
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    tensors = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
     ours = {id(each._inner): each for each in tensors if isinstance(each, Pretend)}
     plain = [each for each in tensors if not isinstance(each, Pretend)]
     is_here = device is not None and torch.device(device).type == "pretend"
@@ -143,7 +142,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if ours and name not in _COPIES | _INDEXING and any(each.dim() for each in plain):
         raise RuntimeError(f"Expected all tensors to be on the same device, but found two: aten.{name}")
     _count(name, device, tensors, is_here, bool(kwargs.get("non_blocking")))
-    inner_args, inner_kwargs = tree_map_only(Pretend, lambda each: each._inner, (args, kwargs))
+    inner_args, inner_kwargs = _mapped(lambda each: each._inner if isinstance(each, Pretend) else each, (args, kwargs))
     if is_here:
         inner_kwargs = {**inner_kwargs, "device": torch.device("cpu")}
     with _disable_current_modes():
@@ -151,7 +150,25 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "_to_copy" and device is not None and not is_here:
         return out  # on the CPU
     same = {id(each): each for each in plain} | ours
-    return tree_map_only(Tensor, lambda each: same[id(each)] if id(each) in same else Pretend(each), out)
+    known = lambda each: same[id(each)] if id(each) in same else Pretend(each)  # noqa: E731
+    return _mapped(lambda each: known(each) if isinstance(each, Tensor) else each, out)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """As torch's `tree_leaves`, in a quarter of the time."""
+    if isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(change, each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(change, each) for each in value)
+    return change(value)
 
 
 def _count(name: str, device: Any, tensors: list[Tensor], is_here: bool, later: bool) -> None:
