@@ -69,23 +69,33 @@ def test_what_swarms_measure(name: str, words: tuple[str, ...]) -> None:
     run("-m", f"benchmarks.{name}", *words, within_s=580.0)
 
 
+def card(folder: Path, *parts: str) -> tuple[dict[str, Any], str]:
+    """The figures of these parts of the card kit, and what it prints."""
+    command = (sys.executable, "-m", "benchmarks.card", "--smoke", "--out", folder, "--only", ",".join(parts))
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    report = json.loads((folder / "card.json").read_text())
+    assert {name: part["ended"] for name, part in report["parts"].items()} == dict.fromkeys(parts, "ok"), ran.stderr
+    return {name: part["result"] for name, part in report["parts"].items()}, ran.stdout
+
+
+def test_parts_of_the_card_kit_report_their_figures_on_a_cpu(tmp_path: Path) -> None:
+    found, printed = card(tmp_path, "hop", "split")
+    assert found["hop"]["int8"]["forward_backward_ms"] > found["hop"]["int8"]["forward_ms"] > 0
+    assert found["split"]["chunk_ms"]["chunks_a_microbatch"] > 1
+    assert "split: ok" in printed
+
+
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_every_part_of_the_card_kit_reports_its_figures_on_a_cpu(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "benchmarks.card", "--smoke", "--out", tmp_path)
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    report = json.loads((tmp_path / "card.json").read_text())
-    assert {name: part["ended"] for name, part in report["parts"].items()} == dict.fromkeys(PARTS, "ok"), ran.stderr
-    found = {name: part["result"] for name, part in report["parts"].items()}
+    found, _ = card(tmp_path, *PARTS)
     assert found["train"]["solo 160m"]["tokens_per_s"] > 0
     assert found["train"]["solo 160m"]["mfu"] > 0, "it has the ceiling that an earlier part measured"
     assert all(row["equal_to_cpu"] for name, row in found["codecs"].items() if not name.startswith("copy"))
     assert found["attention"]["documents"]["tflop_s"] > 0
-    assert found["hop"]["int8"]["forward_backward_ms"] > found["hop"]["int8"]["forward_ms"] > 0
-    assert found["split"]["chunk_ms"]["chunks_a_microbatch"] > 1
     assert found["tests"]["failed"] == 0
     assert found["swarm"]["check"]["violations"] == 0
     assert found["swarm"]["check"]["ended_well"] == 3, "of four, one of which was killed"
-    assert "swarm: ok" in ran.stdout
 
 
 def test_a_round_of_the_hop_moves_tensors_there_and_back() -> None:
