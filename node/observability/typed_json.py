@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import typing
 from functools import cache, reduce
 from operator import getitem
@@ -37,18 +38,17 @@ def from_json(kind: type[Read], table: Any, where: str, *, lenient: bool = False
     from pydantic import ValidationError
 
     try:
-        # Integers beyond 64 bits, and constants such as NaN, become strings, which number fields reject.
         # Pydantic refuses lone surrogates, which a peer may send even in keys.
         text = json.dumps(table, ensure_ascii=False).encode(errors="replace")
-        mended = json.loads(text, parse_int=_bounded, parse_constant=str)
+        # Integers beyond 64 bits, and constants such as NaN, become strings, which number fields reject.
+        if re.search(rb"\d{19}|NaN|Infinity", text):
+            text = json.dumps(json.loads(text, parse_int=_bounded, parse_constant=str), ensure_ascii=False).encode()
         while True:  # each pass mends all reported errors; a mended table may show new ones
-            text = json.dumps(mended, ensure_ascii=False).encode()
             try:
-                read: Read = _reader(typing.cast(Any, kind)).validate_json(text, strict=True)
+                return typing.cast(Read, _reader(typing.cast(Any, kind)).validate_json(text, strict=True))
             except ValidationError as error:
-                _mend(mended, error, where, lenient=lenient)
-            else:
-                return read
+                _mend(mended := json.loads(text), error, where, lenient=lenient)
+                text = json.dumps(mended, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise ProtocolViolation(f"{where} is not JSON") from None
 
