@@ -60,23 +60,23 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", sources("swarm"), ids=name_of)
-def test_swarm_imports_the_standard_library_and_itself_and_does_no_io(path: Path) -> None:
-    for name in imported_by(path):
-        assert top(name) == "swarm" or (top(name) in sys.stdlib_module_names and top(name) not in NO_IO), name
+def test_swarm_imports_the_standard_library_and_itself_and_does_no_io() -> None:
+    allowed = ({"swarm"} | sys.stdlib_module_names) - NO_IO
+    found = [(name_of(path), name) for path in sources("swarm") for name in imported_by(path)]
+    assert [each for each in found if top(each[1]) not in allowed] == []
 
 
-@pytest.mark.parametrize("path", sources("node", "protocol", "lab"), ids=name_of)
-def test_the_product_imports_neither_tests_nor_benchmarks(path: Path) -> None:
-    assert not {top(name) for name in imported_by(path)} & {"tests", "benchmarks"}
+def test_the_product_imports_neither_tests_nor_benchmarks() -> None:
+    for path in sources("node", "protocol", "lab"):
+        assert not {top(name) for name in imported_by(path)} & {"tests", "benchmarks"}, path
 
 
-@pytest.mark.parametrize("path", sources("node", "protocol"), ids=name_of)
-def test_only_the_entry_point_imports_the_laboratory_and_not_before_a_command_asks_for_it(path: Path) -> None:
-    tree = parsed(path)
-    at_load = ast.Module([node for node in tree.body if not isinstance(node, ast.FunctionDef)], [])
-    looked_at = at_load if name_of(path) == "node/__main__.py" else tree
-    assert "lab" not in {top(name) for name in imports(looked_at, "")}
+def test_only_the_entry_point_imports_the_laboratory_and_not_before_a_command_asks_for_it() -> None:
+    for path in sources("node", "protocol"):
+        tree = parsed(path)
+        at_load = ast.Module([node for node in tree.body if not isinstance(node, ast.FunctionDef)], [])
+        looked_at = at_load if name_of(path) == "node/__main__.py" else tree
+        assert "lab" not in {top(name) for name in imports(looked_at, "")}, path
 
 
 @pytest.mark.parametrize("module", ["node.__main__", "lab.commands", "lab.simulate"])
@@ -129,9 +129,10 @@ def test_no_module_lies_loose_and_no_folder_is_crowded() -> None:
     assert {folder: files for folder, files in count.items() if files > MOST_FILES} == {}
 
 
-@pytest.mark.parametrize("path", [path for path in sources(*PACKAGES) if path.name == "__init__.py"], ids=name_of)
-def test_every_folder_says_what_lives_there(path: Path) -> None:
-    assert (ast.get_docstring(parsed(path)) or "").endswith(".")
+def test_every_folder_says_what_lives_there() -> None:
+    said = {path: ast.get_docstring(parsed(path)) or "" for path in sources(*PACKAGES) if path.name == "__init__.py"}
+    assert said
+    assert [path for path, docstring in said.items() if not docstring.endswith(".")] == []
 
 
 def test_the_rules_themselves_can_fail() -> None:
@@ -139,15 +140,14 @@ def test_the_rules_themselves_can_fail() -> None:
     assert set(imports(tree, "protocol.link")) >= {"asyncio", "swarm.planner", "protocol.seams", "torch.nn"}
 
 
-@pytest.mark.parametrize("path", sources(*PACKAGES, "tests", "benchmarks"), ids=name_of)
-def test_nothing_is_unpickled(path: Path) -> None:
-    tree = parsed(path)
-    assert not {top(name) for name in imported_by(path)} & CODE_AS_DATA
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            assert (node.value.id, node.attr) != ("torch", "load"), f"line {node.lineno}"
-        if isinstance(node, ast.keyword):
-            assert node.arg != "allow_pickle", f"line {node.value.lineno}"
+def test_nothing_is_unpickled() -> None:
+    for path in sources(*PACKAGES, "tests", "benchmarks"):
+        assert not {top(name) for name in imported_by(path)} & CODE_AS_DATA, path
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) != ("torch", "load"), f"{path}:{node.lineno}"
+            if isinstance(node, ast.keyword):
+                assert node.arg != "allow_pickle", f"{path}:{node.value.lineno}"
 
 
 @cache
@@ -165,10 +165,9 @@ def names_in(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sources("tests", "benchmarks"), ids=name_of)
-def test_what_is_imported_from_us_is_there(path: Path) -> None:
+def test_what_is_imported_from_us_is_there() -> None:
     """mypy looks at the packages only; a benchmark that nobody runs in the tests would be found broken by its user."""
-    for node in ast.walk(parsed(path)):
+    for node in (node for path in sources("tests", "benchmarks") for node in ast.walk(parsed(path))):
         if not isinstance(node, ast.ImportFrom) or top(node.module or "") not in {*PACKAGES, "tests", "benchmarks"}:
             continue
         place = ROOT / (node.module or "").replace(".", "/")
@@ -194,12 +193,11 @@ def lines_of(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-@pytest.mark.parametrize("path", sources(*PACKAGES), ids=name_of)
-def test_what_is_public_says_what_it_is(path: Path) -> None:
-    tree = parsed(path)
-    assert ast.get_docstring(tree), "the module has no docstring"
-    silent = [node.name for node in public_definitions(tree) if not ast.get_docstring(node)]
-    assert not silent
+def test_what_is_public_says_what_it_is() -> None:
+    for path in sources(*PACKAGES):
+        assert ast.get_docstring(parsed(path)), f"{path} has no docstring"
+        silent = [node.name for node in public_definitions(parsed(path)) if not ast.get_docstring(node)]
+        assert not silent, path
 
 
 def descriptor(generated: Path) -> bytes:

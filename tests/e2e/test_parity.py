@@ -71,7 +71,7 @@ async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, atten
     await _compare(manifest, tmp_path)
 
 
-@pytest.mark.parametrize("residual", [0, 12])
+@pytest.mark.parametrize("residual", [pytest.param(0, marks=pytest.mark.long), 12])
 async def test_a_swarm_that_skips_equals_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, residual: int
 ) -> None:
