@@ -155,7 +155,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """As torch's `tree_leaves`, in a quarter of the time."""
+    """As torch's `tree_leaves`, for the few types that operators take: a third less time for all jobs together."""
     if isinstance(value, (tuple, list, dict)):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _leaves(each)
