@@ -18,6 +18,11 @@ settings.register_profile("skipstone", deadline=None, max_examples=50)
 settings.load_profile("skipstone")
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Keeps bytes out of the names of cases: made at random or with the time, they differ between workers."""
+    return "bytes" if isinstance(val, bytes) else None
+
+
 class KeptServer(ForkServer):
     """A fork server that outlives its swarm: it has taken seconds to import what nodes need."""
 

@@ -167,14 +167,15 @@ def names_in(path: Path) -> set[str]:
 
 def test_what_is_imported_from_us_is_there() -> None:
     """mypy looks at the packages only; a benchmark that nobody runs in the tests would be found broken by its user."""
-    for node in (node for path in sources("tests", "benchmarks") for node in ast.walk(parsed(path))):
+    nodes = ((path, node) for path in sources("tests", "benchmarks") for node in ast.walk(parsed(path)))
+    for path, node in nodes:
         if not isinstance(node, ast.ImportFrom) or top(node.module or "") not in {*PACKAGES, "tests", "benchmarks"}:
             continue
         place = ROOT / (node.module or "").replace(".", "/")
         module = place.with_suffix(".py") if place.with_suffix(".py").exists() else place / "__init__.py"
         for alias in node.names:
             there = (place / f"{alias.name}.py").exists() or (place / alias.name).is_dir()
-            assert there or (module.exists() and alias.name in names_in(module)), f"{node.module}.{alias.name}"
+            assert there or (module.exists() and alias.name in names_in(module)), f"{path}: {node.module}.{alias.name}"
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:

@@ -88,7 +88,7 @@ def test_parts_of_the_card_kit_report_their_figures_on_a_cpu(tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_every_part_of_the_card_kit_reports_its_figures_on_a_cpu(tmp_path: Path) -> None:
-    found, _ = card(tmp_path, *PARTS)
+    found, printed = card(tmp_path, *PARTS)
     assert found["train"]["solo 160m"]["tokens_per_s"] > 0
     assert found["train"]["solo 160m"]["mfu"] > 0, "it has the ceiling that an earlier part measured"
     assert all(row["equal_to_cpu"] for name, row in found["codecs"].items() if not name.startswith("copy"))
@@ -96,6 +96,7 @@ def test_every_part_of_the_card_kit_reports_its_figures_on_a_cpu(tmp_path: Path)
     assert found["tests"]["failed"] == 0
     assert found["swarm"]["check"]["violations"] == 0
     assert found["swarm"]["check"]["ended_well"] == 3, "of four, one of which was killed"
+    assert "swarm: ok" in printed
 
 
 def test_a_round_of_the_hop_moves_tensors_there_and_back() -> None:

@@ -150,8 +150,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "_to_copy" and device is not None and not is_here:
         return out  # on the CPU
     same = {id(each): each for each in plain} | ours
-    known = lambda each: same[id(each)] if id(each) in same else Pretend(each)  # noqa: E731
-    return _mapped(lambda each: known(each) if isinstance(each, Tensor) else each, out)
+
+    def wrapped(each: Any) -> Any:
+        if not isinstance(each, Tensor):
+            return each
+        return same[id(each)] if id(each) in same else Pretend(each)
+
+    return _mapped(wrapped, out)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

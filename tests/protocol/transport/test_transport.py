@@ -445,7 +445,6 @@ def chunk_with_wrong_checksum() -> bytes:
         (b"", "not a frame"),
         (frames.encode(hello_of(Persona())), "second Hello"),
     ],
-    ids=lambda value: "" if isinstance(value, bytes) else value,
 )
 async def test_a_bad_frame_gives_the_buffer_back_and_ends_the_link(bad: bytes, why: str) -> None:
     async with server_and_honest() as (server, _), attack(server) as (hostile, stream):
