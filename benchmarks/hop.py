@@ -30,6 +30,7 @@ from benchmarks import kit
 from benchmarks.kit import RUN, hear, introduce, process, run_of, started, tell, threads_of_each_peer
 from benchmarks.transport import bare_stream
 from node.concurrency.compute_thread import ComputeThread
+from node.model.moments import DEFAULT_SLOTS
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer, OwnRecord
@@ -49,7 +50,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership
-from swarm.pipeline.custody import DEFAULT_SLOTS, Custody, Started, Work
+from swarm.pipeline.custody import Custody, Started, Work
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner

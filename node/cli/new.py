@@ -94,8 +94,8 @@ def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> It
     """Yields lines for the terminal: each choice with its reason, and the forecast for the manifest."""
     from node.dial.dial import LARGE_CARD, LINKS_MBIT_S, forecast
     from node.model.memory_need import need_of
+    from node.model.moments import DEFAULT_SLOTS
     from swarm.membership.memory_fit import size_text
-    from swarm.pipeline.custody import DEFAULT_SLOTS
 
     for name, choice in dialed.choices:
         value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
@@ -256,8 +256,8 @@ def sample_lines(sample: Sample, training: TrainingSection) -> Iterator[str]:
 
 def _largest_need(manifest: Manifest) -> str:
     from node.model.memory_need import needs_of
+    from node.model.moments import DEFAULT_SLOTS
     from swarm.membership.memory_fit import size_text
-    from swarm.pipeline.custody import DEFAULT_SLOTS
     from swarm.vocabulary.types import ModuleId
 
     needs = needs_of(manifest, DEFAULT_SLOTS)

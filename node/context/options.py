@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from node.data.local_paths import LocalPathOptions
-from node.model.moments import Allowance, MomentType
+from node.model.moments import DEFAULT_SLOTS, Allowance, MomentType
 from node.network.reach_status import ReachMode
 from protocol.transport.settings import joined
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId, Reasoned
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from node.model.memory_need import blocks_that_fit, need_of
-from node.model.moments import MomentType
+from node.model.moments import DEFAULT_SLOTS, MomentType
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from node.pipeline.admission import hidden_tensor
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.membership.memory_fit import FreeMemory, Need, size_text
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_STAGES, Codec, ModuleId, Reasoned
 

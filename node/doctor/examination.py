@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 
 from node.concurrency.task_groups import aside
 from node.model.free_memory import GIB, available_memory
-from node.model.moments import MomentType
+from node.model.moments import DEFAULT_SLOTS, MomentType
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession, visit
 from node.observability.status import parse_status
@@ -35,7 +35,6 @@ from protocol.manifest.join_link import Link
 from protocol.manifest.manifest import Manifest
 from protocol.transport.settings import is_free
 from swarm.membership.memory_fit import FreeMemory, size_text
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import PeerError, SkipstoneError, Unreachable
 from swarm.vocabulary.types import PeerId, Reasoned
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from node.context.options import LogLevel, NodeOptions, parse_stages, without_settings
 from node.data.local_paths import as_written
 from node.experts.router import router_file
-from node.model.moments import MomentType
+from node.model.moments import DEFAULT_SLOTS, MomentType
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_process import with_packages
@@ -19,7 +19,6 @@ from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
 from protocol.transport.settings import free_ports
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
 

@@ -4,11 +4,13 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.types import Reasoned
 
 if TYPE_CHECKING:
     from protocol.manifest.manifest import InnerSection
+
+
+DEFAULT_SLOTS: Final = 16  # Microbatches that a replica holds at a time
 
 
 class MomentType(enum.Enum):

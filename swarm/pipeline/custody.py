@@ -281,7 +281,6 @@ Action = Compute | SendOutput | SendControl | KeepGradient | Confirmed | Retract
 # ---- the state machine -----------------------------------------------------------------------------------------------
 
 
-DEFAULT_SLOTS = 16
 KEPT_FOR_OTHERS = 4  # Share of slots (1/4) that a single data node, or a single link, cannot use
 KEPT_FOR_HELD = 2  # Share of slots (1/2) that a data node cannot use while others' microbatches are held
 UNLINKED_SHARE = 4  # Share of slots (1/4) for all data nodes without a link: invented ones cannot fill us

@@ -16,6 +16,7 @@ from node.experts.router import router_file
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.model.memory_need import needs_of
+from node.model.moments import DEFAULT_SLOTS
 from node.network.client import query_evaluation, query_status
 from node.network.loss_report import WHOLE_MODEL, AskedPaths
 from node.observability.events import Completed, NodeStatus, Step
@@ -25,7 +26,6 @@ from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import manifest_from_table
 from protocol.manifest.signing import sign_manifest
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ManifestError, Unreachable
 from swarm.vocabulary.pipeline_messages import Receipt, ReceiptStatus
 from swarm.vocabulary.types import Hop, ModuleId

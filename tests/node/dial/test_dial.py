@@ -7,9 +7,9 @@ import pytest
 
 from node.dial.dial import FILLED, LARGEST, SMALLEST, Peers, Wish, choose_shape, forecast, spread, turn
 from node.model.memory_need import need_of
+from node.model.moments import DEFAULT_SLOTS
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import ModuleId, Reasoned
 

@@ -19,9 +19,8 @@ from node.doctor.doctor import finding_text, report
 from node.doctor.examination import Finding, Level
 from node.model.free_memory import GIB, available_memory
 from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
-from node.model.moments import MomentType
+from node.model.moments import DEFAULT_SLOTS, MomentType
 from node.network.reach_status import ReachStep, Standing
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, Rejected
 from swarm.vocabulary.types import ModuleId, Reasoned
 from tests.kit.waiting import ManualClock

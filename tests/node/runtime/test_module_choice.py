@@ -13,13 +13,12 @@ from node.concurrency.compute_thread import ComputeThread
 from node.context.options import NodeOptions
 from node.data.local_paths import LocalPaths
 from node.model.memory_need import needs_of
-from node.model.moments import MomentType
+from node.model.moments import DEFAULT_SLOTS, MomentType
 from node.runtime import hosting, module_choice
 from node.runtime.hosting import Hosting
 from node.runtime.module_choice import FittingModules
 from protocol.manifest.join_link import JoinLink
 from swarm.membership.memory_fit import STEP_BYTES, FreeMemory, size_text
-from swarm.pipeline.custody import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
