@@ -29,9 +29,8 @@ from node.observability.status import (
     Status,
 )
 from node.observability.typed_json import to_json
-from node.runtime.data_role import DataRole, data_role
 from node.runtime.module_choice import NextModule
-from node.runtime.stage_role import StageRole, stage_role
+from node.runtime.role import DataRole, StageRole, data_role, stage_role
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState

@@ -23,16 +23,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import node.pipeline.admission
-import node.runtime.data_role
+import node.runtime.role
 import node.runtime.serving
-import node.runtime.stage_role
 from lab.world.arms import OURS, RulePlanner, SwarmPlanner, planner_of
 from node.__main__ import main
 from node.averaging.anchor.anchor import Anchor
 from node.context.module_context import ModuleContext
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import DataWorker, HopWorker
-from node.runtime.data_role import DataRole, data_role
+from node.runtime.role import DataRole, data_role
 from protocol.frames.frames import Hello
 from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
@@ -130,7 +129,7 @@ def slow_computing(spec: Spec) -> None:
         return Speed(announced(manifest.microbatch_tokens))
 
     HopWorker._timed = timed  # type: ignore[method-assign]
-    node.runtime.stage_role.measure_speed = measured
+    node.runtime.role.measure_speed = measured
 
 
 def _writer(path: Path) -> Written:
@@ -282,7 +281,7 @@ def emulate_data_node(rule: str, seed: int, flights: str | None, network: Path) 
                 made.append(planner)
             return planner
 
-        node.runtime.data_role.Planner = by_rule  # type: ignore[assignment, misc]
+        node.runtime.role.Planner = by_rule  # type: ignore[assignment, misc]
         async with data_role(context, first) as role, AsyncExitStack() as stack:
             clock, planner = context.session.own.clock.monotonic, made[0] if made else None
             measured = counted

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from lab.world.arms import ring_stages
 from node.__main__ import main
-from node.runtime import data_role as data_role
+from node.runtime import role
 from swarm.routing.planner import NoReplica, Planner
 from swarm.vocabulary.types import Path, PeerId, Reasoned, Route
 
@@ -26,5 +26,5 @@ def zero(below: int) -> int:
 
 if __name__ == "__main__":
     Planner.plan = by_the_ring  # type: ignore[method-assign]
-    data_role.randbelow = zero  # type: ignore[attr-defined]
+    role.randbelow = zero  # type: ignore[attr-defined]
     main()

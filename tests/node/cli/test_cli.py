@@ -368,10 +368,11 @@ class TestUp:
         assert "starting a local swarm" in result.stderr
 
     def test_plain_lines(self, stand_ins: None) -> None:
-        lines = run("up", "--steps", "2").stdout.splitlines()
+        result = ran("up", "--steps", "2")
+        lines = result.stdout.splitlines()
         assert lines[0] == "skipstone up: starting a local swarm"
         assert any(line.startswith("  skipstone join skipstone:") for line in lines)
-        assert sum(line.startswith("step ") for line in lines) == 2
+        assert sum(line.startswith("step ") for line in lines) == 2, result.output
         assert any(line.startswith("2 steps  loss 5.0000 -> 2.5000") for line in lines)
 
     def test_a_failed_node_is_the_exit_code(self, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:

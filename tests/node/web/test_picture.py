@@ -1,7 +1,7 @@
 """What a run's page says has changed since its last picture."""
 
 from node.observability.status import PeerStatus, RoundStatus, Status, SwarmStatus
-from node.web.picture import GONE_S, next_picture
+from node.web.server import GONE_S, next_picture
 
 
 def peer(name: str, module: str, number: int = 0, *, answers: bool = True) -> PeerStatus:
