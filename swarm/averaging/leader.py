@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging.proven_work import to_carry
-from swarm.averaging.replica_view import ReplicaView
+from swarm.averaging.replica_view import LATE_TIMES, ReplicaView
 from swarm.averaging.roster import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.averaging.round_events import SendMessage
-from swarm.averaging.schedule import near, precedence
+from swarm.averaging.schedule import fragments_of, near, precedence
 from swarm.vocabulary.averaging_messages import (
     Accepting,
     Commit,
@@ -77,6 +77,7 @@ class Invitee:
     heard: float
     answer: Answer = Answer.NONE
     lost: bool = False
+    late: bool = False  # It catches up with our anchor from one shortly before it
     entry: Entry | None = None
     prepared: AnchorVersion | None = None
     waiting_for: frozenset[PeerId] = frozenset()
@@ -109,6 +110,8 @@ class Leader:
         self._tallies = to_carry(view.tallies)
         self._opened = view.now
         self._interval_s = view.anchored_s
+        self._late_s = view.patience_with_late_s()
+        self._reliable = view.others.proven or view.others.all
         self._pulsed = view.now
         self._deadline = 0.0
         self._accused_since: float | None = None
@@ -138,6 +141,8 @@ class Leader:
             case Declined(_, reason, version):
                 made_up = reason is DeclineReason.PAST and not near(self._base, version.round)
                 invitee.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
+                behind = self._base.round - LATE_TIMES * fragments_of(self._rules) <= version.round < self._base.round
+                invitee.late = sender in self._reliable and (behind or version == self._base)
                 invitee.entry = None
             case Pulse(_, waiting_for, rejected):
                 invitee.waiting_for = frozenset(waiting_for) & self.invitees.keys()
@@ -195,6 +200,8 @@ class Leader:
         if invitee.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not invitee.silent(now, self._rules.silence_s)
         patience_s = self._rules.answer_s / 2 if invitee.lost else self._rules.answer_s
+        if invitee.answer is Answer.NOT_YET and invitee.late and not invitee.lost:
+            patience_s = self._late_s
         return invitee.answer in ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:

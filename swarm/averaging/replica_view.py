@@ -1,5 +1,6 @@
 """One replica's view of its module: the other replicas, their anchors and work, and past attempts at rounds."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Final
 
 from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import OtherReplica, RoundRules, SendMessage, Signer
-from swarm.averaging.schedule import due, leader_order, next_number, plausible_round, standing
+from swarm.averaging.schedule import due, fragments_of, leader_order, next_number, plausible_round, standing
 from swarm.averaging.trust import FEWEST_ROUNDS, LATEST_INTERVALS, Penalties, UsualLength
 from swarm.vocabulary.averaging_messages import (
     MAX_ATTEMPTS,
@@ -101,6 +102,10 @@ OLD_TALLY_S = 300.0  # Age, compared with ours, at which a roster's tallies are 
 PATIENCE_PULSES = 2  # Pulses for which versions must differ before we act: most differences are commits in flight
 REMEMBERED = 16
 HASTE = 0.5  # Share of the usual time between rounds
+# Once in LATE_AGAIN rounds, a leader waits up to LATE_TIMES the usual time between rounds for replicas that catch up.
+# Else a replica that downloads for longer than a round takes would follow the others forever.
+LATE_TIMES: Final = 4
+LATE_AGAIN: Final = 12
 
 
 @dataclass(slots=True)
@@ -216,6 +221,7 @@ class ReplicaView:
         self.penalties = Penalties()
         self.usual = UsualLength()
         self.catching: AnchorVersion | None = None
+        self.waited_at = -math.inf  # Round after which a leader has waited for late replicas
         self._behind_since: float | None = None
         self._failures = Latest[AnchorVersion, tuple[float, int]](REMEMBERED)
 
@@ -289,6 +295,14 @@ class ReplicaView:
     def due(self) -> Reasoned[bool]:
         on = self.others.on(self.version, self.now)
         return due(self.rules, self.steps, self.others.steps(self.version, self.now), len(on) + 1, self.anchored_s)
+
+    def patience_with_late_s(self) -> float:
+        """Returns how long a leader may wait for replicas that catch up with our anchor."""
+        whole = fragments_of(self.rules)
+        if self.version.round - self.waited_at < LATE_AGAIN * whole:
+            return self.rules.answer_s
+        usual_s = median(self._intervals_s or (self.anchored_s,))
+        return min(self.rules.prepare_s, max(self.rules.answer_s, LATE_TIMES * whole * usual_s))
 
     def next_number(self) -> int:
         """Returns the number of the next round, above all numbers seen, so that no number gets two results."""

@@ -59,6 +59,7 @@ class Participation:
     round: RoundId
     heard: float
     rules: events.RoundRules
+    began: float = field(init=False)
     until: float = field(init=False)  # Time until which an honest leader has ended the attempt
     phase: MemberPhase = MemberPhase.PREPARING
     entry: messages.Entry | None = None
@@ -76,7 +77,7 @@ class Participation:
     rejected: set[PeerId] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.until = self.heard + self.rules.prepare_s + GRACE_S
+        self.began, self.until = self.heard, self.heard + self.rules.prepare_s + GRACE_S
 
     def silence(self, now: float) -> float:
         """Returns the seconds since the leader's last message; a broken link to the leader adds half of the timeout."""
@@ -478,6 +479,8 @@ class RoundMachine:
             return []
         if part.phase is not MemberPhase.ENTERED:
             return []
+        if view.now - part.began > 2 * view.rules.answer_s:
+            view.waited_at = view.version.round
         if sender != view.own:
             here = view.others.on(view.version, view.now)
             strange = oddity(signed, view.own, view.others.all, here) or view.unproven(signed)

@@ -191,6 +191,7 @@ class VirtualReplica:
         self.alive = True
         self.frozen = False
         self.spoils = False  # Sends pieces that cannot be used
+        self.catch_up_s = 0.1, 1.0
         self.slanders: PeerId | None = None  # Says so of this one, which does not
         self.step_s = world.random.uniform(*world.shape.step_s)
         self.bandwidth = world.random.uniform(*world.shape.bandwidth)
@@ -301,7 +302,7 @@ class VirtualReplica:
             case CommitStaged(roster, version):
                 self._commit(roster.round, version)
             case events.CatchUp(version, donors):
-                seconds = self.world.random.uniform(0.1, 1.0)
+                seconds = self.world.random.uniform(*self.catch_up_s)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._caught_up(version, donors)))
 
     def _tell(self, to: PeerId, event: events.MessageArrived) -> None:

@@ -8,7 +8,15 @@ import pytest
 from swarm.averaging.round_events import CommitStaged, RoundRules
 from swarm.vocabulary.averaging_messages import Roster
 from swarm.vocabulary.types import AnchorVersion, PeerId
-from tests.swarm.averaging.round_world import INITIAL, RoundWorld, Shape, VirtualReplica, harm_of, try_seed
+from tests.swarm.averaging.round_world import (
+    INITIAL,
+    SMALL_ROUNDS,
+    RoundWorld,
+    Shape,
+    VirtualReplica,
+    harm_of,
+    try_seed,
+)
 
 
 def test_without_faults_every_round_commits_at_once_on_all_replicas() -> None:
@@ -104,6 +112,46 @@ def test_survivors_commit_within_five_seconds_and_a_round(share: float, who: str
         lambda: any(version.round > reached and who == set(world.peers) for version, who in world.commits.items()), 60.0
     ), world.explain()
     assert not world.forks()
+
+
+@pytest.mark.parametrize("times", [1.1, 1.5, 2.0])
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_who_downloads_longer_than_a_round_takes_is_waited_for(times: float, fragments: int) -> None:
+    world = RoundWorld(7, Shape(rules=replace(SMALL_ROUNDS, inner_steps=3 * fragments, fragments=fragments)))
+    world.run(60.0)
+    round_s, late = 60.0 / max(version.round for version in world.versions()), world.peers[1]
+    world.replicas[late].catch_up_s = times * round_s, times * round_s
+    world.freeze(late)
+    world.run(NOTICED_S + 3 * round_s)
+    world.thaw(late)
+    thawed = max(version.round for version in world.versions())
+    together = 0
+    for _ in range(20):
+        world.run(2 * round_s)
+        together = sum(len(who) == 4 for version, who in world.commits.items() if version.round > thawed)
+        if together > 2:
+            break
+    assert together > 2, world.explain()
+    reached = max(version.round for version in world.commits)
+    assert together > (reached - thawed) / 3, "it takes part from then on"
+    assert world.caught_up[late] < 6
+    assert not world.forks()
+
+
+def test_who_is_always_behind_costs_a_fifth_of_the_rounds_at_most() -> None:
+    undisturbed, world = RoundWorld(7), RoundWorld(7)
+    for each in (undisturbed, world):
+        each.run(20.0)
+    world.replicas[world.peers[1]].catch_up_s = 60.0, 60.0
+    world.freeze(world.peers[1])
+    world.run(10.0)
+    world.thaw(world.peers[1])
+    undisturbed.run(10.0)
+    before = [max(version.round for version in each.commits) for each in (world, undisturbed)]
+    for each in (world, undisturbed):
+        each.run(200.0)
+    after = [max(version.round for version in each.commits) for each in (world, undisturbed)]
+    assert after[0] - before[0] > 0.75 * (after[1] - before[1])
 
 
 def split(world: RoundWorld, *groups: list[PeerId], rounds: int) -> None:
