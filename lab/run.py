@@ -128,9 +128,10 @@ class Run:
                 return progress.step > 0 or progress.is_over
             if progress.is_over:
                 raise Stalled("the swarm ended before it trained", hint=f"Look into {self.logs}.")
-            # The loss of a peer that does not serve yet would not show.
-            all_serve = len(self.lab.serving()) == len(progress.peers)
-            return all_serve and progress.step > 0 and bool(self.lab.watch.completed)
+            # The loss of a peer that does not serve yet would not show; without a round there is nothing to restore.
+            least = len(progress.peers) if "restored" in self.scenario.chaos.at_least else 0
+            all_ready = len(self.lab.serving()) == len(progress.peers) and len(self.lab.watch.anchors) >= least
+            return all_ready and progress.step > 0 and bool(self.lab.watch.completed)
 
         await self._until(begins)
 

@@ -224,7 +224,8 @@ class MembershipSync:
             now = self.own.clock.monotonic()
             if self.membership.expire(now):
                 self._publish_view()
-            alone = alone or not self.membership.peers()
+            # Nodes that wait for the run to begin know each other, and have nothing to tell.
+            alone = alone or all(known.module is None for known in self.membership.peers())
             pause = self._look_ups.pause(self._missing(), now, random.random(), alone=alone)  # noqa: S311 - not a secret
             log.debug("next look-up in %.1f s: %s", pause.value, pause.reason)
             await asyncio.sleep(LOOK_UP_GAP_S)

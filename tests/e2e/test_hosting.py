@@ -23,6 +23,7 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, PlannedPeer
 from node.model.shapes import parameter_shapes
 from node.observability.events import (
+    Abandoned,
     CaughtUp,
     Completed,
     Event,
@@ -35,6 +36,7 @@ from node.observability.events import (
     Step,
     Waiting,
 )
+from node.routing.launcher import STRAGGLER
 from node.runtime import hosting
 from node.runtime.leave_socket import ask_to_leave
 from node.runtime.limits import write_limits
@@ -119,7 +121,8 @@ async def test_a_run_of_one_stage_goes_on_when_a_node_is_killed_and_another_join
     assert {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code} == {1: 137}
     report = checked(tmp_path / "logs")
     assert report["completed"] > 0
-    assert not report.get("abandoned")
+    reasons = {event.reason for event in events_of(tmp_path / "logs") if isinstance(event, Abandoned)}
+    assert reasons <= {STRAGGLER}, "on a busy machine one may be a straggler; none is lost"
 
 
 class Heard(KeptEvents):

@@ -15,10 +15,10 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import MAX_LIFETIME_S, RECORD_LIFETIME_S, decode_announced, encode_record
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.handshake import FORMER_LIFE_MS
-from swarm.membership.membership import FIRST_PAUSE_S, Membership
+from swarm.membership.membership import FIRST_PAUSE_S, LookUps, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, Stalled, Unreachable
-from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, RunId
 from tests.kit.events import KeptEvents
 from tests.kit.links import NoLinks
 from tests.kit.waiting import ManualClock, until
@@ -123,6 +123,29 @@ async def place() -> AsyncIterator[Place]:
 async def there() -> AsyncIterator[Place]:
     async with place() as running:
         yield running
+
+
+async def test_nodes_that_wait_for_a_run_find_it_soon_though_they_know_each_other(
+    there: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lonely: list[bool] = []
+    pause = LookUps.pause
+
+    def seen(self: LookUps, *given: object, alone: bool) -> Reasoned[float]:
+        lonely.append(alone)
+        return pause(self, *given, alone=alone)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LookUps, "pause", seen)
+    waiting, serving = Other(there.clock), Other(there.clock)
+    waiting.state.module, waiting.state.state = None, PeerState.VISITING
+    for found, alone in (([], True), ([waiting], True), ([waiting, serving], False)):
+        there.store.found = [each.state.announcement() for each in found]
+        await there.membership_sync.look()
+        await until(lambda: len(there.membership.peers()) == len(there.store.found))
+        lonely.clear()
+        await there.membership_sync.look()
+        await until(lambda: lonely)
+        assert lonely[-1] is alone
 
 
 async def test_replicas_known_by_name_only_are_greeted_a_few_at_a_time(
