@@ -142,7 +142,7 @@ class Leader:
                 made_up = reason is DeclineReason.PAST and not near(self._base, version.round)
                 invitee.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
                 behind = self._base.round - LATE_TIMES * fragments_of(self._rules) <= version.round < self._base.round
-                invitee.late = sender in self._reliable and (behind or version == self._base)
+                invitee.late = behind and sender in self._reliable
                 invitee.entry = None
             case Pulse(_, waiting_for, rejected):
                 invitee.waiting_for = frozenset(waiting_for) & self.invitees.keys()
