@@ -280,7 +280,6 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         super().__init__(machine.handle, events.Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
         self.replica_sync = replica_sync
         replica_sync.is_alone = lambda: machine.is_alone
-        self._machine = machine
         self.auditor = Auditor(own, means, self._send_or_lose, self.handle, self.begin)
         self._own = own
         self._module = module
@@ -339,9 +338,6 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         if others != self._others:
             self._others = others
             self.handle(others)
-
-    def _is_idle(self) -> bool:
-        return self._machine.current_attempt is None and self._catching is None
 
     def _stepped_alone(self, step: SteppedTo) -> None:
         version, own = step.anchor.version, (self._own,)

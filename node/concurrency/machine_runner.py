@@ -21,7 +21,6 @@ Action = TypeVar("Action")
 Decide = Callable[[Event, float], Iterable[Action]]  # Actions of the state machine after an event at this time
 
 TICK_S: Final = 0.1
-IDLE_TICK_S: Final = 0.2
 
 
 class MachineRunner(ABC, Generic[Event, Action]):
@@ -47,7 +46,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
             while not self._is_stopped:
                 self._look_around()
                 self.handle(self._tick)
-                await set_or_after(self._wake, IDLE_TICK_S if self._is_idle() else TICK_S)
+                await set_or_after(self._wake, TICK_S)
             self._tasks.cancel()  # `stop` ends the tasks too
 
     def stop(self) -> None:
@@ -105,10 +104,6 @@ class MachineRunner(ABC, Generic[Event, Action]):
 
     def _look_around(self) -> None:
         """Updates the inputs that the state machine reads from the node; called before each tick."""
-
-    def _is_idle(self) -> bool:
-        """Whether only messages bring work, so that ticks may be rarer."""
-        return False
 
     def _not_sent(self, to: PeerId, error: PeerError) -> None:
         """Called if a control message to the peer `to` could not be sent."""

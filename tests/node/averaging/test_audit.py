@@ -287,11 +287,12 @@ async def test_an_accusation_with_signatures_that_do_not_hold_costs_its_author()
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT4])
 async def test_audits_fetch_at_most_an_eighth_of_what_rounds_send(codec: Codec) -> None:
-    rounds = 40
     async with hall(3, codec=codec, inner_steps=INNER, elements=40_000) as here:
-        for number in range(1, rounds + 1):
+        audited = number = 0
+        while number < 40 or not audited:  # the next exchange may come before a piece was fetched
+            number += 1
             await here.a_round(number, INNER)
+            audited = sum(s.audit_received_bytes for r in here.replicas.values() for s in r.settled)
         sent = sum(s.sent_bytes for r in here.replicas.values() for s in r.settled)
-        audited = sum(s.audit_received_bytes for r in here.replicas.values() for s in r.settled)
-        assert 0 < audited <= 0.17 * sent, "an eighth but for chance"
+        assert audited <= 0.17 * sent, "an eighth but for chance"
         assert all(r.accused == [] for r in here.replicas.values())
