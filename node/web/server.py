@@ -50,6 +50,9 @@ HEADERS: Final = {
 }
 
 
+# ---- the picture: a run's status, peers that left, and recent changes ------------------------------------------------
+
+
 GONE_S: Final = 120.0  # Time for which a peer that has gone is shown
 MOST_GONE: Final = 32
 MOST_HAPPENED: Final = 40
@@ -137,6 +140,9 @@ def _changes_of(before: PeerStatus | None, peer: PeerStatus) -> Iterator[tuple[L
 
 def _name(peer: PeerStatus) -> str:
     return f"{peer_name(peer.peer)} of module {harmless(peer.module or '-')}"
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 class RunPage:

@@ -142,7 +142,7 @@ class Leader:
                 made_up = reason is DeclineReason.PAST and not near(self._base, version.round)
                 invitee.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
                 behind = self._base.round - LATE_TIMES * fragments_of(self._rules) <= version.round < self._base.round
-                invitee.late = behind and sender in self._reliable
+                invitee.late = invitee.answer is Answer.NOT_YET and behind and sender in self._reliable
                 invitee.entry = None
             case Pulse(_, waiting_for, rejected):
                 invitee.waiting_for = frozenset(waiting_for) & self.invitees.keys()
@@ -200,7 +200,7 @@ class Leader:
         if invitee.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not invitee.silent(now, self._rules.silence_s)
         patience_s = self._rules.answer_s / 2 if invitee.lost else self._rules.answer_s
-        if invitee.answer is Answer.NOT_YET and invitee.late and not invitee.lost:
+        if invitee.late and not invitee.lost:
             patience_s = self._late_s
         return invitee.answer in ASKED_AGAIN and waited < patience_s
 

@@ -199,7 +199,7 @@ def _serves(member: _Member, now: float) -> bool:
 
 # Records of unlinked peers, valid for 40 to 60 s, must not expire between two look-ups.
 LOOK_UP_PAUSE_S: Final = ExponentialBackoff(0.5, 30.0)
-LONELY_S = 4.0  # Longest pause while no peer is known: nobody has to answer
+LONELY_S = 4.0  # Longest pause while no peer with a module is known: nobody who works has to answer
 RESTART_S = 3.0  # Shortest time between restarts of the pauses
 WIDE_AFTER_S, WIDE_EVERY_S = 60.0, 480.0  # Shortest and longest time between wide look-ups
 

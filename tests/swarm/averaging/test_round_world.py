@@ -138,7 +138,7 @@ def test_who_downloads_longer_than_a_round_takes_is_waited_for(times: float, fra
     assert not world.forks()
 
 
-def test_who_is_always_behind_costs_a_fifth_of_the_rounds_at_most() -> None:
+def test_who_is_always_behind_costs_a_quarter_of_the_rounds_at_most() -> None:
     undisturbed, world = RoundWorld(7), RoundWorld(7)
     for each in (undisturbed, world):
         each.run(20.0)
