@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, Self, TypeVar
 
@@ -15,6 +16,7 @@ from node.concurrency.task_groups import settle
 from node.model.device import device_errors, flush_denormals
 from swarm.pipeline.compute_queue import GIVEN_WAY, ArrivalForecast, ComputeQueue, IdleWork, Priority
 from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.statistics import ExponentialBackoff
 
 __all__ = ["GIVEN_WAY", "ComputeThread", "Priority"]
 
@@ -99,6 +101,7 @@ class ComputeThread:
     def _work(self) -> None:
         flush_denormals()  # first, because torch's worker threads inherit the setting
         self._set_up()
+        cores = CoreUse(torch.get_num_threads())
         ended: float | None = None
         while (turn := self._next_turn()) is not None:
             begun = time.perf_counter()
@@ -112,6 +115,7 @@ class ComputeThread:
                 turn()
                 ended = time.perf_counter()
                 self.busy_s += ended - begun
+            cores.look(ended)
             if self.share < 1.0:
                 self._rest((ended - begun) * (1 / self.share - 1))
 
@@ -130,6 +134,66 @@ class ComputeThread:
                     return turn
                 self._wake.wait(self._queue.rest_s(now))
         return None
+
+
+LOOK_S: Final = 1.0  # Interval between looks. Half of it must be time of the thread, with its waiting for a core
+LEAST_HELD_UP: Final = 0.02
+ALL_AGAIN: Final = ExponentialBackoff(first_s=30.0, longest_s=480.0)  # Pauses before all threads are tried again
+
+
+def threads_beside(threads: int, held_up: float) -> int:
+    """Returns how many of a thread's OpenMP threads to use if it waits for a core in a share `held_up` of its time."""
+    # A barrier waits for the slowest thread while the others spin. On two cores with another busy program, two threads
+    # took 2.0 s for what one did in 1.3 s. If it is one thread that waits, n - 1 are faster from 1 / n^2 on.
+    if held_up < LEAST_HELD_UP or threads**2 * held_up <= 1:
+        return threads
+    return max(1, int(threads * (1 - held_up)))
+
+
+def thread_times(path: Path = Path("/proc/thread-self/schedstat")) -> tuple[float, float] | None:
+    """Returns how long the calling thread has computed and has waited for a core, in seconds; None if not Linux."""
+    try:
+        computed, waited = path.read_text().split()[:2]
+    except OSError:
+        return None
+    return int(computed) / 1e9, int(waited) / 1e9
+
+
+class CoreUse:
+    """Sets how many OpenMP threads the calling thread uses: fewer while other programs hold it up."""
+
+    def __init__(
+        self,
+        most: int,
+        times: Callable[[], tuple[float, float] | None] = thread_times,
+        use: Callable[[int], None] = torch.set_num_threads,
+    ) -> None:
+        self._most = self._threads = most
+        self._times, self._use = times, use
+        self._known = times()
+        self._look_at = self._all_again_at = 0.0
+        self._reductions = 0
+
+    def look(self, now: float) -> None:
+        """Judges the time since the last look. Call it often, in the thread itself."""
+        if self._most == 1 or self._known is None or now < self._look_at or (times := self._times()) is None:
+            return
+        self._look_at = now + LOOK_S
+        computed, waited = (after - before for after, before in zip(times, self._known, strict=True))
+        if computed + waited < LOOK_S / 2:
+            return
+        self._known = times
+        was_all, wanted = self._threads == self._most, threads_beside(self._threads, waited / (computed + waited))
+        if wanted < self._threads and was_all:
+            self._reductions += 1
+            self._all_again_at = now + ALL_AGAIN.seconds(self._reductions)
+        elif was_all:
+            self._reductions = 0
+        elif now >= self._all_again_at:
+            wanted = self._most
+        if wanted != self._threads:
+            self._threads = wanted
+            self._use(wanted)
 
 
 class DeviceThreads:

@@ -646,7 +646,7 @@ class HopWorker(ReplicaWorker):
         return taken_back
 
     def _timed(self, size: Size, seconds: float) -> None:
-        self._cost.add(size.tokens, size.squares, len(size.documents), seconds)
+        self._cost.add(size.tokens, size.squares, seconds)
 
     def _count(self, job: Job, tokens: int, addition: Addition) -> None:
         if addition is Addition.NOT_FINITE:

@@ -4,7 +4,7 @@ A visit is forward plus backward time at a peer, with sending, over the number o
 also rely on claims. `swarm.routing.attribution` adds samples.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final, TypeVar
@@ -132,10 +132,20 @@ class MeasuredTimes:
         slowest, own = max(self._completed.means().values(), default=None), self._announced_s(announced)
         return own if slowest is None else max(slowest, min(SLOWER_AT_MOST * slowest, own))
 
-    def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
+    def longest_unmeasured(self, peers: Collection[PeerId]) -> PeerId:
         """Returns the one of `peers` (at least one) that was never visited, or whose last visit is the oldest."""
-        unmeasured = next((peer for peer in peers if self._visits.get(peer) is None), None)
-        return unmeasured or min(peers, key=list(self._visits).index)
+        unmeasured = min((peer for peer in peers if peer not in self._visits), default=None)
+        return unmeasured or next(peer for peer in self._visits if peer in peers)
+
+    def doubt(self, peer: PeerId, route: PeerRoute) -> None:
+        """Makes the next samples of a peer, and of its links on `route`, count as much as all earlier ones."""
+        # One slow visit keeps a peer out of routes. At the usual weight, dozens of rare trials would bring it back.
+        around = route[max(0, route.index(peer) - 1) : route.index(peer) + 2]
+        tables = (self._visits, self._forward, self._backward, self._waiting)
+        links = [self._links.get(frozenset((peer, other))) for other in (self._own, *around)]
+        for known in [table.get(peer) for table in tables] + links:
+            if known is not None:
+                known.samples = min(known.samples, 1)
 
     def waiting_s(self) -> Mapping[PeerId, float]:
         """Returns the mean time in each peer's queue before a pass, in seconds."""

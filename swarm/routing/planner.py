@@ -178,7 +178,7 @@ MET = 0.5  # Share of our microbatches in flight through a replica that a new on
 BY_OTHERS = 0.5  # Share of our waiting time at a replica that microbatches of other data nodes cause
 AT_PEERS = 0.9  # Weight of a second at a replica, over one on a link: waits are estimates, so a shorter link wins
 WAIT_FOR = 3.0  # A substitute that would take so many times as long as a busy replica is not asked
-TRY_EVERY = 67  # Microbatches between two that visit a hop's least recently measured replica; prime, to reach all hops
+TRY_EVERY = 67  # Microbatches between two that visit the idle replica with the oldest measurement
 
 TRIAL_PAUSE_S: Final = ExponentialBackoff(2.0, 60.0)  # Pause of a module's trials after failed ones in a row
 
@@ -247,14 +247,15 @@ class Planner:
         stage_of = {peer: stage for stage, peers in enumerate(among) for peer in peers}
         stages = [stage_of[peer] for peer in found.route]
         why = f"the cheapest of {len(modules) - len(lost)} stages, {found.price:.3f} s"
-        turn, rest = divmod(number, TRY_EVERY)
-        if not rest and stages:
-            tried = stages[turn % len(stages)]
-            oldest = self._times.longest_unmeasured(sorted(among[tried]))
+        # Not at 0: the first microbatches of all data nodes would meet at one replica.
+        is_try = number % TRY_EVERY == TRY_EVERY - 1
+        if is_try and (idle := {peer for stage in stages for peer in among[stage] if not in_flight.get(peer)}):
+            oldest = self._times.longest_unmeasured(idle)
             same: list[Sequence[PeerId]] = [among[stage] if stage in stages else () for stage in range(len(among))]
-            same[tried] = [oldest]
+            same[stage_of[oldest]] = [oldest]
             found = self._cheapest(costs, same, route, in_flight, rules, len(stages)) or found
-            why = f"{short(oldest)} of stage {tried} to measure it again; {why}"
+            self._times.doubt(oldest, found.route)
+            why = f"{short(oldest)} of stage {stage_of[oldest]} to measure it again; {why}"
         hops = tuple(Hop(modules[stage - 1], peer) for stage, peer in zip(stages, found.route, strict=True))
         self.prices.launch(stages, route, [stage for stage in range(1, len(among)) if among[stage]])
         self._visited.update(hop.module for hop in hops)

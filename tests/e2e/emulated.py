@@ -123,7 +123,7 @@ def slow_computing(spec: Spec) -> None:
 
     def timed(self: HopWorker, size: Size, seconds: float) -> None:
         self._cost = VisitCost(0.0)
-        self._cost.add(size.tokens, 0, 0, size.tokens / announced(size.tokens))
+        self._cost.add(size.tokens, 0, size.tokens / announced(size.tokens))
 
     def measured(passes: object, manifest: Manifest, device: object) -> Speed:
         return Speed(announced(manifest.microbatch_tokens))

@@ -5,11 +5,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from node.concurrency.compute_thread import ComputeThread, Priority
+from node.concurrency.compute_thread import ComputeThread, CoreUse, Priority, thread_times, threads_beside
 from node.concurrency.machine_runner import MachineRunner
 from node.concurrency.task_groups import TaskTracker
 from protocol.interfaces.clock import SystemClock
@@ -358,3 +359,68 @@ async def test_what_fails_is_no_longer_owed_and_ends_the_block_with_its_own_erro
     with pytest.raises(Unreachable):
         await go_on()
     assert chores.owed == 0
+
+
+# ---- cores that other programs use -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("threads", "held_up", "wanted"),
+    [(1, 0.9, 1), (2, 0.2, 2), (2, 0.39, 1), (8, 0.01, 8), (8, 1 / 9, 7), (8, 0.33, 5), (64, 0.015, 64), (16, 0.95, 1)],
+)
+def test_fewer_threads_are_used_the_longer_other_programs_hold_them_up(
+    threads: int, held_up: float, wanted: int
+) -> None:
+    assert threads_beside(threads, held_up) == wanted
+
+
+class OtherPrograms:
+    """Cores with `busy` programs beside our threads, all with equal shares, second by second."""
+
+    def __init__(self, cores: int) -> None:
+        self.cores, self.busy, self.used = cores, 0, list[int]()
+        self.threads, self.now, self._computed, self._waited = cores, 0.0, 0.0, 0.0
+        self.use = CoreUse(cores, lambda: (self._computed, self._waited), self._set)
+
+    def _set(self, threads: int) -> None:
+        self.threads = threads
+
+    def run(self, seconds: int, computing: float = 1.0) -> list[int]:
+        self.used = []
+        for _ in range(seconds):
+            share = min(1.0, self.cores / (self.threads + self.busy))
+            self._computed, self._waited = self._computed + computing * share, self._waited + computing * (1 - share)
+            self.now += 1.0
+            self.use.look(self.now)
+            self.used.append(self.threads)
+        return self.used
+
+
+def test_threads_give_way_to_a_busy_program_and_come_back_when_it_ends() -> None:
+    machine = OtherPrograms(cores=8)
+    assert set(machine.run(60)) == {8}
+    machine.busy = 2
+    used = machine.run(1000)
+    assert set(used[2:]) == {6, 8}
+    assert used.count(8) < 30, "all threads are tried less and less often"
+    machine.busy = 0
+    assert set(machine.run(1000)[500:]) == {8}
+
+
+def test_a_thread_that_hardly_computes_is_not_judged() -> None:
+    machine = OtherPrograms(cores=2)
+    machine.busy = 2
+    assert set(machine.run(4, computing=0.1)) == {2}
+    assert 1 in machine.run(20, computing=0.1)
+
+
+def test_the_times_of_a_thread_are_its_own() -> None:
+    if (before := thread_times()) is None:
+        pytest.skip("only Linux counts how long a thread waits for a core")
+    end = time.thread_time() + 0.2
+    while time.thread_time() < end:
+        pass
+    after = thread_times()
+    assert after is not None
+    assert 0.15 < after[0] - before[0] < 1.0
+    assert thread_times(Path("/proc/nothing")) is None

@@ -270,10 +270,38 @@ def test_every_now_and_then_one_hop_goes_to_who_was_not_measured_for_longest() -
     on = TwoStages()
     on.times.visited(PeerId("a1"), 1.0)
     on.times.visited(PeerId("b1"), 1.0)
-    assert on.path(0) == ["a2", "b1"]
-    assert "to measure it again" in on.planner.plan(TRY_EVERY, (), {}, NOW).reason
-    assert on.path(TRY_EVERY) == ["a1", "b2"]
+    assert on.path(TRY_EVERY - 1) == ["a2", "b1"]
+    assert "to measure it again" in on.planner.plan(TRY_EVERY - 1, (), {}, NOW).reason
+    on.times.visited(PeerId("a2"), 1.0)
+    assert on.path(TRY_EVERY - 1) == ["a1", "b2"]
+    assert on.path(TRY_EVERY - 1, b2=1) == ["a1", "b1"], "it is being measured"
     assert on.path(1) == ["a1", "b1"]
+
+
+@pytest.mark.parametrize("times_slower", [5, 50])
+def test_a_replica_that_was_slow_for_a_moment_is_soon_used_again(times_slower: int) -> None:
+    on, used = TwoStages(), list[int]()
+
+    def visited(peer: PeerId, seconds: float) -> None:
+        on.times.visited(peer, seconds)
+        on.times.computed(peer, Direction.FORWARD, 0.4 * seconds)
+        on.times.computed(peer, Direction.BACKWARD, 0.6 * seconds)
+
+    for _ in range(20):
+        visited(PeerId("a2"), 1.0)
+    for _ in range(3):
+        visited(PeerId("a2"), times_slower)
+    before: list[Hop] = []
+    for number in range(1, 20 * TRY_EVERY):
+        path = on.planner.plan(number, (), {hop.peer: 1 for hop in before}, number / 10).value
+        assert isinstance(path, Path)
+        before = list(path.hops)
+        for hop in path.hops:
+            visited(hop.peer, 1.0)
+            if hop.peer == "a2" and number % TRY_EVERY != TRY_EVERY - 1:
+                used.append(number)
+    assert used[0] < 9 * TRY_EVERY
+    assert len([number for number in used if number > 10 * TRY_EVERY]) > 4 * TRY_EVERY, "half of the visits again"
 
 
 def test_what_another_data_node_announces_moves_visits_and_a_lie_moves_them_little() -> None:
