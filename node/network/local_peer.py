@@ -8,7 +8,7 @@ from node.network.reach_status import NOT_LOOKED, Standing
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, encode_record
 from protocol.interfaces.clock import Clock
-from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
+from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
 
@@ -28,7 +28,7 @@ class LocalPeer:
     module: ModuleId | None = None
     slots: int = 0
     used_slots: Callable[[], int] = lambda: 0
-    speed: Speed = NO_SPEED
+    speed: float = 0.0  # In tokens of cost per second, both passes together; 0 if unknown
     share: float = 1.0  # Of the time in which the devices may compute
     steps: int = 0
     anchor: AnchorVersion | None = None
@@ -50,7 +50,7 @@ class LocalPeer:
         """Sets the hosted module and the state JOINING, and clears the figures of the previous module."""
         self.state, self.module = PeerState.JOINING, module
         self.slots, self.used_slots, self.visits = 0, lambda: 0, tuple
-        self.speed, self.steps, self.anchor = NO_SPEED, 0, None
+        self.speed, self.steps, self.anchor = 0.0, 0, None
 
     def announcement(self) -> Announcement:
         """Makes a new announcement of this node's current state."""
@@ -65,8 +65,7 @@ class LocalPeer:
             addresses=self.addresses,
             certificate=self.certificate,
             versions=PROTOCOL_VERSIONS,
-            tokens_per_second=self.share * self.speed.tokens_per_s,
-            quadratic_share=self.speed.quadratic_share,
+            tokens_per_second=self.share * self.speed,
             slots=self.slots,
             free_slots=max(0, self.slots - self.used_slots()),
             steps=self.steps,

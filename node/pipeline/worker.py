@@ -46,7 +46,6 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest, quadratic_share
 from swarm.pipeline.compute_queue import puts_weights_off
 from swarm.pipeline.custody import Started, Work
-from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.statistics import Latest
@@ -505,8 +504,8 @@ class HopWorker(ReplicaWorker):
         return {peer: round(tokens / total, 3) for peer, tokens in most}
 
     @property
-    def speed(self) -> Speed:
-        """Speed of a forward and backward pass together, unknown before the first microbatch."""
+    def speed(self) -> float:
+        """Speed of both passes together, in tokens of cost per second; 0 before the first microbatch."""
         return self._cost.speed()
 
     def parameters_changed(self) -> None:
@@ -829,7 +828,7 @@ def host_stage_zero(
     return DataWorker(stage, hidden_tensor(manifest), device, body, end)
 
 
-def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> Speed:
+def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> float:
     """Measures the speed of a forward and backward pass here: the best of PROBES tries, the first warms up."""
     source = torch.zeros(manifest.hidden_shape, dtype=HIDDEN_TYPES[manifest.model.dtype], device=device)
     tokens, longest = manifest.microbatch_tokens, manifest.model.sequence
@@ -844,7 +843,7 @@ def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> S
             assert gradients.source is not None
             gradients.source.sum().item()  # synchronises with an asynchronous device
             fastest = min(fastest, time.perf_counter() - begun)
-    return Speed((tokens + share * Size(tokens, documents).squares) / fastest, share)
+    return (tokens + share * Size(tokens, documents).squares) / fastest
 
 
 Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], Path]

@@ -147,7 +147,7 @@ def link_codecs(context: ModuleContext, worker: Worker) -> LinkCodecs:
 
     def visit_s(peer: PeerId) -> float:
         announced = membership.get(peer)
-        speeds = (own.speed.tokens_per_s, 0.0 if announced is None else announced.tokens_per_second)
+        speeds = (own.speed, 0.0 if announced is None else announced.tokens_per_second)
         known = [speed for speed in speeds if speed > 0]  # a data node announces no speed
         return tokens / min(known) if known else 0.0
 
@@ -183,7 +183,7 @@ class StageRole:
             await asyncio.sleep(QUIET_S)
             self._rate.add(self._worker.accumulated_tokens - self._seen)
             self._seen = self._worker.accumulated_tokens
-            if self._worker.speed.tokens_per_s:  # the speed measured at the start stays until real work replaces it
+            if self._worker.speed:  # the speed measured at the start stays until real work replaces it
                 self._context.session.own.speed = self._worker.speed
 
     async def drain(self, patience_s: float) -> None:

@@ -31,7 +31,7 @@ _DOMAIN = b"skipstone-record:"
 MAX_RECORDS: Final = 16_384  # Records that a DHT node stores, and verified ones that we remember
 # Fields with the same name in announcement and record
 _SAME = (
-    *("run", "peer", "certificate", "tokens_per_second", "quadratic_share", "slots", "free_slots", "steps", "relay"),
+    *("run", "peer", "certificate", "tokens_per_second", "slots", "free_slots", "steps", "relay"),
     *("incarnation", "sequence", "expires_at", "memory_bytes", "device_bytes"),
 )
 _SAME_TUPLES = ("addresses", "via", "visits")
@@ -177,7 +177,6 @@ def _bounds(a: Announcement) -> Iterator[tuple[bool, str]]:
     known = 1 <= versions.lowest <= versions.highest <= MAX_VERSION
     yield known, f"protocol versions {versions.lowest} to {versions.highest} make no sense"
     yield 0 <= a.tokens_per_second <= MAX_COUNT, f"{a.tokens_per_second} tokens per second make no sense"  # nor NaN
-    yield 0 <= a.quadratic_share <= 1, f"a quadratic share of {a.quadratic_share} makes no sense"
     yield 0 <= a.free_slots <= a.slots <= MAX_SLOTS, f"{a.free_slots} free of {a.slots} slots make no sense"
     for size in (a.memory_bytes, a.device_bytes):
         yield 0 <= size <= MAX_COUNT, f"{size} bytes of memory make no sense"

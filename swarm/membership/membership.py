@@ -233,7 +233,7 @@ class LookUps:
 
 
 # Changes that are not worth sending: of `free_slots` relative to all slots, of measured figures to themselves
-_MEASURED = ("tokens_per_second", "quadratic_share", "memory_bytes", "device_bytes")
+_MEASURED = ("tokens_per_second", "memory_bytes", "device_bytes")
 _TOLERANCES = {"sequence": math.inf, "expires_at": math.inf, "free_slots": 1 / 8, **dict.fromkeys(_MEASURED, 0.1)}
 
 

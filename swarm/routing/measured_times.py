@@ -5,11 +5,11 @@ also rely on claims. `swarm.routing.attribution` adds samples.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Final, TypeVar
 
-from swarm.vocabulary.announcement import Announcement, Speed
+from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import Direction
 from swarm.vocabulary.statistics import Ewma, Latest
 from swarm.vocabulary.types import PeerId, Reasoned
@@ -108,18 +108,18 @@ class MeasuredTimes:
         """Returns the measured seconds of a visit to a peer with an empty queue; None if not measured."""
         return self._visits.get(peer)
 
-    def visit_s(self, peer: PeerId, announced: Speed) -> Reasoned[float]:
+    def visit_s(self, peer: PeerId, announced: float) -> Reasoned[float]:
         """Returns the expected seconds of a usual microbatch's visit with an empty queue, and their source."""
         known = self._visits.get(peer)
         if known is not None:
             return Reasoned(known.mean, f"measured {known.samples} times")
-        return Reasoned(self._announced_s(announced), "announced" if announced.tokens_per_s > 0 else "unknown")
+        return Reasoned(self._announced_s(announced), "announced" if announced > 0 else "unknown")
 
     def has_completed(self, peer: PeerId) -> bool:
         """Whether the peer has ever completed both passes of one of our microbatches."""
         return self._completed.get(peer) is not None
 
-    def usual_s(self, peer: PeerId, announced: Speed) -> float:
+    def usual_s(self, peer: PeerId, announced: float) -> float:
         """Returns the seconds of a completed visit with an empty queue, from which timeouts follow.
 
         A peer without completed visits counts as the slowest of the others, or up to SLOWER_AT_MOST times slower if it
@@ -183,12 +183,11 @@ class MeasuredTimes:
             return (out.mean + back.mean) / (1 + factor)
         if out is not None:
             return out.mean
-        return self._announced_s(announced.speed) / (1 + factor)
+        return self._announced_s(announced.tokens_per_second) / (1 + factor)
 
-    def _announced_s(self, announced: Speed) -> float:
+    def _announced_s(self, announced: float) -> float:
         """Returns the seconds that a peer needs for both passes of a usual microbatch, by its announced speed."""
-        known = announced if announced.tokens_per_s > 0 else replace(announced, tokens_per_s=UNKNOWN_TOKENS_PER_S)
-        return known.seconds(self.sizes.tokens, self.sizes.squares)
+        return self.sizes.cost / (announced if announced > 0 else UNKNOWN_TOKENS_PER_S)
 
     def _message_s(self, peers: Sequence[PeerId]) -> Mapping[PeerId, Mapping[PeerId, float]]:
         share = self._link_share.mean if self._link_share.samples else LEAST_LINK_SHARE

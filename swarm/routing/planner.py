@@ -23,7 +23,7 @@ from swarm.experts.routes import module_at
 from swarm.membership.membership import Membership
 from swarm.routing.measured_times import Costs, MeasuredTimes, PeerRoute
 from swarm.routing.path_rules import PathRules
-from swarm.vocabulary.announcement import NO_SPEED, Announcement
+from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.statistics import ExponentialBackoff, Latest
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
 
@@ -283,7 +283,9 @@ class Planner:
     def usual_s(self, path: Path) -> float:
         """Returns the seconds that a completed microbatch spends at the path's peers with empty queues."""
         announced = ((hop.peer, self._membership.get(hop.peer)) for hop in path.hops)
-        return sum(self._times.usual_s(peer, NO_SPEED if known is None else known.speed) for peer, known in announced)
+        return sum(
+            self._times.usual_s(peer, 0.0 if known is None else known.tokens_per_second) for peer, known in announced
+        )
 
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
         served = self._membership.served(now)
@@ -462,7 +464,7 @@ class Planner:
     def _stage_capacity(self, stage: int, live: Live) -> float:
         """Returns the visits per second that a stage can serve, if each served expert gets equally many visits."""
         capacities = [
-            sum(1 / max(LEAST_SERVICE_S, self._times.visit_s(a.peer, a.speed).value) for a in live[module])
+            sum(1 / max(LEAST_SERVICE_S, self._times.visit_s(a.peer, a.tokens_per_second).value) for a in live[module])
             for module in self.rules.modules_at(stage)
             if module in live
         ]
@@ -475,7 +477,7 @@ class Planner:
     def _finish_s(self, announcement: Announcement, in_flight: Mapping[PeerId, int], link_s: float) -> Reasoned[float]:
         """Returns the expected seconds of a new visit with both ways, after the announced or known queue."""
         queue = max(in_flight.get(announcement.peer, 0), announcement.slots - announcement.free_slots)
-        service = self._times.visit_s(announcement.peer, announcement.speed)
+        service = self._times.visit_s(announcement.peer, announcement.tokens_per_second)
         return Reasoned(service.value * (1 + queue) + 2 * link_s, service.reason)
 
 

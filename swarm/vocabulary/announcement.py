@@ -9,21 +9,6 @@ MAX_VISITED_STAGES: Final = 64  # Stages whose visits fit into an announcement
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """A peer's compute speed, forward and backward together."""
-
-    tokens_per_s: float = 0.0  # 0: unknown
-    quadratic_share: float = 0.0  # Attention's cost in tokens per squared token; 0 if all microbatches cost the same
-
-    def seconds(self, tokens: float, squares: float) -> float:
-        """Returns the seconds for a microbatch, at a known speed. `squares`: sum of its documents' squared tokens."""
-        return (tokens + self.quadratic_share * squares) / self.tokens_per_s
-
-
-NO_SPEED: Final = Speed()
-
-
-@dataclass(frozen=True, slots=True)
 class Announcement:
     """Record that a peer publishes about itself. Planners use its speed only until they have measured the peer."""
 
@@ -34,7 +19,7 @@ class Announcement:
     addresses: tuple[str, ...]  # `host:port`, most direct first, at most 8; empty if it cannot be dialled
     certificate: bytes  # DER, signed by the run's authority; the libp2p extension proves `peer`
     versions: VersionRange
-    tokens_per_second: float  # Forward and backward; 0 if unknown. With documents it counts tokens of cost, see `Speed`
+    tokens_per_second: float  # Forward and backward, in tokens of cost (`VisitCost`); 0 if unknown
     slots: int
     free_slots: int
     steps: int  # Inner steps
@@ -43,7 +28,6 @@ class Announcement:
     sequence: int  # Strictly increasing: `incarnation` + ms since then
     expires_at: float  # Unix time in seconds
     via: tuple[PeerId, ...] = ()  # At most 4 peers that can ask it to dial back
-    quadratic_share: float = 0.0  # Measured, see `Speed`
     relay: str = ""  # Multiaddr at which it relays, at most 128 characters
 
     memory_bytes: int = 0  # Memory of the machine for a module; 0 if every module fits, or if unknown
@@ -51,10 +35,6 @@ class Announcement:
     # Data nodes: visits launched in this life, for each stage after stage 0. Empty if there are more than
     # MAX_VISITED_STAGES stages; then each data node balances only its own visits.
     visits: tuple[int, ...] = ()
-
-    @property
-    def speed(self) -> Speed:
-        return Speed(self.tokens_per_second, self.quadratic_share)
 
     @property
     def is_reachable(self) -> bool:

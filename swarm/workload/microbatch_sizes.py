@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from swarm.vocabulary.announcement import NO_SPEED, Speed
 from swarm.vocabulary.statistics import Ewma
 
 LATEST: Final = 64
@@ -49,12 +48,9 @@ class MicrobatchSizes:
         self._latest: deque[Size] = deque(maxlen=LATEST)
 
     @property
-    def tokens(self) -> float:
-        return self._mean(lambda size: size.tokens) if self._latest else self._most_tokens
-
-    @property
-    def squares(self) -> float:
-        return self._mean(lambda size: size.squares)
+    def cost(self) -> float:
+        """Mean cost in tokens; before the first microbatch, the tokens of a largest one."""
+        return self._mean(lambda size: size.cost or size.tokens) if self._latest else self._most_tokens
 
     def add(self, size: Size) -> float:
         """Adds a microbatch's size. Returns its cost relative to the mean cost of the latest microbatches."""
@@ -112,6 +108,6 @@ class VisitCost:
         known = self._seconds.samples >= TRUSTED
         self._seconds.add(min(sample, MOST_TIMES * self._seconds.mean) if known else sample)
 
-    def speed(self) -> Speed:
-        """Returns the speed to announce, in tokens of cost per second."""
-        return Speed(1 / max(1e-12, self._seconds.mean), self._share) if self._seconds.samples else NO_SPEED
+    def speed(self) -> float:
+        """Returns the speed to announce, in tokens of cost per second; 0 before the first visit."""
+        return 1 / max(1e-12, self._seconds.mean) if self._seconds.samples else 0.0

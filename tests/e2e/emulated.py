@@ -41,7 +41,6 @@ from swarm.pipeline.custody import Event, Started, Work
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
-from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, PeerId
@@ -125,8 +124,8 @@ def slow_computing(spec: Spec) -> None:
         self._cost = VisitCost(0.0)
         self._cost.add(size.tokens, 0, size.tokens / announced(size.tokens))
 
-    def measured(passes: object, manifest: Manifest, device: object) -> Speed:
-        return Speed(announced(manifest.microbatch_tokens))
+    def measured(passes: object, manifest: Manifest, device: object) -> float:
+        return announced(manifest.microbatch_tokens)
 
     HopWorker._timed = timed  # type: ignore[method-assign]
     node.runtime.role.measure_speed = measured

@@ -4,7 +4,6 @@ import pytest
 
 from swarm.routing import measured_times as module_under_test
 from swarm.routing.measured_times import ASSUMED_BACKWARD_FACTOR, UNKNOWN_TOKENS_PER_S, MeasuredTimes
-from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.pipeline_messages import Direction
 from swarm.vocabulary.types import PeerId
 from swarm.workload.microbatch_sizes import Size
@@ -18,12 +17,11 @@ OUT, BACK = Direction.FORWARD, Direction.BACKWARD
 
 def test_what_is_announced_counts_for_the_documents_that_are_usual_here() -> None:
     times = MeasuredTimes(DATA, TOKENS)
-    for_long_ones = Speed(50.0, 0.01)
-    assert times.visit_s(A, for_long_ones).value == TOKENS / 50.0, "none has set out"
+    assert times.visit_s(A, 50.0).value == TOKENS / 50.0, "none has set out"
     assert times.sizes.add(Size(80, (40, 40), 90.0)) == 1.0
-    assert times.visit_s(A, for_long_ones).value == pytest.approx((80 + 32) / 50.0)
+    assert times.visit_s(A, 50.0).value == pytest.approx(90 / 50.0)
     assert times.sizes.add(Size(80, (80,), 110.0)) == pytest.approx(1.1)
-    assert times.visit_s(A, for_long_ones).value == pytest.approx((80 + 48) / 50.0)
+    assert times.visit_s(A, 50.0).value == pytest.approx(100 / 50.0)
 
 
 # ---- visits ----------------------------------------------------------------------------------------------------------
@@ -31,25 +29,25 @@ def test_what_is_announced_counts_for_the_documents_that_are_usual_here() -> Non
 
 def test_without_a_measurement_the_announcement_counts_and_without_that_a_constant() -> None:
     times = MeasuredTimes(DATA, TOKENS)
-    assert times.visit_s(A, Speed(50.0)) == times.visit_s(B, Speed(50.0))
-    assert times.visit_s(A, Speed(50.0)).value == 2.0
+    assert times.visit_s(A, 50.0) == times.visit_s(B, 50.0)
+    assert times.visit_s(A, 50.0).value == 2.0
     for unusable in (0.0, -1.0, float("nan")):
-        assert times.visit_s(A, Speed(unusable)).value == TOKENS / UNKNOWN_TOKENS_PER_S
+        assert times.visit_s(A, unusable).value == TOKENS / UNKNOWN_TOKENS_PER_S
     times.visited(A, -1.0, queue=-5)
-    assert times.visit_s(A, Speed(0.0)).value == 0.0
+    assert times.visit_s(A, 0.0).value == 0.0
 
 
 def test_what_was_lost_makes_a_peer_slow_and_nobody_waits_longer_for_it() -> None:
     times = MeasuredTimes(DATA, TOKENS)
-    assert times.usual_s(A, Speed(50.0)) == 2.0, "nothing has come back from anybody: what it announces"
+    assert times.usual_s(A, 50.0) == 2.0, "nothing has come back from anybody: what it announces"
     times.visited(B, 3.0)
     times.visited(C, 1.0)
     for seconds in (60.0, 1200.0):
         times.lost(A, seconds)
         times.lost(C, seconds)
-    assert times.visit_s(A, Speed(50.0)).value == 630.0
-    assert times.usual_s(A, Speed(50.0)) == 3.0, "as the slowest that has brought something back"
-    assert times.usual_s(C, Speed(50.0)) == 1.0
+    assert times.visit_s(A, 50.0).value == 630.0
+    assert times.usual_s(A, 50.0) == 3.0, "as the slowest that has brought something back"
+    assert times.usual_s(C, 50.0) == 1.0
     assert [times.has_completed(peer) for peer in (A, B, C)] == [False, True, True]
 
 
