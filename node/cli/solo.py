@@ -32,17 +32,14 @@ def solo(
     sink = event_sink(as_json=json, on_closed=stop.set)
 
     with Interrupts(stop.set, leave_at_once) as interrupts:
-        import torch
-
         from node.checkpoint.folder import CheckpointFolder
-        from node.model.device import choose_device
+        from node.model.device import choose_device, use_cores
         from node.solo.trainer import CheckpointPlan, train_solo
         from node.start.cut_model import open_start
         from protocol.identity.keys import Identity
         from protocol.manifest.signing import sign_manifest
 
-        if threads is not None:
-            torch.set_num_threads(threads)
+        use_cores(threads)
         router = router_of(run.file, chosen)
         folder = None
         if run.checkpoint_dir is not None:

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from node.concurrency.task_groups import aside
-from node.model.free_memory import GIB, available_memory
+from node.model.machine_limits import GIB, available_memory
 from node.model.moments import DEFAULT_SLOTS, MomentType
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession, visit
@@ -150,8 +150,9 @@ def _installed(name: str) -> str | None:
 
 def look_at_device(wish: str) -> Sequence[Finding]:
     """Checks the devices of a node with `--device WISH`. Raises ConfigError if one is missing."""
-    from node.model.device import choose_devices
+    from node.model.device import choose_devices, use_cores
 
+    use_cores()
     return [_device(device, wish) for device in sorted(set(choose_devices(wish).value), key=str)]
 
 

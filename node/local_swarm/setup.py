@@ -11,6 +11,7 @@ from pathlib import Path
 from node.context.options import LogLevel, NodeOptions, parse_stages, without_settings
 from node.data.local_paths import as_written
 from node.experts.router import router_file
+from node.model.machine_limits import usable_cores
 from node.model.moments import DEFAULT_SLOTS, MomentType
 from protocol.identity.invitations import Grant
 from protocol.identity.keys import Identity
@@ -70,7 +71,7 @@ class LocalSwarmOptions:
 
     @property
     def threads_per_node(self) -> int:
-        return self.threads or max(1, (os.cpu_count() or 1) // self.peers)
+        return self.threads or max(1, usable_cores() // self.peers)
 
 
 @dataclass(frozen=True, slots=True)

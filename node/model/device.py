@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from node.model.machine_limits import usable_cores
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import Reasoned
 
@@ -25,6 +26,11 @@ _NO_MEMORY: Final = re.compile(
 MOST_DEVICES: Final = 16
 
 log = logging.getLogger(__name__)
+
+
+def use_cores(threads: int | None = None) -> None:
+    """Limits the calling thread to `threads` OpenMP threads, or to the cores that this process may use."""
+    torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from node.model.free_memory import available_memory
+from node.model.machine_limits import available_memory
 from node.model.moments import MomentType
 from node.model.optimizer import optimizer_bytes
 from node.model.optimizers.adamw import AdamW, EightBitAdamW

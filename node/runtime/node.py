@@ -14,7 +14,7 @@ from node.concurrency.task_groups import background, unless
 from node.context.options import NodeOptions, is_default_identity
 from node.data.local_paths import LocalPaths, local_paths
 from node.experts.router import Router, load_router
-from node.model.device import choose_devices
+from node.model.device import choose_devices, use_cores
 from node.network.client import Statuses, statuses_of
 from node.network.peer_files import fetch_router
 from node.network.session import NetworkSession, Whereabouts, full_link, present
@@ -76,8 +76,7 @@ async def run_node(
     run = signed.run if signed is not None else cast(JoinLink, link).run
     identity = named.for_run(run) if is_default_identity(options.identity_path) else named
     devices = choose_devices(options.device)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    use_cores(options.threads)
     where = Whereabouts(options.listen, options.advertise, options.port)
     settings = _directory(options, identity, link, signed)
     with logged_to(options, identity.peer, events) as logged:

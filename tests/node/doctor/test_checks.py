@@ -17,7 +17,7 @@ from node.__main__ import app
 from node.doctor import examination
 from node.doctor.doctor import finding_text, report
 from node.doctor.examination import Finding, Level
-from node.model.free_memory import GIB, available_memory
+from node.model.machine_limits import GIB, available_memory
 from node.model.memory_need import CPU_BYTES, needs_of, round_bytes
 from node.model.moments import DEFAULT_SLOTS, MomentType
 from node.network.reach_status import ReachStep, Standing

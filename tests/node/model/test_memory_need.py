@@ -1,13 +1,14 @@
 """A manifest is compared with the machine before anything of it is allocated."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from node.model.device import MOST_DEVICES, choose_devices, device_errors
-from node.model.free_memory import GIB, available_memory
 from node.model.initialization import parameters_of
+from node.model.machine_limits import GIB, available_memory, usable_cores
 from node.model.memory_need import (
     CPU_BYTES,
     DEVICE_BYTES,
@@ -197,6 +198,30 @@ def test_limits_of_control_groups_count(tmp_path: Path, files: dict[str, object]
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(str(value))
     assert available_memory(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "own").value == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 16),
+        ({"cpu.max": "max 100000"}, 16),
+        ({"cpu.max": "350000 100000\n"}, 3),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"user/cpu.max": "200000 100000", "user/me/cpu.max": "400000 100000"}, 2),
+        ({"cpu/user/me/cpu.cfs_quota_us": "250000\n", "cpu/user/me/cpu.cfs_period_us": "50000\n"}, 5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+        ({"cpu.max": "100000 0"}, 16),
+    ],
+)
+def test_a_quota_of_cores_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
+    (tmp_path / "own").write_text("4:cpu,cpuacct:/user/me\n0::/user/me\n")
+    for name, value in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(value)
+    assert usable_cores(tmp_path / "groups", tmp_path / "own") == expected
 
 
 def test_processor_cores_may_be_shared() -> None:

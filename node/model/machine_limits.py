@@ -1,4 +1,4 @@
-"""Memory that this process can still allocate, limited by machine, container and process."""
+"""Memory and cores that this process can use, limited by machine, container and process."""
 
 import os
 from collections.abc import Iterator
@@ -40,17 +40,23 @@ def _of_machine(meminfo: Path) -> tuple[int | None, str]:
 
 def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]]:
     """Yields the memory left in each control group of this process."""
+    for group in _groups("memory", root, own):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            yield _left(group, limit, used), "under the container's limit"
+
+
+def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+    """Yields the folders that this process's control groups and their parents may have."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
         # Version 2 of control groups lists no controllers.
-        paths = {path.strip("/") for _, controllers, path in groups if controllers in ("", "memory")}
+        paths = {path.strip("/") for _, names, path in groups if not names or controller in names.split(",")}
     except (OSError, ValueError):
         paths = set()
     for path in {".", *paths}:  # inside a container the own group appears as the root
         for group in (Path(path), *Path(path).parents):  # a parent group may have a lower limit
-            yield _left(root / group, "memory.max", "memory.current"), "under the container's limit"
-            version_1 = root / "memory" / group
-            yield _left(version_1, "memory.limit_in_bytes", "memory.usage_in_bytes"), "under the container's limit"
+            yield root / group
+            yield root / controller / group  # version 1
 
 
 def _left(group: Path, limit: str, used: str) -> int | None:
@@ -81,3 +87,17 @@ def _of_address_space() -> tuple[int | None, str]:
     except (ImportError, OSError, ValueError):
         return None, said
     return max(0, limit - taken), said
+
+
+def usable_cores(control_groups: Path = _CONTROL_GROUPS, own_groups: Path = _OWN_GROUPS) -> int:
+    """Returns the cores that this process may use at once, at least 1: a container's quota counts as whole cores."""
+    # With more threads than the quota has cores, all stop for the rest of each period.
+    found = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
+    for group in _groups("cpu", control_groups, own_groups):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            try:
+                quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
+                found.append(quota / period)
+            except (OSError, ValueError, ZeroDivisionError):  # no such file, or no quota
+                continue
+    return max(1, int(min(cores for cores in found if cores > 0)))
