@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import NewLinks, keep_link, keep_run, manifest_file, qr_printer, require_writable, with_options
+from node.cli.options import (
+    NewLinks,
+    keep_link,
+    keep_run,
+    manifest_file,
+    qr_printer,
+    require_writable,
+    run_link,
+    with_options,
+)
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, counted, harmless
@@ -146,14 +155,14 @@ def _line_typed() -> str:
 @with_options(NodeOptions)
 def join(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="LINK|RUN",
             envvar=variable("link"),
             show_envvar=False,
-            help="Join link, a file that holds one, or the manifest of a new run.",
+            help="Join link, a file that holds one, or the manifest of a new run [default: the run joined last]",
         ),
-    ],
+    ] = None,
     **settings: Any,
 ) -> None:
     """Run one node of a swarm. Ctrl-C or `skipstone leave` stops it cleanly, a second Ctrl-C at once.
@@ -162,7 +171,7 @@ def join(
     """
     if not settings["as_json"]:  # print first: the imports below take a second
         announce("skipstone join: starting a node", as_json=False)
-    link, manifest_path = _parse_target(target)
+    link, manifest_path = (run_link(None), None) if target is None else _parse_target(target)
     require_writable(settings["checkpoint_dir"])
     given = {name: value for name, value in settings.items() if value is not None}
     raise typer.Exit(run_loop(_join(NodeOptions(link=link, manifest_path=manifest_path, **given))))

@@ -10,16 +10,19 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.context.options import UNLOADED, default_identity_path
+from node.context.options import UNLOADED, default_identity_path, variable
 from node.context.whole_file import write_whole
 from node.model.moments import MomentType
 from node.observability.events import Event, EventSink, NodeStatus
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_VISIT_RATIO
+
+if TYPE_CHECKING:
+    from protocol.manifest.join_link import Link
 
 VisitedPerPath: Final[Any] = typer.Option(
     min=1,
@@ -134,8 +137,25 @@ def last_link_path() -> Path:
     return default_identity_path().with_name("last-run.link")
 
 
+RunLink: Final[Any] = typer.Argument(
+    envvar=variable("link"),
+    show_envvar=False,
+    help="Join link, or a file that holds one [default: the run that this machine joined last]",
+)
+
+
+def run_link(text: str | None) -> "Link":
+    """Parses the link of a run; by default of the one that this machine joined last. Raises ConfigError."""
+    from protocol.manifest.join_link import link_in, read_link
+
+    link = link_in(str(last_link_path())) if text is None else read_link(text)
+    if link is None:
+        raise ConfigError("no run was joined on this machine", hint="Name a run by its link, as skipstone:...")
+    return link
+
+
 def keep_run(link: str) -> None:
-    """Keeps the link for `skipstone status`."""
+    """Keeps the link for `join` and `status` without one."""
     path = last_link_path()
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

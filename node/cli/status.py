@@ -5,42 +5,21 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from node.cli.options import StagesPerPath, last_link_path
+from node.cli.options import RunLink, StagesPerPath, run_link
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.status_view import status_views
 from node.cli.views.text import count, loss_text, path_text, sizes_text
-from node.context.options import AllowHub, TextPath, TokenizerPath, variable
+from node.context.options import AllowHub, TextPath, TokenizerPath
 from node.observability.status import SwarmStatus
 from node.observability.typed_json import from_json, to_json
 from node.web.server import PORT, WHERE, RunPage, served
-from swarm.vocabulary.errors import ConfigError
 from swarm.workload.microbatch_sizes import SizeSummary
-
-if TYPE_CHECKING:
-    from protocol.manifest.join_link import Link
-
-
-RunLink: Final[Any] = typer.Argument(
-    envvar=variable("link"),
-    show_envvar=False,
-    help="Join link, or a file that holds one [default: the run that this machine joined last]",
-)
-
-
-def run_link(text: str | None) -> "Link":
-    """Parses the link of a run; by default of the one that this machine joined last. Raises ConfigError."""
-    from protocol.manifest.join_link import link_in, read_link
-
-    link = link_in(str(last_link_path())) if text is None else read_link(text)
-    if link is None:
-        raise ConfigError("no run was joined on this machine", hint="Name a run by its link, as skipstone:...")
-    return link
 
 
 def dashboard(

@@ -169,7 +169,7 @@ class NodeOptions:
     device: Annotated[
         str, setting("device", "Compute device: cpu, cuda, cuda:N, mps, auto, or several as cuda:0,cuda:1.")
     ] = "auto"
-    threads: Annotated[int | None, setting("threads", "CPU threads [default: all]"), SOME] = None
+    threads: Annotated[int | None, setting("threads", "CPU threads at most [default: all]"), SOME] = None
     slots: Annotated[int | None, setting("slots", f"Microbatches held at a time [default: {DEFAULT_SLOTS}]"), SOME] = (
         None
     )

@@ -286,7 +286,7 @@ class TestJoin:
         assert "neither a join link nor a manifest" in refused("join", "nowhere")
         refused("join", "skipstone:short@x")
         refused("join", LINK, "--memory", "much")
-        assert (run("join", LINK, "--no-such-option").exit_code, run("join").exit_code) == (2, 2)
+        assert run("join", LINK, "--no-such-option").exit_code == 2
 
 
 WAITING_NODE = """
@@ -430,10 +430,13 @@ class TestQuestions:
         result = run("status", LINK, "--json")
         assert json.loads(result.stdout) == to_json(STATUS)
 
-    def test_status_without_a_link_is_of_the_run_joined_last(
+    def test_status_and_join_without_a_link_are_of_the_run_joined_last(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
+        joined = []
+
         async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
+            joined.append(str(options.link))
             events.emit(NodeStatus("p", None, "joining", "", LINK.replace("127.0.0.1", "127.0.0.7")))
             assert "127.0.0.7" in (tmp_path / "home" / "last-run.link").read_text()
 
@@ -443,8 +446,11 @@ class TestQuestions:
             yield replace(STATUS, step=13)
 
         pretend(monkeypatch, run_node=run_node, statuses=statuses)
-        assert "no run was joined" in refused("status")
+        for command in ("status", "join"):
+            assert "no run was joined" in refused(command)
         ran("join", LINK)
+        ran("join")
+        assert joined == [LINK, LINK]
         said = ran("status", "--watch").stdout
         assert said.index("step 12") < said.index("step 13")
 
