@@ -155,7 +155,7 @@ def upkeep_jobs(manifest: Manifest, device: torch.device, moments: MomentType, r
             assert torch.equal(tensor, state.inner.parameters[name].tensors[slot]), f"{slot} of {name}"
             record.note(f"{slot} {name} {tag}", tensor)
     with record.job(f"measure speed {tag}"):
-        assert measure_speed(hop.worker.passes, manifest, device).tokens_per_s > 0
+        assert measure_speed(hop.worker.passes, manifest, device) > 0
 
 
 def data_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
