@@ -490,7 +490,7 @@ class HopWorker(ReplicaWorker):
         self.passes = passes or OneDevice(part)
         self.optimizer = optimizer
         self.deferred = deferred or DeferredWeights(Reasoned(False, "not enabled"), None, accumulator)
-        self._cost = VisitCost(quadratic_share)
+        self._cost, self._quadratic_share = VisitCost(), quadratic_share
         self.unapplied = accumulator
         self._stash = WeightStash(self.passes.weights, stashed, graph_budget_bytes // 4)
         self._graphs = GraphBudget(graph_budget_bytes - self._stash.bytes)
@@ -645,7 +645,7 @@ class HopWorker(ReplicaWorker):
         return taken_back
 
     def _timed(self, size: Size, seconds: float) -> None:
-        self._cost.add(size.tokens, size.squares, seconds)
+        self._cost.add(size.cost_with(self._quadratic_share), seconds)
 
     def _count(self, job: Job, tokens: int, addition: Addition) -> None:
         if addition is Addition.NOT_FINITE:
@@ -843,7 +843,7 @@ def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> f
             assert gradients.source is not None
             gradients.source.sum().item()  # synchronises with an asynchronous device
             fastest = min(fastest, time.perf_counter() - begun)
-    return (tokens + share * Size(tokens, documents).squares) / fastest
+    return Size(tokens, documents).cost_with(share) / fastest
 
 
 Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...], int], Path]

@@ -253,9 +253,9 @@ class Planner:
             oldest = self._times.longest_unmeasured(idle)
             same: list[Sequence[PeerId]] = [among[stage] if stage in stages else () for stage in range(len(among))]
             same[stage_of[oldest]] = [oldest]
-            found = self._cheapest(costs, same, route, in_flight, rules, len(stages)) or found
-            self._times.doubt(oldest, found.route)
-            why = f"{short(oldest)} of stage {stage_of[oldest]} to measure it again; {why}"
+            if (through := self._cheapest(costs, same, route, in_flight, rules, len(stages))) is not None:
+                found, why = through, f"{short(oldest)} of stage {stage_of[oldest]} to measure it again; {why}"
+                self._times.doubt(oldest, found.route)
         hops = tuple(Hop(modules[stage - 1], peer) for stage, peer in zip(stages, found.route, strict=True))
         self.prices.launch(stages, route, [stage for stage in range(1, len(among)) if among[stage]])
         self._visited.update(hop.module for hop in hops)

@@ -1,6 +1,6 @@
 """Sizes of a data node's latest microbatches, and the cost of visits by their size.
 
-The cost grows with the tokens and with `squares`, the sum of the documents' squared tokens (WLB-LLM, arXiv:2503.17924,
+The cost grows with the tokens and, for attention, with each document's squared tokens (WLB-LLM, arXiv:2503.17924,
 section 4.1).
 """
 
@@ -21,10 +21,9 @@ class Size:
     documents: tuple[int, ...]  # Tokens of each document; empty for rows of one stream
     cost: float = 0.0  # In tokens, including attention; 0 if unused
 
-    @property
-    def squares(self) -> int:
-        """Sum over documents of their squared tokens, which is proportional to the cost of attention."""
-        return sum(tokens * tokens for tokens in self.documents)
+    def cost_with(self, quadratic_share: float) -> float:
+        """Returns the cost in tokens if attention over n tokens costs `quadratic_share` * n^2 more."""
+        return self.tokens + quadratic_share * sum(tokens * tokens for tokens in self.documents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +96,13 @@ TRUSTED: Final = 8  # Visits after which the mean clips
 
 
 class VisitCost:
-    """Mean time of one peer's visits, both passes together, per token of cost: tokens + `quadratic_share` * squares."""
+    """Mean time of one peer's visits, both passes together, per token of cost."""
 
-    def __init__(self, quadratic_share: float) -> None:
-        self._share = quadratic_share
+    def __init__(self) -> None:
         self._seconds = Ewma()
 
-    def add(self, tokens: int, squares: int, seconds: float) -> None:
-        sample = seconds / max(1.0, tokens + self._share * squares)
+    def add(self, cost: float, seconds: float) -> None:
+        sample = seconds / max(1.0, cost)
         known = self._seconds.samples >= TRUSTED
         self._seconds.add(min(sample, MOST_TIMES * self._seconds.mean) if known else sample)
 

@@ -121,8 +121,8 @@ def slow_computing(spec: Spec) -> None:
         return spec.announced_factor * tokens / spec.visit_s
 
     def timed(self: HopWorker, size: Size, seconds: float) -> None:
-        self._cost = VisitCost(0.0)
-        self._cost.add(size.tokens, 0, size.tokens / announced(size.tokens))
+        self._cost = VisitCost()
+        self._cost.add(size.tokens, size.tokens / announced(size.tokens))
 
     def measured(passes: object, manifest: Manifest, device: object) -> float:
         return announced(manifest.microbatch_tokens)

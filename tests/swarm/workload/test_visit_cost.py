@@ -13,24 +13,24 @@ SHARE = 1 / 3000
 
 
 def test_a_speed_is_the_same_for_short_and_long_documents() -> None:
-    assert VisitCost(SHARE).speed() == 0.0
-    chance, model = random.Random(7), VisitCost(SHARE)
+    assert VisitCost().speed() == 0.0
+    chance, model = random.Random(7), VisitCost()
     for _ in range(60):
-        lengths = [chance.randint(20, 4000) for _ in range(chance.randint(4, 20))]
-        tokens, squares = sum(lengths), sum(length * length for length in lengths)
-        model.add(tokens, squares, 1e-5 * (tokens + SHARE * squares) * chance.uniform(0.9, 1.1))
+        lengths = tuple(chance.randint(20, 4000) for _ in range(chance.randint(4, 20)))
+        seconds = 1e-5 * sum(length + SHARE * length**2 for length in lengths)
+        model.add(Size(sum(lengths), lengths).cost_with(SHARE), seconds * chance.uniform(0.9, 1.1))
     assert model.speed() == pytest.approx(1e5, rel=0.05)
 
 
 def test_one_visit_that_was_held_up_changes_little_and_a_peer_that_becomes_slower_says_so_soon() -> None:
-    model = VisitCost(0.0)
+    model = VisitCost()
     for _ in range(100):
-        model.add(512, 0, 0.25)
+        model.add(512, 0.25)
     assert model.speed() == pytest.approx(2048)
-    model.add(512, 0, 1000.0)
+    model.add(512, 1000.0)
     assert model.speed() > 2048 / 1.2
     for _ in range(20):
-        model.add(512, 0, 0.5)
+        model.add(512, 0.5)
     assert model.speed() < 2048 / 1.7
 
 
