@@ -58,7 +58,6 @@ class RunOptions:
             metavar="RUN", help="Manifest of the run, or a folder with its checkpoint [default: a small demo]"
         ),
     ] = None
-    manifest: Annotated[Path | None, typer.Option(hidden=True)] = None  # The older spelling of `run`.
     data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None
@@ -73,7 +72,7 @@ class RunOptions:
 
     @property
     def file(self) -> Path | None:
-        return manifest_file(self.run or self.manifest)
+        return manifest_file(self.run)
 
 
 def with_options(*tables: type) -> Callable[[Any], Any]:

@@ -63,10 +63,6 @@ def counts_of(data: DataState | None) -> Counts:
     return Counts(data.completed + data.abandoned, data.completed, data.abandoned, data.duplicated)
 
 
-def position_of(resumed: ResumedState) -> DataState | None:
-    return None if resumed.state is None else resumed.state.data
-
-
 def progress_of(resumed: ResumedState) -> TrainingProgress:
     state = resumed.state
     if state is None or state.data is None:

@@ -366,7 +366,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         await context.compute.run(
             Priority.UPKEEP, partial(resume.restore_stage_zero, worker, context.resumed.state, per_step)
         )
-    position = resume.position_of(context.resumed)
+    position = None if context.resumed.state is None else context.resumed.state.data
     if position is not None:
         context.events.emit(Continued(own.peer, _reported(resume.counts_of(position))))
     tell_moments(context, worker.stage.optimizer)

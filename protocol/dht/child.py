@@ -173,7 +173,8 @@ async def running_child(
     folder = Path(tempfile.mkdtemp(prefix="skipstone-", dir=socket_parent()))
     try:
         key_file = folder / _IDENTITY_FILE
-        _write_private(key_file, identity.libp2p_private_key())
+        key_file.touch(0o600)
+        key_file.write_bytes(identity.libp2p_private_key())
         start.folder, start.identity = str(folder), _IDENTITY_FILE
         async with _process() as child:
             try:
@@ -247,8 +248,3 @@ async def _done(short: asyncio.Future[Any]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)

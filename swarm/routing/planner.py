@@ -179,6 +179,7 @@ BY_OTHERS = 0.5  # Share of our waiting time at a replica that microbatches of o
 AT_PEERS = 0.9  # Weight of a second at a replica, over one on a link: waits are estimates, so a shorter link wins
 WAIT_FOR = 3.0  # A substitute that would take so many times as long as a busy replica is not asked
 TRY_EVERY = 67  # Microbatches between two that visit the idle replica with the oldest measurement
+CANDIDATES: Final = (10, 6, 4, 4)  # Replicas of a module that are compared: nearest, fastest, least busy, random
 
 TRIAL_PAUSE_S: Final = ExponentialBackoff(2.0, 60.0)  # Pause of a module's trials after failed ones in a row
 
@@ -209,8 +210,9 @@ class Planner:
         self.prices = StagePrices(rules)
         self._membership = membership
         self._times = times
-        self._costs: Costs | None = None
+        self._costs = Costs({}, {}, {})
         self._look_at = -math.inf
+        self._few: dict[ModuleId, frozenset[PeerId]] = {}  # Of modules with many replicas: those that launches compare
         self._taken: dict[PeerId, float] = {}  # Mean share of each replica's slots that is taken, as announced
         self._route_s = 0.0  # Cost of the cheapest route at the last update, without stage prices
         # A module that was on a path has lost its peers if it is unserved; another one may still wait for its first.
@@ -375,8 +377,8 @@ class Planner:
     def _costs_now(self, live: Live, modules: Sequence[ModuleId], in_flight: Mapping[PeerId, int], now: float) -> Costs:
         """Returns the costs of all live replicas. Updates costs and stage prices if older than LOOK_S or incomplete."""
         costs = self._costs
-        known = costs is not None and all(a.peer in costs.forward_s for module in modules for a in live.get(module, ()))
-        if costs is not None and known and now < self._look_at:
+        known = all(a.peer in costs.forward_s for module in modules for a in live.get(module, ()))
+        if known and now < self._look_at:
             return costs
         self._look_at = now + LOOK_S
         stages = range(1, self.rules.stages)
@@ -385,7 +387,7 @@ class Planner:
         if self.rules.visit_ratio > 1:
             self.prices.shares = visit_shares(self.rules, [self._stage_capacity(stage, live) for stage in stages])
         served = [stage for stage in stages if by_stage[stage - 1]]
-        self._taken = {a.peer: self._mean_taken(a, in_flight) for announced in by_stage for a in announced}
+        self._taken, self._few = {a.peer: self._mean_taken(a, in_flight) for each in by_stage for a in each}, {}
         self.prices.look(live.get(ModuleId(0), ()), served, now)
         among = self._candidates(modules, live, in_flight, now, proven_only=True)
         length = min(self.rules.per_path, len(served))
@@ -407,8 +409,24 @@ class Planner:
             new = [peer for peer in peers if peer in linked and not self._times.has_completed(peer)]
             if not linked.isdisjoint(proven) and (proven_only or not self._may_try(module, new, in_flight, now)):
                 new = []
-            among.append([*proven, *new] or peers)
+            among.append([*self._compared(module, proven, now), *new] or self._compared(module, peers, now))
         return among
+
+    def _compared(self, module: ModuleId, peers: Sequence[PeerId], now: float) -> Sequence[PeerId]:
+        """Returns at most sum(CANDIDATES) of a module's replicas."""
+        if len(peers) <= sum(CANDIDATES):
+            return peers
+        known = self._few.get(module, frozenset())
+        few = [peer for peer in peers if peer in known]
+        if not few:
+            own, costs, (near, fast, idle, any_of) = self._membership.own, self._costs, CANDIDATES
+            few = heapq.nsmallest(near, peers, key=lambda peer: 2 * costs.message_s[own][peer] + costs.service_s(peer))
+            few += heapq.nsmallest(fast, peers, key=costs.service_s)
+            few += heapq.nsmallest(idle, peers, key=lambda peer: self._taken.get(peer, 0.0))
+            few += Random(f"{own} {module} {now}").sample(peers, any_of)  # noqa: S311 - not a secret
+            few = list(dict.fromkeys(few))
+            self._few[module] = frozenset(few)
+        return few
 
     def _may_try(self, module: ModuleId, new: Sequence[PeerId], in_flight: Mapping[PeerId, int], now: float) -> bool:
         """Whether an unproven replica of the module may get a microbatch. Settles the module's last trial."""

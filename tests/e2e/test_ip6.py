@@ -30,7 +30,7 @@ async def test_up_trains_on_the_ip6_loopback(tmp_path: Path) -> None:
     skip_because(why_no_ip6())
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1))
     (tmp_path / "run.toml").write_bytes(sign_manifest(manifest, Identity.generate()).text)
-    options = ("--manifest", str(tmp_path / "run.toml"), "--steps", "2", "--listen", "[::1]", "--json")
+    options = (str(tmp_path / "run.toml"), "--steps", "2", "--listen", "[::1]", "--json")
     code, said, errors = await skipstone("up", *options)
     events = [json.loads(line) for line in said.splitlines()]
     assert code == 0, errors

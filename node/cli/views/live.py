@@ -33,7 +33,10 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
         bar.add_row(ProgressBar(total=state.target, completed=state.step, width=CURVE_WIDTH))
         parts.append(bar)
     parts.append(_loss_line(state))
-    parts.append(_module_table(state))
+    living = [peer for peer in (*state.peers.values(), *state.guests) if peer.exit_code is None]
+    names = state.modules or [str(stage) for stage in range(state.stages)]
+    hosted = [(str(peer.stage) if not state.modules else peer.module or "", peer) for peer in living]
+    parts.append(module_table([(name, p.state, p.tokens_per_s or 0.0, p.round) for name, p in hosted], names))
     for peer in [each for each in state.peers.values() if each.exit_code][-_SHOWN_NOTES:]:
         who = f"{text.peer_name(peer.peer)} of {text.harmless(peer.module or str(peer.stage))}"
         parts.append(Text(f"{who} failed ({peer.exit_code})", style="red"))
@@ -71,13 +74,6 @@ def _loss_line(state: SwarmProgress) -> Text:
     line.append(text.sparkline([loss for _, _, loss, _ in state.curve.points], CURVE_WIDTH), style="cyan")
     line.append(f"  from {text.loss_text(state.loss_first)}   {text.count(state.tokens_per_s)} tokens/s", style="dim")
     return line
-
-
-def _module_table(state: SwarmProgress) -> Table:
-    living = [peer for peer in (*state.peers.values(), *state.guests) if peer.exit_code is None]
-    names = state.modules or [str(stage) for stage in range(state.stages)]
-    hosted = [(str(peer.stage) if not state.modules else peer.module or "", peer) for peer in living]
-    return module_table([(name, peer.state, peer.tokens_per_s or 0.0, peer.round) for name, peer in hosted], names)
 
 
 def module_table(hosted: Iterable[Hosted], names: Iterable[str], own: Collection[str] = ()) -> Table:

@@ -15,7 +15,6 @@ from node.observability.status import PeerStatus, SwarmStatus
 # A swarm of strangers may be large: tables stay readable.
 MOST_ACCUSED: Final = 16
 MOST_ROWS: Final = 48
-VISITED, SKIPPED = "█", "·"
 _ROUND_WIDTH = len("3 peers")
 ADDRESSES_FROM: Final = 100  # Columns of a terminal from which addresses are shown
 

@@ -141,7 +141,7 @@ class TestNew:
         write_folder(model, "qwen2, tied")
         assert "every peer with a stage can read the text" in ran("new", str(file), "--residual", "16").stdout
         assert read_signed_manifest(file.read_bytes(), None).manifest.model.residual == 16
-        ran("solo", "--manifest", str(file), "--steps", "1", "--json")
+        ran("solo", str(file), "--steps", "1", "--json")
         for base in (("--from", str(file)), ("--residual", "16")):
             words = (str(tmp_path / "odd.toml"), *base, "--from-model", str(model))
             assert "write all of its width" in refused("new", *words)
@@ -177,7 +177,7 @@ class TestNew:
         ran("new", str(tmp_path / "again.toml"), "--from", str(file), "--seed", "2")
         assert (tmp_path / "again.router").read_bytes() == router.to_bytes()
         (tmp_path / "run.router").unlink()
-        assert "run's router" in refused("solo", "--manifest", str(file), "--steps", "1")
+        assert "run's router" in refused("solo", str(file), "--steps", "1")
 
     def test_a_run_may_start_from_a_model(self, tmp_path: Path) -> None:
         file, model, text = tmp_path / "run.toml", tmp_path / "model", corpus(tmp_path, *[b"some prose " * 40] * 40)
@@ -187,7 +187,7 @@ class TestNew:
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         assert (manifest.model.family, manifest.model.sequence, manifest.stages.blocks) == ("qwen2", 96, (0, 3, 1))
         ran("solo", str(file), "--steps", "1", "--json", "--model", str(model))
-        assert "--model DIR" in refused("solo", "--manifest", str(file), "--steps", "1")
+        assert "--model DIR" in refused("solo", str(file), "--steps", "1")
         assert "--from-model" in refused("new", str(tmp_path / "again.toml"), "--from", str(file), "--stages", "0,2,2")
         ran("new", str(tmp_path / "again.toml"), *f"--from {file} --stages 0,2,2 --from-model {model}".split())
         refused("new", str(tmp_path / "odd.toml"), "--from-model", str(text))

@@ -1,13 +1,16 @@
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from swarm.membership.membership import Membership
-from swarm.routing.measured_times import MeasuredTimes
+from swarm.routing import planner as planner_of_all
+from swarm.routing.measured_times import Costs, MeasuredTimes
 from swarm.routing.path_rules import PathRules
-from swarm.routing.planner import TRY_EVERY, NoReplica, Planner, StagePrices
+from swarm.routing.planner import CANDIDATES, TRY_EVERY, NoReplica, Planner, StagePrices, cheapest_route
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import Direction
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
@@ -302,6 +305,34 @@ def test_a_replica_that_was_slow_for_a_moment_is_soon_used_again(times_slower: i
                 used.append(number)
     assert used[0] < 9 * TRY_EVERY
     assert len([number for number in used if number > 10 * TRY_EVERY]) > 4 * TRY_EVERY, "half of the visits again"
+
+
+def test_a_launch_compares_a_few_of_many_replicas_and_others_when_these_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = [f"p{number:03}" for number in range(200)]
+    planner, times = planner_with(*(announcement(peer, 1, slots=4, free_slots=4) for peer in peers))
+    members = planner._membership
+    for number, peer in enumerate(map(PeerId, peers)):
+        members.linked.add(peer)
+        times.visited(peer, 1.0 + number / 1000)
+        times.sent(OWN, peer, 2.0 if number < 100 else 0.2)
+    compared: list[frozenset[PeerId]] = []
+
+    def searched(costs: Costs, own: PeerId, price: object, among: Sequence[Sequence[PeerId]], *rest: Any) -> Any:
+        compared.append(frozenset(among[1]))
+        return cheapest_route(costs, own, price, among, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planner_of_all, "cheapest_route", searched)
+    path = planner.plan(1, (), {}, NOW).value
+    assert isinstance(path, Path)
+    assert path.hops[0].peer == "p100", "the sooner of the fast ones and the near ones"
+    assert {PeerId("p000"), PeerId("p100")} < compared[-1]
+    assert len(compared[-1]) <= sum(CANDIDATES)
+    before = compared[-1]
+    for peer in before:
+        members.fail(peer, NOW)
+    other = planner.plan(2, (), {}, NOW).value
+    assert isinstance(other, Path)
+    assert other.hops[0].peer not in before
 
 
 def test_what_another_data_node_announces_moves_visits_and_a_lie_moves_them_little() -> None:
