@@ -10,6 +10,7 @@ up to a factor of 2. A swarm is measured after every replica has had ten visits,
 Cell P is a published problem (`--instances`, six stages and three on a path) whose own schedule (`--schedule`, as
 `skipstone simulate --arm replay:` has it) is the other arm. Its seconds count as a quarter, and a replica dies in the
 middle of the measured time. `seconds_to_the_loss`: until the loss that the worst arm of a seed reaches at the end.
+`whole`: nodes with whole paths and nodes with one module in one run, behind lines of 20 Mbit/s and 80 ms.
 `share_of_bound`: throughput over that of the slowest stage if its replicas never idled. `machine_load`: busy share of
 the cores; above 0.7 the emulated times are not true.
 """
@@ -35,10 +36,11 @@ from lab.simulate import Simulated, read_instance, read_schedule, simulated
 from lab.world.arms import OURS, RULES, SWARM
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, assign_modules
-from node.observability.events import Step
+from node.observability.events import Completed, Step
+from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest, PathsSection
 from tests.e2e.emulated import REPLAY, Network, Spec
-from tests.e2e.small_run import HOME, LOST, FlightMark, read_flights, small_run, write_text
+from tests.e2e.small_run import HOME, LOST, FlightMark, events_of, read_flights, small_run, write_text
 
 # ---- virtual time ----------------------------------------------------------------------------------------------------
 
@@ -402,9 +404,43 @@ async def measure_live(options: Any) -> dict[str, Any]:
     return {"cells": report(runs), "runs": runs}
 
 
+# ---- whole paths -----------------------------------------------------------------------------------------------------
+
+WHOLE: Final = ("0-3", "0-3", "0", "1", "2", "3")  # Stages of each node
+
+
+async def measure_whole(options: Any) -> dict[str, Any]:
+    """Tokens per second of each node of WHOLE, behind home lines. A visit to one of the 4 modules counts a quarter."""
+    codecs = dict.fromkeys(("activations", "gradients"), "int8")
+    small: dict[str, Any] = {"hidden": 256, "feed_forward": 64, "sequence": 128, "rows": 16, "microbatches": 4}
+    manifest = kit.run_of("whole", (1, 1, 1, 1), sections={"codecs": codecs}, inner_steps=50, staleness=1, **small)
+    with kit.folder(None, "whole") as folder:
+        spec = Spec(0.01, str(folder / "network.json"), bytes_per_s=20e6 / 8, one_line=True)
+        options_of_all = LocalSwarmOptions(peers=len(WHOLE), stages=WHOLE, threads=1, log_dir=folder / "logs")
+        async with LocalSwarm(manifest, options_of_all, deployments=lambda _: emulated(spec)) as swarm:
+            keys = [Identity.load(peer.identity_path) for peer in swarm.peers]
+            owner = {key.for_module(number).peer: index for index, key in enumerate(keys) for number in (1, 2, 3)}
+            owner |= {key.peer: index for index, key in enumerate(keys)}
+            Network(dict.fromkeys(owner, "home"), {"home": {"home": 0.04}}).write(Path(spec.network))
+            await all_serve(swarm)
+            await asyncio.sleep(options.warm[0])
+            before, begun = {each.microbatch for each in completed_in(folder / "logs")}, time.monotonic()
+            await asyncio.sleep(options.live_seconds)
+            seconds, done = time.monotonic() - begun, completed_in(folder / "logs")
+    new = [(each.peer, *(hop.split("@")[1] for hop in each.hops)) for each in done if each.microbatch not in before]
+    visits = Counter(owner[peer] for peers in new for peer in peers)
+    rates = [round(visits[index] * manifest.microbatch_tokens / 4 / seconds) for index in range(len(WHOLE))]
+    return {"tokens_per_s": dict(enumerate(rates)), "whole_over_single": sum(rates[:2]) * 2 / max(1, sum(rates[2:]))}
+
+
+def completed_in(logs: Path) -> list[Completed]:
+    return [event for event in events_of(logs) if isinstance(event, Completed)]
+
+
 def measure(options: Any) -> dict[str, Any]:
-    found = measure_virtual(options) if "virtual" in options.parts else {}
-    return found | ({"live": asyncio.run(measure_live(options))} if "live" in options.parts else {})
+    parts = {"virtual": lambda: measure_virtual(options), "live": lambda: {"live": asyncio.run(measure_live(options))}}
+    parts["whole"] = lambda: {"whole": asyncio.run(measure_whole(options))}
+    return {key: value for part in options.parts for key, value in parts[part]().items()}
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_what_one_process_or_two_measure(name: str, keys: set[str]) -> None:
         ("head_to_head", ()),
         ("hop", ("--without-hivemind",)),
         ("packing", ("--parts", "loss")),
-        ("paths", ("--parts", "live", "--arms", "ours")),
+        ("paths", ("--parts", "live", "whole", "--arms", "ours")),
         ("soak", ()),
         ("throughput", ()),
     ],

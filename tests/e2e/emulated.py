@@ -67,6 +67,7 @@ class Spec:
     computed: str | None = None
     seed: int = 0
     loss_factor: float | None = None  # None: both passes
+    one_line: bool = False  # All links of the node share `bytes_per_s`, as at home
 
     @property
     def visit_s(self) -> float:
@@ -157,8 +158,9 @@ def lasting(honestly: Callable[[Any, Job], Output], spec: Spec, written: Written
 
 def slow_links(spec: Spec) -> None:
     """Frames come as late as the network says. Both Hellos come at once: who is there is not known before."""
+    shared = Line(spec.bytes_per_s)
     for kind in (DialledStream, AcceptedStream):
-        _make_late(kind, spec.bytes_per_s)
+        _make_late(kind, (lambda: shared) if spec.one_line else lambda: Line(spec.bytes_per_s))
     honestly = GrpcTransport._link
 
     def link(self: GrpcTransport, peer: PeerId, stream: Any, hello: Hello) -> Any:
@@ -172,17 +174,23 @@ STAMP = struct.Struct("<d")
 
 
 @dataclass(slots=True)
+class Line:
+    bytes_per_s: float | None = None
+    free_at: float = 0.0
+
+
+@dataclass(slots=True)
 class LateFrames:
     """One end of one stream: a line of `bytes_per_s` at most, then a delay that frames under way share."""
 
-    bytes_per_s: float | None = None
+    line: Line = field(default_factory=Line)
     delay_s: float = 0.0
-    _free_at: float = 0.0
 
     async def leave(self, frame: bytes) -> bytes:
-        if self.bytes_per_s is not None:
-            self._free_at = max(self._free_at, time.monotonic()) + len(frame) / self.bytes_per_s
-            await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
+        line = self.line
+        if line.bytes_per_s is not None:
+            line.free_at = max(line.free_at, time.monotonic()) + len(frame) / line.bytes_per_s
+            await asyncio.sleep(max(0.0, line.free_at - time.monotonic()))
         return STAMP.pack(time.monotonic()) + frame
 
     async def arrive(self, stamped: bytes) -> bytes:
@@ -196,12 +204,12 @@ class LateFrames:
         return stamped[STAMP.size :]
 
 
-def _make_late(kind: Any, bytes_per_s: float | None) -> None:
+def _make_late(kind: Any, line: Callable[[], Line]) -> None:
     make, read, write = kind.__init__, kind.read, kind.write
 
     def init(self: Any, *arguments: object) -> None:
         make(self, *arguments)
-        self.late = LateFrames(bytes_per_s)
+        self.late = LateFrames(line())
 
     async def read_late(self: Any) -> bytes | None:
         frame = await read(self)
