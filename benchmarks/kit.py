@@ -66,6 +66,7 @@ def run(doc: str | None, measure: Measure | Mapping[str, Measure], quick: Mappin
     """
     parts = {} if callable(measure) else {"parts": tuple(measure)}
     options = parsed(doc, quick, {**parts, **defaults}, sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `process` ends its children
 
     def done(one: Measure) -> Any:
         found = one(options)
