@@ -37,10 +37,9 @@ from lab.world.arms import OURS, RULES, SWARM
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, assign_modules
 from node.observability.events import Completed, Step
-from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest, PathsSection
 from tests.e2e.emulated import REPLAY, Network, Spec
-from tests.e2e.small_run import HOME, LOST, FlightMark, events_of, read_flights, small_run, write_text
+from tests.e2e.small_run import HOME, LOST, FlightMark, events_of, peers_of, read_flights, small_run, write_text
 
 # ---- virtual time ----------------------------------------------------------------------------------------------------
 
@@ -418,9 +417,7 @@ async def measure_whole(options: Any) -> dict[str, Any]:
         spec = Spec(0.01, str(folder / "network.json"), bytes_per_s=20e6 / 8, one_line=True)
         options_of_all = LocalSwarmOptions(peers=len(WHOLE), stages=WHOLE, threads=1, log_dir=folder / "logs")
         async with LocalSwarm(manifest, options_of_all, deployments=lambda _: emulated(spec)) as swarm:
-            keys = [Identity.load(peer.identity_path) for peer in swarm.peers]
-            owner = {key.for_module(number).peer: index for index, key in enumerate(keys) for number in (1, 2, 3)}
-            owner |= {key.peer: index for index, key in enumerate(keys)}
+            owner = {peer: node.index for node in swarm.peers for peer in peers_of(node, 4)}
             Network(dict.fromkeys(owner, "home"), {"home": {"home": 0.04}}).write(Path(spec.network))
             await all_serve(swarm)
             await asyncio.sleep(options.warm[0])
@@ -438,9 +435,11 @@ def completed_in(logs: Path) -> list[Completed]:
 
 
 def measure(options: Any) -> dict[str, Any]:
-    parts = {"virtual": lambda: measure_virtual(options), "live": lambda: {"live": asyncio.run(measure_live(options))}}
-    parts["whole"] = lambda: {"whole": asyncio.run(measure_whole(options))}
-    return {key: value for part in options.parts for key, value in parts[part]().items()}
+    found = measure_virtual(options) if "virtual" in options.parts else {}
+    for part, measured in (("live", measure_live), ("whole", measure_whole)):
+        if part in options.parts:
+            found[part] = asyncio.run(measured(options))
+    return found
 
 
 if __name__ == "__main__":

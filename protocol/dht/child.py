@@ -173,7 +173,7 @@ async def running_child(
     folder = Path(tempfile.mkdtemp(prefix="skipstone-", dir=socket_parent()))
     try:
         key_file = folder / _IDENTITY_FILE
-        key_file.touch(0o600)
+        key_file.touch(0o600, exist_ok=False)
         key_file.write_bytes(identity.libp2p_private_key())
         start.folder, start.identity = str(folder), _IDENTITY_FILE
         async with _process() as child:

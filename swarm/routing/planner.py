@@ -417,16 +417,14 @@ class Planner:
         if len(peers) <= sum(CANDIDATES):
             return peers
         known = self._few.get(module, frozenset())
-        few = [peer for peer in peers if peer in known]
-        if not few:
+        if known.isdisjoint(peers):
             own, costs, (near, fast, idle, any_of) = self._membership.own, self._costs, CANDIDATES
             few = heapq.nsmallest(near, peers, key=lambda peer: 2 * costs.message_s[own][peer] + costs.service_s(peer))
             few += heapq.nsmallest(fast, peers, key=costs.service_s)
             few += heapq.nsmallest(idle, peers, key=lambda peer: self._taken.get(peer, 0.0))
             few += Random(f"{own} {module} {now}").sample(peers, any_of)  # noqa: S311 - not a secret
-            few = list(dict.fromkeys(few))
-            self._few[module] = frozenset(few)
-        return few
+            known = self._few[module] = frozenset(few)
+        return [peer for peer in peers if peer in known]
 
     def _may_try(self, module: ModuleId, new: Sequence[PeerId], in_flight: Mapping[PeerId, int], now: float) -> bool:
         """Whether an unproven replica of the module may get a microbatch. Settles the module's last trial."""

@@ -175,7 +175,7 @@ STAMP = struct.Struct("<d")
 
 @dataclass(slots=True)
 class Line:
-    bytes_per_s: float | None = None
+    bytes_per_s: float | None
     free_at: float = 0.0
 
 
@@ -183,7 +183,7 @@ class Line:
 class LateFrames:
     """One end of one stream: a line of `bytes_per_s` at most, then a delay that frames under way share."""
 
-    line: Line = field(default_factory=Line)
+    line: Line
     delay_s: float = 0.0
 
     async def leave(self, frame: bytes) -> bytes:

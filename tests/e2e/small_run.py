@@ -19,6 +19,7 @@ from node.__main__ import app
 from node.checkpoint.folder import CheckpointFolder, gather_modules
 from node.experts.router import BUCKETS, Router, StageTable, buckets, router_digest
 from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import PlannedPeer
 from node.observability.event_json import event_from_json
 from node.observability.events import Event, NodeStatus, NodeSummary, Step
 from node.solo.trainer import CheckpointPlan, train_solo
@@ -87,6 +88,12 @@ def write_conversations(folder: Path) -> Path:
         lines.append(json.dumps({"messages": [each for pair in zip(asked, answers, strict=True) for each in pair]}))
     (folder / "talk.jsonl").write_text("\n".join(lines))
     return folder
+
+
+def peers_of(node: PlannedPeer, modules: int) -> set[str]:
+    """The peers of one process: each module has a key of its own."""
+    identity = Identity.load(node.identity_path)
+    return {identity.peer, *(identity.for_module(number).peer for number in range(1, modules))}
 
 
 def events_of(logs: Path) -> list[Event]:

@@ -20,7 +20,7 @@ from node.context.options import NodeOptions
 from node.export.swarm_source import open_swarm
 from node.export.writer import export
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions, PlannedPeer
+from node.local_swarm.setup import Deployment, Deployments, LocalSwarmOptions
 from node.model.shapes import parameter_shapes
 from node.observability.events import (
     Abandoned,
@@ -47,16 +47,10 @@ from protocol.manifest.signing import sign_manifest
 from protocol.transport.link import Link
 from swarm.vocabulary.types import ModuleId
 from swarm.workload.limits import Limits
-from tests.e2e.small_run import PATIENCE_S, Watch, checked, events_of, small_run, whole_lines, write_text
+from tests.e2e.small_run import PATIENCE_S, Watch, checked, events_of, peers_of, small_run, whole_lines, write_text
 from tests.kit.events import KeptEvents
 
 pytestmark = pytest.mark.e2e
-
-
-def peers_of(node: PlannedPeer, modules: int) -> set[str]:
-    """The peers of one process: each module has a key of its own."""
-    identity = Identity.load(node.identity_path)
-    return {identity.peer, *(identity.for_module(number).peer for number in range(1, modules))}
 
 
 async def test_whole_path_nodes_and_nodes_of_one_module_train_one_run_though_one_of_each_is_killed(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from swarm.membership.membership import Membership
-from swarm.routing import planner as planner_of_all
 from swarm.routing.measured_times import Costs, MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import CANDIDATES, TRY_EVERY, NoReplica, Planner, StagePrices, cheapest_route
@@ -321,7 +320,7 @@ def test_a_launch_compares_a_few_of_many_replicas_and_others_when_these_fail(mon
         compared.append(frozenset(among[1]))
         return cheapest_route(costs, own, price, among, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(planner_of_all, "cheapest_route", searched)
+    monkeypatch.setattr("swarm.routing.planner.cheapest_route", searched)
     path = planner.plan(1, (), {}, NOW).value
     assert isinstance(path, Path)
     assert path.hops[0].peer == "p100", "the sooner of the fast ones and the near ones"
