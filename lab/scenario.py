@@ -143,7 +143,7 @@ Kind = TypeVar("Kind", bound=ScenarioTable)
 def crash_at(point: str, nth: int) -> str:
     """Returns the value of SKIPSTONE_CRASH_AT for a failpoint. Raises ConfigError for an unknown point."""
     if point not in POINTS:
-        raise ConfigError(f"{point!r} is not a crash point", hint=f"Choose one of {', '.join(POINTS)}.")
+        raise ConfigError(f"{point!r} is not a crash point", hint=f"Choose one of {', '.join(sorted(POINTS))}.")
     return f"{point}:{nth}"
 
 
@@ -424,7 +424,7 @@ class FullDisk(ScenarioEvent):
 
 def _known_point(name: str) -> str:
     if name not in POINTS:
-        raise ValueError(f"{name!r} is not one of {', '.join(POINTS)}")
+        raise ValueError(f"{name!r} is not one of {', '.join(sorted(POINTS))}")
     return name
 
 

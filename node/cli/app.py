@@ -11,12 +11,10 @@ import typer
 from typer.core import TyperGroup
 
 from node.cli.generate import export, generate
-from node.cli.join import join, leave, pause, resume
-from node.cli.limits import limits
+from node.cli.join import join, leave, limits, pause, resume
 from node.cli.new import invite, new
-from node.cli.solo import solo
-from node.cli.status import dashboard, evaluate, history, status
-from node.cli.up import up
+from node.cli.status import credits, dashboard, evaluate, history, status
+from node.cli.up import solo, up
 from node.cli.views.text import harmless
 from node.concurrency.task_groups import leaves
 from node.observability.version import installed_version
@@ -104,7 +102,7 @@ def _settings(
 
 for command in (up, join, leave, pause, resume, limits, new, invite, solo):
     app.command(rich_help_panel=RUN)(command)
-for command in (status, dashboard, history):
+for command in (status, dashboard, history, credits):
     app.command(rich_help_panel=LOOK)(command)
 app.command(rich_help_panel=USE)(generate)
 app.command("eval", rich_help_panel=USE)(evaluate)

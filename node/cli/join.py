@@ -1,4 +1,4 @@
-"""`skipstone join` runs one node in the foreground after its owner agrees; `leave`, `pause` and `resume` ask it."""
+"""`skipstone join` runs one node in the foreground after its owner agrees; others ask it to leave or rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from node.cli.options import (
     keep_link,
     keep_run,
     manifest_file,
-    qr_printer,
     require_writable,
     run_link,
     with_options,
@@ -32,7 +31,9 @@ from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, prin
 from node.cli.views.text import count, counted, harmless
 from node.concurrency.task_groups import aside
 from node.context.options import NodeOptions, setting, variable
+from node.observability.typed_json import to_json
 from swarm.vocabulary.errors import ConfigError
+from swarm.workload.limits import Limits
 
 if TYPE_CHECKING:
     from node.data.local_paths import LocalPaths
@@ -199,8 +200,6 @@ async def _join(options: NodeOptions) -> int:
         logging.basicConfig(level=options.log_level.name, format=form, handlers=[NodeLog(events, loop)])
         if options.link_file is not None:
             events = NewLinks(partial(keep_link, options.link_file), events)
-        if options.qr:
-            events = NewLinks(qr_printer(), events)
         if not options.stop_on_eof:  # with it, the node is a part of a local swarm
             events = NewLinks(keep_run, events)
         try:
@@ -275,3 +274,71 @@ def resume(identity: Annotated[Path | None, OfNode] = None, json: Annotated[bool
     """Let this machine's paused node go on where it was."""
     announce("skipstone resume: asking the node to go on", as_json=json)
     _ask(identity, "resume", "resumed", "the node goes on", as_json=json)
+
+
+# Unit and meaning of each limit
+MEANINGS: Final = {
+    "upload": ("Mbit/s", "most bytes sent"),
+    "download": ("Mbit/s", "most bytes received"),
+    "month": ("GB", "most bytes a month, both ways; then the node pauses"),
+    "temperature": ("°C", "above it the node computes less, and far above it pauses"),
+    "power": ("W", "above it the node computes less"),
+    "hours": ("", "hours of the week, as mon-fri 22:00-07:00, sat, sun"),
+    "idle": ("min", "minutes without a key or the mouse before the node computes"),
+    "battery": ("", "yes or no: whether to compute on battery"),
+    "programs": ("", "names of programs beside which the node pauses, as steam,obs"),
+}
+YES, NO = ("yes", "true", "on"), ("no", "false", "off")
+
+
+def limits(
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="As upload=8 or battery=no; NAME= removes a limit."),
+    ] = None,
+    settings: Annotated[Path | None, setting("settings", "File to read and write [default: that of this user]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show or change what this machine's nodes may use. Running nodes follow within seconds."""
+    from node.runtime.limits import changed, read_limits, settings_path, write_limits  # the sensors are slow to import
+
+    path = settings or settings_path()
+    announce(f"skipstone limits: {path}", as_json=json)
+    current = read_limits(path)
+    if changes:
+        current = changed(current, dict(map(_change, changes)))
+        write_limits(path, current)
+    if json:
+        print_json(to_json(current))
+        return
+    for name, (unit, meaning) in MEANINGS.items():
+        typer.echo(f"  {name:12} {shown(getattr(current, name), unit):16} {meaning}")
+
+
+def shown(value: Any, unit: str) -> str:
+    if isinstance(value, bool):
+        return YES[0] if value else NO[0]
+    if isinstance(value, tuple):
+        return ",".join(value) or "-"
+    return f"{value:g} {unit}" if isinstance(value, float | int) and value else value or "-"
+
+
+def _change(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE. Raises ConfigError."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals:
+        raise ConfigError(f"{text!r} is not NAME=VALUE", hint="As in: skipstone limits upload=8 battery=no")
+    default = next((each.default for each in dataclasses.fields(Limits) if each.name == name), "")
+    if not value:
+        return name, None
+    if isinstance(default, bool):
+        if value not in YES + NO:
+            raise ConfigError(f"{name}={value}: say yes or no")
+        return name, value in YES
+    if isinstance(default, str | tuple):
+        return name, value if isinstance(default, str) else [each.strip() for each in value.split(",")]
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(.*)", value)
+    unit = MEANINGS[name][0]
+    if match is None or match[2].lower() not in ("", unit.lower(), unit.lower().removesuffix("/s")):
+        raise ConfigError(f"{name}={value} is not a number of {unit}")
+    return name, float(match[1])

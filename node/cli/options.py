@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import inspect
 import logging
-import sys
 import tempfile
 import typing
 from collections.abc import Callable
@@ -115,15 +114,6 @@ def keep_link(path: Path, link: str) -> None:
         write_whole(path, f"{link}\n".encode())
     except OSError as error:
         log.warning("cannot write the join link to %s: %s", path, error.strerror or error)
-
-
-def qr_printer() -> Callable[[str], None]:
-    """Returns a function that draws a link on standard error as a QR code. Raises ConfigError without the package."""
-    try:
-        import segno
-    except ImportError:
-        raise ConfigError("--qr needs the package segno", hint="Install it: pip install 'skipstone[qr]'") from None
-    return lambda link: segno.make_qr(link).terminal(sys.stderr, compact=True)
 
 
 def manifest_file(path: Path | None) -> Path | None:

@@ -1,24 +1,25 @@
-"""`skipstone status` and `skipstone eval`: queries of a swarm or a checkpoint."""
+"""`skipstone status`, `dashboard`, `history`, `credits` and `eval`: what a swarm, a file or a checkpoint tells."""
 
 import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
 
 from node.cli.options import RunLink, StagesPerPath, run_link
-from node.cli.views.output import announce, print_json, run_loop
+from node.cli.views.output import announce, print_json, run_loop, tell
 from node.cli.views.status_view import status_views
-from node.cli.views.text import count, loss_text, path_text, sizes_text
-from node.context.options import AllowHub, TextPath, TokenizerPath
+from node.cli.views.text import count, counted, harmless, loss_text, path_text, peer_name, sizes_text
+from node.context.options import AllowHub, TextPath, TokenizerPath, default_identity_path
 from node.observability.status import SwarmStatus
 from node.observability.typed_json import from_json, to_json
 from node.web.server import PORT, WHERE, RunPage, served
+from swarm.vocabulary.errors import StateError
 from swarm.workload.microbatch_sizes import SizeSummary
 
 
@@ -74,6 +75,47 @@ def history(link: Annotated[str | None, RunLink] = None) -> None:
     curve = run_loop(query_status(run_link(link))).curve
     for row in (("step", "tokens", "loss", "unix_s"), *(() if curve is None else curve.points)):
         typer.echo(",".join(map(str, row)))
+
+
+BADGE: Final = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="200" height="20"><rect width="200" height="20" fill="#0e7490"/>'
+    '<text x="8" y="14" fill="#fff" font-family="sans-serif" font-size="11">Skipstone: {} tokens</text></svg>\n'
+)
+
+
+def credits(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="[default: this machine's]")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Fail if anything is forged, changed or twice.")] = False,
+    badge: Annotated[Path | None, typer.Option(metavar="SVG", help="Write a picture with the sum.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the work that data nodes have signed for this machine's peers. Needs no network, so anyone can check it."""
+    from node.runtime.credit_file import credit_folder, read_credit
+
+    folder = credit_folder(default_identity_path())
+    announce(f"skipstone credits: {'the given files' if files else folder}", as_json=json)
+    rows, faults = list[dict[str, Any]](), list[str]()
+    for path in files or sorted(folder.glob("*.json")):
+        signed, credit, wrong = read_credit(path)
+        tokens, visits = (sum(getattr(row, key) for row, _ in credit.proofs) for key in ("tokens", "visits"))
+        by = sorted({tally.data_node for _, tally in credit.proofs})
+        row = {"file": str(path), "run": signed.run, "name": signed.manifest.name, "peer": credit.peer}
+        rows.append(row | {"tokens": tokens, "microbatches": visits, "data_nodes": by, "faults": wrong})
+        faults += [f"{path}: {fault}" for fault in wrong]
+        if not json:
+            work = f"{counted(tokens, 'token')} in {counted(visits, 'microbatch')}, by {counted(len(by), 'data node')}"
+            typer.echo(f"  {harmless(signed.manifest.name):20} {peer_name(credit.peer)}  {work}")
+    total = sum(row["tokens"] for row in rows)
+    if json:
+        print_json({"tokens": total, "credits": rows})
+    else:
+        typer.echo(f"{counted(total, 'token')}, {counted(len({row['run'] for row in rows}), 'run')}")
+    if badge is not None:
+        badge.write_text(BADGE.format(count(total)))
+    for fault in faults:
+        tell(f"left out: {fault}")
+    if verify and faults:
+        raise StateError(f"{counted(len(faults), 'fault')} in the credit", hint="Do not trust this file.")
 
 
 def evaluate(

@@ -1,10 +1,11 @@
-"""`skipstone up`: a whole swarm of real processes on this machine."""
+"""`skipstone up` and `solo`: a run on this machine, by a swarm of processes or in one without a network."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
-from node.cli.options import RunOptions, VisitedPerPath, VisitRatio, keep_run, qr_printer, with_options
-from node.cli.views.interrupts import Interrupts
+from node.cli.options import RunOptions, VisitedPerPath, VisitRatio, keep_run, with_options
+from node.cli.views.interrupts import Interrupts, leave_at_once
 from node.cli.views.output import announce, event_sink, join_lines, run_loop
 from node.cli.views.text import counted
+from node.context.options import default_identity_path
 from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange, Resumed, Waiting
 from node.web.server import WHERE, RunPage, served
 
@@ -42,7 +44,6 @@ def up(
     ] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
-    qr: Annotated[bool, typer.Option("--qr", help="Print the join link as a QR code too.")] = False,
     log_dir: Annotated[
         Path | None,
         typer.Option(
@@ -78,7 +79,7 @@ def up(
         from node.data.sources import open_source
 
         open_source(chosen.data, as_written(chosen.data).text)  # report a missing folder here once, not in every node
-    from node.context.options import default_identity_path, parse_size
+    from node.context.options import parse_size
     from node.local_swarm.setup import LocalSwarmOptions
 
     router = router_of(run.file, chosen)
@@ -97,11 +98,11 @@ def up(
         # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
         author_path=None if run.checkpoint_dir is None else default_identity_path(),
     )
-    raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json, qr=qr, dashboard=dashboard)))
+    raise typer.Exit(run_loop(_up(chosen, options, listen, as_json=json, dashboard=dashboard)))
 
 
 async def _up(
-    manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool, qr: bool, dashboard: int | None
+    manifest: Manifest, options: LocalSwarmOptions, listen: str, *, as_json: bool, dashboard: int | None
 ) -> int:
     """Runs the swarm to its end. Returns 128 + the stopping signal, else the first failing node's exit code."""
     from node.local_swarm.local_swarm import LocalSwarm
@@ -113,7 +114,6 @@ async def _up(
     from protocol.transport.settings import joined
 
     where = Whereabouts(listen.strip("[]"))
-    draw = qr_printer() if qr else None
     deployment = Deployment(host=where.listen, advertise=where.advertised_hosts()[0])
     async with AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(LocalSwarm(manifest, options, deployments=lambda _: deployment))
@@ -134,8 +134,6 @@ async def _up(
             typer.echo(f"{join_lines(link, SHARED_RUN)}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
-        if draw is not None:
-            draw(link)
         if dashboard is not None:
             page = RunPage(stop=swarm.request_stop)
             at = await stack.enter_async_context(served(page, dashboard, partial(statuses, swarm.link)))
@@ -183,3 +181,52 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
         drawing = tasks.create_task(draw(Console(), picture))
         await _follow(swarm, lambda event: None)
         drawing.cancel()
+
+
+@with_options(RunOptions)
+def solo(
+    steps: Annotated[
+        int | None,
+        typer.Option(min=0, help="Inner steps to train; 0 only loads and saves [default: the manifest's schedule]"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    **settings: Any,
+) -> None:
+    """Train a run in one process, without a network."""
+    announce("skipstone solo: training in one process", as_json=json)
+    run = RunOptions(**settings)
+
+    chosen = chosen_manifest(run.file, ManifestChanges(seed=run.seed, source=run.data))
+    stop = threading.Event()
+    sink = event_sink(as_json=json, on_closed=stop.set)
+
+    with Interrupts(stop.set, leave_at_once) as interrupts:
+        from node.checkpoint.folder import CheckpointFolder
+        from node.model.device import choose_device, use_cores
+        from node.solo.trainer import CheckpointPlan, train_solo
+        from node.start.cut_model import open_start
+        from protocol.identity.keys import Identity
+        from protocol.manifest.signing import sign_manifest
+
+        use_cores(threads)
+        router = router_of(run.file, chosen)
+        folder = None
+        if run.checkpoint_dir is not None:
+            # `eval` opens the text paths of a checkpoint only if this machine signed its manifest.
+            signed = sign_manifest(chosen, Identity.load_or_create(default_identity_path()))
+            saved_router = b"" if router is None else router.to_bytes()
+            folder = CheckpointFolder(run.checkpoint_dir, signed.run, signed.text, router=saved_router)
+        train_solo(
+            chosen,
+            steps=chosen.training.scheduled_steps if steps is None else steps,
+            device=choose_device(device).value,
+            on_event=sink.emit,
+            saves=None if folder is None else CheckpointPlan(folder, run.checkpoint_every),
+            router=router,
+            start=open_start(chosen, run.model),
+            moments=run.moments,
+            should_stop=stop.is_set,
+        )
+    raise typer.Exit(interrupts.exit_code)

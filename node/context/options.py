@@ -222,7 +222,6 @@ class NodeOptions:
     settings: Annotated[
         Path | None, setting("settings", "File of limits, as `skipstone limits` writes [default: that of this user]")
     ] = None
-    qr: Annotated[bool, setting("qr", "Print the join link as a QR code too.")] = False
     patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
         60.0
     )

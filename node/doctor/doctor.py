@@ -51,7 +51,7 @@ def doctor(
     """
     announce("skipstone doctor: examining this machine", as_json=json)
     from node.context.options import NodeOptions, default_identity_path, memory_limit_of
-    from node.doctor.examination import Endpoint, Patient, examine
+    from node.doctor.examination import Patient, examine
     from protocol.manifest.join_link import read_link
 
     key = identity or default_identity_path()
@@ -60,8 +60,8 @@ def doctor(
     named = (("key", key.parent), ("checkpoints", checkpoint_dir), ("logs", log_dir))
     folders = tuple((name, folder) for name, folder in named if folder is not None)
     where = None if link is None else read_link(link)
-    endpoint, limit = Endpoint(node.listen, port, node.advertise, reach), memory_limit_of(memory_limit)
-    patient = Patient(device, endpoint, dht_port, folders, where, limit, moments)
+    at = node.listen, port, node.advertise, reach, dht_port
+    patient = Patient(device, *at, folders, where, memory_limit_of(memory_limit), moments)
     findings: list[Finding] = []
 
     def tell(found: "Sequence[Finding]") -> None:

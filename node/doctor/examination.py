@@ -8,7 +8,6 @@ import shutil
 import statistics
 import tempfile
 import time
-import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-
 from node.concurrency.task_groups import aside
 from node.model.machine_limits import GIB, available_memory
 from node.model.moments import DEFAULT_SLOTS, MomentType
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession, visit
 from node.observability.status import parse_status
+from node.observability.version import installed_version
 from node.reachability.monitor import climb
 from node.reachability.port_mapping import Router
 from node.reachability.witnesses import Attachments, witnesses_of
@@ -102,50 +99,12 @@ ROUGH: Final = 10**5
 MANY_FRAGMENTS: Final = 8  # Fragments of the dial for large stages; averaging in parts needs less memory
 
 
-@dataclass(frozen=True, slots=True)
-class WantedVersions:
-    """Version ranges of pyproject.toml, such as `>=3.11` or `==2.13.*`."""
-
-    python: str
-    libraries: dict[str, str]
-
-
-def versions(wanted: WantedVersions, python: str, installed: Callable[[str], str | None]) -> list[Finding]:
-    """Compares Python and each of LIBRARIES with the wanted ranges; `installed` returns None for a missing library."""
-    anew = f"Install Python {wanted.python} and create the environment again."
-    findings = [_compared("python", python, wanted.python, anew)]
-    for name in LIBRARIES:
-        specifier = wanted.libraries.get(name, "")
-        findings.append(_compared(name, installed(name), specifier, f"pip install '{name}{specifier}'"))
-    return findings
-
-
-def wanted_here() -> WantedVersions:
-    """Returns the version ranges of the installed package, else of the pyproject.toml of the checkout."""
-    try:
-        about = metadata.metadata("skipstone")
-        python, requirements = about["Requires-Python"] or "", about.get_all("Requires-Dist") or []
-    except metadata.PackageNotFoundError:
-        project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
-        python, requirements = project["requires-python"], project["dependencies"]
-    found = [Requirement(text) for text in requirements if "extra" not in text]
-    return WantedVersions(python, {each.name: str(each.specifier) for each in found if each.name in LIBRARIES})
-
-
-def _compared(name: str, version: str | None, specifier: str, fix: str) -> Finding:
-    wanted = specifier or "any version"
-    if version is None:
-        return Finding(name, Level.FAIL, f"not installed; {wanted} is needed", fix)
-    if SpecifierSet(specifier).contains(version, prereleases=True):
-        return Finding(name, Level.OK, f"{version} ({wanted} is needed)")
-    return Finding(name, Level.FAIL, f"{version}, but {wanted} is needed", fix)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def look_at_versions() -> Sequence[Finding]:
+    """Reports the versions, for a report of a problem; `pip check` compares them with the wanted ones."""
+    found = ", ".join(f"{name} {metadata.version(name)}" for name in LIBRARIES)
+    return [
+        Finding("versions", Level.OK, f"Skipstone {installed_version()}, Python {platform.python_version()}, {found}")
+    ]
 
 
 def look_at_device(wish: str) -> Sequence[Finding]:
@@ -320,30 +279,35 @@ ODD_CLOCK_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where this machine would listen, and the address that it would advertise."""
+class Patient:
+    """Description of this machine by the options of its future node."""
 
+    device: str
     listen: str
     port: int
     advertise: str | None
-    mode: ReachMode
+    reach: ReachMode
+    dht_port: int
+    folders: tuple[tuple[str, Path], ...]
+    link: Link | None
+    memory_limit: Reasoned[int] | None = None
+    moments: MomentType = MomentType.FLOAT32
 
 
 Tell = Callable[[Sequence[Finding]], None]
 
 
-async def look_in_the_run(
-    link: Link, endpoint: Endpoint, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
-) -> None:
+async def look_in_the_run(link: Link, patient: Patient, tell: Tell) -> None:
     """Connects to the run and reports findings about the run, fitting stages, clock and reachability."""
 
     async def enter() -> Sequence[Finding]:
-        async with visit(link, endpoint.listen, endpoint.port) as session:
+        fits = partial(what_fits_of, patient.device, patient.memory_limit, patient.moments)
+        async with visit(link, patient.listen, patient.port) as session:
             tell(await bounded_async("run", lambda: _find_peers(session, fits), PATIENCE_S + 10))
             if not _peers(session):
                 return [Finding("reach", Level.SKIP, "no peer of the run can test this machine")]
             tell(await bounded_async("clock", lambda: _compare_clocks(session), CLOCK_LIMIT_S))
-            return await bounded_async("reach", lambda: _climb(session, endpoint), REACH_LIMIT_S)
+            return await bounded_async("reach", lambda: _climb(session, patient), REACH_LIMIT_S)
 
     # Each check has its own limit; this one also bounds entering and leaving the run.
     limit_s = ENTER_LIMIT_S + PATIENCE_S + CLOCK_LIMIT_S + REACH_LIMIT_S
@@ -412,11 +376,11 @@ def clock_finding(offsets: Sequence[float]) -> Finding:
     return Finding("clock", level, found, fix)
 
 
-async def _climb(session: NetworkSession, endpoint: Endpoint) -> Sequence[Finding]:
-    router = Router() if endpoint.mode is ReachMode.AUTO else None
+async def _climb(session: NetworkSession, patient: Patient) -> Sequence[Finding]:
+    router = Router() if patient.reach is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, session.transport)
     try:
-        standing = await climb(session.transport.port, endpoint.advertise, ask, router)
+        standing = await climb(session.transport.port, patient.advertise, ask, router)
         if standing.step is ReachStep.UNREACHABLE:
             # A node would do the same: hold links through which peers can call it.
             hold = Attachments(session.own, session.membership, session.transport).hold
@@ -441,24 +405,10 @@ QUICK_S: Final = 10.0
 DEVICE_S: Final = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Patient:
-    """Description of this machine by the options of its future node."""
-
-    device: str
-    endpoint: Endpoint
-    dht_port: int
-    folders: tuple[tuple[str, Path], ...]
-    link: Link | None
-    memory_limit: Reasoned[int] | None = None
-    moments: MomentType = MomentType.FLOAT32
-
-
 async def examine(patient: Patient, tell: Tell) -> None:
     """Runs every check within its time limit and reports findings as they come."""
-    endpoint = patient.endpoint
     local: tuple[tuple[str, Callable[[], Sequence[Finding]], float], ...] = (
-        ("versions", lambda: versions(wanted_here(), platform.python_version(), _installed), QUICK_S),
+        ("versions", look_at_versions, QUICK_S),
         ("device", lambda: look_at_device(patient.device), DEVICE_S),
         ("memory", look_at_memory, QUICK_S),
         ("stage", lambda: look_at_stage_memory(patient.device, patient.memory_limit, patient.moments), DEVICE_S),
@@ -468,10 +418,10 @@ async def examine(patient: Patient, tell: Tell) -> None:
     )
     for check, look, limit_s in local:
         tell(await bounded(check, look, limit_s))
-    ports = [endpoint.port] if patient.dht_port == 0 else [endpoint.port, patient.dht_port]
+    ports = [patient.port] if patient.dht_port == 0 else [patient.port, patient.dht_port]
     free = True
     for port in ports:
-        found = await bounded("port", lambda port=port: look_at_port(endpoint.listen, port), QUICK_S)  # type: ignore[misc]
+        found = await bounded("port", lambda port=port: look_at_port(patient.listen, port), QUICK_S)  # type: ignore[misc]
         free = free and all(finding.level is Level.OK for finding in found)
         tell(found)
     if patient.link is None:
@@ -480,5 +430,4 @@ async def examine(patient: Patient, tell: Tell) -> None:
     elif not free:
         tell([Finding("reach", Level.SKIP, "the port is not free")])
     else:
-        fits = partial(what_fits_of, patient.device, patient.memory_limit, patient.moments)
-        await look_in_the_run(patient.link, endpoint, fits, tell)
+        await look_in_the_run(patient.link, patient, tell)

@@ -58,7 +58,6 @@ class SwarmProgress:
     stages: int
     target: int | None = None
     peers: Mapping[int, PeerProgress] = field(default_factory=dict)
-    guests: tuple[PeerProgress, ...] = ()  # Peers of other processes, as a data node knows them
     step: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -78,7 +77,7 @@ class SwarmProgress:
         """How many stages or modules are served; None after the first step."""
         if self.step or not self.peers:
             return None
-        everyone = [peer for peer in (*self.peers.values(), *self.guests) if peer.state == "serving"]
+        everyone = [peer for peer in self.peers.values() if peer.state == "serving"]
         if self.modules:
             return f"starting: {len({peer.module for peer in everyone})} of {len(self.modules)} modules are served"
         return f"starting: {len({peer.stage for peer in everyone})} of {self.stages} stages are served"
@@ -138,18 +137,9 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
             return Progressed(replace(state, waiting=waiting), (event,) if event.module in state.waiting else ())
         case events.Note():
             return noted(state, event, now)
-        case events.Members():
-            own = {each.peer for each in state.peers.values()}
-            guests = tuple(_guest(each) for each in event.members if each.peer not in own)
-            return Progressed(replace(state, guests=guests), ())
         case events.Reach():
             return Progressed(state, ())  # all nodes are on this machine
     return Progressed(_with_peer(state, index, peer), (event,))
-
-
-def _guest(said: events.Member) -> PeerProgress:
-    stage, rate = _stage_of(said.module, otherwise=0), _finite(said.tokens_per_s)
-    return PeerProgress(stage, said.peer, said.module, said.state, tokens_per_s=rate, round=said.round)
 
 
 def _stage_of(module: str | None, otherwise: int) -> int:

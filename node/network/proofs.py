@@ -20,13 +20,17 @@ ASK_TIMEOUT_S: Final = 5.0
 ASK_AGAIN_S: Final = 5.0
 ACCUSED_S: Final = 3 * ASK_AGAIN_S  # Time for which an accusation counts
 
+Heard = Callable[[WorkTally], None]  # Receives each verified tally of the module
+
 
 class Proofs:
     """Proven work of the replicas of one module, and of this node's own data node."""
 
-    def __init__(self, session: NetworkSession, module: ModuleId, signer: EntrySigner) -> None:
+    def __init__(
+        self, session: NetworkSession, module: ModuleId, signer: EntrySigner, heard: Heard = lambda tally: None
+    ) -> None:
         self.ledger = WorkLedger(session.own.peer)
-        self.signer = signer
+        self.signer, self.heard = signer, heard
         self._module, self._session = module, session
         self._tallies = Tallies()
         self.in_round = frozenset[PeerId]()  # The other contributors to the round that made our anchor, if one did
@@ -96,6 +100,7 @@ class Proofs:
     def _add(self, tally: WorkTally | None) -> None:
         if tally is not None and tally.module == self._module and self.signer.vouches(tally):
             self._tallies.add(tally, self._session.own.clock.monotonic())
+            self.heard(tally)
 
     def _own_tally(self, module: ModuleId) -> WorkTally | None:
         clock = self._session.own.clock

@@ -245,24 +245,6 @@ class Ended(_Kind, name="ended"):
     unix_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A peer that hosts a module, as it announces itself."""
-
-    peer: str
-    module: str
-    state: str
-    tokens_per_s: float
-    round: int
-
-
-class Members(_Kind, name="members"):
-    """The other peers that a data node knows, sent periodically."""
-
-    peer: str
-    members: tuple[Member, ...]
-
-
 class LastPeer(_OfModule, name="last_peer"):
     """The node stops and no other peer serves its module."""
 
@@ -317,7 +299,7 @@ class Summary(_Kind, name="summary"):
 # Events for the log file only: too many for a terminal, or about the log itself.
 LogEvent = Visit | Retracted | Completed | RoundProgress | Started | Continued | Ended
 RoundEvent = RoundCommitted | ReplicaAccused | CatchingUp | CaughtUp | Restored
-NodeEvent = NodeStatus | Reach | Move | Load | Members | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
+NodeEvent = NodeStatus | Reach | Move | Load | Waiting | Resumed | PeerChange | LastPeer | NodeSummary
 Event = LogEvent | RoundEvent | NodeEvent | Step | InnerStep | Abandoned | Note | Summary
 
 

@@ -2,40 +2,21 @@
 
 import os
 import signal
-from collections.abc import Mapping
 from typing import Final
 
 from swarm.vocabulary.errors import ConfigError
 
 VARIABLE: Final = "SKIPSTONE_CRASH_AT"
 
-POINTS: Final[Mapping[str, str]] = {
-    "arrived": "a microbatch's tensor has arrived, unacknowledged",
-    "before forward": "a forward pass is accepted",
-    "after forward": "the output is computed, not yet sent",
-    "before loss": "a microbatch is back at its data node, before the loss",
-    "after loss": "the loss is computed, the gradient not yet sent",
-    "before backward": "a gradient is accepted",
-    "gradient added": "in the middle of a backward pass",
-    "after backward": "the gradient for the previous hop is computed, not yet sent",
-    "before replay": "before recomputing a microbatch of a lost replica",
-    "after replay": "the microbatch is recomputed, the result not yet sent",
-    "sent": "the next peer has the tensor, but has not passed it on",
-    "before completed": "a data node is about to log a microbatch as completed",
-    "after completed": "it is logged, but no hop knows",
-    "piece sent": "sending pieces during a round",
-    "piece arrived": "receiving pieces during a round",
-    "reduced": "a piece is summed, but no other peer has the sum",
-    "staged": "a round's result is complete, not yet committed",
-    "committing": "the anchor is new, the replica's parameters are still old",
-    "committed": "anchor and parameters are new, but no other peer knows",
-    "before write": "before writing any file of a checkpoint",
-    "before sync": "the file is written, not yet synced to disk",
-    "before rename": "the file is synced, not yet renamed",
-    "after rename": "the file is renamed, the folder not yet synced",
-    "chunk arrived": "downloading a missed anchor",
-    "draining": "a leaving node has announced that it drains",
-}
+# Each names the moment in the code that calls `crash_point` with it.
+POINTS: Final = frozenset(
+    (
+        *("arrived", "before forward", "after forward", "before loss", "after loss", "before backward"),
+        *("gradient added", "after backward", "before replay", "after replay", "sent", "before completed"),
+        *("after completed", "piece sent", "piece arrived", "reduced", "staged", "committing", "committed"),
+        *("before write", "before sync", "before rename", "after rename", "chunk arrived", "draining"),
+    )
+)
 
 
 def crash_point(name: str) -> None:

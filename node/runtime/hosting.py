@@ -32,6 +32,7 @@ from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.event_json import EventLog, Tee
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
+from node.runtime.credit_file import CreditFile, credit_folder
 from node.runtime.limits import Limiter
 from node.runtime.module_choice import (
     FittingModules,
@@ -271,6 +272,7 @@ class Hosting:
                 own.memory_bytes, own.device_bytes = fitting.announced()
                 chosen = await fitting.choose(session, resumed, entered.tokenizer.text, events)
                 events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
+                credit = await asyncio.to_thread(CreditFile, credit_folder(options.identity_path), signed, own.peer)
                 context = ModuleContext(
                     options=options,
                     session=session,
@@ -283,13 +285,14 @@ class Hosting:
                     events=events,
                     finished=entered.stop.set,
                     saves=SaveRequests(),
-                    proofs=Proofs(session, chosen.value, EntrySigner(identity, run, guests, invitation)),
+                    proofs=Proofs(session, chosen.value, EntrySigner(identity, run, guests, invitation), credit.add),
                     resumed=resumed if resumed.module == chosen.value else ResumedState(),
                     start=entered.start,
                     router=entered.router,
                     text=entered.tokenizer.text,
                 )
-                await self._serve(context, fitting, moving or partial(readiness_to_move, fitting), stop)
+                async with background(credit.keep()):
+                    await self._serve(context, fitting, moving or partial(readiness_to_move, fitting), stop)
 
     async def _serve(
         self, context: ModuleContext, fitting: FittingModules, moving: Moving, stop: asyncio.Event
@@ -317,7 +320,7 @@ class Hosting:
                     rmtree(place.path, ignore_errors=True)
             if module is None:
                 break
-            proofs = Proofs(session, module, context.proofs.signer)
+            proofs = Proofs(session, module, context.proofs.signer, context.proofs.heard)
             context = replace(context, module=module, saves=SaveRequests(), proofs=proofs, resumed=resumed)
         await session.withdraw(WITHDRAW_S)
 

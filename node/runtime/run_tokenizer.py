@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from node.context.options import NodeOptions
+from node.context.whole_file import write_whole
 from node.data.local_paths import LocalPaths, tokenizer_path
 from node.data.tokenizers import tokenizer_bytes
 from node.network.peer_files import fetch_tokenizer
@@ -72,12 +71,5 @@ def _content(place: Path, sha256: str) -> bytes | None:
 
 
 def _keep(file: Path, content: bytes) -> None:
-    """Writes the tokenizer's file atomically, because nodes that share the folder may write it at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(file)
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
+    write_whole(file, content)  # nodes that share the folder may write it at the same time

@@ -41,7 +41,6 @@ DRAIN_S = 12.0  # Limit of a drain, in seconds. Below the 20 s after which a sto
 HAND_OVER_S = 3.0
 REPORT_S = 2.0
 MAX_ASKED = 16
-MAX_TOLD = 64
 
 Moving = Callable[[ModuleContext], NextModule]
 NodeRole = DataRole | StageRole
@@ -179,17 +178,9 @@ async def _at_work(role: NodeRole, context: ModuleContext, saver: Saver | None) 
 
 
 async def _report(role: NodeRole, context: ModuleContext) -> None:
-    session = context.session
     while True:
         await asyncio.sleep(REPORT_S)
         context.events.emit(role.load())
-        if context.module.stage == 0:  # data nodes are few, and each knows the whole run
-            context.events.emit(events.Members(session.own.peer, tuple(map(_member, session.others()[:MAX_TOLD]))))
-
-
-def _member(said: Announcement) -> events.Member:
-    number, state = said.anchor.round if said.anchor else 0, said.state.name.lower()
-    return events.Member(said.peer, str(said.module), state, said.tokens_per_second, number)
 
 
 def _saver(

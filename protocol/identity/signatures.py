@@ -39,10 +39,7 @@ class EntrySigner:
     def vouches(self, tally: WorkTally) -> bool:
         """Whether an invited data node has signed the tally. The cache includes failures: each is paid for once."""
         if tally not in self._verified:
-            guests = self._guests  # judged at the tally's own time: all members of a round must agree
-            invited = guests is not None and guests.is_invited(tally.data_node, tally.invitation, tally.at)
-            key = public_key_of(tally.data_node) if invited else b""
-            self._verified[tally] = invited and verify(key, tally.signature, tally_statement(self._run, tally))
+            self._verified[tally] = self._guests is not None and is_vouched(tally, self._run, self._guests)
         return self._verified[tally]
 
     def sign(self, entry: Entry) -> Entry:
@@ -68,6 +65,12 @@ def entry_statement(run: RunId, entry: Entry) -> bytes:
             b"\0" if entry.staged is None else b"\1" + _version(entry.staged),
         )
     )
+
+
+def is_vouched(tally: WorkTally, run: RunId, guests: Guests) -> bool:
+    """Whether a data node that was invited at the tally's own time has signed it."""
+    invited = guests.is_invited(tally.data_node, tally.invitation, tally.at)  # all members of a round must agree
+    return invited and verify(public_key_of(tally.data_node), tally.signature, tally_statement(run, tally))
 
 
 def tally_statement(run: RunId, tally: WorkTally) -> bytes:

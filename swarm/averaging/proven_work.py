@@ -15,6 +15,8 @@ VALID_S: Final = 120.0  # Age at which a tally proves nothing any more
 LEAST_SHARE: Final = 1 / 16
 MAX_KEPT: Final = 64  # Data nodes whose tallies are kept
 MAX_ROWS: Final = 4096  # Replicas that a data node counts, over all modules
+STARTS_APART: Final = 2**32  # Least distance of the microbatch numbers of a data node's starts
+MOST_CREDITED: Final = 64  # Tallies in a peer's credit; those with the least tokens are dropped
 
 
 class WorkLedger:
@@ -80,6 +82,31 @@ class Tallies:
 
     def valid(self, now: float) -> tuple[WorkTally, ...]:
         return tuple(tally for added, tally in self._latest.values() if now - added <= VALID_S)
+
+
+class Credit:
+    """The work that others' tallies prove for a peer: the largest tally of each module and data node's start."""
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
+        self.proofs: list[tuple[WorkRow, WorkTally]] = []
+
+    def add(self, tally: WorkTally) -> bool:
+        """Adds a verified tally. Returns whether it raises the credit."""
+        row = next((row for row in tally.rows if row.peer == self.peer), None)
+        if row is None or tally.data_node == self.peer:
+            return False
+        same = [
+            (least, known)
+            for least, known in self.proofs
+            if (known.data_node, known.module) == (tally.data_node, tally.module)
+            and abs(known.number - tally.number) < STARTS_APART  # a data node that restarts counts from 0
+        ]
+        if any(least.tokens >= row.tokens for least, _ in same):
+            return False
+        kept = [proof for proof in self.proofs if proof not in same]
+        self.proofs = sorted([*kept, (row, tally)], key=lambda proof: -proof[0].tokens)[:MOST_CREDITED]
+        return True
 
 
 def to_carry(tallies: Iterable[WorkTally]) -> tuple[WorkTally, ...]:

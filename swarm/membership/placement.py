@@ -100,13 +100,12 @@ def choose_module(
     modules: Sequence[ModuleId],
     announcements: Iterable[Announcement],
     workload: Workload,
-    power: float = 0.0,  # The newcomer's speed; 0 counts as the median
     needs: Needs = NO_NEEDS,
 ) -> Reasoned[ModuleId]:
     """Chooses a newcomer's module, so that the swarm's throughput rises most. Ties: lowest throughput, memory, hash."""
     hosts = hosts_of(announcements, workload)
     allowed = allowed_throughput(hosts, workload)
-    power = power or usual_power(host.power for host in hosts)
+    power = usual_power(host.power for host in hosts)  # the newcomer's speed is unknown
 
     weakest = min(allowed, key=allowed.__getitem__)
     next_weakest = min((value for module, value in allowed.items() if module != weakest), default=inf)

@@ -216,7 +216,7 @@ def test_the_examples_in_the_document_are_good_and_every_crash_point_is_in_a_sce
     assert broken.chaos is not None
     events = [each for path in scenarios.known_scenarios().values() for each in scenarios.read_scenario(path)[0].events]
     tried = {each.point for each in events if isinstance(each, scenarios.Crash)}
-    assert tried == POINTS.keys()
+    assert tried == POINTS
 
 
 WAN = sorted((ROOT / "lab" / "wan").glob("*.toml"))

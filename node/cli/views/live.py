@@ -33,7 +33,7 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
         bar.add_row(ProgressBar(total=state.target, completed=state.step, width=CURVE_WIDTH))
         parts.append(bar)
     parts.append(_loss_line(state))
-    living = [peer for peer in (*state.peers.values(), *state.guests) if peer.exit_code is None]
+    living = [peer for peer in state.peers.values() if peer.exit_code is None]
     names = state.modules or [str(stage) for stage in range(state.stages)]
     hosted = [(str(peer.stage) if not state.modules else peer.module or "", peer) for peer in living]
     parts.append(module_table([(name, p.state, p.tokens_per_s or 0.0, p.round) for name, p in hosted], names))

@@ -23,7 +23,7 @@ from swarm.vocabulary.types import ModuleId
 
 def plain_line(event: events.Event) -> str | None:
     """Describes the event in one line; None if only the live view shows it."""
-    if isinstance(event, events.Load | events.Members | events.LogEvent):
+    if isinstance(event, events.Load | events.LogEvent):
         return None
     peer, module = peer_name(getattr(event, "peer", "")), harmless(getattr(event, "module", None) or "-")
     replica = f"{module} {peer}"

@@ -3,11 +3,9 @@
 import itertools
 import math
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from rich.console import OverflowMethod, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from swarm.vocabulary.types import PeerId, short
 from swarm.workload.microbatch_sizes import SizeSummary
@@ -25,18 +23,11 @@ def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
     return clean if len(text) <= limit else clean[: limit - 1] + "…"
 
 
-def plain_table(
-    *headings: str,
-    right: Sequence[str] = (),
-    rows: Iterable[Sequence[RenderableType]] = (),
-    overflow: OverflowMethod = "ellipsis",
-) -> Table:
-    """Builds a table without lines from `headings` and the right-aligned columns `right`. Cells are plain text."""
+def plain_table(*headings: str, right: Sequence[str] = ()) -> Table:
+    """Builds an empty table without lines, with the columns `headings` and the right-aligned columns `right`."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in dict.fromkeys((*headings, *right)):
-        table.add_column(heading, justify="right" if heading in right else "left", overflow=overflow)
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    for heading in (*headings, *right):
+        table.add_column(heading, justify="right" if heading in right else "left")
     return table
 
 

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from node.__main__ import app
-from node.cli.options import NewLinks, keep_link, qr_printer
+from node.cli.options import NewLinks, keep_link
 from node.context.options import (
     SETTINGS,
     VARIABLES,
@@ -44,7 +44,7 @@ PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 LINK = f"skipstone:{'0' * 64}@/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
 OTHER_LINK = f"skipstone:{'1' * 64}@/dns4/bootstrap/tcp/4001/p2p/{PEER}"
 OTHER_VALUES: dict[str, Any] = (
-    {"moving": False, "reads_text": False, "allow_hub": True, "yes": True, "qr": True, "as_json": True}
+    {"moving": False, "reads_text": False, "allow_hub": True, "yes": True, "as_json": True}
     | {"text": Path("/text"), "tokenizer": Path("/tokenizer.json"), "model": Path("/model")}
     | {
         "identity_path": Path("other"),
@@ -65,8 +65,6 @@ def no_settings_of_whoever_runs_this(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
-    draw = lambda link: types.SimpleNamespace(terminal=lambda out, compact: out.write(f"code of {link}"))  # noqa: E731
-    monkeypatch.setitem(sys.modules, "segno", types.SimpleNamespace(make_qr=draw))
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -> NodeOptions:
@@ -215,16 +213,6 @@ class TestLinkFile:
     def test_the_node_writes_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         joined(monkeypatch, LINK, SKIPSTONE_LINK_FILE=str(tmp_path / "link"))
         assert str(link_in(str(tmp_path / "link"))) == LINK
-
-
-def test_the_link_is_drawn_on_the_channel_of_notes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    qr_printer()(LINK)
-    assert capsys.readouterr() == ("", f"code of {LINK}")
-    monkeypatch.setitem(sys.modules, "segno", None)
-    with pytest.raises(ConfigError, match="needs the package segno"):
-        qr_printer()
 
 
 class Probe:

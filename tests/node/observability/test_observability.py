@@ -331,7 +331,7 @@ def test_every_point_is_somewhere_and_every_place_has_a_known_name() -> None:
                     found |= {f"{by_work[1]} {work.name.lower()}" for work in Work}
                 else:
                     found.add(ast.literal_eval(name))
-    assert found == POINTS.keys()
+    assert found == POINTS
 
 
 def test_young_rates_are_divided_by_their_age_and_old_amounts_leave_the_window_but_not_the_mean() -> None:

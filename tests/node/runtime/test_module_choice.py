@@ -177,14 +177,14 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
         return None
 
     monkeypatch.setattr(hosting, "serve_module", serve)
-    monkeypatch.setattr(hosting, "Proofs", lambda *arguments: SimpleNamespace(signer=None))
+    monkeypatch.setattr(hosting, "Proofs", lambda *arguments: SimpleNamespace(signer=None, heard=None))
     monkeypatch.setattr(hosting, "replace", lambda given, **changes: SimpleNamespace(**{**vars(given), **changes}))
     session, events, options = Session(announcement("data", 0)), KeptEvents(), told()
     session.withdraw = withdraw  # type: ignore[attr-defined]
     given: Any = SimpleNamespace(
         module=LARGE, options=options, session=session, manifest=MANIFEST, events=events, router=None
     )
-    given.proofs = SimpleNamespace(signer=None)
+    given.proofs = SimpleNamespace(signer=None, heard=None)
     fitting = FittingModules(MANIFEST, options, CPU)
     entered: Any = SimpleNamespace(signed=None, pauses=hosting.Pauses())
     with ComputeThread() as given.compute:
