@@ -122,11 +122,6 @@ def module_file(module: ModuleId) -> str:
     return f"module-{module}.safetensors"
 
 
-def module_shards(manifest: Manifest, modules: Sequence[ModuleId]) -> tuple[Shard, ...]:
-    """Returns one file per module, for an export of all experts."""
-    return tuple(Shard(module_file(module), parameter_shapes(manifest, module)) for module in modules)
-
-
 def shard_files(count: int) -> list[str]:
     """Returns the file names of an export in `count` shards."""
     return [_file_name(number, count) for number in range(1, count + 1)]

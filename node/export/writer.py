@@ -21,7 +21,7 @@ from node.export import hugging_face as layout
 from node.export.hugging_face import byte_tokenizer, token_files
 from node.export.source import ModuleSource, checked_module, is_exported, path_modules
 from node.model.initialization import digest_of_tensors
-from node.model.shapes import names_in_part, parameter_bytes
+from node.model.shapes import names_in_part, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
 from swarm.vocabulary.types import ModuleId, Route
@@ -59,7 +59,8 @@ async def export(
     modules = source.modules if every else path_modules(source, route)
     require_free(target, replace=replace)
     whole = layout.full_width(manifest)
-    shards = layout.module_shards(whole, modules) if every else layout.plan_shards(whole, modules, shard_bytes)
+    by_module = tuple(layout.Shard(layout.module_file(each), parameter_shapes(whole, each)) for each in modules)
+    shards = by_module if every else layout.plan_shards(whole, modules, shard_bytes)
     with _written_beside(target) as beside:
         await asyncio.to_thread(_write_tokenizer, beside, manifest, modules, tokenizer_file)
         digests = await _write_parameters(beside, source, modules, shards)

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 LOOK_UP_GAP_S = 0.25  # Shortest time between look-ups
 LOOK_S = 5.0  # Timeout of a look-up on demand
+WHOLE = 0.25  # Share of the look-ups for modules whose known replicas are all linked: newcomers introduce themselves
 PUSH_S = 5.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
@@ -215,7 +216,9 @@ class MembershipSync:
             watched, alone = self._modules, False
             try:
                 wide = self._look_ups.begin(self.own.clock.monotonic())
-                self._observe(await self.directory.look_up(watched, wide=wide.value), self.own.clock.wall())
+                whole = wide.value or not self.looked.is_set() or random.random() < WHOLE  # noqa: S311
+                modules = watched if whole else self.membership.not_linked(watched)
+                self._observe(await self.directory.look_up(modules, wide=wide.value), self.own.clock.wall())
                 if watched is self._modules:  # `watch` may have replaced the modules meanwhile
                     self.looked.set()
             except Unreachable as error:

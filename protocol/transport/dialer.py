@@ -41,11 +41,7 @@ class Dialler:
     clock: Clock
     settings: TransportSettings
     ways: Ways
-    _called: set[PeerId] = field(default_factory=set, init=False)
-
-    def has_called(self, peer: PeerId) -> bool:
-        """Whether we have called this peer, that is, asked it to dial us, and wait for its stream."""
-        return peer in self._called
+    called: set[PeerId] = field(default_factory=set, init=False)  # Peers that we asked to dial us
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
         """Opens a stream to a peer. Must be cancelled if the peer opens a stream to us instead. Raises PeerError."""
@@ -78,7 +74,7 @@ class Dialler:
 
     async def _wait_for_call(self, caller: "Calls", contact: Contact) -> NoReturn:
         limit_s = self.settings.dial_timeout_s
-        self._called.add(contact.peer)
+        self.called.add(contact.peer)
         try:
             async with asyncio.timeout(limit_s):
                 await caller.call(contact, self.ask, limit_s)
@@ -86,7 +82,7 @@ class Dialler:
         except TimeoutError:
             pass
         finally:
-            self._called.discard(contact.peer)
+            self.called.discard(contact.peer)
         raise Unreachable(f"{short(contact.peer)} was called, but opened no link within {limit_s:g} s")
 
 

@@ -33,8 +33,6 @@ _COMMON_OPTIONS: Final = (
     ("grpc.max_metadata_size", 8192),
     # No compression: tensors have codecs, and decompression bombs are impossible.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
 )
 _SERVER_OPTIONS: Final = (
     *_COMMON_OPTIONS,
@@ -43,7 +41,6 @@ _SERVER_OPTIONS: Final = (
     ("grpc.max_concurrent_streams", 1),
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 30_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 _CHANNEL_OPTIONS: Final = (
     *_COMMON_OPTIONS,

@@ -349,7 +349,7 @@ class GrpcTransport:
         peer = hello.peer
         wins = self._peer < peer  # of two streams dialled at once, both keep the one of the smaller peer id
         attempt = self._dials.get(peer)
-        if attempt is not None and wins and not self._dialler.has_called(peer):
+        if attempt is not None and wins and peer not in self._dialler.called:
             # With a timeout, because the peer may be able to reach us while we cannot reach it.
             await asyncio.wait((attempt.outcome,), timeout=self._settings.dial_timeout_s / 2)
         if self._closing:

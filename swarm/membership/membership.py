@@ -114,6 +114,14 @@ class Membership:
             member.suspect_until = min(member.suspect_until, now + REUSE_S.seconds(member.failures))
             member.expires = math.inf
 
+    def not_linked(self, modules: Iterable[ModuleId]) -> list[ModuleId]:
+        """Returns the modules of which no replica is known, or one to which no link is open."""
+        linked: dict[ModuleId | None, bool] = {}
+        for peer, member in self._members.items():
+            module = member.announcement.module
+            linked[module] = linked.get(module, True) and peer in self.linked
+        return [module for module in modules if not linked.get(module, False)]
+
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)
         return None if member is None else member.announcement

@@ -277,11 +277,6 @@ class Packing:
     level: float  # Wanted cost at the start of the next block
 
 
-def longest_piece(sequence: int) -> int:
-    """Returns the longest piece of a cut document: slightly less than the sequence, to leave room for others."""
-    return sequence - sequence // 64
-
-
 def pack(
     lengths: Sequence[int], cut: Collection[int], capacity: Capacity, level: float = 0.0, chance: Chance = range
 ) -> Packing:
@@ -321,7 +316,7 @@ class _Block:
         self._cut, self._capacity, self._level = cut, capacity, level
         self._tokens = sum(lengths)
         self._fewest = -(-self._tokens // capacity.tokens)
-        longest = longest_piece(capacity.sequence)
+        longest = capacity.sequence - capacity.sequence // 64  # Room for other documents
         self._pieces = [
             DocumentPiece(index, start, min(start + step, length))
             for index, length in enumerate(lengths)

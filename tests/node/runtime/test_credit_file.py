@@ -101,8 +101,7 @@ def test_a_file_of_another_peer_and_too_many_tallies_count_for_nothing(tmp_path:
 async def test_it_is_written_at_the_end_or_not_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "credits", tmp_path / "file"):
-        file = CreditFile(folder, SIGNED, PEER.peer)
-        async with background(file.keep()):
+        async with background((file := CreditFile(folder, SIGNED, PEER.peer)).keep()):
             await asyncio.sleep(0)
             file.add(tally())
     assert len([*(tmp_path / "credits").iterdir()]) == 1

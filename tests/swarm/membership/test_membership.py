@@ -73,11 +73,18 @@ def test_announcements_run_out_by_this_machines_own_clock(members: Membership) -
     assert members.get(A) is None
 
 
+def test_a_module_with_an_unlinked_replica_or_none_is_looked_up_each_time(members: Membership) -> None:
+    for peer, stage in (("a", 1), ("b", 1), ("c", 2), ("d", None)):
+        members.observe(announcement(peer, stage), now=0, wall=0)
+    members.recover(PeerId("c"))
+    members.recover(A)
+    assert members.not_linked([ModuleId(stage) for stage in range(3)]) == [ModuleId(0), ModuleId(1)]
+
+
 def test_only_those_that_can_take_work_are_asked(members: Membership) -> None:
     for state in PeerState:
-        members.observe(
-            announcement(state.name, None if state is PeerState.VISITING else 1, state=state), now=0, wall=0
-        )
+        stage = None if state is PeerState.VISITING else 1
+        members.observe(announcement(state.name, stage, state=state), now=0, wall=0)
     members.observe(announcement("elsewhere", 2), now=0, wall=0)
     members.observe(announcement("from the future", versions=VersionRange(5, 6)), now=0, wall=0)
     assert is_asked(members, 0) == [PeerId("SERVING")]
