@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 LOOK_UP_GAP_S = 0.25  # Shortest time between look-ups
 LOOK_S = 5.0  # Timeout of a look-up on demand
 WHOLE = 0.25  # Share of the look-ups for modules whose known replicas are all linked: newcomers introduce themselves
+WHOLE_S = 600.0  # Time after the end of a link in which each look-up is whole: the network may have been cut
 PUSH_S = 5.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
@@ -85,6 +86,7 @@ class MembershipSync:
     looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set once all watched modules were looked up
     _modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
     _look_ups: LookUps = field(default_factory=LookUps)
+    _whole_until: float = 0.0
     _pushed: Announcement | None = None  # Last announcement to linked peers
     _publish_now: asyncio.Event = field(default_factory=asyncio.Event)
     _look_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -168,6 +170,7 @@ class MembershipSync:
             self._publish_view()
         elif known is not None and not self.membership.is_suspect(peer, now):  # one probe of a suspect peer is enough
             self._tasks.begin(self._probe(peer))
+            self._whole_until = now + WHOLE_S
         was_linked = peer in self.membership.linked
         self.membership.fail(peer, now)
         # A path may have led to a peer that is not in our view yet.
@@ -215,8 +218,8 @@ class MembershipSync:
         while True:
             watched, alone = self._modules, False
             try:
-                wide = self._look_ups.begin(self.own.clock.monotonic())
-                whole = wide.value or not self.looked.is_set() or random.random() < WHOLE  # noqa: S311
+                wide = self._look_ups.begin(begun := self.own.clock.monotonic())
+                whole = wide.value or not self.looked.is_set() or begun < self._whole_until or random.random() < WHOLE  # noqa: S311
                 modules = watched if whole else self.membership.not_linked(watched)
                 self._observe(await self.directory.look_up(modules, wide=wide.value), self.own.clock.wall())
                 if watched is self._modules:  # `watch` may have replaced the modules meanwhile

@@ -116,11 +116,9 @@ class Membership:
 
     def not_linked(self, modules: Iterable[ModuleId]) -> list[ModuleId]:
         """Returns the modules of which no replica is known, or one to which no link is open."""
-        linked: dict[ModuleId | None, bool] = {}
-        for peer, member in self._members.items():
-            module = member.announcement.module
-            linked[module] = linked.get(module, True) and peer in self.linked
-        return [module for module in modules if not linked.get(module, False)]
+        hosted = {peer: member.announcement.module for peer, member in self._members.items()}
+        apart = {module for peer, module in hosted.items() if peer not in self.linked}
+        return [module for module in modules if module in apart or module not in hosted.values()]
 
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)
