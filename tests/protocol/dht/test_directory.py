@@ -214,7 +214,7 @@ async def test_a_start_given_up_half_way_leaves_nothing(
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(patience_s), directory(FIRST):
             await asyncio.sleep(60)
-    assert marked.processes() == {}
+    await until(lambda: marked.processes() == {})  # a killed child takes its daemon along only a moment later
     os.rmdir(folder)  # likewise
 
 
