@@ -346,7 +346,8 @@ def test_a_guest_whose_entry_is_forged_is_named_and_one_that_has_moved_is_not(de
         "impossible": SIGNER.sign(replace(entry(attempt, C), steps=-1)),
         "of another anchor by now": SIGNER.sign(replace(entry(attempt, C), base=RESULT)),
     }[what]
-    assert accused(desk.hear(C, forged)) == ([] if what == "of another anchor by now" else [C])
+    assert accused(actions := desk.hear(C, forged)) == ([] if what == "of another anchor by now" else [C])
+    assert any(isinstance(said, messages.Dissolved) for said in told(actions, C))
 
 
 @pytest.mark.parametrize(
