@@ -113,6 +113,5 @@ def test_the_command_sums_files_and_draws_a_picture(tmp_path: Path, monkeypatch:
     kept(tmp_path / "credits", tally(tokens=1500), tally(GUEST, 40, invitation=INVITATION))
     kept(tmp_path / "credits", tally(peer=OTHER.peer), peer=OTHER.peer)
     shown = CliRunner().invoke(app, ["credits", "--badge", str(tmp_path / "badge.svg")]).output
-    assert "1,540 tokens in 154 microbatches, by 2 data nodes" in shown
-    assert "1,640 tokens, 1 run" in shown
+    assert all(said in shown for said in ("1,540 tokens in 154 microbatches, by 2 data nodes", "1,640 tokens, 1 run"))
     assert "1,640 tokens" in (tmp_path / "badge.svg").read_text()
