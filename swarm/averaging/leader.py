@@ -200,6 +200,8 @@ class Leader:
         if invitee.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not invitee.silent(now, self._rules.silence_s)
         patience_s = self._rules.answer_s / 2 if invitee.lost else self._rules.answer_s
+        if self.round.attempt and not invitee.lost:  # the links may be full of the last attempt's pieces
+            patience_s += self._rules.piece_s(self.bandwidth)
         if invitee.late and not invitee.lost:
             patience_s = self._late_s
         return invitee.answer in ASKED_AGAIN and waited < patience_s
@@ -290,8 +292,7 @@ class Leader:
         elsewhere = [peer for peer, invitee in members.items() if invitee.answer is Answer.ELSEWHERE]
         if elsewhere and 2 * len(elsewhere) >= len(members) - 1:
             return GivenUp("the others follow another leader")
-        # Short messages queue behind a first piece of about 1 MiB, for a second if the link is not measured.
-        patience_s = self._rules.silence_s + 2**20 / (self.bandwidth or 2**20)
+        patience_s = self._rules.silence_s + self._rules.piece_s(self.bandwidth)
         gone = frozenset(
             peer
             for peer, invitee in members.items()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from swarm.averaging.proven_work import lead, proven_work
-from swarm.averaging.round_events import RoundRules, Signer
+from swarm.averaging.round_events import ASSUMED_BANDWIDTH, RoundRules, Signer
 from swarm.averaging.schedule import WORK_AT_MOST, fragment_chunks, fragments_of, steps_between_rounds
 from swarm.averaging.trust import rates, slowest_bytes_per_s
 from swarm.compression.round_codecs import choose
@@ -20,7 +20,6 @@ BELIEVED_TOKENS = 1.5  # Most unproven tokens of one member that the version cou
 MOST_STEPS = 2**32
 MOST_TOKENS = 2**48
 STRANGERS = 4  # Share of members (1/4) that we may not know: enough for partial views, no invented majority
-ASSUMED_BANDWIDTH = 2.0**20  # Bytes per second of an unmeasured link
 SLACK = 8.0
 GRACE_S = 20.0
 LEADER_REDUCES_FROM = 2  # From this attempt the leader alone reduces, in case two members cannot reach each other

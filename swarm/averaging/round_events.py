@@ -8,6 +8,8 @@ from typing import Protocol
 from swarm.vocabulary.averaging_messages import Entry, Roster, RoundControl, RoundId, WorkTally
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
+ASSUMED_BANDWIDTH = 2.0**20  # Bytes per second of an unmeasured link
+
 
 @dataclass(frozen=True, slots=True)
 class RoundRules:
@@ -24,6 +26,10 @@ class RoundRules:
     step_tokens: int = 2**20  # Approximate tokens of one inner step of one replica
     chunk_bytes: int = 4 * 2**20
     codecs: tuple[Codec, ...] = (Codec.NONE,)  # Codecs that the run allows in rounds, mildest first
+
+    def piece_s(self, bandwidth: float) -> float:
+        """Returns the seconds in which a piece, and a short message behind it, arrive. Bandwidth 0: unknown."""
+        return self.chunk_bytes / (bandwidth or ASSUMED_BANDWIDTH)
 
 
 class Signer(Protocol):

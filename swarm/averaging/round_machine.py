@@ -19,16 +19,7 @@ from dataclasses import dataclass, field
 from swarm.averaging import round_events as events
 from swarm.averaging.leader import Answer, GivenUp, Leader, TryAgain
 from swarm.averaging.replica_view import ATTEMPTS_AT_ONCE, ReplicaView
-from swarm.averaging.roster import (
-    ASSUMED_BANDWIDTH,
-    GRACE_S,
-    contributors,
-    exchange_limit_s,
-    leads_to,
-    make_roster,
-    objection,
-    oddity,
-)
+from swarm.averaging.roster import GRACE_S, contributors, exchange_limit_s, leads_to, make_roster, objection, oddity
 from swarm.averaging.round_events import Action, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import INFORMED, leader_order, plausible_round, precedence
 from swarm.averaging.trust import measured_of
@@ -37,8 +28,6 @@ from swarm.vocabulary.averaging_messages import DeclineReason, RoundId
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, short
 
 GAP_S = 0.5  # Pause between calls that counts as a stopped process, in seconds. Usual: 0.1
-
-
 PIECE_SLACK = 4.0  # Factor on the expected time of a piece before its sender counts as late
 
 
@@ -81,7 +70,11 @@ class Participation:
 
     def silence(self, now: float) -> float:
         """Returns the seconds since the leader's last message; a broken link to the leader adds half of the timeout."""
-        return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
+        return now - self.heard + (self.patience_s() / 2 if self.link_lost else 0.0)
+
+    def patience_s(self) -> float:
+        """Returns the longest silence of a leader that is not lost. Its messages queue behind pieces."""
+        return self.rules.silence_s + (0.0 if self.roster is None else self.rules.piece_s(self.bandwidth))
 
     def overdue(self, now: float) -> bool:
         return self.phase is MemberPhase.PREPARED and now - self.prepared_at > self.rules.silence_s
@@ -89,7 +82,7 @@ class Participation:
     def waiting_for(self, now: float, share: float = 1.0) -> tuple[PeerId, ...]:
         """Returns the members whose link broke, or whose next piece took longer than `share` of the allowed time."""
         members = 1 if self.roster is None else len(self.roster.members)
-        patience_s = share * (self.rules.silence_s + PIECE_SLACK * members * self._piece_s())
+        patience_s = share * (self.rules.silence_s + PIECE_SLACK * members * self.rules.piece_s(self.bandwidth))
         late = {peer for peer, since in self.owing.items() if now - since > patience_s}
         return tuple(sorted(late | (self.broken & self.owing.keys())))
 
@@ -97,10 +90,9 @@ class Participation:
         latest = max(self.owing.values(), default=self.heard)
         if self.owing and self.owing.keys() <= self.broken:
             return True
-        return now - max(latest, self.heard) > self.rules.silence_s + self._piece_s() * PIECE_SLACK / 2
-
-    def _piece_s(self) -> float:
-        return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
+        return now - max(latest, self.heard) > self.rules.silence_s + PIECE_SLACK / 2 * self.rules.piece_s(
+            self.bandwidth
+        )
 
     def status(self, now: float) -> messages.RoundControl | None:
         match self.phase:
@@ -680,7 +672,7 @@ class RoundMachine:
             return []
         if part.phase is MemberPhase.FINISHING:
             return self._leave("the rest of the committed result does not arrive") if part.stalled(view.now) else []
-        if part.silence(view.now) > view.rules.silence_s and part.round.convener != view.own:
+        if part.silence(view.now) > part.patience_s() and part.round.convener != view.own:
             return self._succeed(part)
         if view.now > part.until and part.round.convener != view.own:
             view.penalties.waiting.add(part.round.convener, view.now)
@@ -723,5 +715,5 @@ class RoundMachine:
         candidates = {view.own, *(peers - view.attempt_log.excluded)}
         rank = leader_order(view.module, view.version, part.round.number, candidates).index(view.own)
         # The next leader in order opens at once, later ones after further timeouts.
-        patience_s = view.rules.silence_s + rank * view.rules.answer_s
+        patience_s = part.patience_s() + rank * view.rules.answer_s
         return self._open("the leader is silent") if part.silence(view.now) > patience_s else []

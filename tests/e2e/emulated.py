@@ -1,9 +1,7 @@
-"""A node on an emulated machine in an emulated place: `python -m tests.e2e.emulated SPEC join ...`, the rest as
-`skipstone` has it.
+"""A node on an emulated machine in an emulated place: `python -m tests.e2e.emulated SPEC join ...`, as `skipstone`.
 
-It is the real node but for three things: a computation takes as long as it would on the emulated machine (the compute
-thread sleeps for the rest, so the device is busy and the core is not), frames arrive later, and a data node may choose
-the path of a microbatch by another rule and record its microbatches. The directory (DHT) is not slowed down.
+A computation takes as long as on the emulated machine (the compute thread sleeps), frames arrive later, a data node may
+choose paths by another rule and record its microbatches. The directory (DHT) is not slowed down.
 """
 
 from __future__ import annotations

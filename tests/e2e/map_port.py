@@ -1,8 +1,6 @@
 """A program for a home: maps a port, serves one byte to each caller, and takes the mapping back when its input ends.
 
-    python -m tests.e2e.map_port nat-pmp|upnp
-
-Writes one line of JSON: the mapping, or why there is none.
+`python -m tests.e2e.map_port nat-pmp|upnp` writes one line of JSON: the mapping, or why there is none.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
 """Floods: a member says the same again and again, as fast as it can.
 
-As a command it measures what each costs a swarm in full work, and prints JSON:
-
-    python -m tests.security.floods [--seconds 10] [--attackers 1,8]
+`python -m tests.security.floods [--seconds 10] [--attackers 1,8]` measures what each costs a busy swarm, as JSON.
 """
 
 import argparse

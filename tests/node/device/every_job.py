@@ -1,9 +1,6 @@
-"""Every kind of job of a hop and a data node, on the pretend device and on the CPU: prints as JSON what each waited
-for, how far its results are from the CPU's, and the bytes a parameter.
+"""Runs every kind of job on the pretend device and on the CPU, in a process of its own (a device registers once).
 
-    python -m tests.node.device.every_job
-
-A process of its own, for the device can be registered once.
+`python -m tests.node.device.every_job` prints, as JSON, waits, differences from the CPU's results, bytes a parameter.
 """
 
 import gc

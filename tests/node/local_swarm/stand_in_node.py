@@ -1,8 +1,7 @@
 """Stands in for `python -m node` where only the handling of processes is tested: same arguments, same events, no swarm.
 
-SKIPSTONE_STAND_IN holds words: `crash:N` (stage N fails at once), `deaf:N` (stage N ignores the end of its input),
-`chatter:N` (stage N writes a line that is no event), `grandchild:N` (stage N starts a process of its own that it does
-not end).
+SKIPSTONE_STAND_IN holds words: `crash:N` (stage N fails at once), `deaf:N` (it ignores the end of its input),
+`chatter:N` (it writes a line that is no event), `grandchild:N` (it starts a process of its own that it does not end).
 """
 
 import argparse

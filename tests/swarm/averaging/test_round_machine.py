@@ -315,6 +315,18 @@ def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent(desk: D
     assert desk.machine.current_attempt == ATTEMPT
 
 
+def test_neither_a_leader_nor_members_behind_pieces_on_a_slow_link_are_silent(desk: Desk) -> None:
+    desk.enter()
+    desk.hear(B, signed())
+    desk.wait(RULES.silence_s + RULES.piece_s(1e6) - 0.5)
+    assert desk.machine.current_attempt == ATTEMPT
+    while desk.machine.current_attempt == ATTEMPT:
+        desk.wait(0.1)
+    desk.feed(SnapshotTaken(replace(ATTEMPT, attempt=1, convener=US), 20, 1000, 1.0, 1e6))
+    assert events.Exchange not in kinds(desk.wait(RULES.answer_s + RULES.piece_s(1e6) - 0.5)), "of us alone"
+    assert events.Exchange in kinds(desk.wait(1.0))
+
+
 def test_rejected_pieces_are_told_with_who_sent_them_and_a_repeated_offender_is_heard_no_more(desk: Desk) -> None:
     desk.enter()
     desk.hear(B, signed())

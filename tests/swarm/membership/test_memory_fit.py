@@ -1,5 +1,4 @@
-"""Memory in placement and in moves: nobody takes what does not fit, nobody waits for one that has no room, and the
-large modules go to those that can hold them."""
+"""Memory in placement and in moves: nobody takes what does not fit, and nobody waits for a peer without room."""
 
 import itertools
 from collections import Counter

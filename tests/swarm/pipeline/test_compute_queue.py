@@ -1,5 +1,4 @@
-"""Jobs and work for idle time in virtual time: no chunk begins while somebody waits, and of the work nothing is lost,
-done twice or out of order."""
+"""Jobs and idle work in virtual time: no chunk begins while somebody waits; nothing is lost or done twice."""
 
 from __future__ import annotations
 
