@@ -59,8 +59,10 @@ async def export(
     modules = source.modules if every else path_modules(source, route)
     require_free(target, replace=replace)
     whole = layout.full_width(manifest)
-    by_module = tuple(layout.Shard(layout.module_file(each), parameter_shapes(whole, each)) for each in modules)
-    shards = by_module if every else layout.plan_shards(whole, modules, shard_bytes)
+    if every:
+        shards = tuple(layout.Shard(layout.module_file(each), parameter_shapes(whole, each)) for each in modules)
+    else:
+        shards = layout.plan_shards(whole, modules, shard_bytes)
     with _written_beside(target) as beside:
         await asyncio.to_thread(_write_tokenizer, beside, manifest, modules, tokenizer_file)
         digests = await _write_parameters(beside, source, modules, shards)

@@ -199,11 +199,13 @@ class Leader:
         waited = now - self._opened
         if invitee.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not invitee.silent(now, self._rules.silence_s)
-        patience_s = self._rules.answer_s / 2 if invitee.lost else self._rules.answer_s
-        if self.round.attempt and not invitee.lost:  # the links may be full of the last attempt's pieces
-            patience_s += self._rules.piece_s(self.bandwidth)
-        if invitee.late and not invitee.lost:
+        patience_s = self._rules.answer_s
+        if invitee.lost:
+            patience_s /= 2
+        elif invitee.late:
             patience_s = self._late_s
+        elif self.round.attempt:  # the links may be full of the last attempt's pieces
+            patience_s += self._rules.piece_s(self.bandwidth)
         return invitee.answer in ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:

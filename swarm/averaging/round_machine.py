@@ -90,9 +90,8 @@ class Participation:
         latest = max(self.owing.values(), default=self.heard)
         if self.owing and self.owing.keys() <= self.broken:
             return True
-        return now - max(latest, self.heard) > self.rules.silence_s + PIECE_SLACK / 2 * self.rules.piece_s(
-            self.bandwidth
-        )
+        slack_s = PIECE_SLACK / 2 * self.rules.piece_s(self.bandwidth)
+        return now - max(latest, self.heard) > self.rules.silence_s + slack_s
 
     def status(self, now: float) -> messages.RoundControl | None:
         match self.phase:

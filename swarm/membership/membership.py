@@ -115,10 +115,9 @@ class Membership:
             member.expires = math.inf
 
     def not_linked(self, modules: Iterable[ModuleId]) -> list[ModuleId]:
-        """Returns the modules of which no replica is known, or one to which no link is open."""
-        hosted = {peer: member.announcement.module for peer, member in self._members.items()}
-        apart = {module for peer, module in hosted.items() if peer not in self.linked}
-        return [module for module in modules if module in apart or module not in hosted.values()]
+        """Returns the modules without a known replica, and those with a replica to which we have no open link."""
+        hosted = {(member.announcement.module, peer in self.linked) for peer, member in self._members.items()}
+        return [module for module in modules if (module, False) in hosted or (module, True) not in hosted]
 
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)
