@@ -15,6 +15,7 @@ from node.averaging.anchor.anchor import Anchor, AnchorStore, initial_anchor, re
 from node.averaging.anchor.outer_step import LocalReplica, anchor_of, outer_rule
 from node.averaging.anchor.shared_vector import Layout
 from node.averaging.exchange.all_reduce import ExchangeMeans
+from node.averaging.exchange.pieces import LARGEST_PIECE
 from node.averaging.round_runner import InnerWork, ReplicaSync, RoundRunner
 from node.averaging.state_sync.download import MOST_ASKED, Donor, FreshSpace, StateDownloads
 from node.checkpoint.folder import LEFT_KEPT_S, keep_left
@@ -310,6 +311,8 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
         chunks=layout.chunks,
         longest_s=training.round_seconds,
         step_tokens=training.inner_tokens,
+        chunk_bytes=4 * layout.chunk_elements,
+        piece_bytes=4 * min(LARGEST_PIECE, layout.elements),
         codecs=codec_levels(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
 

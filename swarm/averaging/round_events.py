@@ -25,11 +25,12 @@ class RoundRules:
     pulse_s: float = 0.5
     step_tokens: int = 2**20  # Approximate tokens of one inner step of one replica
     chunk_bytes: int = 4 * 2**20
+    piece_bytes: int = 4 * 2**20  # Largest piece, as float32
     codecs: tuple[Codec, ...] = (Codec.NONE,)  # Codecs that the run allows in rounds, mildest first
 
     def piece_s(self, bandwidth: float) -> float:
         """Returns the seconds in which a piece, and a short message behind it, arrive. Bandwidth 0: unknown."""
-        return self.chunk_bytes / (bandwidth or ASSUMED_BANDWIDTH)
+        return self.piece_bytes / (bandwidth or ASSUMED_BANDWIDTH)
 
 
 class Signer(Protocol):

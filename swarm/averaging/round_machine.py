@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 from swarm.averaging import round_events as events
 from swarm.averaging.leader import Answer, GivenUp, Leader, TryAgain
 from swarm.averaging.replica_view import ATTEMPTS_AT_ONCE, ReplicaView
-from swarm.averaging.roster import GRACE_S, contributors, exchange_limit_s, leads_to, make_roster, objection, oddity
+from swarm.averaging.roster import (
+    GRACE_S,
+    contributors,
+    exchange_limit_s,
+    leads_to,
+    make_roster,
+    objection,
+    oddity,
+    slowest_link,
+)
 from swarm.averaging.round_events import Action, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import INFORMED, leader_order, plausible_round, precedence
 from swarm.averaging.trust import measured_of
@@ -52,7 +61,7 @@ class Participation:
     until: float = field(init=False)  # Time until which an honest leader has ended the attempt
     phase: MemberPhase = MemberPhase.PREPARING
     entry: messages.Entry | None = None
-    bandwidth: float = 0.0
+    bandwidth: float = 0.0  # Of our best link; with a roster of the slowest, on whose pieces all others depend
     longest: float = math.inf
     roster: messages.Roster | None = None
     entries: tuple[messages.Entry, ...] = ()
@@ -81,17 +90,19 @@ class Participation:
 
     def waiting_for(self, now: float, share: float = 1.0) -> tuple[PeerId, ...]:
         """Returns the members whose link broke, or whose next piece took longer than `share` of the allowed time."""
-        members = 1 if self.roster is None else len(self.roster.members)
-        patience_s = share * (self.rules.silence_s + PIECE_SLACK * members * self.rules.piece_s(self.bandwidth))
-        late = {peer for peer, since in self.owing.items() if now - since > patience_s}
+        late = {peer for peer, since in self.owing.items() if now - since > share * self._gap_s(PIECE_SLACK)}
         return tuple(sorted(late | (self.broken & self.owing.keys())))
 
     def stalled(self, now: float) -> bool:
-        latest = max(self.owing.values(), default=self.heard)
         if self.owing and self.owing.keys() <= self.broken:
             return True
-        slack_s = PIECE_SLACK / 2 * self.rules.piece_s(self.bandwidth)
-        return now - max(latest, self.heard) > self.rules.silence_s + slack_s
+        latest = max(self.owing.values(), default=self.heard)
+        return now - max(latest, self.heard) > self._gap_s(PIECE_SLACK / 2)
+
+    def _gap_s(self, slack: float) -> float:
+        """Returns the longest time between two pieces of a member, which sends to all others in turn."""
+        members = 1 if self.roster is None else len(self.roster.members)
+        return self.rules.silence_s + slack * members * self.rules.piece_s(self.bandwidth)
 
     def status(self, now: float) -> messages.RoundControl | None:
         match self.phase:
@@ -489,6 +500,7 @@ class RoundMachine:
             why = f"its mean may have norm {roster.largest_norm:.3g}, and training explains {longest:.3g}"
             return self._refuse(part, why, lie=False)
         part.roster, part.phase, part.entries = roster, MemberPhase.EXCHANGING, signed.entries
+        part.bandwidth = slowest_link(signed, part.bandwidth)
         part.until = view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth)
         view.attempt_log.began(roster)
         return [events.Exchange(roster)]

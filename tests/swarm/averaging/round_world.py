@@ -205,7 +205,7 @@ class VirtualReplica:
         self.kept: list[Thunk] = []  # What waits in the sockets of a frozen process
         self.view: dict[PeerId, tuple[events.OtherReplica, float]] = {}
         self._told: tuple[events.OtherReplica, ...] | None = None
-        self._busy_until = 0.0
+        self._flows: dict[tuple[PeerId, bool], deque[Piece]] = {}
         self._owed: frozenset[PeerId] = frozenset()
         world.time.after(world.random.uniform(0, TICK_S), self._tick)
         world.time.after(self.step_s, self._work)
@@ -343,17 +343,38 @@ class VirtualReplica:
         return self.feed(events.CaughtUp(version))
 
     def _send(self, to: PeerId, piece: Piece) -> None:
-        seconds = self.world.rules.chunk_bytes / self.bandwidth
-        start = max(self.world.time.now, self._busy_until)
-        self._busy_until = start + seconds
-        receiver = self.world.replicas[to]
+        is_idle = not self._flows
+        self._flows.setdefault((to, piece.reduced), deque()).append(piece)
+        if is_idle:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        """Sends a piece of each flow in turn, as a node does, without those of an exchange that has ended."""
+        while self._flows:
+            (to, reduced), pieces = next(iter(self._flows.items()))
+            piece = pieces[0]
+            if self.exchange is not None and piece.roster.round == self.exchange.roster.round:
+                seconds = self.world.rules.chunk_bytes / self.bandwidth
+                self.world.time.after(seconds, partial(self.do, partial(self._sent, to, piece)))
+                return
+            self._took_turn(to, reduced)
+
+    def _took_turn(self, to: PeerId, reduced: bool) -> None:
+        pieces = self._flows.pop((to, reduced))
+        pieces.popleft()
+        if pieces:
+            self._flows[to, reduced] = pieces
+
+    def _sent(self, to: PeerId, piece: Piece) -> None:
+        self._took_turn(to, piece.reduced)
         spoilt = self.spoils and not piece.reduced
 
         def deliver() -> None:
             self.world.replicas[to].do(lambda: self.world.replicas[to].piece_came(self.id, piece, spoilt))
 
-        if receiver.alive and self.alive:
-            self.world.links.tensor(self.id, to, self._busy_until - self.world.time.now, deliver)
+        if self.world.replicas[to].alive:
+            self.world.links.tensor(self.id, to, 0.0, deliver)
+        self._send_next()
 
     def piece_came(self, sender: PeerId, piece: Piece, spoilt: bool) -> None:
         exchange = self.exchange
@@ -395,7 +416,7 @@ class VirtualReplica:
 
 
 ANNOUNCE_S = 1.0
-SMALL_ROUNDS = RoundRules(inner_steps=3, fragments=1, chunks=6, longest_s=12.0, chunk_bytes=1000)
+SMALL_ROUNDS = RoundRules(inner_steps=3, fragments=1, chunks=6, longest_s=12.0, chunk_bytes=1000, piece_bytes=1000)
 
 
 @dataclass(frozen=True, slots=True)
