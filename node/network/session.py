@@ -41,6 +41,7 @@ LOOK_UP_GAP_S = 0.25  # Shortest time between look-ups
 LOOK_S = 5.0  # Timeout of a look-up on demand
 WHOLE = 0.25  # Share of the look-ups for modules whose known replicas are all linked: newcomers introduce themselves
 WHOLE_S = 600.0  # Time after the end of a link in which each look-up is whole: the network may have been cut
+GROUP_S = 60.0  # Time after a new link in which each look-up is whole: those who come together do not know each other
 PUSH_S = 5.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
@@ -159,6 +160,7 @@ class MembershipSync:
 
     def link_up(self, peer: PeerId) -> None:
         self.membership.recover(peer)
+        self._whole_until = max(self._whole_until, self.own.clock.monotonic() + GROUP_S)
         self.events.emit(PeerChange(peer, "up", ""))
         self.changed.set()
 

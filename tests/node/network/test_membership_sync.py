@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from node.network.local_peer import LocalPeer, OwnRecord
-from node.network.session import KnownPeers, MembershipSync
+from node.network.session import GROUP_S, KnownPeers, MembershipSync
 from node.observability.events import PeerChange
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -52,6 +52,7 @@ class Shelf:
         self.found: list[Announcement] = []
         self.error: Unreachable | None = None
         self.look_ups = 0
+        self.modules: list[ModuleId] = []
         self.published: list[Announcement] = []
 
     async def publish(self, announcement: Announcement, record: bytes) -> None:
@@ -62,6 +63,7 @@ class Shelf:
 
     async def look_up(self, modules: Sequence[ModuleId], *, wide: bool) -> list[Announcement]:
         self.look_ups += 1
+        self.modules = list(modules)
         if self.error is not None:
             raise self.error
         return list(self.found)
@@ -226,6 +228,21 @@ async def test_a_peer_that_is_not_known_yet_is_looked_up_at_once(there: Place) -
     there.store.found = [other.state.announcement()]
     await until(lambda: there.may_use(other))
     assert (there.links.asked, there.book.contact(other.peer).addresses) == ([], other.state.addresses)
+
+
+async def test_those_who_come_together_are_looked_up_though_all_known_ones_are_linked(
+    there: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.network.session.WHOLE", 0.0)
+    there.membership_sync.watch((MODULE,))
+    await there.membership_sync.look()
+    there.meets(Other(there.clock))
+    for passed, expected in ((0.0, [MODULE]), (GROUP_S + 1.0, [])):
+        there.clock.now += passed
+        before = there.store.look_ups
+        there.membership_sync._look_now.set()
+        await until(lambda before=before: there.store.look_ups > before)
+        assert there.store.modules == expected
 
 
 async def test_what_has_run_out_leaves_the_view_and_the_book(there: Place) -> None:
