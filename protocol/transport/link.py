@@ -327,6 +327,8 @@ def receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
 
 
 IDLE_BYTES: Final = 1024  # Bytes per ping period, both directions, up to which a link is idle
+IDLE_PERIODS: Final = 15  # Ping periods after which an idle link, on which nothing waits, is pinged less often
+IDLE_TIMES: Final = 4.0
 ROUND_TRIP_WEIGHT: Final = 1 / 8  # RFC 6298, section 2
 HORIZON_S: Final = 1.0  # Busy time after which a measurement's weight is 1/e, in seconds
 MOST_ON_THE_WAY: Final = 1024  # Most tensors in flight that are measured
@@ -400,7 +402,8 @@ class Meter:
 
     def forgive(self, seconds: float) -> None:
         """Excludes the seconds for which this process was suspended from the peer's time of silence."""
-        self._heard_at = min(self._heard_at + seconds, self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._heard_at, self._pinged_at = min(self._heard_at + seconds, now), min(self._pinged_at + seconds, now)
 
     def ping(self) -> int:
         """Begins to measure the round trip; a measurement in progress ends. Returns the token of the ping to send."""
@@ -419,9 +422,9 @@ class Meter:
         self._round_trip.add(self._clock.monotonic() - self._pinged_at)
         return True
 
-    @property
-    def ping_is_open(self) -> bool:
-        return self._open_token is not None
+    def unanswered_s(self) -> float:
+        """Returns the seconds since the ping that awaits its pong; 0 if none does."""
+        return 0.0 if self._open_token is None else self._clock.monotonic() - self._pinged_at
 
     def sending(self, transfer: int, size_bytes: int) -> None:
         self._goodput.sent(transfer, size_bytes, self._clock.monotonic())
@@ -717,7 +720,8 @@ class Link:
         self._meter.wrote(len(frame))
 
     async def _keep_alive(self) -> None:
-        period, carried = min(self._settings.ping_period_s, self._settings.stall_after_s / 4), 0
+        limit_s = self._settings.stall_after_s
+        period, carried, idle = min(self._settings.ping_period_s, limit_s / 4), 0, 0
         while True:
             before = self._clock.monotonic()
             await asyncio.sleep(period)
@@ -725,15 +729,16 @@ class Link:
             if overslept > period:
                 self._meter.forgive(overslept)
                 self._inbox.forgive(overslept)
-            if self._meter.silence_s() > self._settings.stall_after_s:
-                raise Stalled(f"{short(self.peer)} was silent for {self._meter.silence_s():.1f} s")
+            silence_s, unanswered_s = self._meter.silence_s(), self._meter.unanswered_s()
+            if silence_s > limit_s and unanswered_s > limit_s / 4:
+                raise Stalled(f"{short(self.peer)} was silent for {silence_s:.1f} s")
             self._inbox.break_off_slow()
             figures, before_bytes = self._meter.figures(), carried
             carried = figures.sent_bytes + figures.received_bytes
-            quiet_s = period * random.uniform(1.0, 2.0)  # noqa: S311 - not a secret
+            idle = 0 if carried - before_bytes > IDLE_BYTES else idle + 1
             # On an idle link one side's ping, which is answered, serves both.
-            is_due = carried - before_bytes > IDLE_BYTES or self._meter.silence_s() > quiet_s
-            if is_due and not self._meter.ping_is_open:
+            quiet_s = period * random.uniform(1.0, 2.0) * (IDLE_TIMES if idle > IDLE_PERIODS else 1.0)  # noqa: S311 - not a secret
+            if not unanswered_s and (not idle or silence_s > quiet_s):
                 self.say(frames.Ping(self._meter.ping()))
 
     def _dispatch(self, frame: frames.Frame, answering: Answering) -> None:

@@ -258,7 +258,13 @@ def test_the_meter_knows_silence_and_forgives_our_own() -> None:
     meter.forgive(4)
     assert meter.silence_s() == 1
     meter.forgive(40)
-    assert meter.silence_s() == 0
+    assert (meter.silence_s(), meter.unanswered_s()) == (0, 0)
+    token = meter.ping()
+    clock.now += 5
+    meter.forgive(2)
+    assert meter.unanswered_s() == 3
+    assert meter.pong(token)
+    assert meter.unanswered_s() == 0
 
 
 def test_goodput_is_told_by_the_pongs_behind_whole_tensors() -> None:
