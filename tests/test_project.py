@@ -179,9 +179,7 @@ def test_what_is_imported_from_us_is_there() -> None:
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Top-level public functions and classes, but for those so short that their name and fields say it all, and for
-    lists of names (enums) and shapes (protocols, sections), whose members are what is explained.
-    """
+    """Top-level public functions and classes, without the shortest, enums, protocols and sections."""
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 
 from swarm.averaging.proven_work import to_carry
 from swarm.averaging.replica_view import LATE_TIMES, ReplicaView
-from swarm.averaging.roster import (
-    codec_of,
-    exchange_limit_s,
-    leads_to,
-    make_roster,
-    may_be_committed,
-    slowest_link,
-    sound_entry,
-)
+from swarm.averaging.roster import codec_of, exchange_pace, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.averaging.round_events import SendMessage
 from swarm.averaging.schedule import fragments_of, near, precedence
 from swarm.vocabulary.averaging_messages import (
@@ -260,8 +252,8 @@ class Leader:
         if self.roster is None:
             return []
         self._signed = signed
-        self.bandwidth = slowest_link(signed, self.bandwidth)
-        self._deadline = now + exchange_limit_s(self._rules, signed, self.bandwidth)
+        self.bandwidth, limit_s = exchange_pace(self._rules, signed, self.bandwidth)
+        self._deadline = now + limit_s
         for invitee in self.invitees.values():
             invitee.heard = max(invitee.heard, now) if invitee.entry is not None else invitee.heard
         late = [peer for peer, invitee in self.invitees.items() if invitee.answer is Answer.ACCEPTED]

@@ -164,16 +164,15 @@ def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attemp
     return times * (end - first) * rules.chunk_bytes
 
 
-def slowest_link(signed: SignedRoster, own: float) -> float:
-    """Returns the bytes per second of a roster's slowest member, or of our best link. `own`: our best; 0: unknown."""
+def exchange_pace(rules: RoundRules, signed: SignedRoster, own: float) -> tuple[float, float]:
+    """Returns the bytes per second of a round's slowest link, and the seconds that its exchange of float32 may take.
+
+    All members depend on the slowest one's pieces. `own`: goodput of our best link; 0: unknown.
+    """
     entries = {entry.peer: entry for entry in signed.entries}
-    return min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
-
-
-def exchange_limit_s(rules: RoundRules, signed: SignedRoster, slowest: float) -> float:
-    """Returns the seconds that a round's exchange may take, if float32 is sent. `slowest`: of `slowest_link`."""
-    members, attempt = len(signed.entries), signed.round.attempt
-    return GRACE_S + SLACK * exchanged_bytes(rules, signed.base, members, attempt) / slowest
+    slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
+    sent = exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt)
+    return slowest, GRACE_S + SLACK * sent / slowest
 
 
 def objection(rules: RoundRules, signed: SignedRoster, own: Entry, signer: Signer) -> str | None:

@@ -19,16 +19,7 @@ from dataclasses import dataclass, field
 from swarm.averaging import round_events as events
 from swarm.averaging.leader import Answer, GivenUp, Leader, TryAgain
 from swarm.averaging.replica_view import ATTEMPTS_AT_ONCE, ReplicaView
-from swarm.averaging.roster import (
-    GRACE_S,
-    contributors,
-    exchange_limit_s,
-    leads_to,
-    make_roster,
-    objection,
-    oddity,
-    slowest_link,
-)
+from swarm.averaging.roster import GRACE_S, contributors, exchange_pace, leads_to, make_roster, objection, oddity
 from swarm.averaging.round_events import Action, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import INFORMED, leader_order, plausible_round, precedence
 from swarm.averaging.trust import measured_of
@@ -500,8 +491,8 @@ class RoundMachine:
             why = f"its mean may have norm {roster.largest_norm:.3g}, and training explains {longest:.3g}"
             return self._refuse(part, why, lie=False)
         part.roster, part.phase, part.entries = roster, MemberPhase.EXCHANGING, signed.entries
-        part.bandwidth = slowest_link(signed, part.bandwidth)
-        part.until = view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth)
+        part.bandwidth, limit_s = exchange_pace(view.rules, signed, part.bandwidth)
+        part.until = view.now + PATIENCE * limit_s
         view.attempt_log.began(roster)
         return [events.Exchange(roster)]
 

@@ -1,7 +1,4 @@
-"""A program for a home: maps a port, serves one byte to each caller, and takes the mapping back when its input ends.
-
-`python -m tests.e2e.map_port nat-pmp|upnp` writes one line of JSON: the mapping, or why there is none.
-"""
+"""Maps a port at home and serves a byte to each caller: `python -m tests.e2e.map_port nat-pmp|upnp`, one JSON line."""
 
 import dataclasses
 import json

@@ -1,8 +1,4 @@
-"""A node whose paths follow the ring: `python -m tests.e2e.ring_only join ...`, the rest as `skipstone` has it.
-
-Its stages follow from the microbatch's number, and its numbers begin at 0, as one process without a swarm has them, so
-that the two can be compared.
-"""
+"""A node whose paths follow the ring, as one process has them: `python -m tests.e2e.ring_only join ...`."""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,4 @@
-"""Rounds among real processes when one of them dies, freezes or lies in the middle, and when the network falls apart.
-
-The whole matrix, with times, is `benchmarks/faults.py`.
-"""
+"""Rounds among real processes when one dies, freezes or lies in the middle. All cases: `benchmarks/faults.py`."""
 
 import signal
 from pathlib import Path

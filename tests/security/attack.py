@@ -1,9 +1,8 @@
 """One attack on a swarm of real processes, and the same swarm without it: `python -m tests.security.attack MODE`.
 
-MODE is a lie of `tests.security.liar` (with its options: `reverse:factor=-5,after=30`), told by `--liars` of the
-`--replicas` of stage 1; or an intruder of `INTRUDERS`, which comes after `--before` seconds with `--names` identities.
-The held-out loss of honest replicas' anchors is measured every `--every` seconds, and compared with an honest run's at
-equal tokens (`--calm FILE`: a report whose honest run serves again). Exits with 1 if a bar is missed (`--most`: ratio).
+MODE is a lie of `tests.security.liar`, told by `--liars` of the `--replicas` of stage 1, or an intruder of `INTRUDERS`
+with `--names` identities. Honest replicas' held-out loss is compared with an honest run's at equal tokens (`--calm
+FILE`: a report to take it from). Exits with 1 if a bar is missed (`--most`: ratio).
 """
 
 from __future__ import annotations

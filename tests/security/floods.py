@@ -1,7 +1,4 @@
-"""Floods: a member says the same again and again, as fast as it can.
-
-`python -m tests.security.floods [--seconds 10] [--attackers 1,8]` measures what each costs a busy swarm, as JSON.
-"""
+"""Floods of one message, and what each costs: `python -m tests.security.floods [--seconds 10] [--attackers 1,8]`."""
 
 import argparse
 import asyncio

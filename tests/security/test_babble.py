@@ -1,7 +1,4 @@
-"""Members that talk well-formed nonsense, in every part that there is to play: nothing that decodes surprises a node.
-
-Other seeds, for longer: `SKIPSTONE_TEST_FRAMES=100000 SKIPSTONE_TEST_SEED=7 pytest --timeout 0` with this file.
-"""
+"""Members that talk well-formed nonsense (more with SKIPSTONE_TEST_FRAMES): nothing surprises a node."""
 
 import os
 from collections.abc import Iterator

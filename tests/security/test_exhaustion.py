@@ -1,8 +1,4 @@
-"""Members that waste what a node has: links, file descriptors, memory, its time. Each is bounded, and honest work goes
-on.
-
-How much each flood costs is measured by `python -m tests.security.floods`.
-"""
+"""Members that waste links, file descriptors, memory or time: each is bounded, and honest work goes on."""
 
 import asyncio
 import json

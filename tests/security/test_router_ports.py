@@ -1,8 +1,7 @@
 """Nobody asks a router for a port unless told so, and who only looks around listens nowhere.
 
-As a command, to be run as root in a network namespace of its own (`unshare -n`), it starts a node with `--reach direct`
-and asks it with `skipstone status`. A pair of veth interfaces stands for the home network. Prints one JSON object:
-`asked` counts datagrams to a router by kind, `daemons` has the arguments of every p2pd.
+As a command, as root in a network namespace of its own (`unshare -n`), it prints one JSON object: `asked` counts
+datagrams to a router by kind, `daemons` has the arguments of every p2pd.
 """
 
 import json

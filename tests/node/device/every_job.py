@@ -1,7 +1,4 @@
-"""Runs every kind of job on the pretend device and on the CPU, in a process of its own (a device registers once).
-
-`python -m tests.node.device.every_job` prints, as JSON, waits, differences from the CPU's results, bytes a parameter.
-"""
+"""Every kind of job on the pretend device and on the CPU, in a process of its own: waits and differences, as JSON."""
 
 import gc
 import json

@@ -216,10 +216,7 @@ class Seen:
 
 
 class FilePeers:
-    """A session whose peers give these files; None has none, and a number is the length of each of its pieces.
-
-    A router in bytes is sent whole in answer to any question, as older peers do.
-    """
+    """A session whose peers give these files; None has none, and a number is the length of each of its pieces."""
 
     introduced: frozenset[PeerId] = frozenset()
     first_answer = NetworkSession.first_answer

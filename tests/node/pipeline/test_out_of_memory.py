@@ -1,7 +1,4 @@
-"""A machine that runs out of memory loses a microbatch, not the node, and no gradient counts by halves.
-
-In a child process with a limit of address space, so that torch, numpy and Python say what they really say.
-"""
+"""A machine that runs out of memory (a child process with a limit) loses a microbatch, not the node."""
 
 import os
 import subprocess

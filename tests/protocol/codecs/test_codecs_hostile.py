@@ -75,11 +75,7 @@ def filled(data: bytes, length: int) -> bytes:
 
 
 def check(case: Received) -> bool:
-    """Decodes it; whether it was taken.
-
-    Raises:
-        AssertionError: a promise is broken. Anything else that comes out is wrong as well.
-    """
+    """Decodes it; whether it was taken. Raises AssertionError if a promise is broken."""
     spec = case.spec
     assert spec.fault() is None, spec.fault()
     out = torch.full(spec.shape, UNTOUCHED, dtype=ELEMENT_TYPES[spec.dtype])

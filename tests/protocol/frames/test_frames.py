@@ -1,8 +1,4 @@
-"""Frames against the bytes they always had, against the protobuf library, and against bytes that nobody should send.
-
-`wire_bytes.txt` has a line for each example: its bytes in hexadecimal, and its name. Nodes of another version speak
-those bytes, so a line of it changes only together with the protocol's version.
-"""
+"""Frames against their fixed bytes (`wire_bytes.txt`), against the protobuf library, and against bad bytes."""
 
 import math
 from collections.abc import Iterator, Sequence

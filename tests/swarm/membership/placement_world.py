@@ -1,7 +1,4 @@
-"""Peers that come, die and move by the real rules, in virtual time; what they see of each other may be late.
-
-Everything follows from a seed. Of a peer, only what placement can see is modelled: its module, its state, its power.
-"""
+"""Peers that come, die and move by the real rules, in virtual time, from a seed."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ class Move:
 
 @dataclass(slots=True)
 class World:
-    """A data node and peers of further stages, which see each other as they were up to `longest_delay` ticks ago.
-
-    Before a peer leaves its module, it sees the other replicas as they are: a node asks them directly.
-    """
+    """A data node and peers of further stages, which see each other up to `longest_delay` ticks late."""
 
     seed: int
     longest_delay: int = 0

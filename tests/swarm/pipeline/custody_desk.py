@@ -29,12 +29,7 @@ def by(path: Path) -> str:
 
 
 class Desk:
-    """One peer's custody. An event is a line such as `b accepted out 1` or `forward 0 by a b c`.
-
-    `dead` are the replicas that the chooser leaves out, `gone` the stages that new paths avoid, `elsewhere` those with
-    another expert, `given_up` the peers that do not answer, `unlinked` those without a link. `sendings`: what custody
-    has noted of its links.
-    """
+    """One peer's custody. An event is a line such as `b accepted out 1` or `forward 0 by a b c`."""
 
     def __init__(self, own: PeerId, slots: int = 2, fewest_hops: int = MAX_HOPS) -> None:
         self.now = 100.0

@@ -1,8 +1,4 @@
-"""A small swarm in virtual time (`lab.world.world`), on a network that loses links, kills and freezes
-peers.
-
-What a run of it must keep is checked while it runs (`RoughWorld.check_all`) and at its end (`RoughWorld.drain`).
-"""
+"""A small swarm in virtual time (`lab.world.world`), on a network that loses links, kills and freezes peers."""
 
 from __future__ import annotations
 
@@ -191,12 +187,7 @@ class RoughWorld(World):
         self._check_orphans()
 
     def check_settled(self) -> None:
-        """When all is over: of each completed microbatch exactly the replicas on its final path have added the
-        gradient, and count it once.
-
-        A replica that was restarted since has lost what it had; a data node that died or was restarted can tell nobody
-        any more.
-        """
+        """Of each completed microbatch exactly the replicas on its final path have added the gradient, once."""
         for microbatch, path in self.ledger.completed.items():
             data_node = self.peers[microbatch.data_node]
             if not data_node.alive or microbatch.number // NUMBERS_A_LIFE != data_node.incarnation:

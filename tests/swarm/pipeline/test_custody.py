@@ -1,9 +1,7 @@
 """Custody, transition by transition.
 
-A trace begins with its title, this peer, and what has happened before. Then each line has events, and what custody does
-about the last one; about those before it, it does nothing. The last line is the phase of each entry. `handed 0` is:
-received, computed and offered; `lost b`: every offer to b fails until patience is over. The words are in
-`tests.swarm.pipeline.custody_desk`.
+A trace: its title, this peer, what has happened before; then lines of events, and what custody does about the last one;
+at the end the phase of each entry. `handed 0`: received, computed and offered. The words are in `custody_desk`.
 """
 
 import pytest
