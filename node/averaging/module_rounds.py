@@ -58,7 +58,7 @@ class RoundReports:
         self._last: tuple[RoundCommitted, str, float] | None = None
         self._clipped = 0
         self._download: CatchingUp | None = None
-        self._accused: list[Caught] = []
+        self.accused_lately: tuple[Accusation, ...] = ()
         self._left: tuple[float, AnchorVersion, bool] | None = None
         self._began = self._reported_at = 0.0
 
@@ -80,9 +80,10 @@ class RoundReports:
 
     def accused(self, caught: Caught) -> None:
         # Several members may accuse the same peer of the same round; report it once.
-        if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
+        latest = self.accused_lately[-1:]
+        if latest and (latest[0].peer, latest[0].round) == (caught.peer, caught.round):
             return
-        self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
+        self.accused_lately = (*self.accused_lately, Accusation(caught.peer, caught.round, caught.why))[-ACCUSED_KEPT:]
         self._events.emit(
             events.ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof)
         )
@@ -121,9 +122,6 @@ class RoundReports:
             return None
         event, codec_reason, at = self._last
         return RoundStatus(len(event.members), round(self._clock.monotonic() - at, 1), event.codec, codec_reason)
-
-    def accused_lately(self) -> tuple[Accusation, ...]:
-        return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
 
     def left(self, version: AnchorVersion, kept: bool) -> None:
         self._left = self._clock.monotonic(), version, kept

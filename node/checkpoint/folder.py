@@ -97,7 +97,8 @@ def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
         groups += [("anchor/", state.anchor.parameters), ("momentum/", state.anchor.momentum or {})]
     shapes = {name: tuple(own[name].shape) for name in copying}
     for prefix, tensors in groups:
-        shapes |= {prefix + name: _shape_of(tensors, name) for name in tensors}
+        parts = tensors if isinstance(tensors, TensorsInParts) else None
+        shapes |= {prefix + name: parts.shape_of(name) if parts else tuple(tensors[name].shape) for name in tensors}
     yield _table_of_tensors(shapes)
     if state.copying is not None:
         yield from state.copying.pieces()
@@ -106,10 +107,6 @@ def state_pieces(state: ReplicaState) -> Iterator[memoryview]:
             for part in _parts_of(tensors, name):
                 data = octets_of_tensor(part.detach().to("cpu", torch.float32).contiguous())
                 yield from (data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE))
-
-
-def _shape_of(tensors: Mapping[str, Floats], name: str) -> tuple[int, ...]:
-    return tensors.shape_of(name) if isinstance(tensors, TensorsInParts) else tuple(tensors[name].shape)
 
 
 def _parts_of(tensors: Mapping[str, Floats], name: str) -> Iterator[Tensor]:

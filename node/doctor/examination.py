@@ -84,7 +84,7 @@ LIBRARIES: Final = ("torch", "hivemind", "grpcio")
 MEASURE_S: Final = 0.3
 CPU_SIZE: Final = 512
 GPU_SIZE: Final = 4096
-# LITTLE and FEW warn; NO and TOO_FEW fail.
+# LITTLE warns, NO fails.
 LITTLE_GPU_BYTES: Final = 2 * GIB
 NVIDIA: Final = Path("/dev/nvidia0")
 LITTLE_MEMORY_BYTES: Final = 4 * GIB
@@ -93,8 +93,6 @@ NO_MEMORY_BYTES: Final = 1 * GIB
 OVERHEAD_MIB: Final = {"torch": 145, "Skipstone": 30, "the DHT": 30, "its libp2p daemon": 70}
 LITTLE_DISK_BYTES: Final = 5 * GIB
 NO_DISK_BYTES: Final = 1 * GIB
-FEW_FILES: Final = 1024
-TOO_FEW_FILES: Final = 256
 ROUGH: Final = 10**5
 MANY_FRAGMENTS: Final = 8  # Fragments of the dial for large stages; averaging in parts needs less memory
 
@@ -239,24 +237,6 @@ def _disk(name: str, folder: Path) -> Finding:
         fix = "Free some space, or choose another folder: checkpoints grow with the stage."
         return Finding("disk", Level.WARN, found, fix)
     return Finding("disk", Level.OK, found)
-
-
-def look_at_files() -> Sequence[Finding]:
-    """Checks how many files and sockets a process may open."""
-    try:
-        import resource
-    except ImportError:
-        return [Finding("files", Level.SKIP, "this system has no such limit")]
-    return [files_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
-
-
-def files_finding(limit: int) -> Finding:
-    """Judges the limit on open files; negative means unlimited."""
-    if limit < 0 or limit >= FEW_FILES:
-        return Finding("files", Level.OK, "no limit on open files" if limit < 0 else f"{limit} files may be open")
-    level = Level.FAIL if limit < TOO_FEW_FILES else Level.WARN
-    fix = "Raise it: `ulimit -n 4096`, or LimitNOFILE=4096 in the service."
-    return Finding("files", level, f"only {limit} files may be open", fix)
 
 
 def look_at_port(host: str, port: int) -> Sequence[Finding]:
@@ -414,7 +394,6 @@ async def examine(patient: Patient, tell: Tell) -> None:
         ("stage", lambda: look_at_stage_memory(patient.device, patient.memory_limit, patient.moments), DEVICE_S),
         ("disk", lambda: look_at_disk((*patient.folders, ("temporary files", Path(tempfile.gettempdir())))), QUICK_S),
         ("sockets", lambda: look_at_disk((("sockets", Path(socket_parent())),)), QUICK_S),
-        ("files", look_at_files, QUICK_S),
     )
     for check, look, limit_s in local:
         tell(await bounded(check, look, limit_s))

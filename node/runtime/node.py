@@ -32,6 +32,7 @@ from protocol.dht.directory import DirectorySettings
 from protocol.identity.invitations import HOW_TO_BE_INVITED, Grant
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
+from protocol.libp2p.child_process import set_open_files
 from protocol.manifest.join_link import JoinLink, multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
@@ -60,6 +61,7 @@ async def run_node(
 ) -> None:
     """Runs one node until `stop` is set or its steps are done. Raises Rejected without consent, SkipstoneError."""
     keep_freed_memory()
+    set_open_files(at_most=False)
     pauses, page, stream = Pauses(), None, events
     if options.dashboard is not None:
         from node.web.server import RunPage, served  # they need libraries of the command line

@@ -235,7 +235,7 @@ def status_json(session: NetworkSession, role: NodeRole, compute: ComputeThread)
         digest="" if own.anchor is None else own.anchor.digest.hex(),
         rounds=rounds.describe(),
         last_round=rounds.reports.last_round(),
-        accused=rounds.reports.accused_lately(),
+        accused=rounds.reports.accused_lately,
         catching_up=rounds.reports.catching_up(),
         left=rounds.reports.left_anchor(),
         codecs=role.runner.codecs.describe(),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 _PR_SET_PDEATHSIG = 1
-_MAX_OPEN_FILES = 4096  # p2pd itself has no limit
+_OPEN_FILES = 4096  # p2pd itself has no limit; 256 of macOS are few for a node's links
 # Without PYTHONSTARTUP, PYTHONINSPECT, PYTHONHOME, PYTHONPYCACHEPREFIX and LD_PRELOAD, which choose the code that runs
 NAMES: Final = frozenset(
     {
@@ -48,18 +48,24 @@ def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> d
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (packages, kept.get("PYTHONPATH"))))}
 
 
-def main() -> None:
-    """Runs a command that ends with its parent: by PR_SET_PDEATHSIG on Linux; elsewhere the node kills the group."""
+def set_open_files(*, at_most: bool) -> None:
+    """Lets this process open _OPEN_FILES files and sockets if the system allows, or more unless `at_most`."""
     import resource
 
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if at_most or 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def main() -> None:
+    """Runs a command that ends with its parent: by PR_SET_PDEATHSIG on Linux; elsewhere the node kills the group."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # the parent died before prctl
             sys.exit(1)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_MAX_OPEN_FILES, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    set_open_files(at_most=True)
     os.execv(command[0], command)  # noqa: S606  # without a shell
 
 

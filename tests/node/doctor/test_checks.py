@@ -70,13 +70,6 @@ def test_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int)
     assert examination.look_at_disk([("logs", tmp_path)])[0].level is expected
 
 
-@pytest.mark.parametrize(("limit", "level"), [(-1, Level.OK), (1024, Level.OK), (512, Level.WARN), (128, Level.FAIL)])
-def test_the_limit_on_open_files(limit: int, level: Level) -> None:
-    finding = examination.files_finding(limit)
-    assert finding.level is level
-    assert ("ulimit" in finding.fix) is (level is not Level.OK)
-
-
 MANIFEST = small_manifest(stages__blocks=(0, 4, 40))
 NEEDS = needs_of(MANIFEST, DEFAULT_SLOTS)
 
