@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from swarm.averaging.proven_work import to_carry
 from swarm.averaging.replica_view import LATE_TIMES, ReplicaView
 from swarm.averaging.roster import codec_of, exchange_pace, leads_to, make_roster, may_be_committed, sound_entry
-from swarm.averaging.round_events import SendMessage
+from swarm.averaging.round_events import SendMessage, SnapshotTaken
 from swarm.averaging.schedule import fragments_of, near, precedence
 from swarm.vocabulary.averaging_messages import (
     Accepting,
@@ -93,7 +93,7 @@ class Leader:
     def __init__(self, view: ReplicaView, number: RoundId, invitees: Iterable[PeerId]) -> None:
         self.round = number
         self.roster: Roster | None = None
-        self.bandwidth = 0.0
+        self._goodput = self._slowest = 0.0  # Of our best link, and of the slowest invitee or member
         self.longest = math.inf
         self.forgers: set[PeerId] = set()  # Peers that sent an entry that no honest replica sends
         self._signed: SignedRoster | None = None
@@ -115,6 +115,10 @@ class Leader:
         self._pulsed = view.now
         self._deadline = 0.0
         self._accused_since: float | None = None
+
+    def prepared(self, taken: SnapshotTaken) -> None:
+        self._goodput, self.longest = taken.bandwidth, taken.longest
+        self._slowest = taken.slowest(self.invitees.keys() - {self._own})
 
     def open(self) -> list[SendMessage]:
         return [SendMessage(peer, Invitation(self.round, self._base)) for peer in self.invitees]
@@ -197,15 +201,15 @@ class Leader:
 
     def _awaited(self, invitee: Invitee, now: float) -> bool:
         waited = now - self._opened
+        # Links may be full of pieces: of the last attempt, of state that somebody downloads, or of microbatches.
+        behind_piece_s = self._rules.piece_s(self._slowest)
         if invitee.answer is Answer.ACCEPTED:
-            return waited < self._rules.prepare_s and not invitee.silent(now, self._rules.silence_s)
-        patience_s = self._rules.answer_s
+            return waited < self._rules.prepare_s and not invitee.silent(now, self._rules.silence_s + behind_piece_s)
+        patience_s = self._rules.answer_s + behind_piece_s
         if invitee.lost:
             patience_s /= 2
         elif invitee.late:
-            patience_s = self._late_s
-        elif self.round.attempt:  # the links may be full of the last attempt's pieces
-            patience_s += self._rules.piece_s(self.bandwidth)
+            patience_s = max(patience_s, self._late_s)
         return invitee.answer in ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:
@@ -252,7 +256,7 @@ class Leader:
         if self.roster is None:
             return []
         self._signed = signed
-        self.bandwidth, limit_s = exchange_pace(self._rules, signed, self.bandwidth)
+        self._slowest, limit_s = exchange_pace(self._rules, signed, self._goodput)
         self._deadline = now + limit_s
         for invitee in self.invitees.values():
             invitee.heard = max(invitee.heard, now) if invitee.entry is not None else invitee.heard
@@ -267,7 +271,7 @@ class Leader:
         for peer in without:
             self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
         entries = self._entries()
-        codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
+        codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self._goodput)
         choice = codecs.value, codecs.reason
         signed = SignedRoster(self.round, self._base, tuple(entries.values()), *choice, self._tallies)
         return signed, make_roster(self._rules, signed)
@@ -295,7 +299,7 @@ class Leader:
         elsewhere = [peer for peer, invitee in members.items() if invitee.answer is Answer.ELSEWHERE]
         if elsewhere and 2 * len(elsewhere) >= len(members) - 1:
             return GivenUp("the others follow another leader")
-        patience_s = self._rules.silence_s + self._rules.piece_s(self.bandwidth)
+        patience_s = self._rules.silence_s + self._rules.piece_s(self._slowest)
         gone = frozenset(
             peer
             for peer, invitee in members.items()

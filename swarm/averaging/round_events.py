@@ -1,7 +1,7 @@
 """Events, actions and rules of `RoundMachine`, the state machine of averaging rounds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,6 +87,11 @@ class SnapshotTaken:
     bandwidth: float = 0.0  # Goodput of our best link in bytes per second; 0 if unknown. Only our own timeouts use it.
     received: Mapping[PeerId, float] = field(default_factory=dict)  # Rate of each peer's pieces, in bytes per second
     longest: float = math.inf  # Largest credible norm of this round's mean
+
+    def slowest(self, peers: Iterable[PeerId]) -> float:
+        """Returns the bytes per second of our best link, or of one of these peers; one not measured may be slow."""
+        rates = (self.received.get(peer, ASSUMED_BANDWIDTH) for peer in peers)
+        return min([self.bandwidth or ASSUMED_BANDWIDTH, *rates])
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class Participation:
     until: float = field(init=False)  # Time until which an honest leader has ended the attempt
     phase: MemberPhase = MemberPhase.PREPARING
     entry: messages.Entry | None = None
-    bandwidth: float = 0.0  # Of our best link; with a roster of the slowest, on whose pieces all others depend
+    bandwidth: float = 0.0  # To the leader; with a roster of the slowest, on whose pieces all others depend
     longest: float = math.inf
     roster: messages.Roster | None = None
     entries: tuple[messages.Entry, ...] = ()
@@ -74,7 +74,7 @@ class Participation:
 
     def patience_s(self) -> float:
         """Returns the longest silence of a leader that is not lost. Its messages queue behind pieces."""
-        return self.rules.silence_s + (0.0 if self.roster is None else self.rules.piece_s(self.bandwidth))
+        return self.rules.silence_s + self.rules.piece_s(self.bandwidth)
 
     def overdue(self, now: float) -> bool:
         return self.phase is MemberPhase.PREPARED and now - self.prepared_at > self.rules.silence_s
@@ -119,7 +119,7 @@ def _refusal_of(invitation: messages.Invitation, part: Participation | None, vie
     if view.catching is not None or attempt == view.attempt_log.ended:
         return DeclineReason.NOT_READY
     if attempt.convener != view.own and view.hasty:
-        return DeclineReason.BROKEN
+        return DeclineReason.NOT_READY
     outdated = (attempt.number, attempt.attempt) < view.attempt_log.highest
     refused = outdated or attempt.convener in view.attempt_log.refused
     return DeclineReason.OTHER_CONVENER if refused or (part and not _prefers(attempt, part, view)) else None
@@ -134,7 +134,7 @@ def _prefers(other: RoundId, part: Participation, view: ReplicaView) -> bool:
         )
         return part.roster is None and theirs < ours
     # Members of a running exchange stay with a live leader.
-    loyal = part.roster is not None and part.silence(view.now) < view.rules.silence_s / 2
+    loyal = part.roster is not None and part.silence(view.now) < part.patience_s() / 2
     return other.convener == current.convener or not (part.phase is MemberPhase.FINISHING or loyal)
 
 
@@ -561,9 +561,9 @@ class RoundMachine:
         figures = (taken.steps, taken.tokens, taken.norm)
         entry = messages.Entry(view.own, taken.round, view.version, *figures, measured, staged)
         part.entry, part.phase = view.signer.sign(entry), MemberPhase.ENTERED
-        part.bandwidth, part.longest = taken.bandwidth, taken.longest
+        part.bandwidth, part.longest = taken.slowest([part.round.convener]), taken.longest
         if self._leading is not None:
-            self._leading.bandwidth, self._leading.longest = taken.bandwidth, taken.longest
+            self._leading.prepared(taken)
         return self._tell_leader(part)
 
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:

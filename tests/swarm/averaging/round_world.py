@@ -352,21 +352,19 @@ class VirtualReplica:
         """Sends a piece of each flow in turn, as a node does, without those of an exchange that has ended."""
         while self._flows:
             (to, reduced), pieces = next(iter(self._flows.items()))
-            piece = pieces[0]
-            if self.exchange is not None and piece.roster.round == self.exchange.roster.round:
+            while pieces and (self.exchange is None or pieces[0].roster.round != self.exchange.roster.round):
+                pieces.popleft()
+            if pieces:
                 seconds = self.world.rules.chunk_bytes / self.bandwidth
-                self.world.time.after(seconds, partial(self.do, partial(self._sent, to, piece)))
+                self.world.time.after(seconds, partial(self.do, partial(self._sent, to, pieces[0])))
                 return
-            self._took_turn(to, reduced)
-
-    def _took_turn(self, to: PeerId, reduced: bool) -> None:
-        pieces = self._flows.pop((to, reduced))
-        pieces.popleft()
-        if pieces:
-            self._flows[to, reduced] = pieces
+            del self._flows[to, reduced]
 
     def _sent(self, to: PeerId, piece: Piece) -> None:
-        self._took_turn(to, piece.reduced)
+        pieces = self._flows.pop((to, piece.reduced))
+        pieces.popleft()
+        if pieces:
+            self._flows[to, piece.reduced] = pieces
         spoilt = self.spoils and not piece.reduced
 
         def deliver() -> None:

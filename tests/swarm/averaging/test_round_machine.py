@@ -191,7 +191,7 @@ def test_a_leader_that_is_always_early_or_always_gives_up_is_not_followed(desk: 
         assert desk.machine.version == result
     now, attempt = desk.machine.version, RoundId(MODULE, 9, 0, B)
     desk.wait(1.0)
-    assert desk.invited(attempt, now)[0] == Declined(attempt, DeclineReason.BROKEN, now)
+    assert desk.invited(attempt, now)[0] == Declined(attempt, DeclineReason.NOT_READY, now)
     desk.wait(5.0)
     for number in (0, 1):
         attempt = replace(attempt, attempt=number)
@@ -466,7 +466,8 @@ def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others(desk: Desk
     attempt = next(action.round for action in actions if isinstance(action, events.TakeSnapshot))
     desk.feed(SnapshotTaken(attempt, 10, 100, 1.0, 1e6))
     desk.hear(B, Declined(attempt, DeclineReason.PAST, far))
-    actions = desk.hear(C, Declined(attempt, DeclineReason.OTHER_ANCHOR, start)) + desk.wait(RULES.answer_s + 1)
+    actions = desk.hear(C, Declined(attempt, DeclineReason.OTHER_ANCHOR, start))
+    actions += desk.wait(RULES.answer_s + RULES.piece_s(0.0) + 1)
     assert events.Exchange in kinds(actions)
 
 
