@@ -340,7 +340,9 @@ class Leader:
         return self._convicted(worst, accusers[worst], "its parts did not arrive")
 
     def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:
-        # Members that accuse the leader cannot receive its shard, so they are excluded.
+        # Members that accuse the leader cannot receive its shard, so they are excluded, unless it would be left alone.
+        if accused == self._own and self.roster is not None and 2 * len(accusers) >= len(self.roster.members):
+            return GivenUp(f"{len(accusers)} of {len(self.roster.members)} members accuse us: {why}")
         if accused == self._own or accusers <= self._doubted:
             return TryAgain(frozenset(accusers - {self._own}), f"accuses others: {why}")
         alone = next(iter(accusers)) if len(accusers) == 1 else None

@@ -269,6 +269,21 @@ def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(desk: 
     assert (desk.machine.current_attempt is not None) is tallies
 
 
+@pytest.mark.parametrize(("accusers", "goes_on"), [((B,), True), ((B, C), False)])
+def test_a_leader_whose_parts_do_not_reach_most_members_gives_up(
+    desk: Desk, accusers: tuple[PeerId, ...], goes_on: bool
+) -> None:
+    attempt = desk.convene()
+    desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
+    for peer in (B, C, D):
+        desk.hear(peer, entry(attempt, peer))
+    for _ in range(4):
+        for peer in (B, C, D):
+            desk.hear(peer, messages.Pulse(attempt, (US,) if peer in accusers else ()))
+        desk.wait(RULES.pulse_s)
+    assert desk.machine.current_attempt == (replace(attempt, attempt=1) if goes_on else None)
+
+
 def test_of_two_the_one_that_declares_next_to_nothing_has_no_say(desk: Desk) -> None:
     """The lower median of two norms is the smaller: ours would be clipped to it."""
     desk.feed(events.ReplicasChanged((events.OtherReplica(B, BASE, True),)))
