@@ -302,6 +302,7 @@ async def module_rounds(
 
 
 def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
+    """Returns the manifest's rules for rounds of a module with this layout."""
     training = manifest.training
     return RoundRules(
         inner_steps=training.inner_steps,

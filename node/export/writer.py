@@ -49,10 +49,7 @@ async def export(
     replace: bool = False,
     shard_bytes: int = layout.SHARD_BYTES,
 ) -> Export:
-    """Exports a route of a model, or `every` module, to a folder. Raises ConfigError, StateError.
-
-    Holds one module and one shard in memory.
-    """
+    """Exports a route of a model, or `every` module, to a folder, a shard at a time. Raises ConfigError, StateError."""
     manifest = source.signed.manifest
     if every and not manifest.stages.has_experts:
         raise ConfigError(f"run {manifest.name} has a single path", hint="Omit --all to export the whole model.")

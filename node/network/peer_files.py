@@ -73,11 +73,7 @@ def _given(session: NetworkSession, about: QuestionAbout, content: bytes | None)
 async def _fetched(
     session: NetworkSession, about: QuestionAbout, pieces: int, checked: Callable[[bytes], File], patience_s: float
 ) -> File:
-    """Downloads a file of at most `pieces` pieces; never asks a peer again that sent a wrong file.
-
-    Args:
-        checked: returns the parsed file. Raises StateError if it is not the one that the manifest names.
-    """
+    """Downloads a file of at most `pieces` pieces, `checked` (StateError); asks no peer again that sent a wrong one."""
     liars = set[PeerId]()
 
     async def ask(peer: PeerId) -> File:

@@ -67,10 +67,7 @@ LIMITS: Final = "limits"
 
 
 class Pauses:
-    """Whether the node is paused, and why. A paused node stays in the run without a module.
-
-    `by`: who pauses it, its owner or the limits. The node resumes once nobody does.
-    """
+    """Whether the node is paused, by its owner or the limits. A paused node stays in the run without a module."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}

@@ -146,10 +146,7 @@ def _name(peer: PeerStatus) -> str:
 
 
 class RunPage:
-    """The page's state: the latest picture, and the browsers that wait for the next one.
-
-    `verbs`: what the page's user may ask of the node, such as `leave`.
-    """
+    """The page's state: the latest picture, browsers that wait for the next one, and what they may ask (`verbs`)."""
 
     def __init__(self, **verbs: Callable[[], None]) -> None:
         self._verbs = verbs

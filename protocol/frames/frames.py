@@ -217,8 +217,6 @@ LEAST_CHUNK_BYTES: Final = 64 * 1024
 
 def chunk_bytes_for(goodput_bytes_per_s: float, most: int) -> int:
     """Returns the chunk size for a transfer: bytes that the link carries in CHUNK_S, as a power of two in bounds."""
-    if goodput_bytes_per_s <= 0:
-        return most
     carried = int(min(goodput_bytes_per_s * CHUNK_S, most))
     return min(most, max(LEAST_CHUNK_BYTES, 1 << max(0, carried.bit_length() - 1)))
 
@@ -305,13 +303,12 @@ class Arrival:
 class Assembly(Arrival):
     """Incoming tensor that was admitted and is reassembled from its chunks in `buffer`."""
 
-    __slots__ = ("_target", "buffer", "deadline", "progressed_at")
+    __slots__ = ("_target", "buffer", "deadline")
 
-    def __init__(self, frame: TensorFrame, buffer: memoryview, now: float, deadline: float) -> None:
+    def __init__(self, frame: TensorFrame, buffer: memoryview, deadline: float) -> None:
         super().__init__(frame)
         self.buffer = buffer
         self._target = buffer.cast("B")
-        self.progressed_at = now
         self.deadline = deadline
 
     def add(self, chunk: Chunk) -> None:

@@ -240,6 +240,7 @@ class Inbox:
     stall_after_s: float
     slowest_bytes_per_s: float
     _arrivals: dict[int, frames.Arrival] = field(default_factory=dict, init=False)
+    _progressed_at: float = field(default=0.0, init=False)  # On a slow link tensors take turns for many seconds
 
     def owns(self, transfer: int) -> bool:
         """Whether the peer may use this transfer number: odd for the dialling peer, even for the other."""
@@ -261,9 +262,9 @@ class Inbox:
             return
         if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
             raise SkipstoneError(f"the handler gave {admitted.nbytes} bytes for {frame.tensor.byte_length} bytes")
-        now = self.clock.monotonic()
-        deadline = now + self.stall_after_s + admitted.nbytes / self.slowest_bytes_per_s
-        self._arrivals[number] = frames.Assembly(frame, admitted, now, deadline)
+        self._progressed_at = self.clock.monotonic()
+        deadline = self._progressed_at + self.stall_after_s + admitted.nbytes / self.slowest_bytes_per_s
+        self._arrivals[number] = frames.Assembly(frame, admitted, deadline)
 
     def add(self, chunk: frames.Chunk) -> frames.TensorFrame | None:
         """Adds a chunk to its tensor. Returns the header of an admitted, complete tensor. Raises ProtocolViolation."""
@@ -275,7 +276,7 @@ class Inbox:
             del self._arrivals[chunk.transfer]
         if not isinstance(arrival, frames.Assembly):
             return None
-        arrival.progressed_at = self.clock.monotonic()
+        self._progressed_at = self.clock.monotonic()
         if not arrival.complete:
             return None
         self.handler.received(self.peer, arrival.frame.message, arrival.frame.tensor, arrival.buffer)
@@ -287,21 +288,21 @@ class Inbox:
             self._break_off(arrival, Unreachable(f"{short(self.peer)} cancelled transfer {transfer}"))
 
     def break_off_slow(self) -> None:
-        """Cancels incoming tensors that stall or miss their deadline, and returns their buffers to the handler."""
+        """Cancels incoming tensors that miss their deadline, or all if they stall; returns their buffers."""
         now = self.clock.monotonic()
         for number, arrival in list(self._arrivals.items()):
             if not isinstance(arrival, frames.Assembly) or self._arrivals.get(number) is not arrival:
                 continue  # a reply may end the link, and with it all transfers
-            if now > arrival.deadline or now - arrival.progressed_at > self.stall_after_s:
+            if now > arrival.deadline or now - self._progressed_at > self.stall_after_s:
                 self._arrivals[number] = arrival.swallowing_the_rest()
                 self.reply(frames.Cancel(number))
                 self._break_off(arrival, Stalled(f"transfer {number} from {short(self.peer)} made too little progress"))
 
     def forgive(self, seconds: float) -> None:
         """Extends the deadlines of all incoming tensors by the seconds for which this process was suspended."""
+        self._progressed_at += seconds
         for arrival in self._arrivals.values():
             if isinstance(arrival, frames.Assembly):
-                arrival.progressed_at += seconds
                 arrival.deadline += seconds
 
     def close(self, error: PeerError) -> None:

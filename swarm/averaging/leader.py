@@ -339,7 +339,7 @@ class Leader:
             return None
         return self._convicted(worst, accusers[worst], "its parts did not arrive")
 
-    def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:
+    def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> Verdict:
         # Members that accuse the leader cannot receive its shard, so they are excluded, unless it would be left alone.
         if accused == self._own and self.roster is not None and 2 * len(accusers) >= len(self.roster.members):
             return GivenUp(f"{len(accusers)} of {len(self.roster.members)} members accuse us: {why}")

@@ -165,10 +165,7 @@ def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attemp
 
 
 def exchange_pace(rules: RoundRules, signed: SignedRoster, own: float) -> tuple[float, float]:
-    """Returns the bytes per second of a round's slowest link, and the seconds that its exchange of float32 may take.
-
-    All members depend on the slowest one's pieces. `own`: goodput of our best link; 0: unknown.
-    """
+    """Returns the bytes per second of a round's slowest link, and the longest time of its exchange in seconds."""
     entries = {entry.peer: entry for entry in signed.entries}
     slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
     sent = exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt)

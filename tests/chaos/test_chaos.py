@@ -1,5 +1,4 @@
-"""One of the scenarios of `skipstone chaos`, through the command, with everything that it judges. The others are for
-`skipstone chaos all`."""
+"""One scenario of `skipstone chaos`, through the command. The others: `skipstone chaos all`."""
 
 import json
 import os

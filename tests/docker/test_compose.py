@@ -1,5 +1,4 @@
-"""The swarm of the compose file trains on a real engine, and goes on when a container is killed, one is added, and all
-are restarted."""
+"""The compose file's swarm trains on a real engine, and goes on when containers are killed, added, restarted."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class Lab:
         _run("docker", "kill", container)
 
     def heard(self, started_after: float = 0.0) -> Heard:
-        """Reads the event logs, through any container that runs, of the nodes that were started after that time (Unix,
-        seconds)."""
+        """Reads, through any running container, the event logs of nodes started after that Unix time."""
         steps, inner_steps = 0, Counter[str]()
         for event in self._events(started_after):
             if isinstance(event, Step):

@@ -100,8 +100,7 @@ class RoundWatch:
         return await self.until(find)
 
     def digests(self, peers: frozenset[str]) -> dict[int, set[str]]:
-        """The digests that these replicas have held, by round, from the first round that all of them have held in
-        common: before, each may have stepped alone for a moment."""
+        """The digests of these replicas by round, from the first round that all have held in common."""
         holders: dict[int, dict[str, set[str]]] = {}
         for stand in self.stands:
             if stand.peer in peers:

@@ -1,5 +1,4 @@
-"""Over links that are too slow for what the stages compute, real processes compress what they send; over fast ones they
-do not."""
+"""Real processes compress what they send over links that are too slow, and nothing over fast ones."""
 
 import asyncio
 import sys

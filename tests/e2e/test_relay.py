@@ -100,8 +100,7 @@ async def test_a_node_that_nobody_can_dial_averages_and_then_serves_its_stage_al
 
 
 async def is_called(network: homes.HomeNetwork, link: str, home: homes.WatchedNode, swarm: LocalSwarm) -> None:
-    """It finds that it cannot be dialled, announces whom it holds on to, and a visitor that it has no link to gets an
-    answer."""
+    """It cannot be dialled, announces whom it holds on to, and an unlinked visitor gets an answer."""
     reached = await home.reached()
     assert (reached.step, reached.address) == ("reverse", ""), reached
     assert "2 of 2 peers could not connect" in reached.reason

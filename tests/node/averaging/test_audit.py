@@ -91,8 +91,7 @@ def certain(here: Hall, peer: PeerId) -> set[PeerId]:
 
 
 async def work(here: Hall, number: int) -> None:
-    """A round of those who are still invited, and the audits after it. Who shuns a liar that others still follow may
-    have to catch up."""
+    """A round of those still invited, and its audits. Who shuns a liar that others follow may have to catch up."""
     before = {replica.peer: replica.anchor.version.round for replica in here.replicas.values()}
     honest = [replica for replica in here.replicas.values() if replica.peer != LIAR]
     step = 0

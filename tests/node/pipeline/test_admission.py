@@ -117,8 +117,7 @@ def test_a_module_that_was_hosted_once_is_no_violation_but_not_hosted() -> None:
 
 
 def test_the_rule_for_paths_is_about_training() -> None:
-    """The whole model may be measured, each stage once, and in order: the rules are no way to keep a microbatch going
-    to and fro."""
+    """The whole model may be measured, each stage once, and in order."""
     manifest = small_manifest(stages__per_path=1)
     rules = Admission(manifest, A, ModuleId(1), signed, signed)
     measured = replace(forward(), purpose=Purpose.EVALUATE)

@@ -1,5 +1,4 @@
-"""Codecs for tensors of any shape, float32 and bfloat16: bytes worked out by hand, error bounds, what is sent apart,
-what falls back."""
+"""Codecs for tensors of any shape, float32 and bfloat16: bytes worked out by hand, error bounds, outliers."""
 
 import math
 import struct

@@ -1,5 +1,4 @@
-"""Certificates of every kind, good and bad, made a second time and after docs/protocol.md, not with the code under
-test."""
+"""Certificates of every kind, good and bad, made after docs/protocol.md without the code under test."""
 
 import hashlib
 from dataclasses import replace

@@ -285,8 +285,7 @@ def test_goodput_is_told_by_the_pongs_behind_whole_tensors() -> None:
 def over_a_line(
     goodput: Goodput, sizes: list[int], rate: float, round_trip_s: float, at_once: int, now: float
 ) -> float:
-    """Sends over a line that takes `rate` bytes a second, keeping `at_once` tensors under way; gives the time of the
-    last answer."""
+    """Sends over a line of `rate` bytes a second, `at_once` tensors under way; gives the time of the last answer."""
     free, waiting = now, list(enumerate(sizes))
     answers: list[tuple[float, int]] = []
     while waiting or answers:

@@ -519,6 +519,16 @@ async def test_a_transfer_that_stands_still_gives_its_buffer_back() -> None:
         assert server.handler.downs == []
 
 
+async def test_a_transfer_whose_turn_has_not_come_is_not_broken_off() -> None:
+    async with server_and_honest(stall_after_s=0.3) as (server, _), attack(server) as (hostile, stream):
+        for number in (1, 3):
+            await stream.say(replace(header_of(hostile, server, number), chunk_count=64))
+        for index in range(10):
+            await stream.say(frames.encode_chunk(1, index, memoryview(bytes(4096))))
+            await asyncio.sleep(0.1)
+        assert server.handler.broken == []
+
+
 async def test_a_transfer_that_trickles_cannot_hold_its_buffer_for_ever() -> None:
     """It makes progress all the time, but at 16 KiB a second 256 KiB are not to take longer than 16 s; here, 0.5 s."""
     settings = {"stall_after_s": 0.3, "slowest_bytes_per_s": 2.0**21}

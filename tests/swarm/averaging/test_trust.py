@@ -77,8 +77,7 @@ def test_who_is_odd_itself_or_contributes_nothing_slanders_nobody() -> None:
 
 
 def left_over(members: int, cosine: float, stretch: float) -> float:
-    """Length of `stretch` times the sum of equal updates of length 1 with this cosine between each two, less those of
-    all but the reducer."""
+    """Length of `stretch` times the sum of equal updates with this cosine, less those of all but the reducer."""
     own, others = stretch, stretch - 1.0
     count = members - 1
     squares = own**2 + count * others**2

@@ -1,5 +1,4 @@
-"""The mildest codec that a link carries: never milder than it can, never harder than the run allows, steady when the
-link varies a little."""
+"""The mildest codec that a link carries, within what the run allows, and steady if the link varies a little."""
 
 import pytest
 from hypothesis import given

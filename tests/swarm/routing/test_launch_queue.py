@@ -1,5 +1,4 @@
-"""Texts of a run with experts: each goes by its route, to the next best expert where its own is not served, and none
-waits behind another."""
+"""Texts go by their routes, to the next best expert if their own is not served, and none waits behind another."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
