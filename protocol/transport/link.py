@@ -328,7 +328,7 @@ def receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
 
 
 IDLE_BYTES: Final = 1024  # Bytes per ping period, both directions, up to which a link is idle
-IDLE_PERIODS: Final = 15  # Ping periods after which an idle link, on which nothing waits, is pinged less often
+IDLE_PERIODS: Final = 15  # Ping periods without traffic after which a link is pinged less often
 IDLE_TIMES: Final = 4.0
 ROUND_TRIP_WEIGHT: Final = 1 / 8  # RFC 6298, section 2
 HORIZON_S: Final = 1.0  # Busy time after which a measurement's weight is 1/e, in seconds

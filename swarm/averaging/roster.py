@@ -169,7 +169,7 @@ def exchange_pace(rules: RoundRules, signed: SignedRoster, own: float) -> tuple[
     entries = {entry.peer: entry for entry in signed.entries}
     slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
     sent = exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt)
-    return slowest, GRACE_S + SLACK * sent / slowest
+    return slowest, GRACE_S + SLACK * sent / rules.piece_bytes * rules.piece_s(slowest)
 
 
 def objection(rules: RoundRules, signed: SignedRoster, own: Entry, signer: Signer) -> str | None:

@@ -9,6 +9,7 @@ from swarm.vocabulary.averaging_messages import Entry, Roster, RoundControl, Rou
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
 ASSUMED_BANDWIDTH = 2.0**20  # Bytes per second of an unmeasured link
+LONGEST_PIECE_S = 16.0  # Of 4 MiB at 2 Mbit/s: a member that is slow on purpose must not hold up rounds for long
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class RoundRules:
 
     def piece_s(self, bandwidth: float) -> float:
         """Returns the seconds in which a piece, and a short message behind it, arrive. Bandwidth 0: unknown."""
-        return self.piece_bytes / (bandwidth or ASSUMED_BANDWIDTH)
+        return min(LONGEST_PIECE_S, self.piece_bytes / (bandwidth or ASSUMED_BANDWIDTH))
 
 
 class Signer(Protocol):

@@ -118,8 +118,7 @@ def forged(scene: Siege, persona: Persona, path: Path, position: int, number: in
 async def heard_out(
     scene: Siege, to: Contact, numbers: range, position: int, data: bytes, announced: bool = True
 ) -> AsyncIterator[Stranger]:
-    """Sends forgeries on links of their own, each as if the stranger were the hop before `position` of the path (of
-    the data node: the last one). Yields the strangers whose links did not end meanwhile."""
+    """Sends forgeries as the hop before `position` (the last one). Yields strangers whose links did not end."""
     targets, data_node = scene.targets, scene.targets.data_node.peer
     for number, turn in product(numbers, range(2)):
         persona = targets.persona()

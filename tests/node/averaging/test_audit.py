@@ -71,8 +71,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Evidence], Eviden
 
 
 async def until_left_out(here: Hall, culprit: PeerId, rounds: int = 12, *, pairs: bool = False) -> None:
-    """Rounds are held until all others know the culprit for certain, or those who do hold rounds without it, in which
-    the rest have nothing to find out; nobody else is caught meanwhile. `pairs`: nor have two with the culprit."""
+    """Rounds until all others know the culprit, or hold rounds without it; nobody else is caught. `pairs`: nor two."""
     honest = set(here.replicas) - {culprit}
     for number in range(1, rounds + 1):
         await work(here, number)

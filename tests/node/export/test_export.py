@@ -103,8 +103,7 @@ def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
 def test_a_downloaded_folder_opens_nothing_here_and_one_s_own_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its manifest names text and a tokenizer that may be anybody's; who has signed it with this machine's key has
-    named them himself."""
+    """Its manifest names anybody's text and tokenizer, unless it is signed with this machine's key."""
     monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)

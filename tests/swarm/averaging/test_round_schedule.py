@@ -30,6 +30,7 @@ from swarm.averaging.trust import (
     mark_of,
     measured_of,
     rates,
+    slowest_bytes_per_s,
 )
 from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster, WorkRow, WorkTally
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
@@ -297,6 +298,8 @@ def test_who_is_faster_by_what_others_measured_reduces_more_and_one_accomplice_l
     entries = {by: replace(entry(100, peer=by), measured=measured_of(rates, BASE)) for by, rates in said.items()}
     assert rates(entries) == {A: 8, B: 10, C: 10}
     assert rates({A: entry(100)}) == {}
+    entries[C] = replace(entries[C], measured=measured_of({A: 4.0, B: 4.0}, BASE))
+    assert slowest_bytes_per_s(entries) == 4.0**8, "one that calls the others slow holds nobody up"
 
 
 def test_an_entry_tells_of_some_links_where_there_are_many() -> None:
