@@ -12,8 +12,10 @@ from swarm.vocabulary.types import Path, PeerId, Reasoned, Route
 def by_the_ring(
     self: Planner, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float, **_others: object
 ) -> Reasoned[Path | NoReplica]:
-    """In place of the choice by prices."""
-    return self.plan_through(ring_stages(self.rules, number), route, in_flight, now)
+    """In place of the choice by prices. Waits for all stages: else a text whose stages start first goes first."""
+    whole = self.plan_through(range(1, self.rules.stages), route, in_flight, now)
+    ring = self.plan_through(ring_stages(self.rules, number), route, in_flight, now)
+    return whole if isinstance(whole.value, NoReplica) else ring
 
 
 def zero(below: int) -> int:

@@ -72,7 +72,6 @@ SLOW = Shape(
     bandwidth=(9_000.0, 11_000.0),
     prepare_s=(0.02,),
 )
-"""The exchange takes some seconds."""
 NOTICED_S = 5.0
 
 
