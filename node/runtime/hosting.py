@@ -67,7 +67,7 @@ LIMITS: Final = "limits"
 
 
 class Pauses:
-    """Whether the node is paused, by its owner or the limits. A paused node stays in the run without a module."""
+    """Whether its owner or the limits pause the node. A paused node stays in the run without a module."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}

@@ -146,7 +146,7 @@ def _name(peer: PeerStatus) -> str:
 
 
 class RunPage:
-    """The page's state: the latest picture, browsers that wait for the next one, and what they may ask (`verbs`)."""
+    """State of the page: the latest picture, the waiting browsers, and `verbs`, what it may ask of the node."""
 
     def __init__(self, **verbs: Callable[[], None]) -> None:
         self._verbs = verbs

@@ -201,11 +201,11 @@ class Leader:
 
     def _awaited(self, invitee: Invitee, now: float) -> bool:
         waited = now - self._opened
-        # Links may be full of pieces: of the last attempt, of state that somebody downloads, or of microbatches.
+        # Messages queue behind pieces of the last attempt, downloads of state, and microbatches.
         behind_piece_s = self._rules.piece_s(self._slowest)
         if invitee.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not invitee.silent(now, self._rules.silence_s + behind_piece_s)
-        patience_s = self._rules.answer_s + behind_piece_s
+        patience_s = self._rules.answer_s + (behind_piece_s if invitee.answer is Answer.NONE else 0.0)
         if invitee.lost:
             patience_s /= 2
         elif invitee.late:
@@ -340,7 +340,7 @@ class Leader:
         return self._convicted(worst, accusers[worst], "its parts did not arrive")
 
     def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> Verdict:
-        # Members that accuse the leader cannot receive its shard, so they are excluded, unless it would be left alone.
+        # Members that accuse the leader cannot receive its shard: they are excluded, or it gives up if they are half.
         if accused == self._own and self.roster is not None and 2 * len(accusers) >= len(self.roster.members):
             return GivenUp(f"{len(accusers)} of {len(self.roster.members)} members accuse us: {why}")
         if accused == self._own or accusers <= self._doubted:

@@ -165,7 +165,10 @@ def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attemp
 
 
 def exchange_pace(rules: RoundRules, signed: SignedRoster, own: float) -> tuple[float, float]:
-    """Returns the bytes per second of a round's slowest link, and the longest time of its exchange in seconds."""
+    """Returns the bytes per second of a round's slowest link, and the longest time of its exchange in seconds.
+
+    `own`: goodput of our best link; 0: unknown.
+    """
     entries = {entry.peer: entry for entry in signed.entries}
     slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
     sent = exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt)

@@ -164,7 +164,7 @@ def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tup
 
 
 def rates(entries: Mapping[PeerId, Entry], middle: Callable[[Sequence[int]], int] = median_low) -> dict[PeerId, int]:
-    """Returns each member's link rate (log4 of bytes/s): a median of what other members measured, here the lower."""
+    """Returns each member's link rate (log4 of bytes/s): by default the lower median of others' measurements."""
     said: dict[int, list[tuple[PeerId, int]]] = {}
     for by, entry in entries.items():
         for measured in entry.measured:

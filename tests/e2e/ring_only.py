@@ -14,8 +14,9 @@ def by_the_ring(
 ) -> Reasoned[Path | NoReplica]:
     """In place of the choice by prices. Waits for all stages: else a text whose stages start first goes first."""
     whole = self.plan_through(range(1, self.rules.stages), route, in_flight, now)
-    ring = self.plan_through(ring_stages(self.rules, number), route, in_flight, now)
-    return whole if isinstance(whole.value, NoReplica) else ring
+    if isinstance(whole.value, NoReplica):
+        return whole
+    return self.plan_through(ring_stages(self.rules, number), route, in_flight, now)
 
 
 def zero(below: int) -> int:

@@ -69,8 +69,7 @@ def test_stage_0_without_blocks_only_embeds() -> None:
 
 
 def test_a_document_costs_its_products_and_the_pairs_of_its_tokens() -> None:
-    """Two operations for every weight of a block, and 2 x hidden for each of the d^2 / 2 pairs in scores and again in
-    the mean of values; in tokens without attention."""
+    """Two operations a weight, and 2 x hidden for each of d^2 / 2 pairs, twice; in tokens without attention."""
     manifest = small_manifest()
     stack = build_block_stack(manifest, ModuleId(2))
     weights = sum(parameter.numel() for parameter in stack.parameters() if parameter.dim() == 2)
