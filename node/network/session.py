@@ -192,7 +192,8 @@ class MembershipSync:
             return parse_status(answer)
         except (Unreachable, Stalled) as error:
             log.debug("%s does not answer: %s", peer, error)
-            if not is_greeting:  # silence has no consequence then: a cut network would cost all replicas
+            # Silence at a greeting has no consequence: a cut network would cost all replicas.
+            if isinstance(error, Unreachable) or not is_greeting:
                 self.membership.give_up(peer, self.own.clock.monotonic())
                 self.changed.set()
         except PeerError as error:

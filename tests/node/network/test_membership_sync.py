@@ -166,6 +166,9 @@ async def test_replicas_known_by_name_only_are_greeted_a_few_at_a_time(
     there.links.outcome.set_exception(Stalled("no answer"))
     await until(lambda: set(there.links.asked) == {each.peer for each in names})
     assert all(there.may_use(each) for each in (linked, *names)), "nobody is given up for silence"
+    there.links.outcome = asyncio.Future()
+    there.links.outcome.set_exception(GONE)  # nobody listens there: the replica ended before we knew it
+    await until(lambda: not any(there.may_use(each) for each in names))
 
 
 async def test_a_peer_whose_link_broke_is_asked_at_once_and_given_up_without_an_answer(there: Place) -> None:
@@ -198,8 +201,7 @@ async def test_a_peer_that_answers_was_only_cut_off_and_is_asked_once_for_an_out
     there.links.outcome.set_result(b"{}")
     await asyncio.sleep(0)
     assert there.may_use(other)
-    changes = [event.change for event in there.events.events if isinstance(event, PeerChange)]
-    assert changes == ["up", "down", "up"]
+    assert [each.change for each in there.events.events if isinstance(each, PeerChange)] == ["up", "down", "up"]
 
 
 async def test_nobody_can_speak_for_another(there: Place) -> None:
@@ -265,8 +267,7 @@ async def test_a_directory_that_is_out_of_reach_is_asked_again(there: Place) -> 
         there.membership_sync._look_now.set()
         await until(lambda before=before: there.store.look_ups > before)
         before = there.store.look_ups
-    there.store.error = None
-    published = len(there.store.published)
+    there.store.error, published = None, len(there.store.published)
     there.membership_sync.announce()
     await until(lambda: len(there.store.published) > published)
 
@@ -294,9 +295,8 @@ async def test_proof_that_another_process_has_our_key_ends_the_node() -> None:
     await asyncio.sleep(0)
     assert not running.done(), "a record of a former life, of somebody else, or our own proves nothing"
     there.membership_sync.announced(told_by.peer, twin.record())
-    with pytest.raises(
-        IdentityError, match=r"another node with this key .* is already in the run at 127.0.0.1:4000"
-    ) as told:
+    said = r"another node with this key .* is already in the run at 127.0.0.1:4000"
+    with pytest.raises(IdentityError, match=said) as told:
         await running
     assert told.value.exit_code == 78
     assert "--identity FILE" in told.value.hint
