@@ -170,11 +170,7 @@ class ModuleRounds:
         self.runner = RoundRunner(own.peer, module, self._machine, self._store, self._replica_sync, means, self)
         self._donor = Donor(module, self._store, own.clock, session.transport, context.start)
         self._downloads = StateDownloads(
-            session,
-            module,
-            self._store,
-            self.reports.progressed,
-            self.runner.gave_other_state,
+            session, module, self._store, self.reports.progressed, self.runner.gave_other_state
         )
         self._ready = False
         self._resumed: AnchorVersion | None = None
@@ -358,12 +354,7 @@ class _Fetch:
         self._first = first_version(manifest, module)
         self._reports = RoundReports(session.own.peer, module, session.own.clock, context.events)
         self._random = Random()  # noqa: S311 - spreads the load over donors; no secret
-        self._downloads = StateDownloads(
-            session,
-            module,
-            FreshSpace(self._layout),
-            self._reports.progressed,
-        )
+        self._downloads = StateDownloads(session, module, FreshSpace(self._layout), self._reports.progressed)
 
     async def anchor(self) -> Anchor:
         await self._context.session.membership_sync.looked.wait()

@@ -193,3 +193,5 @@ def export(
     else:
         files = counted(done.files, "file")
         typer.echo(f"{done.path}: run {done.run[:12]}, {count(done.size_bytes)} bytes of parameters in {files}")
+        if (done.path / "modeling_skipstone.py").exists():
+            typer.echo("  transformers loads it with trust_remote_code=True, since its blocks have rows of tokens")

@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from node.cli.options import (
-    NewLinks,
-    keep_link,
-    keep_run,
-    manifest_file,
-    require_writable,
-    run_link,
-    with_options,
-)
+from node.cli.options import NewLinks, keep_link, keep_run, manifest_file, require_writable, run_link, with_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, counted, harmless

@@ -36,8 +36,7 @@ class ManifestChanges:
         str | None,
         "data.source",
         typer.Option(
-            "--data",
-            help="Text: path:FILE-OR-FOLDER[:COLUMN] or huggingface:NAME[:...] [default: python-stdlib]",
+            "--data", help="Text: path:FILE-OR-FOLDER[:COLUMN] or huggingface:NAME[:...] [default: python-stdlib]"
         ),
     ] = None
     revision: Annotated[

@@ -28,14 +28,7 @@ from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPac
 from node.data.row_files import Row, encoding_problem
 from node.data.sources import FileStream, LocalSource, open_source
 from node.data.tokenizers import open_tokenizer
-from node.experts.router import (
-    DocumentRouter,
-    Router,
-    document_router,
-    documents_to_fit,
-    fit_router,
-    router_digest,
-)
+from node.experts.router import DocumentRouter, Router, document_router, documents_to_fit, fit_router, router_digest
 from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, manifest_from_table
 from swarm.vocabulary.errors import ConfigError, SkipstoneError
 from swarm.vocabulary.types import MicrobatchId, PeerId

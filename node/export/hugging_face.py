@@ -1,6 +1,7 @@
 """Files of an exported folder, and their contents.
 
 config.json, generation_config.json          LlamaConfig and defaults of `generate`
+modeling_skipstone.py                        the model's code, for `model.token_rank`
 model.safetensors                            all parameters in float32, or
 model-00001-of-00003.safetensors, ...        several such files, and
 model.safetensors.index.json                 the file of each parameter
@@ -19,6 +20,7 @@ of GPT-2 (Radford et al. 2019).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -37,6 +39,7 @@ GENERATION_CONFIG: Final = "generation_config.json"
 INDEX: Final = "model.safetensors.index.json"
 MANIFEST: Final = "manifest.toml"
 ORIGIN: Final = "skipstone.json"
+MODELING: Final = "modeling_skipstone"
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 
@@ -136,10 +139,12 @@ Json = dict[str, Any]
 
 def model_config(manifest: Manifest, modules: Sequence[ModuleId], special: Json) -> Json:
     """Returns the content of `config.json` with the keys of `special` tokens. Parameters are always float32."""
-    model = manifest.model
+    model, with_rows = manifest.model, manifest.model.token_rank > 0
+    classes = {"AutoConfig": f"{MODELING}.SkipstoneConfig", "AutoModelForCausalLM": f"{MODELING}.SkipstoneForCausalLM"}
     return {
-        "architectures": [f"{model.family.capitalize()}ForCausalLM"],
-        "model_type": model.family,
+        "architectures": [f"{'Skipstone' if with_rows else model.family.capitalize()}ForCausalLM"],
+        "model_type": "skipstone" if with_rows else model.family,
+        **({"auto_map": classes, "token_rank": model.token_rank} if with_rows else {}),
         "vocab_size": model.vocabulary,
         "hidden_size": model.hidden,
         "intermediate_size": model.feed_forward,
@@ -201,7 +206,9 @@ def token_files(manifest: Manifest, modules: Sequence[ModuleId], tokenizer: Toke
         # The byte tokenizer reads no end-of-document token in text.
         "split_special_tokens": manifest.data.tokenizer == "bytes",
     }
-    own_files = {CONFIG: model_config(manifest, modules, special), GENERATION_CONFIG: generation}
+    own_files: Json = {CONFIG: model_config(manifest, modules, special), GENERATION_CONFIG: generation}
+    if manifest.model.token_rank:
+        own_files[f"{MODELING}.py"] = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
     return {TOKENIZER_CONFIG: tokenizer_config, **files, **own_files}
 
 

@@ -14,17 +14,7 @@ from torch import Tensor
 from node.checkpoint.folder import opened_tensors
 from node.data.files import read_named, read_table
 from node.experts.router import DocumentRouter, Router, document_router, load_router
-from node.export.hugging_face import (
-    CONFIG,
-    FORMAT,
-    MANIFEST,
-    ORIGIN,
-    at_full_width,
-    full_width,
-    model_config,
-    module_file,
-    shard_files,
-)
+from node.export import hugging_face as layout
 from node.model.decoder import Decoder, decoder_bytes
 from node.model.initialization import digest_of_tensors
 from node.model.shapes import Shape, names_in_part, parameter_bytes, parameter_shapes
@@ -57,9 +47,9 @@ async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
     """Reads a module for `full_width`; checks names, shapes, values. Raises StateError, errors of `source.module`."""
     parameters, manifest = await source.module(module), source.signed.manifest
     if isinstance(source, ExportedSource):
-        manifest = full_width(manifest)
+        manifest = layout.full_width(manifest)
     await asyncio.to_thread(_check, manifest, module, parameters)
-    return await asyncio.to_thread(at_full_width, manifest, parameters)
+    return await asyncio.to_thread(layout.at_full_width, manifest, parameters)
 
 
 def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, ...]:
@@ -144,7 +134,7 @@ class RoutedModel:
 
     async def decoder(self, route: Route | None) -> Decoder:
         """Returns a route's Decoder; loads only modules not loaded before. Raises SkipstoneError."""
-        manifest, modules = full_width(self._source.signed.manifest), path_modules(self._source, route)
+        manifest, modules = layout.full_width(self._source.signed.manifest), path_modules(self._source, route)
         require_memory(manifest, tuple({*self.read, *modules}))  # modules of earlier paths stay in memory
         for module in modules:
             if module not in self.read:
@@ -192,32 +182,32 @@ class ExportedSource:
     """ModuleSource of an exported folder. Raises ConfigError, ManifestError, StateError, CorruptSnapshot."""
 
     def __init__(self, path: Path) -> None:
-        origin = _undamaged(read_table, path / ORIGIN, _MAX_JSON_BYTES)
-        if origin.get("format") != FORMAT or not isinstance(origin.get("run"), str):
-            raise StateError(f"{path / ORIGIN} has an unknown format", hint="Export the model again with this version.")
+        origin = _undamaged(read_table, path / layout.ORIGIN, _MAX_JSON_BYTES)
+        if origin.get("format") != layout.FORMAT or not isinstance(origin.get("run"), str):
+            raise StateError(f"{path / layout.ORIGIN} has an unknown format", hint="Export the model again.")
         self.signed: SignedManifest = read_signed_manifest(
-            _undamaged(read_named, path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
+            _undamaged(read_named, path / layout.MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
         )
         by_module = origin.get("shards") == 0
         self._path = path
         digests, manifest = origin.get("modules"), self.signed.manifest
         if not isinstance(digests, dict):
-            raise StateError(f"{path / ORIGIN}: `modules` must map modules to digests")
+            raise StateError(f"{path / layout.ORIGIN}: `modules` must map modules to digests")
         self._digests: Mapping[str, Any] = digests
         self.modules = tuple(module for module in manifest.modules() if str(module) in digests)
         stages, there = list(range(manifest.stages.count)), sorted({module.stage for module in self.modules})
         if there[:1] != [0] or there != origin.get("only_stages", stages):
-            raise StateError(f"{path / ORIGIN}: `modules` lacks a stage", hint="Export the model again.")
+            raise StateError(f"{path / layout.ORIGIN}: `modules` lacks a stage", hint="Export the model again.")
         self._names = names_in_part(manifest, self.modules)
         if not by_module:  # an export of all experts has no config.json
-            _check_config(path / CONFIG, self.signed, self.modules)
+            _check_config(path / layout.CONFIG, self.signed, self.modules)
         self._files = None if by_module else _files_by_parameter(path, origin, manifest)
         for module in self.modules:
             for file, shapes in self._by_file(module).items():
                 check_header(file, {self._names[name]: shape for name, shape in shapes.items()})
 
     async def router(self) -> Router | None:
-        return await asyncio.to_thread(load_router, self._path / MANIFEST, self.signed.manifest)
+        return await asyncio.to_thread(load_router, self._path / layout.MANIFEST, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
         return await asyncio.to_thread(self._read_module, module)
@@ -230,7 +220,7 @@ class ExportedSource:
         if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):  # damage that the header does not show
             files = ", ".join(sorted(file.name for file in self._by_file(module)))
             raise CorruptSnapshot(
-                f"{self._path}: module {module} differs from the exported one. {files} or {ORIGIN} was damaged",
+                f"{self._path}: module {module} differs from the exported one. {files} or {layout.ORIGIN} was damaged",
                 hint="Export the model or copy the folder again.",
             )
         return tensors
@@ -238,7 +228,7 @@ class ExportedSource:
     def _by_file(self, module: ModuleId) -> dict[Path, dict[str, Shape]]:
         files: dict[Path, dict[str, Shape]] = {}
         if self._files is None:
-            return {self._path / module_file(module): dict(self._shapes(module))}
+            return {self._path / layout.module_file(module): dict(self._shapes(module))}
         for name, shape in self._shapes(module).items():
             if self._names[name] not in self._files:
                 raise StateError(
@@ -249,12 +239,12 @@ class ExportedSource:
         return files
 
     def _shapes(self, module: ModuleId) -> Mapping[str, Shape]:
-        return parameter_shapes(full_width(self.signed.manifest), module)
+        return parameter_shapes(layout.full_width(self.signed.manifest), module)
 
 
 def is_exported(path: Path) -> bool:
     """Tells whether `skipstone export` wrote the folder."""
-    return (path / ORIGIN).is_file()
+    return (path / layout.ORIGIN).is_file()
 
 
 def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifest) -> dict[str, Path]:
@@ -262,9 +252,9 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifes
     # Each file has at least one parameter.
     most = sum(len(parameter_shapes(manifest, module)) for module in manifest.modules())
     if not isinstance(count, int) or not 1 <= count <= most:
-        raise StateError(f"{path / ORIGIN}: `shards` must be a number from 1 to {most}")
+        raise StateError(f"{path / layout.ORIGIN}: `shards` must be a number from 1 to {most}")
     found: dict[str, Path] = {}
-    for file in shard_files(count):
+    for file in layout.shard_files(count):
         with opened_tensors(path / file) as opened:
             found |= dict.fromkeys(opened.keys(), path / file)
     return found
@@ -272,7 +262,10 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifes
 
 def _check_config(file: Path, signed: SignedManifest, modules: Sequence[ModuleId]) -> None:
     """Checks that config.json, which `transformers` reads, describes the same model as the manifest."""
-    found, wanted = _undamaged(read_table, file, _MAX_JSON_BYTES), model_config(signed.manifest, modules, special={})
+    found, wanted = (
+        _undamaged(read_table, file, _MAX_JSON_BYTES),
+        layout.model_config(signed.manifest, modules, special={}),
+    )
     for key in wanted:
         if found.get(key) != wanted[key]:
             raise StateError(

@@ -224,6 +224,21 @@ class FeedForward(nn.Module):
         return output
 
 
+class TokenRows(nn.Module):
+    """Trained rows of low rank that one block, or the head, adds to what it reads, one row per token."""
+
+    # The residual stream has room for only K numbers of a token. Gemma 3n has embeddings per layer, too.
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        size = section.vocabulary, section.token_rank
+        self.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))  # not initialised
+        self.spread = Linear(section.token_rank, section.hidden)
+
+    def forward(self, stream: Stream, dtype: torch.dtype) -> Stream:
+        own: Tensor = self.spread(self.embed_tokens(stream.tokens).to(dtype))
+        return stream._replace(rows=own if stream.rows is None else stream.rows + own)
+
+
 class Block(nn.Module):
     """A pre-norm transformer block. Maps hidden states [rows, tokens, channels] to the same shape."""
 
@@ -233,15 +248,13 @@ class Block(nn.Module):
         self.self_attn = Attention(section)
         self.post_attention_layernorm = RMSNorm(section.hidden, section.norm_epsilon)
         self.mlp = FeedForward(section)
+        self.token_rows = TokenRows(section) if section.token_rank else None
 
     def forward(
-        self,
-        hidden: Tensor,
-        angles: Angles,
-        documents: Documents = (),
-        past: Past | None = None,
-        stream: Stream = WIDE,
+        self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None, stream: Stream = WIDE
     ) -> Tensor:
+        if self.token_rows is not None:
+            stream = self.token_rows(stream, hidden.dtype)
         attended = self.self_attn(self.input_layernorm(stream.read(hidden)), angles, documents, past)
         hidden = stream.add(hidden, attended)
         return stream.add(hidden, self.mlp(self.post_attention_layernorm(stream.read(hidden))))

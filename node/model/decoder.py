@@ -56,13 +56,15 @@ class Decoder:
     @torch.inference_mode()
     def loss(self, microbatch: Microbatch) -> float:
         """Returns the microbatch's mean loss in nats per label."""
-        hidden = self._hidden(microbatch.tokens, documents=microbatch.documents)
-        return microbatch.per_label(float(self._head(hidden, microbatch.labels.to(self.device)).item()))
+        tokens = microbatch.tokens.to(self.device)
+        hidden = self._hidden(tokens, documents=microbatch.documents)
+        return microbatch.per_label(float(self._head(hidden, microbatch.labels.to(self.device), tokens).item()))
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
         """Returns the logits of every position: int64 [rows, tokens] to float32 [rows, tokens, vocabulary]."""
-        return self._head.logits(self._hidden(tokens))
+        tokens = tokens.to(self.device)
+        return self._head.logits(self._hidden(tokens), tokens)
 
     def no_past(self, capacity: int) -> list[Past]:
         return [Past(capacity) for _ in self._blocks]
@@ -70,15 +72,15 @@ class Decoder:
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int], past: Sequence[Past]) -> Tensor:
         """Appends tokens to `past` (raises as `Past.extend`). Returns the next token's logits, float32 on the CPU."""
-        hidden = self._hidden(torch.tensor([list(tokens)], dtype=torch.int64), past)
-        return self._head.logits(hidden[0, -1]).cpu()
+        given = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
+        return self._head.logits(self._hidden(given, past)[0, -1], given[0, -1]).cpu()
 
     def _hidden(self, tokens: Tensor, past: Sequence[Past] | None = None, documents: tuple[int, ...] = ()) -> Tensor:
         """Returns the last block's output, [rows, tokens, channels]."""
-        hidden = self._body.embed(tokens.to(self.device))
+        hidden = self._body.embed(tokens)
         pasts: Sequence[Past | None] = [None] * len(self._blocks) if past is None else past
         angles = self._body.rotary(tokens.shape[1], documents, past[0].length if past else 0, hidden.dtype)
-        stream = self._body.residual.stream(hidden)
+        stream = self._body.residual.stream(hidden, tokens)
         for block, own in zip(self._blocks, pasts, strict=True):
             hidden = block(hidden, angles, documents, own, stream)
         return hidden

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from node.model.blocks import RMSNorm, packed_weights
 from node.model.optimizers.packed import Floats
 from node.model.residual import SMALL
-from node.model.shapes import EMBEDDING, HEAD, writes
+from node.model.shapes import EMBEDDING, HEAD, has_row_per_token, writes
 
 _CHUNK: Final = 2**20  # Integers drawn at a time (8 MiB)
 _SUM_MEAN: Final = 4 * 65_535 // 2
@@ -45,7 +45,7 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int, gain
 
 def standard_deviation(name: str, fan_in: int, total_blocks: int, gain: float = 1.0) -> float:
     """Returns a weight's initial deviation: 1/sqrt(fan_in), less for outputs to the residual stream (GPT-2's rule)."""
-    if name in (EMBEDDING, HEAD):
+    if name == HEAD or has_row_per_token(name):
         return SMALL * gain if name == EMBEDDING else SMALL
     deviation = 1 / math.sqrt(fan_in)
     return gain * deviation / math.sqrt(2 * total_blocks) if writes(name) else deviation

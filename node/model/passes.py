@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
-from node.model.blocks import Block, Documents, Linear, RMSNorm, Rotary
+from node.model.blocks import Block, Documents, Linear, RMSNorm, Rotary, TokenRows
 from node.model.initialization import initialise
+from node.model.optimizer import fold
 from node.model.optimizers.packed import NarrowCopy
 from node.model.residual import Residual
 from node.model.shapes import EMBEDDING
@@ -201,30 +202,40 @@ class HeadPart(nn.Module):
         super().__init__()
         self.residual = Residual(section, seed)
         self.model = nn.ModuleDict({"norm": RMSNorm(section.hidden, section.norm_epsilon)})
+        if section.token_rank:
+            self.model["token_rows"] = TokenRows(section)
         self.lm_head = Linear(section.hidden, section.vocabulary)
         self.logits_at_once = logits_at_once
 
     @property
-    def norm(self) -> RMSNorm:
-        norm = self.model["norm"]
-        assert isinstance(norm, RMSNorm)
-        return norm
+    def reader(self) -> "_HeadReader":
+        return _HeadReader(self.residual, self.model)
 
-    @property
-    def reader(self) -> nn.Module:
-        """Maps hidden states [..., channels] to the normed input of the LM head, [..., hidden]."""
-        return nn.Sequential(self.residual, self.norm)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Maps hidden states [..., channels] to float32 logits [..., vocabulary]."""
-        logits: Tensor = self.lm_head(self.reader(hidden))
+    def logits(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Maps hidden states [..., channels] to float32 logits [..., vocabulary]. `tokens`: see `Residual.stream`."""
+        logits: Tensor = self.lm_head(self.reader(hidden, tokens))
         return logits.float()
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Returns the mean loss in nats per token of [rows, tokens, channels], with int64 labels [rows, tokens]."""
-        normed = self.reader(hidden).flatten(0, -2)
+        normed = self.reader(hidden, tokens).flatten(0, -2)
         loss: Tensor = SummedLoss.apply(normed, self.lm_head.weight, labels.flatten(), self.logits_at_once)  # type: ignore[no-untyped-call]
         return loss / labels.numel()
+
+
+class _HeadReader(nn.Module):
+    """Maps hidden states [..., channels] to the normed input of the LM head, [..., hidden]."""
+
+    def __init__(self, residual: Residual, model: nn.ModuleDict) -> None:
+        super().__init__()
+        self.residual, self.model = residual, model
+
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        stream = self.residual.stream(hidden, tokens)
+        if "token_rows" in self.model:
+            stream = self.model["token_rows"](stream, hidden.dtype)
+        normed: Tensor = self.model["norm"](stream.read(hidden))
+        return normed
 
 
 def _layers(section: ModelSection, first: int, count: int) -> nn.ModuleDict:
@@ -391,25 +402,24 @@ class OneHead:
         wanted = labels.flatten()
 
         def added(factor: float) -> tuple[Tensor, Tensor]:
-            into = HeadSum(sums[1], factor / count) if sums else None
+            into = HeadSum(sums[-1], factor / count) if sums else None
             return loss_and_gradient(normed, matrix, wanted, head.logits_at_once, into)
 
         def take_back() -> None:
             if sums:
                 added(-weight)
-                sums[0].sub_(of_norm.parameters[0], alpha=weight)
+                fold(sums[:-1], of_reader.parameters, -weight)
 
         loss, gradient = added(weight)
         try:
-            of_norm = backward(reader, visit, gradient.div_(count).view_as(visit.result))
-            assert of_norm.source is not None
-            found = HeadVisit(float(loss.item()) / count, of_norm.source, take_back)
+            of_reader = backward(reader, visit, gradient.div_(count).view_as(visit.result))
+            assert of_reader.source is not None
+            found = HeadVisit(float(loss.item()) / count, of_reader.source, take_back)
         except BaseException:
             if sums:  # leave the sums as they were, so that a retry counts once
                 added(-weight)
             raise
-        if sums:
-            sums[0].add_(of_norm.parameters[0], alpha=weight)
+        fold(sums[:-1], of_reader.parameters, weight)
         return found
 
     def parameters_changed(self) -> None:
@@ -420,7 +430,8 @@ class OneHead:
     def _bounded(self) -> bool:
         """Tells whether the head's weights are too small to make logits or gradients overflow (by Cauchy-Schwarz)."""
         if self._is_bounded is None:
-            matrix, scale = self._head.lm_head.weight.detach(), self._head.norm.weight.detach()
+            scale = self._head.get_parameter("model.norm.weight").detach()
+            matrix = self._head.lm_head.weight.detach()
             length = torch.linalg.vector_norm(matrix) * torch.linalg.vector_norm(scale, ord=float("inf"))
             self._is_bounded = float(length.item()) * math.sqrt(matrix.shape[1]) < FAR_FROM_OVERFLOW
         return self._is_bounded

@@ -2,6 +2,7 @@
 
 Blocks read x [tokens, hidden] and write to c [tokens, K]. T, a fixed row for each token, and U, K orthonormal
 directions, follow from the run's seed. Hidden states are c and, as further channels, the bytes of the token's number.
+With `model.token_rank`, each block and the head add trained rows of their own to x (`node.model.blocks.TokenRows`).
 """
 
 import hashlib
@@ -28,15 +29,18 @@ _WORD: Final = 2**32 - 1
 class Stream(NamedTuple):
     """What blocks read from the hidden states of one microbatch, and how they add to them. Default: all of `hidden`."""
 
-    fixed: Tensor | None = None  # T of each token, [rows, tokens, hidden]
+    rows: Tensor | None = None  # Of each token: T and the block's own rows, [rows, tokens, hidden]
     directions: Tensor | None = None  # U, [K, hidden]
+    tokens: Tensor | None = None  # Token numbers, int64 [rows, tokens]
 
     def read(self, hidden: Tensor) -> Tensor:
-        if self.fixed is None or self.directions is None:
+        if self.rows is None:
             return hidden
+        if self.directions is None:
+            return hidden + self.rows
         count, width = self.directions.shape
         numbers = hidden[..., :count].reshape(-1, count)
-        return torch.addmm(self.fixed.view(-1, width), numbers, self.directions).view(self.fixed.shape)
+        return torch.addmm(self.rows.view(-1, width), numbers, self.directions).view(self.rows.shape)
 
     def add(self, hidden: Tensor, output: Tensor) -> Tensor:
         if self.directions is None:
@@ -48,7 +52,7 @@ WIDE: Final = Stream()
 
 
 class Residual(nn.Module):
-    """Constants of the residual stream. Maps hidden states [..., channels] to what blocks read, [..., hidden]."""
+    """Constants of the residual stream."""
 
     directions: Tensor | None
 
@@ -59,19 +63,18 @@ class Residual(nn.Module):
         rows = directions(seed, section.residual, section.hidden).to(self.dtype) if section.residual else None
         self.register_buffer("directions", rows, persistent=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.stream(hidden).read(hidden)
-
     def begin(self, embedded: Tensor, tokens: Tensor) -> Tensor:
         """Makes hidden states of embedded tokens [..., stream] and their int64 numbers [...]."""
         parts = [(tokens >> 8 * place) & 0xFF for place in range(self.section.token_bytes)]
         hidden = embedded.to(self.dtype)
         return torch.cat((hidden, torch.stack(parts, -1).to(self.dtype)), -1) if parts else hidden
 
-    def stream(self, hidden: Tensor) -> Stream:
+    def stream(self, hidden: Tensor, tokens: Tensor | None = None) -> Stream:
+        """Returns how to read these hidden states. `tokens` [...] are needed only at full width (see `full_width`)."""
         if self.directions is None:
-            return WIDE
-        return Stream(self.fixed(token_numbers(hidden.detach()[..., len(self.directions) :])), self.directions)
+            return Stream(tokens=tokens)
+        tokens = token_numbers(hidden.detach()[..., len(self.directions) :])
+        return Stream(self.fixed(tokens), self.directions, tokens)
 
     def fixed(self, tokens: Tensor) -> Tensor:
         """Returns T of int64 tokens [...] below the vocabulary: [..., hidden]."""

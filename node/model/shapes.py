@@ -12,6 +12,7 @@ from swarm.vocabulary.types import ModuleId
 Shape = tuple[int, ...]
 
 EMBEDDING: Final = "model.embed_tokens.weight"
+_ROWS: Final = "token_rows.embed_tokens.weight"  # Ends the name of a block's rows of low rank
 _WRITE: Final = ("self_attn.o_proj", "mlp.down_proj")
 HEAD: Final = "lm_head.weight"  # Name of the LM head if it is not tied to the embedding
 BYTES_PER_PARAMETER: Final = 4
@@ -31,8 +32,8 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
     }
     if module.stage:
         return layers
-    embedding = (model.vocabulary, model.stream)
-    ends = {EMBEDDING: embedding, **layers, "model.norm.weight": (model.hidden,)}
+    embedding, rows = (model.vocabulary, model.stream), {f"model.{name}": size for name, size in _rows(model).items()}
+    ends = {EMBEDDING: embedding, **layers, "model.norm.weight": (model.hidden,), **rows}
     return ends if model.tied_embeddings else {**ends, HEAD: (model.vocabulary, model.hidden)}
 
 
@@ -49,13 +50,17 @@ def writes(name: str) -> bool:
     return name.rpartition(".")[0].endswith(_WRITE)
 
 
+def has_row_per_token(name: str) -> bool:
+    return name == EMBEDDING or name.endswith(_ROWS)
+
+
 def is_block_matrix(name: str, shape: Shape) -> bool:
-    return len(shape) == 2 and name not in (EMBEDDING, HEAD)
+    return len(shape) == 2 and name != HEAD and not has_row_per_token(name)
 
 
 def has_eight_bits(name: str, shape: Shape) -> bool:
     """Tells whether AdamW may store a parameter's moments in 8 bits: a large matrix, but no embedding."""
-    return len(shape) == 2 and name != EMBEDDING and math.prod(shape) >= LEAST_ELEMENTS
+    return len(shape) == 2 and not has_row_per_token(name) and math.prod(shape) >= LEAST_ELEMENTS
 
 
 def demand_of(manifest: Manifest, module: ModuleId) -> float:
@@ -85,4 +90,10 @@ def _block_shapes(model: ModelSection) -> dict[str, Shape]:
         "mlp.gate_proj.weight": (wide, hidden),
         "mlp.up_proj.weight": (wide, hidden),
         "mlp.down_proj.weight": (model.stream, wide),
+        **_rows(model),
     }
+
+
+def _rows(model: ModelSection) -> dict[str, Shape]:
+    rank = model.token_rank
+    return {_ROWS: (model.vocabulary, rank), "token_rows.spread.weight": (model.hidden, rank)} if rank else {}

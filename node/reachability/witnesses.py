@@ -14,14 +14,7 @@ from node.network.session import address_towards
 from protocol.identity.signed_records import decode_announced
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
-from protocol.nat.dial_back import (
-    DIAL_BACK_S,
-    DialBackOutcome,
-    DialBackResult,
-    decode_dial_back,
-    dial_back,
-    encode_dial_back,
-)
+from protocol.nat import dial_back as nat
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.rate_limits import TokenBuckets
 from protocol.transport.settings import host_of
@@ -34,7 +27,7 @@ log = logging.getLogger(__name__)
 
 WITNESSES: Final = 3
 MAX_ASKED: Final = 9  # Stops when WITNESSES have answered
-ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0  # The dial-back, plus opening a link first
+ASK_TIMEOUT_S: Final = nat.DIAL_BACK_S + 7.0  # The dial-back, plus opening a link first
 MAX_AT_ONCE: Final = 8
 BURST: Final = 16
 REFILL_S: Final = 10.0  # Per address: enough for several nodes of one household that start together
@@ -50,7 +43,7 @@ class Witness:
 
     far_end: Callable[[PeerId], FarEnd | None]
     clock: Clock
-    dial: Callable[[str, int, bytes], Awaitable[DialBackResult]] = dial_back
+    dial: Callable[[str, int, bytes], Awaitable[nat.DialBackResult]] = nat.dial_back
     _allowance: TokenBuckets = field(default_factory=lambda: TokenBuckets(BURST, REFILL_S))
     _testing: set[PeerId] = field(default_factory=set)
 
@@ -58,14 +51,14 @@ class Witness:
         """Dials the asker's port and returns the result. Raises Busy at the limits of asker, address or all askers."""
         end = self.far_end(asker)
         if end is None:
-            return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
+            return nat.encode_dial_back(nat.DialBackResult("", nat.DialBackOutcome.NOT_TRIED, "your link has ended"))
         if asker in self._testing or len(self._testing) >= MAX_AT_ONCE:
             raise Busy("a dial-back is in progress; ask again in a few seconds")
         if not self._allowance.take(end.host, self.clock.monotonic()):
             raise Busy("too many dial-backs to your address; ask again in a minute")
         self._testing.add(asker)
         try:
-            return encode_dial_back(await self.dial(end.host, question.port, end.certificate))
+            return nat.encode_dial_back(await self.dial(end.host, question.port, end.certificate))
         finally:
             self._testing.remove(asker)
 
@@ -73,7 +66,7 @@ class Witness:
 @dataclass(frozen=True, slots=True)
 class Attempt:
     witness: PeerId
-    result: DialBackResult
+    result: nat.DialBackResult
     local_host: str | None  # Our address towards the witness; if the witness sees another one, the node is behind NAT
 
 
@@ -132,7 +125,7 @@ def network_of(address: str) -> str:
 async def _ask_one(links: GrpcTransport, peer: PeerId, port: int) -> Attempt | None:
     try:
         answer = await links.ask(peer, Question(QuestionAbout.DIAL_BACK, port=port), ASK_TIMEOUT_S)
-        result = decode_dial_back(answer)
+        result = nat.decode_dial_back(answer)
     except PeerError as error:
         log.info("%s cannot be a witness: %s", short(peer), error)
         return None

@@ -34,14 +34,7 @@ from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
 from node.runtime.credit_file import CreditFile, credit_folder
 from node.runtime.limits import Limiter
-from node.runtime.module_choice import (
-    FittingModules,
-    Mover,
-    NextModule,
-    asked_modules,
-    free_memory,
-    stay_for_ever,
-)
+from node.runtime.module_choice import FittingModules, Mover, NextModule, asked_modules, free_memory, stay_for_ever
 from node.runtime.resume import find_own
 from node.runtime.run_tokenizer import RunTokenizer
 from node.runtime.serving import Moving, others_serve, serve_module

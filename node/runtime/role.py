@@ -26,17 +26,9 @@ from node.network.session import NetworkSession
 from node.observability.events import Continued, InnerStep, Load, MicrobatchCounts, Note, Retracted, Visit
 from node.observability.status import Account, MomentsStatus, PathStatus, RouteStatus, StagePrice, WeightsStatus
 from node.observability.throughput import Rate
+from node.pipeline import worker as workers
 from node.pipeline.admission import Admission, path_rules
 from node.pipeline.runner import LinkCodecs, MicrobatchRunner, Worker, WorkerThread
-from node.pipeline.worker import (
-    DataWorker,
-    HopWorker,
-    Launches,
-    host_hop,
-    host_stage_zero,
-    measure_speed,
-    receive_buffers,
-)
 from node.routing.launcher import DataNode, Evaluator, HeldOut, Training, WindowFinder
 from node.runtime import resume
 from protocol.interfaces.clock import Clock, SystemClock
@@ -121,7 +113,7 @@ def microbatch_runner_for(
     custody = Custody(own.peer, max(context.options.slots_held, window), replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
     admission = Admission(context.manifest, own.peer, context.module, context.routes.fault, context.routes.uninvited)
-    allocate = receive_buffers(context.device)
+    allocate = workers.receive_buffers(context.device)
     on_thread = WorkerThread(worker, context.compute, clock, rounds.runner.after_inner_step, allocate)
     host = ReplicaHost(context, rounds)
     return MicrobatchRunner(custody, admission, on_thread, session.transport, codecs, host, clock)
@@ -165,7 +157,7 @@ class StageRole:
     """A peer that hosts stage 1 or above."""
 
     def __init__(
-        self, context: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds
+        self, context: ModuleContext, worker: workers.HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds
     ) -> None:
         self.runner, self.rounds = runner, rounds
         self._context, self._worker = context, worker
@@ -174,7 +166,7 @@ class StageRole:
 
     async def prepare(self) -> None:
         context = self._context
-        measure = partial(measure_speed, self._worker.passes, context.manifest, context.device)
+        measure = partial(workers.measure_speed, self._worker.passes, context.manifest, context.device)
         context.session.own.speed = await context.compute.run(Priority.UPKEEP, measure)
         await self.rounds.prepare()
 
@@ -230,9 +222,8 @@ async def stage_role(context: ModuleContext, first: Anchor | None) -> AsyncItera
     manifest, device = context.manifest, context.device
     budget = _graph_budget(context)
     allowance, submit = context.options.allowance, context.compute.submit
-    worker = await context.compute.run(
-        Priority.UPKEEP, lambda: host_hop(manifest, context.module, device, budget, allowance, context.threads, submit)
-    )
+    host = partial(workers.host_hop, manifest, context.module, device, budget, allowance, context.threads, submit)
+    worker = await context.compute.run(Priority.UPKEEP, host)
     if context.resumed.state is not None:
         await context.compute.run(Priority.UPKEEP, partial(resume.restore_hop, worker, context.resumed.state))
     tell_moments(context, worker.optimizer)
@@ -280,7 +271,7 @@ class DataRole:
     """Role of a node that hosts stage 0 and launches microbatches."""
 
     _session: NetworkSession
-    _worker: DataWorker
+    _worker: workers.DataWorker
     runner: MicrobatchRunner
     _data_node: DataNode
     _planner: Planner
@@ -359,9 +350,8 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     """Builds a data node within the block, with its text open and the first microbatches being packed."""
     manifest, own, clock = context.manifest, context.session.own, SystemClock()
     options, per_step, submit = context.options, manifest.microbatches_per_step, context.compute.submit
-    worker = await context.compute.run(
-        Priority.UPKEEP, lambda: host_stage_zero(manifest, context.device, options.allowance, context.threads, submit)
-    )
+    host = partial(workers.host_stage_zero, manifest, context.device, options.allowance, context.threads, submit)
+    worker = await context.compute.run(Priority.UPKEEP, host)
     if context.resumed.state is not None:
         await context.compute.run(
             Priority.UPKEEP, partial(resume.restore_stage_zero, worker, context.resumed.state, per_step)
@@ -403,7 +393,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     async with module_rounds(context, replica, first) as rounds, AsyncExitStack() as stack:
         del first  # free the anchor; the rounds hold their own
         runner = microbatch_runner_for(context, worker, planner, link_codecs(context, worker), rounds)
-        launches = Launches(worker, runner, context.routes.signed, tells_labels=manifest.tells_labels)
+        launches = workers.Launches(worker, runner, context.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, launches, clock, measured)
         in_flight = InFlightTable(own.peer, rules, number, resume.counts_of(position), worker.steps)
         ahead = max(rules.window, rules.most_by_staleness)

@@ -18,16 +18,8 @@ from node.context.module_context import ModuleContext
 from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
 from node.observability import events
+from node.observability import status as statuses
 from node.observability.failpoints import crash_point
-from node.observability.status import (
-    MOST_LINKS,
-    AttachmentStatus,
-    ComputeStatus,
-    LinkTraffic,
-    ReachStatus,
-    RelayStatus,
-    Status,
-)
 from node.observability.typed_json import to_json
 from node.runtime.module_choice import NextModule
 from node.runtime.role import DataRole, StageRole, data_role, stage_role
@@ -218,16 +210,18 @@ def status_json(session: NetworkSession, role: NodeRole, compute: ComputeThread)
     """Encodes the node's status as JSON."""
     own, tunnels, links = session.own, session.tunnels, session.transport.figures()
     account, custody, rounds = role.account(), role.runner.custody, role.rounds
-    status = Status(
+    status = statuses.Status(
         **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},
         peer=own.peer,
         module=str(own.module),
         state=own.state.name.lower(),
         addresses=own.addresses,
         via=own.via,
-        reach=ReachStatus(own.reach.step.value, own.reach.reason),
-        relay=RelayStatus(own.relay, **tunnels.carried()),
-        relays=tuple(AttachmentStatus(each.relay, each.standing, each.reason) for each in tunnels.attachments()),
+        reach=statuses.ReachStatus(own.reach.step.value, own.reach.reason),
+        relay=statuses.RelayStatus(own.relay, **tunnels.carried()),
+        relays=tuple(
+            statuses.AttachmentStatus(each.relay, each.standing, each.reason) for each in tunnels.attachments()
+        ),
         unix_ms=int(own.clock.wall() * 1000),
         slots=custody.slots,
         free_slots=custody.slots - custody.used_slots,
@@ -240,10 +234,10 @@ def status_json(session: NetworkSession, role: NodeRole, compute: ComputeThread)
         left=rounds.reports.left_anchor(),
         codecs=role.runner.codecs.describe(),
         traffic={
-            peer: LinkTraffic(each.sent_bytes, each.received_bytes, round(each.round_trip_s, 4))
-            for peer, each in islice(links.items(), MOST_LINKS)
+            peer: statuses.LinkTraffic(each.sent_bytes, each.received_bytes, round(each.round_trip_s, 4))
+            for peer, each in islice(links.items(), statuses.MOST_LINKS)
         },
-        compute=ComputeStatus(
+        compute=statuses.ComputeStatus(
             round(compute.busy_s, 3), round(compute.idle_work_s, 3), round(compute.idle_s, 3), compute.idle_waiting
         ),
     )

@@ -13,15 +13,7 @@ from torch import nn
 
 from node.averaging.anchor.anchor import AnchorStore, restored_anchor, tensors_of
 from node.averaging.anchor.outer_step import LocalReplica, OuterRule, anchor_of, outer_rule, step_alone
-from node.checkpoint.folder import (
-    CheckpointFolder,
-    Header,
-    check_run,
-    read_state,
-    remove_older,
-    whole_snapshots,
-    write_snapshot,
-)
+from node.checkpoint import folder as checkpoints
 from node.checkpoint.saver import capture_module, restore_module
 from node.checkpoint.state import Agreed, DataState, ReplicaState
 from node.data.documents import Documents
@@ -192,7 +184,7 @@ class SoloTrainer:
         self._turns: Counter[Route] = Counter()
         self._completed = 0
 
-    def save(self, folder: CheckpointFolder) -> None:
+    def save(self, folder: checkpoints.CheckpointFolder) -> None:
         """Saves the model as of stage 0's last step. Gradients not yet applied are dropped, as in a swarm."""
         done = self._completed  # microbatches since the last step are trained again after a resume
         data = DataState(self._at, next_number=done, completed=done, abandoned=0, duplicated=0, steps=self.steps)
@@ -200,15 +192,17 @@ class SoloTrainer:
             state = capture_module(
                 each.parts, each.optimizer, visits=each.visits, tokens=each.optimizer.tokens, agreed=each.agreed()
             )
-            write_snapshot(folder, solo_peer(each.module), each.module, replace(state, data=data))
+            checkpoints.write_snapshot(folder, solo_peer(each.module), each.module, replace(state, data=data))
         for each in self._hosted:  # last, so that a crash leaves one complete save
-            remove_older(folder, solo_peer(each.module))
+            checkpoints.remove_older(folder, solo_peer(each.module))
 
-    def resume(self, folder: CheckpointFolder) -> tuple[str, ...]:
+    def resume(self, folder: checkpoints.CheckpointFolder) -> tuple[str, ...]:
         """Restores the last complete save, if any; returns damaged files. Raises CorruptSnapshot, StateError."""
-        check_run(folder)
+        checkpoints.check_run(folder)
         problems: list[str] = []
-        saved = [_by_position(whole_snapshots(folder, solo_peer(each.module), problems)) for each in self._hosted]
+        saved = [
+            _by_position(checkpoints.whole_snapshots(folder, solo_peer(each.module), problems)) for each in self._hosted
+        ]
         common = set(saved[0]).intersection(*saved)  # saved one after the other: all must have the position
         if not common:
             if problems or any(saved):
@@ -216,7 +210,7 @@ class SoloTrainer:
                 raise CorruptSnapshot(f"{folder.path}: no save of the run is complete: {named}")
             return ()
         for each, headers in zip(self._hosted, saved, strict=True):
-            state = read_state(folder.of(solo_peer(each.module)), headers[max(common)])
+            state = checkpoints.read_state(folder.of(solo_peer(each.module)), headers[max(common)])
             restore_module(each.parts, each.optimizer, state)
             each.restore(state)
         position = saved[0][max(common)].data
@@ -265,7 +259,7 @@ class SoloTrainer:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    folder: CheckpointFolder
+    folder: checkpoints.CheckpointFolder
     every_s: float = math.inf
 
 
@@ -306,8 +300,8 @@ def solo_peer(module: ModuleId) -> PeerId:
     return PeerId(f"solo-{module}")
 
 
-def _by_position(newest_first: Iterable[Header]) -> dict[int, Header]:
-    found: dict[int, Header] = {}
+def _by_position(newest_first: Iterable[checkpoints.Header]) -> dict[int, checkpoints.Header]:
+    found: dict[int, checkpoints.Header] = {}
     for header in newest_first:
         if header.data is not None:
             found.setdefault(header.data.completed, header)

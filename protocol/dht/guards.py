@@ -20,13 +20,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from protocol.identity.signed_records import (
-    MAX_LIFETIME_S,
-    MAX_RECORD_BYTES,
-    MAX_RECORDS,
-    decode_announced,
-    directory_key,
-)
+from protocol.identity import signed_records
 from protocol.transport.rate_limits import TokenBuckets
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary.types import RunId
@@ -38,13 +32,13 @@ MAX_KEYS_OF_OWNER = 8
 
 def owners_per_key(keys: int) -> int:
     """Returns the limit of record owners per DHT key, so that `keys` keys together have about MAX_RECORDS records."""
-    return max(MIN_OWNERS_OF_KEY, min(MAX_OWNERS_OF_KEY, MAX_RECORDS // keys))
+    return max(MIN_OWNERS_OF_KEY, min(MAX_OWNERS_OF_KEY, signed_records.MAX_RECORDS // keys))
 
 
 log = logging.getLogger(__name__)
 
 MAX_EXTENSION_DEPTH = 4  # Legitimate values have one level
-MAX_PACKED_BYTES = (MAX_RECORD_BYTES + 128) * MAX_OWNERS_OF_KEY  # Records of one full key, with owner names
+MAX_PACKED_BYTES = (signed_records.MAX_RECORD_BYTES + 128) * MAX_OWNERS_OF_KEY  # Of one full key, with owner names
 MAX_KEYS_PER_REQUEST = 256
 BUDGET_BURST_BYTES = 4 * 2**20
 BUDGET_BYTES_PER_S = 256 * 2**10  # About 200 records per second, a tenth of a CPU core
@@ -117,20 +111,22 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
     def check(self, record: DHTRecord) -> None:
         """Checks a record's size, expiry, signature, key, owner and module. Raises ProtocolViolation with a reason."""
         value, expires_at = record.value, record.expiration_time
-        if not isinstance(value, bytes) or len(value) > MAX_RECORD_BYTES + 3:
+        if not isinstance(value, bytes) or len(value) > signed_records.MAX_RECORD_BYTES + 3:
             raise ProtocolViolation("dht: the value is not bytes, or too long")
         now = self._now()
         if (
             not isinstance(expires_at, float)
             or not math.isfinite(expires_at)
-            or not now < expires_at <= now + MAX_LIFETIME_S
+            or not now < expires_at <= now + signed_records.MAX_LIFETIME_S
         ):
-            raise ProtocolViolation(f"dht: expiry {expires_at!r:.40} is not within {MAX_LIFETIME_S:.0f} s")
-        announcement = decode_announced(unpack_bytes(value), run=self._run, now=now)
+            raise ProtocolViolation(
+                f"dht: expiry {expires_at!r:.40} is not within {signed_records.MAX_LIFETIME_S:.0f} s"
+            )
+        announcement = signed_records.decode_announced(unpack_bytes(value), run=self._run, now=now)
         if announcement.expires_at != expires_at:
             raise ProtocolViolation("dht: the expiry is not the signed one")
         # hivemind passes the hash of the key to validators.
-        if record.key != bytes(DHTID.generate(directory_key(announcement.run, announcement.module))):
+        if record.key != bytes(DHTID.generate(signed_records.directory_key(announcement.run, announcement.module))):
             raise ProtocolViolation("dht: stored under another key, not the signed one")
         if record.subkey != MSGPackSerializer.dumps(str(announcement.peer)):
             raise ProtocolViolation("dht: the subkey is not the owner's peer id")
@@ -145,7 +141,7 @@ class GuardedStorage:
 
     now: Callable[[], float]  # Unix time in seconds
     owners_of_key: int = MAX_OWNERS_OF_KEY
-    max_records: int = MAX_RECORDS
+    max_records: int = signed_records.MAX_RECORDS
     longest_s: float = math.inf  # Longest remaining time in seconds, in case this machine's clock was set back
     _rooms: dict[Any, dict[str, ValueWithExpiration]] = field(default_factory=dict)
     _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)

@@ -84,6 +84,8 @@ class ModelSection(Section):
     residual: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Numbers per token that blocks write and hops carry; below `hidden`. Hops then also see the text's token numbers.
     0: off, blocks write all of `hidden`."""
+    token_rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    """For `residual`: rank of the trained rows that each block adds to what it reads, one row per token. 0: none."""
     attention_bias: bool = False
     """Biases of all four attention projections, as in some models of the families `llama` and `qwen3`."""
     positions: Annotated[int, Field(ge=8, le=2**31)] | None = None
@@ -96,7 +98,7 @@ class ModelSection(Section):
     """`documents`: microbatches of whole documents, masked from each other. `causal`: rows of one stream of text."""
     added_later: ClassVar[frozenset[str]] = frozenset(
         {"attention", "head_dim", "rope_scaling", "tied_embeddings", "attention_bias", "positions", "sliding_window"}
-        | {"residual"}
+        | {"residual", "token_rank"}
     )
 
     @property
@@ -140,6 +142,8 @@ class ModelSection(Section):
             raise ValueError(f"residual ({self.residual}) must be less than hidden ({self.hidden})")
         if self.residual and self.tied_embeddings:
             raise ValueError("residual needs tied_embeddings = false: the embedding is narrower than the LM head")
+        if self.token_rank and not (self.residual and self.family == "llama"):
+            raise ValueError("token_rank needs residual, for the tokens in hidden states, and the family llama")
         if self.attention_bias and self.family not in ("llama", "qwen3"):
             raise ValueError(f"attention_bias must not be set in a model of family {self.family}")
         if self.sliding_window is not None and self.family != "mistral":

@@ -11,21 +11,7 @@ from swarm.averaging.replica_view import LATE_TIMES, ReplicaView
 from swarm.averaging.roster import codec_of, exchange_pace, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.averaging.round_events import SendMessage, SnapshotTaken
 from swarm.averaging.schedule import fragments_of, near, precedence
-from swarm.vocabulary.averaging_messages import (
-    Accepting,
-    Commit,
-    Declined,
-    DeclineReason,
-    Dissolved,
-    Entry,
-    Invitation,
-    Prepared,
-    Pulse,
-    Roster,
-    RoundControl,
-    RoundId,
-    SignedRoster,
-)
+from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 
@@ -45,7 +31,7 @@ class GivenUp:
     why: str
 
 
-Verdict = Commit | TryAgain | GivenUp
+Verdict = messages.Commit | TryAgain | GivenUp
 
 
 class Answer(enum.Enum):
@@ -63,10 +49,10 @@ class Answer(enum.Enum):
 WITH_US = (Answer.ACCEPTED, Answer.ENTERED)
 ASKED_AGAIN = (Answer.NONE, Answer.ELSEWHERE, Answer.NOT_YET)
 DECLINED = {
-    DeclineReason.OTHER_CONVENER: Answer.ELSEWHERE,
-    DeclineReason.OTHER_ANCHOR: Answer.NOT_YET,
-    DeclineReason.NOT_READY: Answer.NOT_YET,
-    DeclineReason.PAST: Answer.PAST,
+    messages.DeclineReason.OTHER_CONVENER: Answer.ELSEWHERE,
+    messages.DeclineReason.OTHER_ANCHOR: Answer.NOT_YET,
+    messages.DeclineReason.NOT_READY: Answer.NOT_YET,
+    messages.DeclineReason.PAST: Answer.PAST,
 }
 
 
@@ -78,7 +64,7 @@ class Invitee:
     answer: Answer = Answer.NONE
     lost: bool = False
     late: bool = False  # It catches up with our anchor from one shortly before it
-    entry: Entry | None = None
+    entry: messages.Entry | None = None
     prepared: AnchorVersion | None = None
     waiting_for: frozenset[PeerId] = frozenset()
     rejected: frozenset[PeerId] = frozenset()
@@ -90,13 +76,13 @@ class Invitee:
 class Leader:
     """State machine of the leader in one attempt at a round."""
 
-    def __init__(self, view: ReplicaView, number: RoundId, invitees: Iterable[PeerId]) -> None:
+    def __init__(self, view: ReplicaView, number: messages.RoundId, invitees: Iterable[PeerId]) -> None:
         self.round = number
-        self.roster: Roster | None = None
+        self.roster: messages.Roster | None = None
         self._goodput = self._slowest = 0.0  # Of our best link, and of the slowest invitee or member
         self.longest = math.inf
         self.forgers: set[PeerId] = set()  # Peers that sent an entry that no honest replica sends
-        self._signed: SignedRoster | None = None
+        self._signed: messages.SignedRoster | None = None
         self._own = view.own
         self._base = view.version
         self.invitees = {peer: Invitee(view.now) for peer in sorted(invitees)}
@@ -121,48 +107,48 @@ class Leader:
         self._slowest = taken.slowest(self.invitees.keys() - {self._own})
 
     def open(self) -> list[SendMessage]:
-        return [SendMessage(peer, Invitation(self.round, self._base)) for peer in self.invitees]
+        return [SendMessage(peer, messages.Invitation(self.round, self._base)) for peer in self.invitees]
 
     def dissolve(self, why: str) -> list[SendMessage]:
         others = (peer for peer, invitee in self.invitees.items() if peer != self._own and invitee.answer in WITH_US)
-        return [SendMessage(peer, Dissolved(self.round, why)) for peer in others]
+        return [SendMessage(peer, messages.Dissolved(self.round, why)) for peer in others]
 
     def lost(self, peer: PeerId) -> None:
         invitee = self.invitees.get(peer)
         if invitee is not None:
             invitee.lost = True
 
-    def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[SendMessage]:
+    def hear(self, sender: PeerId, message: messages.RoundControl, now: float) -> list[SendMessage]:
         invitee = self.invitees.get(sender)
         if invitee is None:
-            return [SendMessage(sender, Dissolved(self.round, "you are not among those invited"))]
+            return [SendMessage(sender, messages.Dissolved(self.round, "you are not among those invited"))]
         invitee.heard, invitee.lost = now, False
         match message:
-            case Accepting():
+            case messages.Accepting():
                 invitee.answer = invitee.answer if invitee.answer is Answer.ENTERED else Answer.ACCEPTED
-            case Entry():
+            case messages.Entry():
                 return self._entered(sender, invitee, message)
-            case Declined(_, reason, version):
-                made_up = reason is DeclineReason.PAST and not near(self._base, version.round)
+            case messages.Declined(_, reason, version):
+                made_up = reason is messages.DeclineReason.PAST and not near(self._base, version.round)
                 invitee.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
                 behind = self._base.round - LATE_TIMES * fragments_of(self._rules) <= version.round < self._base.round
                 invitee.late = invitee.answer is Answer.NOT_YET and behind and sender in self._reliable
                 invitee.entry = None
-            case Pulse(_, waiting_for, rejected):
+            case messages.Pulse(_, waiting_for, rejected):
                 invitee.waiting_for = frozenset(waiting_for) & self.invitees.keys()
                 invitee.rejected |= frozenset(rejected) & self.invitees.keys()
-            case Prepared(_, version):
+            case messages.Prepared(_, version):
                 if self.roster is not None and leads_to(self._rules, self.roster, version):
                     invitee.prepared, invitee.waiting_for = version, frozenset()
             case _:
                 pass
         return []
 
-    def _entered(self, sender: PeerId, invitee: Invitee, entry: Entry) -> list[SendMessage]:
+    def _entered(self, sender: PeerId, invitee: Invitee, entry: messages.Entry) -> list[SendMessage]:
         if self._signed is not None:
             if entry in self._signed.entries and entry.peer == sender:
                 return [SendMessage(sender, self._signed)]
-            return [SendMessage(sender, Dissolved(self.round, "the roster was fixed without you"))]
+            return [SendMessage(sender, messages.Dissolved(self.round, "the roster was fixed without you"))]
         if entry == invitee.entry:
             return []
         signed = sender == self._own or self._signer.verify(entry)
@@ -172,7 +158,7 @@ class Leader:
             invitee.answer, invitee.entry = Answer.ENTERED, entry
             return []
         invitee.answer, invitee.entry = Answer.REFUSED, None
-        return [SendMessage(sender, Dissolved(self.round, "your entry has a bad signature, figures or base"))]
+        return [SendMessage(sender, messages.Dissolved(self.round, "your entry has a bad signature, figures or base"))]
 
     def advance(self, now: float) -> tuple[list[SendMessage], Verdict | None]:
         """Returns the messages that are due, and the verdict on this attempt; None while the attempt continues."""
@@ -191,7 +177,7 @@ class Leader:
         if now - self._pulsed < self._rules.pulse_s:
             return []
         self._pulsed = now
-        invitation, pulse = Invitation(self.round, self._base), Pulse(self.round)
+        invitation, pulse = messages.Invitation(self.round, self._base), messages.Pulse(self.round)
         unsure = ASKED_AGAIN if self.roster is None else ()
         return [
             SendMessage(peer, invitation if invitee.answer in unsure else pulse)
@@ -224,7 +210,7 @@ class Leader:
             return GivenUp("this round has been committed without us")
         return self._found()
 
-    def _found(self) -> Commit | None:
+    def _found(self) -> messages.Commit | None:
         """Returns a Commit of an earlier attempt's result if a majority may hold it: a peer may have committed it."""
         entries = self._entries()
         holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
@@ -235,7 +221,7 @@ class Leader:
         if not possible:
             return None
         version = max(possible, key=lambda version: (len(holders[version]), version.tokens, version.digest))
-        return Commit(self.round, version, tuple(holders[version]))
+        return messages.Commit(self.round, version, tuple(holders[version]))
 
     def _possible(self, version: AnchorVersion, holders: Sequence[PeerId], entries: Iterable[PeerId]) -> bool:
         # If too many members of that roster lack the result, the claim is a lie.
@@ -263,29 +249,30 @@ class Leader:
         late = [peer for peer, invitee in self.invitees.items() if invitee.answer is Answer.ACCEPTED]
         for peer in late:
             self.invitees[peer].answer = Answer.REFUSED
-        excluded = [SendMessage(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
-        excluded += [SendMessage(peer, Dissolved(self.round, "your update is too small or too large")) for peer in odd]
+        why = dict.fromkeys(late, "the roster was fixed without you")
+        why |= dict.fromkeys(odd, "your update is too small or too large")
+        excluded = [SendMessage(peer, messages.Dissolved(self.round, each)) for peer, each in why.items()]
         return excluded + [SendMessage(entry.peer, signed) for entry in signed.entries]
 
-    def _sign(self, without: Iterable[PeerId]) -> tuple[SignedRoster, Roster | None]:
+    def _sign(self, without: Iterable[PeerId]) -> tuple[messages.SignedRoster, messages.Roster | None]:
         for peer in without:
             self.invitees[peer].answer, self.invitees[peer].entry = Answer.REFUSED, None
         entries = self._entries()
         codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self._goodput)
         choice = codecs.value, codecs.reason
-        signed = SignedRoster(self.round, self._base, tuple(entries.values()), *choice, self._tallies)
+        signed = messages.SignedRoster(self.round, self._base, tuple(entries.values()), *choice, self._tallies)
         return signed, make_roster(self._rules, signed)
 
-    def _entries(self) -> dict[PeerId, Entry]:
+    def _entries(self) -> dict[PeerId, messages.Entry]:
         return {peer: invitee.entry for peer, invitee in self.invitees.items() if invitee.entry is not None}
 
-    def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
+    def _judge_exchange(self, roster: messages.Roster, now: float) -> Verdict | None:
         members = {member.peer: self.invitees[member.peer] for member in roster.members}
         prepared = Counter(invitee.prepared for invitee in members.values() if invitee.prepared is not None)
         for version, count in prepared.items():
             if 2 * count > len(members):
                 holders = tuple(peer for peer, invitee in members.items() if invitee.prepared == version)
-                return Commit(self.round, version, holders)
+                return messages.Commit(self.round, version, holders)
         return (
             self._gone(members, now)
             or self._rejected(members)

@@ -11,16 +11,7 @@ from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import OtherReplica, RoundRules, SendMessage, Signer
 from swarm.averaging.schedule import due, fragments_of, leader_order, next_number, plausible_round, standing
 from swarm.averaging.trust import FEWEST_ROUNDS, LATEST_INTERVALS, Penalties, UsualLength
-from swarm.vocabulary.averaging_messages import (
-    MAX_ATTEMPTS,
-    MAX_MEMBERS,
-    Commit,
-    Progress,
-    Roster,
-    RoundId,
-    SignedRoster,
-    WorkTally,
-)
+from swarm.vocabulary import averaging_messages as messages
 from swarm.vocabulary.statistics import ExponentialBackoff, Latest
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
@@ -30,7 +21,7 @@ LONGEST_PAUSE_S = 30.0
 _ROSTERS = 4
 _COMMITS = 8
 
-assert ATTEMPTS <= MAX_ATTEMPTS
+assert ATTEMPTS <= messages.MAX_ATTEMPTS
 
 
 class AttemptLog:
@@ -38,7 +29,7 @@ class AttemptLog:
 
     def __init__(self, rules: RoundRules) -> None:
         self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
-        self.commits = Latest[RoundId, Commit](_COMMITS)
+        self.commits = Latest[messages.RoundId, messages.Commit](_COMMITS)
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
         self.excluded: set[PeerId] = set()
@@ -46,19 +37,19 @@ class AttemptLog:
         self.refused: set[PeerId] = set()
         self._dissolved: set[PeerId] = set()
         self.doubted: set[PeerId] = set()
-        self.rosters: list[Roster] = []
+        self.rosters: list[messages.Roster] = []
         self.quiet_until = 0.0
         self.due_since: float | None = None
-        self.ended: RoundId | None = None
+        self.ended: messages.RoundId | None = None
 
-    def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> RoundId:
+    def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> messages.RoundId:
         # Keep the number, and with it the pseudo-gradients, until a version with it exists or it had too many attempts.
         highest, attempt = self.highest
         if number <= highest and attempt + 1 < ATTEMPTS:
-            return RoundId(module, highest, attempt + 1, own)
-        return RoundId(module, max(number, highest + 1), 0, own)
+            return messages.RoundId(module, highest, attempt + 1, own)
+        return messages.RoundId(module, max(number, highest + 1), 0, own)
 
-    def follow(self, attempt: RoundId) -> None:
+    def follow(self, attempt: messages.RoundId) -> None:
         if attempt.number > self.highest[0]:
             self._forget_peers()
         self.highest = max(self.highest, (attempt.number, attempt.attempt))
@@ -67,7 +58,7 @@ class AttemptLog:
     def dissolved(self, leader: PeerId) -> None:
         (self.refused if leader in self._dissolved else self._dissolved).add(leader)
 
-    def began(self, roster: Roster) -> None:
+    def began(self, roster: messages.Roster) -> None:
         self.rosters = [*self.rosters, roster][-_ROSTERS:]
 
     def failed(self, now: float) -> None:
@@ -78,7 +69,7 @@ class AttemptLog:
         self.quiet_until = max(self.quiet_until, now + seconds)
         self.due_since = None
 
-    def announced(self, commit: Commit) -> None:
+    def announced(self, commit: messages.Commit) -> None:
         self.commits[commit.round] = commit
 
     def new_anchor(self) -> None:
@@ -138,7 +129,9 @@ class OtherReplicas:
         before = self._known
         ordered = sorted(others, key=lambda replica: (not replica.proven, not replica.serving, replica.peer))
         # Names are free: those without proven work must not be most of a round.
-        listed = ordered[: min(2 * sum(replica.proven for replica in ordered) or MAX_MEMBERS, MAX_MEMBERS - 1)]
+        listed = ordered[
+            : min(2 * sum(replica.proven for replica in ordered) or messages.MAX_MEMBERS, messages.MAX_MEMBERS - 1)
+        ]
         self._known = {r.peer: before.get(r.peer) or _Known(r.serving, r.proven, r.version) for r in listed}
         for replica in listed:
             known = self._known[replica.peer]
@@ -215,7 +208,7 @@ class ReplicaView:
         self._by_round = False
         self._highest = 0
         self.others = OtherReplicas()
-        self.tallies: tuple[WorkTally, ...] = ()
+        self.tallies: tuple[messages.WorkTally, ...] = ()
         self._vouching_since: dict[PeerId, float] = {}
         self.attempt_log = AttemptLog(rules)
         self.penalties = Penalties()
@@ -225,11 +218,11 @@ class ReplicaView:
         self._behind_since: float | None = None
         self._failures = Latest[AnchorVersion, tuple[float, int]](REMEMBERED)
 
-    def prove(self, tallies: tuple[WorkTally, ...]) -> None:
+    def prove(self, tallies: tuple[messages.WorkTally, ...]) -> None:
         self.tallies = tallies
         self._vouching_since = {t.data_node: self._vouching_since.get(t.data_node, self.now) for t in tallies}
 
-    def unproven(self, signed: SignedRoster) -> str | None:
+    def unproven(self, signed: messages.SignedRoster) -> str | None:
         """Returns a reason not to follow a roster whose tallies are missing or old, compared with those we have."""
         theirs = {tally.data_node: tally.at for tally in signed.tallies}
         ours = {tally.data_node: tally.at for tally in self.tallies}
@@ -331,5 +324,5 @@ class ReplicaView:
         self.version, self.steps, self.anchored_at = version, 0, self.now
         self.attempt_log.new_anchor()
         self.catching = self._behind_since = None
-        report = Progress(self.module, version, 0, 0)
+        report = messages.Progress(self.module, version, 0, 0)
         return [SendMessage(peer, report) for peer in sorted(self.others.all)]

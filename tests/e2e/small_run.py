@@ -52,7 +52,7 @@ def small_run(
             "protocol": 2,
             "name": "small",
             "seed": 11,
-            "model": {**model, "attention": attention, "residual": residual},
+            "model": {**model, "attention": attention, "residual": residual, "token_rank": residual // 4},
             "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
             "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels, "open": is_open},
             "training": {**learning, **training},

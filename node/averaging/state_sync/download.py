@@ -28,18 +28,8 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Transport
 from swarm.averaging import chunk_download as machine
+from swarm.vocabulary import errors
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
-from swarm.vocabulary.errors import (
-    ConfigError,
-    NoQuorum,
-    PeerError,
-    ProtocolViolation,
-    Rejected,
-    SkipstoneError,
-    Stalled,
-    StateError,
-    Unreachable,
-)
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, short
 
 
@@ -97,7 +87,7 @@ class PartialState:
             out = self._room[: tensor.elements]
             try:
                 decode(tensor, encoded, out)
-            except ProtocolViolation as error:
+            except errors.ProtocolViolation as error:
                 log.info("chunk %d of a state cannot be decoded: %s", number, error)
                 return False
             data = octets_of_tensor(out)
@@ -154,15 +144,15 @@ async def first_hash_list(
     """Asks donors for chunk hashes that match the digest. Returns these and usable donors. Raises NoQuorum, Stalled."""
     question = Question(QuestionAbout.STATE, module=module, digest=wanted.digest)
     asked = tuple(dict.fromkeys(donors))[:MOST_ASKED]
-    failed: dict[PeerId, PeerError] = {}
+    failed: dict[PeerId, errors.PeerError] = {}
     found: asyncio.Queue[HashList | None] = asyncio.Queue()
 
     async def ask(donor: PeerId) -> None:
         try:
             found.put_nowait(_proven(await transport.ask(donor, question, ANSWER_S), layout, wanted))
-        except PeerError as error:
+        except errors.PeerError as error:
             failed[donor] = error
-            if isinstance(error, ProtocolViolation):  # an honest donor never sends a wrong list
+            if isinstance(error, errors.ProtocolViolation):  # an honest donor never sends a wrong list
                 on_liar(donor, str(error))
             found.put_nowait(None)
 
@@ -182,18 +172,18 @@ def _proven(data: bytes, layout: Layout, wanted: AnchorVersion) -> HashList:
     said = decode_hash_list(data, digest=wanted.digest, elements=layout.elements, chunk_elements=layout.chunk_elements)
     version = said.version
     if version_of(layout, said.hashes, version.round, version.steps, version.tokens, version.fragment) != version:
-        raise ProtocolViolation(f"the hash list does not match state {wanted.digest.hex()[:12]}")
+        raise errors.ProtocolViolation(f"the hash list does not match state {wanted.digest.hex()[:12]}")
     return said
 
 
-def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, PeerError]) -> SkipstoneError:
+def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, errors.PeerError]) -> errors.SkipstoneError:
     failures = "; ".join(f"{short(donor)}: {error}" for donor, error in failed.items()) or "no peer announces it"
-    if any(isinstance(error, Unreachable | Stalled) for error in failed.values()):
-        return Stalled(
+    if any(isinstance(error, errors.Unreachable | errors.Stalled) for error in failed.values()):
+        return errors.Stalled(
             f"no peer sent the state of round {wanted.round}: {failures}",
             hint="Check this machine's connection to the peers above. The node retries.",
         )
-    return NoQuorum(f"no peer has the state of round {wanted.round}: {failures}", hint=TRIED_AGAIN)
+    return errors.NoQuorum(f"no peer has the state of round {wanted.round}: {failures}", hint=TRIED_AGAIN)
 
 
 FEWEST_BUFFERS: Final = 3
@@ -232,7 +222,7 @@ class StateDownloads:
     ) -> tuple[HashList, StateVectors]:
         """Downloads the first `chunks` chunks of a state. The vectors' other elements are undefined."""
         if self._is_busy:
-            raise SkipstoneError("this module already downloads a state")
+            raise errors.SkipstoneError("this module already downloads a state")
         self._is_busy = True
         try:
             arguments = (self.session.transport, self.module, self.layout, wanted, donors, self.on_liar)
@@ -301,8 +291,8 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
             number, detail = self._version.round, self._end.detail
             if self._end.stalled:
                 hint = "Check this machine's connection. The next attempt continues from here."
-                raise Stalled(f"the download of the state of round {number} stalled: {detail}", hint=hint)
-            raise NoQuorum(f"no peer is left that serves the state of round {number}: {detail}", hint=TRIED_AGAIN)
+                raise errors.Stalled(f"the download of the state of round {number} stalled: {detail}", hint=hint)
+            raise errors.NoQuorum(f"no peer is left with the state of round {number}: {detail}", hint=TRIED_AGAIN)
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         chunk = message.chunk
@@ -311,7 +301,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         elements = self._elements_of(chunk)
         if tensor != TensorSpec((elements,), DType.FLOAT32):
             self.handle(machine.ChunkArrived(sender, chunk, False))  # an honest donor never sends this
-            raise ProtocolViolation(
+            raise errors.ProtocolViolation(
                 f"chunk {chunk} of {elements} elements came as {tensor.shape} {tensor.dtype.name} in"
                 f" {tensor.byte_length} bytes of {tensor.codec.name}, which this run does not allow"
             )
@@ -337,7 +327,7 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
         if self._is_of(message):
             self.handle(machine.ChunksRefused(sender, message.chunks, message.reason))
 
-    def link_down(self, to: PeerId, error: PeerError) -> None:
+    def link_down(self, to: PeerId, error: errors.PeerError) -> None:
         self.handle(machine.DonorLost(to))
 
     _not_sent = link_down
@@ -427,7 +417,7 @@ class Donor:
         module, digest = question.module, question.digest
         anchor = None if module is None else self._find(module, digest) or await self._hashed(module, digest)
         if anchor is None:
-            raise Rejected(f"this peer does not have state {question.digest.hex()[:12]} of module {question.module}")
+            raise errors.Rejected(f"module {question.module} does not have state {question.digest.hex()[:12]} here")
         self._lease(anchor)
         layout = anchor.layout
         return encode_hash_list(HashList(anchor.version, layout.elements, layout.chunk_elements, anchor.hashes))
@@ -451,7 +441,7 @@ class Donor:
             self._tasks.begin(self._serve(sender, queue))
         queue.extend((request.module, request.digest, chunk) for chunk in request.chunks)
 
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
+    def link_down(self, peer: PeerId, error: errors.PeerError) -> None:
         """Drops the chunks queued for a disconnected peer. The peer requests them again after it reconnects."""
         self._askers.get(peer, deque()).clear()
 
@@ -483,7 +473,7 @@ class Donor:
                 async with self._turns:
                     if queue:  # empty if the link broke while we waited
                         await self._send_next(peer, queue)
-        except PeerError as error:
+        except errors.PeerError as error:
             log.info("could not send state to %s: %s", short(peer), error)
         except TimeoutError:
             log.info("%s receives the state too slowly; it may ask again", short(peer))
@@ -496,11 +486,11 @@ class Donor:
         anchor = self._find(module, digest)
         try:
             if anchor is None:
-                raise StateError("it was dropped")
+                raise errors.StateError("it was dropped")
             first = isinstance(anchor, FirstAnchor)
             data = await asyncio.to_thread(anchor.chunk, chunk) if first else anchor.chunk(chunk)
             await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
-        except (StateError, ConfigError) as error:
+        except (errors.StateError, errors.ConfigError) as error:
             log.info("cannot serve module %s in state %s: %s", module, digest.hex()[:12], error)
             # Refuse all queued chunks of this state at once.
             chunks = (chunk, *(number for *other, number in queue if other == [module, digest]))
@@ -525,7 +515,7 @@ class Donor:
     async def _send_refusal(self, peer: PeerId, refused: StateRefused) -> None:
         try:
             await self.transport.send_control(peer, refused)
-        except PeerError as error:
+        except errors.PeerError as error:
             log.debug("could not send %s a refusal: %s", short(peer), error)
         finally:
             self._refusals -= 1

@@ -22,14 +22,7 @@ from node.cli.join import ask_consent, description
 from node.cli.views.live import remaining_s, render
 from node.cli.views.output import NodeLines, join_lines, plain_line
 from node.cli.views.run_screen import RunScreen
-from node.cli.views.status_view import (
-    MOST_ROWS,
-    accused_lines,
-    data_node_lines,
-    left_lines,
-    status_table,
-    status_views,
-)
+from node.cli.views.status_view import MOST_ROWS, accused_lines, data_node_lines, left_lines, status_table, status_views
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.context.options import NodeOptions
 from node.data.local_paths import LocalPathOptions, local_paths

@@ -138,9 +138,15 @@ def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
     assert first["subsets"] == measured["subsets"][:1]
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__residual": 5, "model__attention_bias": True}], ids=["full", "narrow"])
+NARROW = {"model__residual": 5, "model__attention_bias": True}
+
+
+@pytest.mark.parametrize("changes", [{}, NARROW, NARROW | {"model__token_rank": 3}], ids=["full", "narrow", "rows"])
 def test_an_export_of_some_stages_is_a_llama_of_their_blocks(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Also of a narrow residual stream, which is folded into embedding, output matrices and their biases."""
+    """Also of a narrow residual stream, which is folded into embedding, output matrices and their biases.
+
+    Rows of tokens need code of the export's own, which a person must trust.
+    """
     import transformers
 
     manifest = small_manifest(stages__blocks=[1, 2, 1, 1], **changes)
@@ -149,7 +155,8 @@ def test_an_export_of_some_stages_is_a_llama_of_their_blocks(tmp_path: Path, cha
     exported(checkpoint, folder := tmp_path / "part", paths=AskedPaths(2), shard_bytes=A_FEW_TENSORS)
     origin = json.loads((folder / "skipstone.json").read_text())
     assert (origin["only_stages"], list(origin["modules"])) == ([0, 1, 3], ["0.0", "1.0", "3.0"])
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    how = {"output_loading_info": True, "trust_remote_code": "model__token_rank" in changes}
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
     assert not any(report.values()), report
     assert theirs.config.num_hidden_layers == 4
     model.stacks = [stack for stage, stack in enumerate(model.stacks, start=1) if stage != 2]

@@ -244,7 +244,10 @@ def test_without_memory_nothing_counts_by_halves(piece: int, monkeypatch: pytest
     assert (total - before).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("model", [{}, {"model__tied_embeddings": True}, {"model__residual": 5}])
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"model__tied_embeddings": True}, {"model__residual": 5}, {"model__residual": 5, "model__token_rank": 3}],
+)
 def test_a_data_nodes_head_adds_the_mean_gradients(model: dict[str, Any]) -> None:
     manifest = small_manifest(**model)
     embedding = build_embedding(manifest)
@@ -311,11 +314,11 @@ def test_a_tokens_fixed_row_has_the_same_bits_in_any_company(monkeypatch: pytest
     kept = residual.Residual(section, 3)
     states = kept.begin(torch.zeros(1, 3, 5), tokens)
     assert states.shape[-1] == 5 + 3
-    rows = kept(states)
+    rows = kept.stream(states).rows
     assert torch.equal(rows[0, 0], rows[0, 2])
-    assert torch.equal(kept(states.flip(1)).flip(1), rows)
+    assert torch.equal(kept.stream(states.flip(1)).rows.flip(1), rows)
     monkeypatch.setattr(residual, "TABLE_BYTES", 0)
-    assert torch.equal(kept(states), rows), "computed anew"
+    assert torch.equal(kept.stream(states).rows, rows), "computed anew"
     monkeypatch.setattr(residual, "_CHUNK", 1)
     assert torch.equal(residual.fixed_rows(3, tokens.flatten(), 16), rows[0])
     many = residual.fixed_rows(3, torch.arange(10_000), 16)

@@ -477,7 +477,7 @@ def test_what_is_evaluated_is_not_kept_and_adds_nothing() -> None:
 
 
 def narrow_bench() -> HopBench:
-    manifest = small_manifest(model__residual=5)
+    manifest = small_manifest(model__residual=5, model__token_rank=3)
     return HopBench(host_hop(manifest, MODULE, CPU, BUDGET), manifest)
 
 
@@ -749,7 +749,7 @@ def whole(manifest: Manifest, documents: tuple[int, ...] = ()) -> tuple[Tensor, 
 @GRAPHS
 @pytest.mark.parametrize("residual", [0, 5])
 def test_both_passes_are_those_of_the_whole(graphs: int | None, documents: tuple[int, ...], residual: int) -> None:
-    manifest = manifest_of(model__residual=residual)
+    manifest = manifest_of(model__residual=residual, model__token_rank=residual and 3)
     result, wanted = whole(manifest, documents)
     passes = BlockByBlock(stack(manifest), torch.float32)
     visit = passes.forward(drawn(manifest, 1, documents), documents, graphs=graphs)
@@ -930,7 +930,7 @@ def test_all_documents_cut_and_none(
 
 
 def test_token_numbers_on_several_devices(threads: DeviceThreads) -> None:
-    sizes = {"model__residual": 5, "model__attention": "documents", "model__sequence": 2048}
+    sizes = {"model__residual": 5, "model__token_rank": 3, "model__attention": "documents", "model__sequence": 2048}
     manifest, documents = small_manifest(**sizes, training__inner_tokens=4096), (1500, 300, 7)
     part, (states, gradient) = split_stack(manifest), (hidden_states(manifest, each, documents) for each in (1, 2))
     several, one = body_passes(part, threads, SHARE), OneDevice(part)

@@ -439,12 +439,7 @@ LIES = [
     *lies_of(REQUEST, chunks=[[], range(65), [1, 1], [2**20]], digest=[b""]),
     *lies_of(REFUSED, reason=[0], chunks=[[2**32 - 1]]),
     *lies_of(
-        STATE,
-        chunk=[2**20],
-        digest=[b""],
-        tensor=[
-            *(OF_INT8, but(VECTOR, codec=9), but(VECTOR, shape=[2, 512])),
-        ],
+        STATE, chunk=[2**20], digest=[b""], tensor=[*(OF_INT8, but(VECTOR, codec=9), but(VECTOR, shape=[2, 512]))]
     ),
 ]
 
