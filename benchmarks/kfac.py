@@ -216,7 +216,7 @@ def timed(times_ms: list[float]) -> Iterator[None]:
 
 
 def _inverse(factor: Tensor) -> Tensor:
-    damping = math.sqrt(DAMPING) * factor.trace() / len(factor)
+    damping = max(math.sqrt(DAMPING) * factor.trace() / len(factor), 1e-12)  # new blocks have no gradient yet
     return torch.cholesky_inverse(torch.linalg.cholesky(factor + damping * torch.eye(len(factor))))
 
 

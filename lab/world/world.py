@@ -317,7 +317,7 @@ class Peer:
     def announcement(self) -> Announcement:
         now, slots = self.world.time.now, self.custody.slots
         return Announcement(
-            RUN, self.id, PeerState.SERVING, self.module, (), b"", VersionRange(4, 4),
+            RUN, self.id, PeerState.SERVING, self.module, (), b"", VersionRange(5, 5),
             TOKENS / self.world.environment.service_s(self.id), slots, slots - self.custody.used_slots, 0, None,
             self.incarnation, int(now * 1000) + self.incarnation, now + RECORD_LIFETIME_S,
             visits=self._announced_visits(),

@@ -24,31 +24,28 @@ _SUM_DEVIATION: Final = math.sqrt(4 * (65_536**2 - 1) / 12)
 
 
 @torch.no_grad()
-def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int, gain: float = 1.0) -> None:
-    """Fills the parameters of `parts` with initial values.
+def initialise(parts: Iterable[nn.Module], *, seed: int, gain: float = 1.0) -> None:
+    """Fills the parameters with initial values, with which blocks are the identity (arXiv:1901.09321).
 
     Args:
-        total_blocks: depth of the whole model.
-        gain: factor for weights that write to the residual stream. A narrow stream needs sqrt(width / numbers).
+        gain: factor for the embedding. A narrow residual stream needs sqrt(width / numbers).
     """
     for part in parts:
         norms = {id(module.weight) for module in part.modules() if isinstance(module, RMSNorm)}
         for name, parameter in part.named_parameters():
             if id(parameter) in norms:
                 parameter.fill_(1.0)
-            elif parameter.dim() == 1:
-                parameter.zero_()  # biases
+            elif parameter.dim() == 1 or writes(name):  # biases, and outputs that would drown small embeddings
+                parameter.zero_()
             else:
-                deviation = standard_deviation(name, parameter.shape[1], total_blocks, gain)
+                deviation = standard_deviation(name, parameter.shape[1], gain)
                 parameter.copy_(near_normal(seed, name, parameter.shape, deviation))
 
 
-def standard_deviation(name: str, fan_in: int, total_blocks: int, gain: float = 1.0) -> float:
-    """Returns a weight's initial deviation: 1/sqrt(fan_in), less for outputs to the residual stream (GPT-2's rule)."""
+def standard_deviation(name: str, fan_in: int, gain: float = 1.0) -> float:
     if name == HEAD or has_row_per_token(name):
         return SMALL * gain if name == EMBEDDING else SMALL
-    deviation = 1 / math.sqrt(fan_in)
-    return gain * deviation / math.sqrt(2 * total_blocks) if writes(name) else deviation
+    return 1 / math.sqrt(fan_in)
 
 
 def near_normal(seed: int, name: str, shape: Iterable[int], deviation: float) -> Tensor:

@@ -282,7 +282,7 @@ def _fill(manifest: Manifest, part: nn.Module) -> None:
     """Initialises a part from the run's seed. If the run starts from a model, fills it with zeros, replaced later."""
     if manifest.start is None:
         gain = math.sqrt(manifest.model.hidden / manifest.model.stream)
-        initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks), gain=gain)
+        initialise([part], seed=manifest.seed, gain=gain)
     else:
         for parameter in part.parameters():
             parameter.zero_()

@@ -177,8 +177,8 @@ class VersionRange:
         return highest if highest >= max(self.lowest, other.lowest) else None
 
 
-PROTOCOL_VERSIONS = VersionRange(4, 4)
-OLDEST_RUN = 2  # Lowest protocol version of a manifest; only peers must be of version 3
+PROTOCOL_VERSIONS = VersionRange(5, 5)
+OLDEST_RUN = 2  # Lowest protocol version of a manifest; only peers must be of the newest
 
 
 def short(peer: PeerId) -> str:

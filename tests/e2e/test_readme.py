@@ -16,10 +16,7 @@ BLOCKS = [
 ]
 LEFT_OUT = {"make swarm": "it installs packages from an index on the internet"}
 """First line of a block that is not run, with the reason."""
-AWAITED = {
-    "skipstone join run.toml": r"^  skipstone join (skipstone:\S+)",
-    "skipstone join LINK": r"serving module ()",
-}
+AWAITED = {"skipstone join run.toml": r"^  skipstone join (skipstone:\S+)", "skipstone join LINK": r"serving module ()"}
 """What the last command of a block prints before it is stopped; another one must end by itself."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

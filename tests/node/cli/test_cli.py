@@ -580,7 +580,7 @@ def test_options_in_documents_and_messages_exist() -> None:
 
 
 def test_help_shows_every_command_and_how_to_begin() -> None:
-    assert "protocol 4 to 4" in ran("--version").stdout
+    assert "protocol 5 to 5" in ran("--version").stdout
     said = run("--help").stdout
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert all(f"\n  {name} " in said for name in commands), "each command is in a panel"

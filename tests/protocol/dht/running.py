@@ -34,7 +34,7 @@ def announced(identity: Identity, *, run: RunId = RUN, **changes: object) -> Ann
     place = {"state": PeerState.SERVING, "module": MODULE, "addresses": ("127.0.0.1:4000",)}
     figures = {"tokens_per_second": 10.0, "slots": 2, "free_slots": 1, "steps": 3, "anchor": None}
     life = {"incarnation": int(now * 1000), "sequence": int(now * 1000), "expires_at": now + 60}
-    return Announcement(**{**peer, **place, **figures, **life, "versions": VersionRange(4, 4), **changes})
+    return Announcement(**{**peer, **place, **figures, **life, "versions": VersionRange(5, 5), **changes})
 
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -330,7 +330,7 @@ LARGE = TensorSpec((16 * 1024, 1024), DType.FLOAT32)
     [
         ({"run": OTHER_RUN}, frames.FarewellReason.WRONG_RUN, ""),
         ({"peer": Persona().peer}, frames.FarewellReason.NOT_YOU, ""),
-        ({"lowest_version": 5, "highest_version": 6}, frames.FarewellReason.WRONG_VERSION, "4 to 4"),
+        ({"lowest_version": 6, "highest_version": 7}, frames.FarewellReason.WRONG_VERSION, "5 to 5"),
     ],
 )
 async def test_a_hello_of_another_run_name_or_version_is_refused(

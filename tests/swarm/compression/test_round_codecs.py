@@ -48,13 +48,7 @@ def test_a_run_that_allows_one_codec_has_no_choice() -> None:
 
 @pytest.mark.parametrize(
     ("slowest", "codec"),
-    [
-        (1e9, Codec.INT8),
-        (0.26e6, Codec.INT8),
-        (0.25e6, Codec.INT4),
-        (0.13e6, Codec.INT4),
-        (1.0, Codec.INT4),
-    ],
+    [(1e9, Codec.INT8), (0.26e6, Codec.INT8), (0.25e6, Codec.INT4), (0.13e6, Codec.INT4), (1.0, Codec.INT4)],
 )
 def test_the_mildest_that_the_slowest_member_carries_in_time(slowest: float, codec: Codec) -> None:
     made = choose(LEVELS, 10e6, slowest, INTERVAL_S)

@@ -6,7 +6,7 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, VersionRange
 
 RUN = RunId("0" * 64)
-USUAL = {"run": RUN, "state": PeerState.SERVING, "addresses": (), "certificate": b"", "versions": VersionRange(4, 4)}
+USUAL = {"run": RUN, "state": PeerState.SERVING, "addresses": (), "certificate": b"", "versions": VersionRange(5, 5)}
 USUAL |= {"slots": 8, "free_slots": 8, "steps": 0, "anchor": None, "incarnation": 1, "sequence": 1, "expires_at": 1e9}
 
 

@@ -86,7 +86,7 @@ def test_only_those_that_can_take_work_are_asked(members: Membership) -> None:
         stage = None if state is PeerState.VISITING else 1
         members.observe(announcement(state.name, stage, state=state), now=0, wall=0)
     members.observe(announcement("elsewhere", 2), now=0, wall=0)
-    members.observe(announcement("from the future", versions=VersionRange(5, 6)), now=0, wall=0)
+    members.observe(announcement("from the future", versions=VersionRange(6, 7)), now=0, wall=0)
     assert is_asked(members, 0) == [PeerId("SERVING")]
 
 
