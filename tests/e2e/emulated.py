@@ -127,7 +127,7 @@ def slow_computing(spec: Spec) -> None:
         return announced(manifest.microbatch_tokens)
 
     HopWorker._timed = timed  # type: ignore[method-assign]
-    node.runtime.role.measure_speed = measured
+    node.pipeline.worker.measure_speed = measured
 
 
 def _writer(path: Path) -> Written:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,14 +86,14 @@ def another_mean(change: Callable[[Vector], Vector]) -> Callable[[], None]:
 
 def forged_rosters() -> None:
     """As leader, only its own update counts: reversed and a thousand times as long."""
-    honestly = convening.SignedRoster
+    honestly = convening.messages.SignedRoster
 
     def forge(number: RoundId, base: AnchorVersion, entries: tuple[Entry, ...], *codec: Any) -> SignedRoster:
         forged = (e if e.peer == number.convener else replace(e, tokens=1, steps=1, norm=0.001) for e in entries)
         return honestly(number, base, tuple(forged) if base.round >= FIRST_LIE else entries, *codec)
 
     Claim(-1000.0).install()
-    convening.SignedRoster = forge  # type: ignore[misc, assignment]
+    convening.messages = SimpleNamespace(**vars(convening.messages) | {"SignedRoster": forge})  # type: ignore[assignment]
 
 
 def another_claim(**claim: int) -> Callable[[], None]:
