@@ -170,6 +170,7 @@ def export(
         raise typer.BadParameter("cannot be combined with --path or --stages-per-path", param_hint="--all")
     announce("skipstone export: gathering the modules", as_json=json)
     from node.data.local_paths import LocalPathOptions
+    from node.export.hugging_face import MODELING
     from node.export.open_model import open_model
     from node.export.source import parse_path
     from node.export.writer import Export, require_free
@@ -193,5 +194,5 @@ def export(
     else:
         files = counted(done.files, "file")
         typer.echo(f"{done.path}: run {done.run[:12]}, {count(done.size_bytes)} bytes of parameters in {files}")
-        if (done.path / "modeling_skipstone.py").exists():
+        if (done.path / f"{MODELING}.py").exists():
             typer.echo("  transformers loads it with trust_remote_code=True, since its blocks have rows of tokens")

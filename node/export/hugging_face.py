@@ -139,12 +139,12 @@ Json = dict[str, Any]
 
 def model_config(manifest: Manifest, modules: Sequence[ModuleId], special: Json) -> Json:
     """Returns the content of `config.json` with the keys of `special` tokens. Parameters are always float32."""
-    model, with_rows = manifest.model, manifest.model.token_rank > 0
+    model = manifest.model
     classes = {"AutoConfig": f"{MODELING}.SkipstoneConfig", "AutoModelForCausalLM": f"{MODELING}.SkipstoneForCausalLM"}
+    own: Json = {"architectures": ["SkipstoneForCausalLM"], "model_type": "skipstone", "auto_map": classes}
     return {
-        "architectures": [f"{'Skipstone' if with_rows else model.family.capitalize()}ForCausalLM"],
-        "model_type": "skipstone" if with_rows else model.family,
-        **({"auto_map": classes, "token_rank": model.token_rank} if with_rows else {}),
+        "architectures": [f"{model.family.capitalize()}ForCausalLM"],
+        "model_type": model.family,
         "vocab_size": model.vocabulary,
         "hidden_size": model.hidden,
         "intermediate_size": model.feed_forward,
@@ -165,6 +165,7 @@ def model_config(manifest: Manifest, modules: Sequence[ModuleId], special: Json)
         "use_cache": True,
         **special,
         **({} if model.family == "llama" else {"sliding_window": model.sliding_window}),
+        **(own | {"token_rank": model.token_rank} if model.token_rank else {}),
     }
 
 

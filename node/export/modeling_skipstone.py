@@ -15,7 +15,7 @@ class SkipstoneConfig(LlamaConfig):  # type: ignore[no-untyped-call]
 
 
 class SkipstoneForCausalLM(LlamaForCausalLM):  # type: ignore[no-untyped-call]
-    """Llama whose blocks and head add trained rows of their own, of low rank, to what they read, one row per token."""
+    """Llama in which each block, and the head, adds a trained row of the token to its input."""
 
     config_class = SkipstoneConfig
 

@@ -225,7 +225,7 @@ class FeedForward(nn.Module):
 
 
 class TokenRows(nn.Module):
-    """Trained rows of low rank that one block, or the head, adds to what it reads, one row per token."""
+    """Trained low-rank table. One block, or the head, adds the row of each token to its input."""
 
     # The residual stream has room for only K numbers of a token. Gemma 3n has embeddings per layer, too.
     def __init__(self, section: ModelSection) -> None:

@@ -146,7 +146,7 @@ def _name(peer: PeerStatus) -> str:
 
 
 class RunPage:
-    """State of the page: the latest picture, the waiting browsers, and `verbs`, what it may ask of the node."""
+    """State of the page: the latest picture, the waiting browsers, and its `verbs`, the actions that it may request."""
 
     def __init__(self, **verbs: Callable[[], None]) -> None:
         self._verbs = verbs

@@ -85,7 +85,7 @@ class ModelSection(Section):
     """Numbers per token that blocks write and hops carry; below `hidden`. Hops then also see the text's token numbers.
     0: off, blocks write all of `hidden`."""
     token_rank: Annotated[int, Field(ge=0, le=4096)] = 0
-    """For `residual`: rank of the trained rows that each block adds to what it reads, one row per token. 0: none."""
+    """With `residual`: rank of the trained table whose row of the token each block adds to its input. 0: no table."""
     attention_bias: bool = False
     """Biases of all four attention projections, as in some models of the families `llama` and `qwen3`."""
     positions: Annotated[int, Field(ge=8, le=2**31)] | None = None

@@ -129,9 +129,8 @@ class OtherReplicas:
         before = self._known
         ordered = sorted(others, key=lambda replica: (not replica.proven, not replica.serving, replica.peer))
         # Names are free: those without proven work must not be most of a round.
-        listed = ordered[
-            : min(2 * sum(replica.proven for replica in ordered) or messages.MAX_MEMBERS, messages.MAX_MEMBERS - 1)
-        ]
+        proven = sum(replica.proven for replica in ordered)
+        listed = ordered[: min(2 * proven or messages.MAX_MEMBERS, messages.MAX_MEMBERS - 1)]
         self._known = {r.peer: before.get(r.peer) or _Known(r.serving, r.proven, r.version) for r in listed}
         for replica in listed:
             known = self._known[replica.peer]
