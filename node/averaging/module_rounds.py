@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random, SystemRandom
 from typing import Final
@@ -59,7 +59,7 @@ class RoundReports:
         self._clipped = 0
         self._download: CatchingUp | None = None
         self.accused_lately: tuple[Accusation, ...] = ()
-        self._left: tuple[float, AnchorVersion, bool] | None = None
+        self._left: tuple[float, LeftAnchor] | None = None
         self._began = self._reported_at = 0.0
 
     def exchanging(self, attempt: RoundId, reduced_chunks: int, percent: int) -> None:
@@ -123,14 +123,14 @@ class RoundReports:
         event, codec_reason, at = self._last
         return RoundStatus(len(event.members), round(self._clock.monotonic() - at, 1), event.codec, codec_reason)
 
-    def left(self, version: AnchorVersion, kept: bool) -> None:
-        self._left = self._clock.monotonic(), version, kept
+    def left(self, version: AnchorVersion, followed: AnchorVersion, kept: bool) -> None:
+        self._left = self._clock.monotonic(), LeftAnchor(version.round, 0.0, kept, followed.round)
 
     def left_anchor(self) -> LeftAnchor | None:
         """Describes the anchor that was last replaced by another replicas' one, for an hour."""
         if self._left is None or (seconds := self._clock.monotonic() - self._left[0]) > LEFT_KEPT_S:
             return None
-        return LeftAnchor(self._left[1].round, round(seconds, 1), self._left[2])
+        return replace(self._left[1], seconds_ago=round(seconds, 1))
 
     def catching_up(self) -> DownloadStatus | None:
         download = self._download
@@ -254,10 +254,10 @@ class ModuleRounds:
             self.reports.caught_up(anchor, known, donors, self._downloads.received_bytes)
         return anchor
 
-    async def left(self, version: AnchorVersion) -> None:
+    async def left(self, version: AnchorVersion, followed: AnchorVersion) -> None:
         folder = self._context.options.checkpoint_dir
         kept = folder is not None and await asyncio.to_thread(keep_left, folder / self._own.peer)
-        self.reports.left(version, kept)
+        self.reports.left(version, followed, kept)
 
     def anchored(self, anchor: Anchor) -> None:
         self._context.proofs.in_round = frozenset()

@@ -249,7 +249,7 @@ class RoundHost(Protocol):
         """Downloads an anchor from these donors. Raises PeerError, StateError or ResourceExhausted."""
         ...
 
-    async def left(self, version: AnchorVersion) -> None:
+    async def left(self, version: AnchorVersion, followed: AnchorVersion) -> None:
         """Called before our anchor `version` is replaced by another replicas' one, with which our work is lost."""
         ...
 
@@ -468,7 +468,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
             self.handle(events.CatchUpFailed(action.version, why, action.donors))
             return
         if own.version.round > 0:
-            await self._host.left(own.version)
+            await self._host.left(own.version, anchor.version)
         self._store.put(anchor)
         await self.replica_sync.adopt(anchor)
         self._host.anchored(anchor)

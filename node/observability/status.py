@@ -119,6 +119,7 @@ class LeftAnchor:
     round: int = 0
     seconds_ago: float = 0.0
     kept: bool = False
+    followed: int = 0  # Round of the other anchor; 0 from older nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,8 @@ def left_lines(status: SwarmStatus) -> Iterator[Text]:
         kept = "; the snapshot before is in its checkpoint's folder `left`" if left.kept else ""
         who = f"{text.harmless(str(peer.module))} {text.peer_name(peer.peer)}"
         what = f"left its anchor of round {text.count(left.round)} for others'"
+        if left.followed > left.round:  # mostly because it missed rounds
+            what = f"caught up with others from round {text.count(left.round)} to {text.count(left.followed)},"
         yield Text(f"{who} {what} {text.duration(left.seconds_ago)} ago{kept}")
 
 

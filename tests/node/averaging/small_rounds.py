@@ -336,7 +336,7 @@ class Host:
                 return Anchor(anchor.layout, version, anchor.parameters.copy(), anchor.momentum.copy(), anchor.hashes)
         raise StateError("nobody has it")
 
-    async def left(self, version: AnchorVersion) -> None:
+    async def left(self, version: AnchorVersion, followed: AnchorVersion) -> None:
         self.hall.replicas[self.own].left.append(version)
 
     def anchored(self, anchor: Anchor) -> None:

@@ -233,9 +233,11 @@ def test_status_names_who_is_accused() -> None:
 
 
 def test_status_says_who_left_its_anchor_for_others() -> None:
-    peers = [peer_of("a", "1.0", {"left": {"round": 7, "seconds_ago": 65.0, "kept": True}}), peer_of("b", "1.0", {})]
-    [line] = [view.plain for view in left_lines(swarm_of(2, *peers))]
+    left = {"a": {"round": 7, "seconds_ago": 65.0, "kept": True}, "b": None, "c": {"round": 7, "followed": 9}}
+    peers = [peer_of(name, "1.0", {"left": each} if each else {}) for name, each in left.items()]
+    line, later = (view.plain for view in left_lines(swarm_of(2, *peers)))
     assert line.startswith("1.0 a left its anchor of round 7 for others' 1m05s ago; the snapshot before is in")
+    assert later == "1.0 c caught up with others from round 7 to 9, 0s ago"
 
 
 def test_status_names_the_data_nodes_of_a_hop_and_their_shares() -> None:
