@@ -6,9 +6,10 @@ that step gives two curvature factors, then each factor is inverted, all as idle
 refreshes (`work_over_bubble`: the authors' formula for it). `step`: step time over that without K-FAC, `in_step` with
 the same refreshes inside the step.
 
-`training`: a small model with K-FAC against AdamW, by refresh period; curvature is one period old when first used
-(`at once`: that of the step itself). The empirical Fisher matrix of a layer is the Kronecker product of the means of x
-x^T and g g^T, damped as in arXiv:1503.05671, section 6.3; steps have AdamW's length (grafting, arXiv:2002.11803).
+`training`: a small model with K-FAC against AdamW, Muon and SOAP; an arm is "refresh period/damping". Curvature is one
+period old when first used (period 0: that of the step itself). The empirical Fisher matrix of a layer is the Kronecker
+product of the means of x x^T and g g^T, damped as in arXiv:1503.05671, section 6.3; steps have AdamW's length
+(grafting, arXiv:2002.11803).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from benchmarks import kit
 from benchmarks.filling import Durations, FillingPeer, FillingWorld, Setting, share_of_time
 from benchmarks.kit import source_of, tell
-from benchmarks.optimizers import ARMS, Task, Trainer, manifest_of, trained, trainings
+from benchmarks.optimizers import ARMS, Task, Trainer, manifest_of, measure, trained, trainings
 from lab.world.world import Peer
 from node.model import passes
 from node.model.blocks import Linear
@@ -48,8 +49,7 @@ from swarm.vocabulary.types import ModuleId, PeerId
 
 WARM_STEPS: Final = 2
 CHUNK_S: Final = 0.002
-DAMPING: Final = 1e-3  # PipeFisher's for BERT, relative to the means of the factors' eigenvalues
-ADAMW, AT_ONCE = "adamw", "at once"
+ADAMW: Final = "adamw"
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
 
@@ -215,18 +215,19 @@ def timed(times_ms: list[float]) -> Iterator[None]:
     times_ms.append(1e3 * (time.thread_time() - begun))
 
 
-def _inverse(factor: Tensor) -> Tensor:
-    damping = max(math.sqrt(DAMPING) * factor.trace() / len(factor), 1e-12)  # new blocks have no gradient yet
-    return torch.cholesky_inverse(torch.linalg.cholesky(factor + damping * torch.eye(len(factor))))
+def _inverse(factor: Tensor, damping: float) -> Tensor:
+    """`damping` is relative to the means of the factors' eigenvalues."""
+    added = max(math.sqrt(damping) * factor.trace() / len(factor), 1e-12)  # new blocks have no gradient yet
+    return torch.cholesky_inverse(torch.linalg.cholesky(factor + added * torch.eye(len(factor))))
 
 
 class Kfac(AdamW):
     """The rule of these layers' weights. New curvature every `every` steps is first used `lag` steps later."""
 
-    def __init__(self, layers: Sequence[Linear], inner: InnerSection, every: int, lag: int) -> None:
+    def __init__(self, layers: Sequence[Linear], inner: InnerSection, every: int, lag: int, damping: float) -> None:
         super().__init__([layer.weight for layer in layers], inner)
         self.spent: defaultdict[str, list[float]] = defaultdict(list)  # ms; curvature is that of one factor
-        self._every, self._lag, self._steps = every, lag, 0
+        self._every, self._lag, self._damping, self._steps = every, lag, damping, 0
         self._factors = {layer.weight: [torch.zeros(size, size) for size in layer.weight.shape] for layer in layers}
         self._inverses: dict[nn.Parameter, list[Tensor]] = {}
         self._waiting: dict[int, dict[nn.Parameter, list[Tensor]]] = {}  # inverses by the first step that uses them
@@ -237,7 +238,7 @@ class Kfac(AdamW):
     def step(self, rate: float) -> None:
         if self._steps % self._every == 0:
             with timed(self.spent["inversion"]):
-                found = {parameter: [_inverse(one) for one in both] for parameter, both in self._factors.items()}
+                found = {one: [_inverse(each, self._damping) for each in both] for one, both in self._factors.items()}
                 self._waiting[self._steps + self._lag] = found
                 for factor in chain.from_iterable(self._factors.values()):
                     factor.zero_()
@@ -275,11 +276,11 @@ class Kfac(AdamW):
 class KfacTrainer(Trainer):
     """The trainer of `benchmarks.optimizers`, with K-FAC for the blocks' matrices."""
 
-    def __init__(self, manifest: Manifest, every: int, lag: int) -> None:
+    def __init__(self, manifest: Manifest, every: int, lag: int, damping: float = 1e-3) -> None:
         super().__init__(manifest, ARMS[ADAMW])
         layers = [layer for stack in self.model.stacks for layer in stack.modules() if isinstance(layer, Linear)]
         inner = manifest.training.inner
-        self.kfac = Kfac(layers, inner, every, lag)
+        self.kfac = Kfac(layers, inner, every, lag, damping)
         own = set(self.kfac.parameters)
         for optimizer in self.optimizers[1:]:
             rest = [parameter for rule in optimizer.rules for parameter in rule.parameters if parameter not in own]
@@ -287,10 +288,11 @@ class KfacTrainer(Trainer):
 
 
 def train(task: Task, arm: str, seed: int, rate: float) -> dict[str, Any]:
-    """Trains one arm to the end of its schedule: `ADAMW`, `AT_ONCE`, or a refresh period."""
-    manifest = manifest_of(task, ARMS[ADAMW], seed, rate)
-    cycle = (1, 0) if arm in (ADAMW, AT_ONCE) else (int(arm), int(arm))
-    trainer = Trainer(manifest, ARMS[ADAMW]) if arm == ADAMW else KfacTrainer(manifest, *cycle)
+    """Trains one arm to the end of its schedule: one of `ARMS`, or "period/damping", 0 for curvature at once."""
+    if arm in ARMS:
+        return measure(task, arm, seed, rate)
+    manifest, (every, damping) = manifest_of(task, ARMS[ADAMW], seed, rate), map(float, arm.split("/"))
+    trainer = KfacTrainer(manifest, max(int(every), 1), int(every), damping)
     return {"arm": arm, "seed": seed, "rate": rate, **trained(task, manifest, trainer)}
 
 
@@ -315,12 +317,14 @@ def measured_profile(task: Task, repeats: int = 20) -> Profile:
 
 
 def measure_training(options: Any) -> dict[str, Any]:
-    return trainings(task_of(options), options, (ADAMW, AT_ONCE, *map(str, options.periods)), train)
+    arms = [f"{period}/{damping:g}" for period, damping in itertools.product(options.periods, options.dampings)]
+    return trainings(task_of(options), options, (*options.beside, *arms), train)
 
 
 if __name__ == "__main__":
     usual = {"depths": [4, 8, 16], "multiples": [1, 2], "schedule_steps": 12, "steps": 120, "hidden": 64}
-    more = {"seeds": [1, 2, 3], "rates": [6e-3], "periods": [1, 5, 10, 20], "text": Path}
+    more = {"seeds": [1, 2, 3], "rates": [3e-3, 6e-3, 1.2e-2], "periods": [0, 1, 2, 3, 4, 5], "text": Path}
+    more |= {"dampings": [1e-3, 1e-2], "beside": (ADAMW, "muon", "soap")}
     quick = {"depths": [4], "multiples": [1], "schedule_steps": 3, "steps": 6, "hidden": 16, "seeds": [1]}
     quick |= {"periods": [2]}
     torch.set_num_threads(1)

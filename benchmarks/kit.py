@@ -423,11 +423,11 @@ class Learner:
         self.optimizers = [make([self._sums[part] for part in parts]) for parts in self.modules]
         self._count = 0
 
-    def add(self, microbatch: Microbatch) -> float:
+    def add(self, microbatch: Microbatch, computed: tuple[float, Mapping[nn.Module, Any]] | None = None) -> float:
         """Adds a microbatch's gradients and returns its loss. Raises StateError when they are not finite."""
         from node.model.optimizer import Addition
 
-        loss, gradients = self.gradients(microbatch)
+        loss, gradients = computed or self.gradients(microbatch)
         name = MicrobatchId(READER, self._count)
         for part, of_part in gradients.items():
             if self._sums[part].add(name, microbatch.size, of_part) is not Addition.ADDED:

@@ -1,7 +1,8 @@
 """What SOAP, Muon and AdamW with 8-bit moments are worth as inner optimizers against AdamW.
 
 One small model, trained to the end of a cosine schedule with the product's parts; a token is a byte. `soap` refreshes
-its bases between microbatches, as in a peer's idle time, `soap in step` the same bases inside the inner step.
+its bases between microbatches, as in a peer's idle time, `soap in step` the same bases inside the inner step. `--late`:
+steps take gradients of parameters that are so many steps old, as with `training.staleness`.
 `foreground_s`: processor time without that between microbatches. `best`: for each optimizer and seed the learning rate
 with the least final loss, and the shares of AdamW's steps and seconds until its best's last loss (null: never).
 """
@@ -26,7 +27,7 @@ from benchmarks.kit import READER, Learner, curve_of, evaluate, loss_of, reached
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.model.device import flush_denormals
 from node.model.moments import MomentType
-from node.model.optimizer import InnerOptimizer, StepFigures
+from node.model.optimizer import InnerOptimizer
 from node.model.optimizers.inner_rule import AtDeadline
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import StateError
@@ -49,6 +50,7 @@ class Task:
     microbatches: int = 2
     held_out_microbatches: int = 12
     source: str = "python-stdlib"
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,9 @@ class IdleTime:
 class Trainer(Learner):
     """The model with its inner optimizers, as data node and stage peers have them."""
 
-    def __init__(self, manifest: Manifest, arm: Arm) -> None:
-        self.idle, self._arm = IdleTime(), arm
+    def __init__(self, manifest: Manifest, arm: Arm, late: int = 0) -> None:
+        self.idle, self._arm, self._late = IdleTime(), arm, late
+        self._waiting: deque[Callable[[], object]] = deque()  # additions of gradients
         self._feed = TrainingFeed(manifest, open_documents(manifest), READER)
         self._seconds = 0.0
         submit = self.idle.submit if arm.in_idle_time else AtDeadline
@@ -109,22 +112,26 @@ class Trainer(Learner):
     def foreground_s(self) -> float:
         return self._seconds - self.idle.seconds
 
-    def next_step(self) -> tuple[StepFigures, ...]:
-        """One inner step of every module, with the next microbatches."""
-        begun = time.thread_time()
-        for _ in range(self.manifest.microbatches_per_step):
-            self.add(self._feed.next())
+    def next_step(self) -> None:
+        """One inner step of every module, with the next microbatches or those of `late` steps before."""
+        begun, each = time.thread_time(), self.manifest.microbatches_per_step
+        for _ in range(each):
+            microbatch = self._feed.next()
+            self._waiting.append(partial(self.add, microbatch, self.gradients(microbatch)))
             if self._arm.in_idle_time:
                 self.idle.fill()
-        figures = self.step()
+        if len(self._waiting) > each * self._late:
+            for _ in range(each):
+                self._waiting.popleft()()
+            self.step()
         self._seconds += time.thread_time() - begun
-        return figures
 
 
 def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
     """Trains one arm to the end of its schedule."""
     manifest = manifest_of(task, ARMS[name], seed, rate)
-    return {"arm": name, "seed": seed, "rate": rate, **trained(task, manifest, Trainer(manifest, ARMS[name]))}
+    trainer = Trainer(manifest, ARMS[name], task.late)
+    return {"arm": name, "seed": seed, "rate": rate, **trained(task, manifest, trainer)}
 
 
 def trained(task: Task, manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
@@ -183,11 +190,12 @@ def trainings(task: Task, options: Any, arms: Iterable[str], train: Callable[...
 
 
 def measure_all(options: Any) -> dict[str, Any]:
-    task = Task(options.steps, hidden=options.hidden, source=source_of(options.text))
+    task = Task(options.steps, hidden=options.hidden, source=source_of(options.text), late=options.late)
     return {"task": asdict(task), **trainings(task, options, options.arms, measure)}
 
 
 if __name__ == "__main__":
-    usual = {"seeds": [1, 2, 3], "rates": [1.5e-3, 3e-3, 6e-3], "arms": tuple(ARMS), "steps": 300, "hidden": 128}
+    usual = {"seeds": [1, 2, 3], "rates": [1.5e-3, 3e-3, 6e-3], "arms": tuple(ARMS), "steps": 300}
+    usual |= {"hidden": 128, "late": 0}
     quick = {"seeds": [1], "rates": [3e-3], "steps": 6, "hidden": 16}
     kit.run(__doc__, measure_all, quick, text=Path, **usual)

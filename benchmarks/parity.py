@@ -1,9 +1,10 @@
-"""What rounds cost in loss: 4 replicas that average every 10, 50 or 100 inner steps against one process.
+"""What rounds cost in loss, by inner optimizer: replicas that average at times against one process.
 
-Both sides train on the same tokens. One process takes the replicas' microbatches together in each step, at three
-learning rates; the best one is the baseline for the best of two or three settings of the rounds. Rounds are real
-(runner, round machine, gRPC with mutual TLS on loopback) and in lock-step; a reference in plain torch takes each outer
-step, too. `--difference` holds 20 rounds of 2 inner steps only, and compares the replicas' parameters with those of a
+Both sides train on the same tokens. One process takes the replicas' microbatches together in each step; its best rate
+is the baseline of the best rate and outer step of the rounds. Rounds are real (runner, round machine, gRPC with mutual
+TLS on loopback) and in lock-step; a reference in plain torch takes each outer step, too (`reference_difference`, only
+of float32). `over_one`: loss over the best of one process with the same optimizer, `over_adamw`: over the rounds of
+AdamW. `--difference` holds 20 rounds of 2 inner steps only, and compares the replicas' parameters with those of a
 reference that trains its own replicas.
 """
 
@@ -11,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import statistics
+import itertools
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,8 +44,6 @@ from swarm.compression.round_codecs import codec_levels
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
 
-REPLICAS: Final = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -60,47 +59,44 @@ class Task:
     steps: int = 3000
     common_steps: int = 800  # taken by one process for all replicas
     warmup_steps: int = 50
-    beta2: float = 0.95
     held_out_microbatches: int = 128
+    replicas: int = 4
 
     @property
-    def tokens(self) -> int:
-        """Tokens that each side is trained on."""
-        return self.steps * REPLICAS * self.microbatches * self.rows * self.sequence
+    def step_tokens(self) -> int:
+        return self.replicas * self.microbatches * self.rows * self.sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How replicas are trained between rounds and what a round does. `inner_rate` is the peak."""
 
-    inner_steps: int
+    inner: str
     inner_rate: float
-    final_ratio: float  # learning rate at the last step over its peak
-    outer_rate: float
-    outer_momentum: float
+    inner_steps: int = 1
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    codec: str = "none"
 
 
-def manifest_of(task: Task, seed: int, inner_rate: float, replicas: int, rule: Rule | None = None) -> Manifest:
+def manifest_of(task: Task, seed: int, rule: Rule, replicas: int) -> Manifest:
     """A run of one module whose inner step has the tokens of `replicas` replicas."""
-    of_all = REPLICAS * task.microbatches * task.rows * task.sequence
-    outer: dict[str, Any] = {}
-    if rule is not None:
-        sgd = {"learning_rate": rule.outer_rate, "momentum": rule.outer_momentum}
-        outer = {"inner_steps": rule.inner_steps, "outer": sgd}
     return run_of(
         "parity",
         [task.blocks],
         seed=seed,
         **size_of(task) | {"microbatches": replicas * task.microbatches},
         data={"held_out": 0.05},
-        inner={"learning_rate": inner_rate, "beta2": task.beta2},
+        inner={"name": rule.inner, "learning_rate": rule.inner_rate},
+        inner_steps=rule.inner_steps,
+        outer={"learning_rate": rule.outer_rate, "momentum": rule.outer_momentum},
         schedule={
             "kind": "cosine",
-            "warmup_tokens": task.warmup_steps * of_all,
-            "total_tokens": task.steps * of_all,
-            "final_ratio": 0.0 if rule is None else rule.final_ratio,
+            "warmup_tokens": task.warmup_steps * task.step_tokens,
+            "total_tokens": task.steps * task.step_tokens,
+            "final_ratio": 0.0,
         },
-        **outer,
+        sections={"codecs": {"pseudo_gradients": rule.codec}},
     )
 
 
@@ -131,18 +127,18 @@ class Replica(Learner):
 class Dealer:
     """Deals the microbatches of one feed to the replicas in turn, or to one process."""
 
-    def __init__(self, manifest: Manifest, documents: Documents, microbatches: int, start: Cursor = START) -> None:
+    def __init__(self, task: Task, manifest: Manifest, documents: Documents, start: Cursor = START) -> None:
         self.feed = TrainingFeed(manifest, documents, READER, start)
-        self._microbatches = microbatches
+        self._task = task
 
     def a_whole_step(self) -> list[Microbatch]:
         """The next inner step of one process."""
-        return [self.feed.next() for _ in range(REPLICAS * self._microbatches)]
+        return [self.feed.next() for _ in range(self._task.replicas * self._task.microbatches)]
 
     def a_step(self) -> list[list[Microbatch]]:
         """The next inner step of each replica."""
         dealt = self.a_whole_step()
-        return [dealt[replica::REPLICAS] for replica in range(REPLICAS)]
+        return [dealt[replica :: self._task.replicas] for replica in range(self._task.replicas)]
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -274,63 +270,53 @@ def _peer(replica: Replica, manifest: Manifest, stack: ExitStack) -> RoundPeer:
 
 # ---- all -------------------------------------------------------------------------------------------------------------
 
-TASK: Final = Task()
-BASELINE_RATES: Final = (12e-3, 24e-3, 48e-3)
-COMMON_RATE: Final = 24e-3
-RULES: Final = {
-    10: (Rule(10, 40e-3, 0.0, 1.0, 0.0), Rule(10, 24e-3, 0.0, 0.8, 0.5), Rule(10, 12e-3, 0.0, 0.8, 0.5)),
-    50: (Rule(50, 24e-3, 0.0, 0.8, 0.5), Rule(50, 16e-3, 0.0, 0.8, 0.5)),
-    100: (Rule(100, 24e-3, 0.0, 0.8, 0.5), Rule(100, 16e-3, 0.0, 0.8, 0.5)),
+TASKS: Final = {
+    "small": Task(),
+    "larger": Task(128, 4, 352, 2, 128, 4, 1, steps=400, common_steps=0, warmup_steps=20, held_out_microbatches=24),
 }
-TARGETS: Final = {10: 1.01, 50: 1.02, 100: 1.03}
 DIFFERENCE_ROUNDS: Final = 20
-DIFFERENCE_RULE: Final = Rule(2, 1e-3, 0.0, 0.7, 0.9)  # few steps: float32's rounding errors grow with each
+DIFFERENCE_RULE: Final = Rule("adamw", 1e-3, 2, 0.7, 0.9)  # few steps: float32's rounding errors grow with each
 
 
 class Run:
     """The measurements of one seed."""
 
     def __init__(self, task: Task, seed: int) -> None:
-        self._task, self.manifest = task, partial(manifest_of, task, seed)
-        manifest = self.manifest(COMMON_RATE, REPLICAS)
+        self._task, self._manifest = task, partial(manifest_of, task, seed)
+        manifest = self._manifest(Rule("adamw", 1e-3), task.replicas)
         self._documents: Documents = open_documents(manifest)
         self._held_out = list(held_out_microbatches(manifest, task.held_out_microbatches, self._documents))
 
-    def dealer(self, start: Cursor = START) -> Dealer:
-        return Dealer(self.manifest(COMMON_RATE, REPLICAS), self._documents, self._task.microbatches, start)
-
-    def held_out_loss(self, learner: Replica) -> float:
+    def loss(self, learner: Replica) -> float:
         return float(evaluate(partial(loss_of, learner.model), self._held_out)["loss"])
 
-    def alone(self, inner_rate: float, steps: int) -> tuple[Replica, Cursor]:
+    def alone(self, rule: Rule, steps: int) -> tuple[Replica, Cursor]:
         """One process after some steps, and its position in the text."""
-        learner, dealer = Replica(self.manifest(inner_rate, REPLICAS)), self.dealer()
+        manifest = self._manifest(rule, self._task.replicas)
+        learner, dealer = Replica(manifest), Dealer(self._task, manifest, self._documents)
         for _ in range(steps):
             learner.step(dealer.a_whole_step())
         return learner, dealer.feed.cursor
 
     async def rounds(self, rule: Rule) -> dict[str, Any]:
         """The loss of replicas that average, and the largest difference of an outer step to the reference's."""
-        dealer = self.dealer(self._common_start[1])
-        manifest = self.manifest(rule.inner_rate, 1, rule)
-        learners = [Replica(manifest) for _ in range(REPLICAS)]
+        task, manifest = self._task, self._manifest(rule, 1)
+        begun, cursor = self.alone(dataclasses.replace(rule, inner_steps=1), task.common_steps)
+        dealer = Dealer(task, manifest, self._documents, cursor)
+        learners = [Replica(manifest) for _ in range(task.replicas)]
         for learner in learners:
-            learner.follow(self._common_start[0])
+            learner.follow(begun)
         reference = OuterReference(learners[0].vector(), rule)
-        largest = 0.0
-        rounds = (self._task.steps - self._task.common_steps) // rule.inner_steps
+        largest, rounds = 0.0, (task.steps - task.common_steps) // rule.inner_steps
         async with hall(learners, manifest) as peers:
             for _ in range(rounds):
                 for _ in range(rule.inner_steps):
                     await peers.step(dealer.a_step())
-                expected = reference.step([learner.vector() for learner in learners], [1] * REPLICAS)
+                expected = reference.step([learner.vector() for learner in learners], [1] * task.replicas)
                 anchor = await peers.a_round()
                 largest = max(largest, _difference(expected, anchor.parameters))
-        return {"rounds": rounds, "loss": self.held_out_loss(learners[0]), "reference_difference": largest}
-
-    @cached_property
-    def _common_start(self) -> tuple[Replica, Cursor]:
-        return self.alone(COMMON_RATE, self._task.common_steps)
+        exact = {"reference_difference": largest} if rule.codec == "none" else {}
+        return {**dataclasses.asdict(rule), "rounds": rounds, "loss": self.loss(learners[0]), **exact}
 
 
 def _difference(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
@@ -340,53 +326,51 @@ def _difference(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> floa
 async def difference(task: Task, seed: int, rule: Rule, rounds: int) -> float:
     """Largest difference of a parameter after some rounds, between real rounds and the algorithm in one process."""
     torch.set_num_threads(1)
-    manifest = manifest_of(task, seed, rule.inner_rate, 1, rule)
-    documents = open_documents(manifest)
-    dealer = Dealer(manifest, documents, task.microbatches)
+    manifest = manifest_of(task, seed, rule, 1)
+    dealer = Dealer(task, manifest, open_documents(manifest))
     dealt = [[dealer.a_step() for _ in range(rule.inner_steps)] for _ in range(rounds)]
-    learners = [Replica(manifest) for _ in range(REPLICAS)]
+    learners = [Replica(manifest) for _ in range(task.replicas)]
     async with hall(learners, manifest) as peers:
         for steps in dealt:
             for step in steps:
                 await peers.step(step)
             await peers.a_round()
-    reference = Reference([Replica(manifest) for _ in range(REPLICAS)], rule)
+    reference = Reference([Replica(manifest) for _ in range(task.replicas)], rule)
     for steps in dealt:
         expected = reference.a_round(steps)
     return max(_difference(expected, learner.vector()) for learner in learners)
 
 
-def measure_seed(task: Task, seed: int, inner_steps: Iterable[int]) -> dict[str, Any]:
-    run = Run(task, seed)
-    found: dict[str, Any] = {"seed": seed, "baselines": {}, "rounds": {}}
-    for rate in BASELINE_RATES:
-        found["baselines"][rate] = run.held_out_loss(run.alone(rate, task.steps)[0])
-        tell(found)
-    best = min(found["baselines"].values())
-    for count in inner_steps:
-        tried = [{**asyncio.run(run.rounds(rule)), "inner_rate": rule.inner_rate} for rule in RULES[count]]
-        ratio = min(measured["loss"] for measured in tried) / best
-        found["rounds"][count] = {"ratio": ratio, "target": TARGETS[count], "tried": tried}
-        tell(found)
-    return found
+def measure_seed(task: Task, seed: int, options: Any) -> dict[str, Any]:
+    run, alone, rows = Run(task, seed), dict[str, dict[float, float]](), list[dict[str, Any]]()
+    outers = [tuple(map(float, outer.split("/"))) for outer in options.outers]
+    for inner in options.inner:
+        alone[inner] = {rate: run.loss(run.alone(Rule(inner, rate), task.steps)[0]) for rate in options.rates}
+        tell({"seed": seed, inner: alone[inner]})
+        for count, codec in itertools.product(options.inner_steps, options.codecs):
+            rules = itertools.product([inner], options.rates, [count], outers, [codec])
+            tried = [asyncio.run(run.rounds(Rule(*rule[:3], *rule[3], rule[4]))) for rule in rules]
+            best = min(tried, key=lambda row: row["loss"])
+            first = next((row for row in rows if row["inner"] == "adamw" and row["inner_steps"] == count), best)
+            rows.append(best | {"over_one": best["loss"] / min(alone[inner].values()), "tried": tried})
+            rows[-1]["over_adamw"] = best["loss"] / first["loss"]
+            tell({key: value for key, value in rows[-1].items() if key != "tried"})
+    return {"seed": seed, "alone": alone, "rounds": rows}
 
 
 def measure(options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
+    task = dataclasses.replace(TASKS[options.task], replicas=options.replicas)
     if options.difference:
-        apart = asyncio.run(difference(TASK, options.seeds[0], DIFFERENCE_RULE, options.difference_rounds))
+        apart = asyncio.run(difference(task, options.seeds[0], DIFFERENCE_RULE, options.difference_rounds))
         return {"rounds": options.difference_rounds, "difference": apart}
-    task = dataclasses.replace(TASK, steps=options.steps)
-    seeds = [measure_seed(task, seed, options.inner_steps) for seed in options.seeds]
-    ratios = {count: [seed["rounds"][count]["ratio"] for seed in seeds] for count in options.inner_steps}
-    summary = {
-        count: {"mean_ratio": statistics.mean(values), "worst_ratio": max(values), "target": TARGETS[count]}
-        for count, values in ratios.items()
-    }
-    return {"task": dataclasses.asdict(task), "tokens": task.tokens, "summary": summary, "seeds": seeds}
+    seeds = [measure_seed(task, seed, options) for seed in options.seeds]
+    return {"task": dataclasses.asdict(task), "tokens": task.steps * task.step_tokens, "seeds": seeds}
 
 
 if __name__ == "__main__":
-    usual = {"seeds": [1, 2, 3], "inner_steps": tuple(RULES), "steps": TASK.steps}
+    usual = {"task": "small", "seeds": [1, 2, 3], "replicas": 4, "inner": ("adamw", "muon", "soap")}
+    usual |= {"rates": [12e-3, 24e-3, 48e-3], "inner_steps": [50], "outers": ["0.8/0.5", "1/0"]}
     quick = {"seeds": [1], "difference": True, "difference_rounds": 2}
-    kit.run(__doc__, measure, quick, difference=False, difference_rounds=DIFFERENCE_ROUNDS, **usual)
+    codecs = ("none", "int8", "int4")
+    kit.run(__doc__, measure, quick, difference=False, difference_rounds=DIFFERENCE_ROUNDS, codecs=codecs, **usual)

@@ -91,7 +91,7 @@ class ManifestChanges:
         ),
     ] = None
     inner: Annotated[
-        str | None, "training.inner.name", typer.Option(help="Inner optimizer: adamw, soap or muon [default: adamw]")
+        str | None, "training.inner.name", typer.Option(help="Inner optimizer: muon, adamw (for --from-model) or soap")
     ] = None
     total_tokens: Annotated[
         int | None,

@@ -76,7 +76,7 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
         peers=_peers(dial),
         tokens=tokens,
         total_tokens=changes.total_tokens,
-        inner=changes.inner or "adamw",
+        inner=changes.inner,
         blocks=changes.keys().get("stages.blocks"),
         residual=changes.residual,
         may_be_whole=changes.stages_per_path is None and changes.experts is None,
@@ -173,6 +173,8 @@ def new(
     if changes.name is None and base is None:  # a run is named after its file unless something says otherwise
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
         changes = dataclasses.replace(changes, name=name)
+    if model is not None and base is None:  # finished models learnt by AdamW, and Muon does not go on well from there
+        changes = dataclasses.replace(changes, inner=changes.inner or "adamw")
     dialed = None
     if dial.size is None:
         manifest = chosen_manifest(base, changes)

@@ -230,6 +230,7 @@ FRAGMENTS: Final = 8
 LARGE_STAGE: Final = 100 * 10**6  # Parameters from which a stage is averaged in fragments
 ACTIVATIONS: Final = "int8"
 PSEUDO_GRADIENTS: Final = "int4"
+INNER: Final = Reasoned("muon", "AdamW's loss in about half of its steps, with fewer bytes of state")
 
 
 def choose_rows(parameters: int) -> Choices:
@@ -270,6 +271,7 @@ def choose_recipe(parameters: int, cut: Manifest, wish: "Wish") -> Choices:
         beside = Reasoned(carried, f"what a {peers.mbit_s} Mbit/s link carries meanwhile")
     return chosen | {
         "tokens": Reasoned(total, wanted if wish.total_tokens is None else "set by --total-tokens"),
+        "optimizer": INNER if wish.inner is None else Reasoned(wish.inner, "set by --inner"),
         "step": Reasoned(step, said),
         "rate": Reasoned(rate, "best for this compute (DeepSeek LLM)"),
         "warm-up": Reasoned(warm, warming),
@@ -325,7 +327,7 @@ class Wish:
     peers: Peers = field(default_factory=Peers)
     tokens: Reasoned[int] = BYTES
     total_tokens: int | None = None
-    inner: str = "adamw"
+    inner: str | None = None  # None lets the dial choose
     blocks: tuple[int, ...] | None = None  # Of each stage; None lets the dial choose
     residual: int | None = None  # Numbers per token that blocks write, 0 for all; None lets the dial choose
     may_be_whole: bool = True  # Whether one stage is a choice. Paths that skip stages or have experts need several
@@ -422,11 +424,7 @@ def _manifest(name: str, sizes: Shape, wish: Wish) -> Manifest:
             "protocol": 2,
             "name": name,
             "model": {
-                "vocabulary": sizes.vocabulary,
-                "hidden": sizes.hidden,
-                "heads": sizes.heads,
-                "kv_heads": sizes.kv_heads,
-                "feed_forward": sizes.feed_forward,
+                **{key: getattr(sizes, key) for key in ("vocabulary", "hidden", "heads", "kv_heads", "feed_forward")},
                 "sequence": sequence,
                 "tied_embeddings": sizes.tied,
                 "residual": sizes.residual,
@@ -435,7 +433,7 @@ def _manifest(name: str, sizes: Shape, wish: Wish) -> Manifest:
                 "attention": "documents",
             },
             "stages": {"blocks": (0, sizes.blocks)},
-            "training": {"rows": rows, "inner_tokens": rows * sequence, "inner": {"name": wish.inner}},
+            "training": {"rows": rows, "inner_tokens": rows * sequence, "inner": {"name": wish.inner or INNER.value}},
             "codecs": {"activations": ACTIVATIONS, "gradients": ACTIVATIONS, "pseudo_gradients": PSEUDO_GRADIENTS},
         }
     )

@@ -98,7 +98,7 @@ def test_peers_beyond_the_stages_share_the_tokens_of_a_step() -> None:
         (Wish(parameters=10 * MILLION, tokens=tokens(LLAMA_3)), "cannot hold a vocabulary of 128,256"),
         (Wish(parameters=7 * BILLION, peers=Peers(card=GB)), "one block of this model needs more than 75%"),
         (Wish(parameters=7 * BILLION, peers=Peers(card=12 * GB), tokens=tokens(LLAMA_3)), "stage 0, with a vocabulary"),
-        (Wish(parameters=7 * BILLION, peers=Peers(card=12 * GB, number=4)), "needs 19 peers, not 4"),
+        (Wish(parameters=7 * BILLION, peers=Peers(card=12 * GB, number=4)), "needs 14 peers, not 4"),
         (Wish(parameters=10 * MILLION, peers=Peers(number=1)), "at least two peers"),
         (Wish(parameters=10 * MILLION, blocks=(0, 4)), "--stages both set the size of the model: 6 blocks, and 4"),
     ],
