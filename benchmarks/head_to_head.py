@@ -1,12 +1,13 @@
 """The same model over the same links: Skipstone beside what a user would pick instead. Needs root (`lines.py`).
 
 Four processes of one thread each train a Llama on bytes: `5m` has 4.9 million parameters (6 blocks of 256), `20m` has
-20.7 (6 blocks of 512). All arms have AdamW, equal rates and initial deviations, rows of 128 tokens, 4096 tokens a step.
-`skip-diloco`: a run of one stage, rounds of 8 bits every `--inner-steps`. `hivemind-local`: hivemind.Optimizer with
-local updates, epochs of as many tokens, 8 bits. `torchft-diloco`: torchft 0.2.0, gloo, float32 (its 8 bits need a GPU).
-`skip-pipe`: stages of 0, 2, 2, 2 blocks, hidden states of 8 bits, `--staleness`. `torch-pipe`: 1F1B over gloo, stages
-of 1, 2, 2, 1 blocks, bfloat16 between them. `solo`: plain torch in one process. `--outer-rate` and `--outer-momentum`
-are those of both DiLoCos. Links: `lo`, or Mbit/s up and down by round trip in ms, such as `20x80`.
+20.7 (6 blocks of 512). All arms have AdamW (ours: `--inner`), equal rates (`--rate`, 0 for the size's) and initial
+deviations, rows of 128 tokens, 4096 tokens a step. `skip-diloco`: a run of one stage, rounds of 8 bits every
+`--inner-steps`. `hivemind-local`: hivemind.Optimizer with local updates, epochs of as many tokens, 8 bits.
+`torchft-diloco`: torchft 0.2.0, gloo, float32 (its 8 bits need a GPU). `skip-pipe`: stages of 0, 2, 2, 2 blocks, hidden
+states of 8 bits, `--staleness`. `torch-pipe`: 1F1B over gloo, stages of 1, 2, 2, 1 blocks, bfloat16 between them.
+`solo`: plain torch in one process. `--outer-rate` and `--outer-momentum` are those of both DiLoCos. Links: `lo`, or
+Mbit/s up and down by round trip in ms, such as `20x80`.
 
 Other systems need a Python of their own: `python -m venv X; X/bin/pip install hivemind 'numpy<2.4' torchft==0.2.0
 opentelemetry-exporter-otlp 'torch==2.13.*'`, then `--peers-python X/bin/python`.
@@ -86,7 +87,8 @@ def why_not(arm: str, python: Path) -> str | None:
 
 def manifest_of(arm: str, options: Any, text: Path) -> Manifest:
     size = dict(SIZES[options.size])
-    inner = {"learning_rate": size.pop("learning_rate")}
+    inner = {"name": options.inner, "learning_rate": options.rate or size["learning_rate"]}
+    del size["learning_rate"]
     whole = arm != "skip-pipe"
     return kit.run_of(
         "head-to-head",
@@ -221,6 +223,7 @@ class Seen:
             "tokens_per_s": round((self.tokens - self.steps[0][1]) / max(last - first, 1e-9), 1),
             **{f"loss_after_{at}_s": rounded(self.loss_at(first + at)) for at in AT_S},
             "loss_at_end": rounded(self.loss_at(last)),
+            "loss_each_5_s": [rounded(self.loss_at(first + at)) for at in range(5, int(last - first) + 1, 5)],
             "loss_at_100k_tokens": None if (at := self.when(TOKENS)) is None else rounded(self.loss_at(at)),
             "bytes_per_token": round((end[2] - begin[2]) / tokens, 1),
             "cpu_ms_per_token": round(1e3 * (end[3] - begin[3]) / tokens, 4),
@@ -300,7 +303,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         arms: dict[str, Any] = {}
         for arm in ARMS:
             good = [run for run in runs if (run["link"], run["arm"]) == (link, arm) and "failed" not in run]
-            keys = [key for key in (good or [{}])[0] if key not in ("arm", "link", "memory_mb_of_each")]
+            keys = [key for key, value in (good or [{}])[0].items() if not isinstance(value, str | list)]
             arms |= {arm: medians(good, keys) | {"runs": len(good)}} if good else {}
         found[link] = {"arms": arms, "bars": bars(arms)}
     return found
@@ -339,6 +342,6 @@ def measure(options: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     usual = {"links": ["lo", "100x20", "20x80"], "size": "5m", "seconds": 60.0, "repeats": 3, "seed": 1, "staleness": 1}
-    usual |= {"inner_steps": 20, "outer_rate": 0.7, "outer_momentum": 0.5}
+    usual |= {"inner_steps": 20, "outer_rate": 0.7, "outer_momentum": 0.5, "inner": "adamw", "rate": 0.0}
     quick = {"arms": ["solo", OURS], "links": ["lo"], "size": "tiny", "seconds": 5.0, "repeats": 1, "inner_steps": 4}
     kit.run(__doc__, measure, quick, arms=ARMS, text=Path, peers_python=Path, **usual)
