@@ -66,7 +66,9 @@ def results() -> list[dict[str, Any]]:
 
 def document() -> str:
     """The text of docs/results.md."""
-    return "\n".join([*HEAD, *_claims(results()), "", "## Pictures", "", *_pictures(), "", *_dropped(results()), ""])
+    found = results()
+    tables = [*HEAD, *_claims(found), "", *_papers(found), ""]
+    return "\n".join([*tables, "## Pictures", "", *_pictures(), "", *_dropped(found), ""])
 
 
 def readme(text: str) -> str:
@@ -93,6 +95,8 @@ def _claims(found: Sequence[dict[str, Any]]) -> Iterator[str]:
             subject = each["subject"]
             yield from _row(f"**{subject}**", *[""] * 6)
         for claim in each["claims"]:
+            if "paper" in claim:
+                continue  # in the table below
             peer = claim["peer"]
             yield from _row(
                 claim["claim"],
@@ -100,9 +104,26 @@ def _claims(found: Sequence[dict[str, Any]]) -> Iterator[str]:
                 "" if peer is None else f"{peer['name']}: {value(peer['value'])}",
                 value(claim["bar"]),
                 "missed" if claim["missed"] else "",
-                f"`{_short(claim.get('command', each['command']))}`",
-                claim.get("date", each["date"])[-2:] + ("†" if OLD in claim.get("note", "") else ""),
+                *_where(claim, each),
             )
+
+
+def _where(claim: dict[str, Any], each: dict[str, Any]) -> tuple[str, str]:
+    day = claim.get("date", each["date"])[-2:] + ("†" if OLD in claim.get("note", "") else "")
+    return f"`{_short(claim.get('command', each['command']))}`", day
+
+
+def _papers(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What the papers claim beside what we measured, with the control arm."""
+    yield from ("## The papers' claims", "")
+    yield from _row("paper", "it says", "here", "ours", "control", "seeds", "verdict", "command", "day")
+    yield from _row(*["---"] * 9)
+    for each in found:
+        for claim in each["claims"]:
+            if (paper := claim.get("paper")) is not None:
+                shown = (paper["name"], paper["says"], claim["claim"], value(claim["ours"], claim["unit"]))
+                more = (paper["control"], str(paper["seeds"]), paper["verdict"])
+                yield from _row(*shown, *more, *_where(claim, each))
 
 
 def _figures(found: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -96,10 +96,8 @@ def row_of(state: SwarmProgress, stage: str = "1") -> list[str]:
 
 
 def test_status_shows_rounds_reachability_and_relayed_bytes() -> None:
-    said = {"last_round": {"members": 2, "seconds_ago": 61}, "catching_up": None}
-    assert "3  2 peers  1m01s ago" in status_of(said)
-    said = {"last_round": None, "catching_up": {"bytes": 5_000_000, "total_bytes": 20_000_000}}
-    assert "5.0 MB of 20.0 MB" in status_of(said)
+    assert "3  2 peers  1m01s ago" in status_of({"last_round": {"members": 2, "seconds_ago": 61}, "catching_up": None})
+    assert "5.0 MB of 20.0 MB" in status_of({"catching_up": {"bytes": 5_000_000, "total_bytes": 20_000_000}})
     assert "no answer" in status_of(None)
     assert "(mapped)" in status_of({"reach": {"step": "mapped", "reason": "because"}})
     assert "(" not in status_of({"reach": {"step": "unknown", "reason": "nobody"}})

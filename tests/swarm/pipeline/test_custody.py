@@ -247,7 +247,7 @@ lose b, gone 2, wait 0.31   | c < hidden 1 by a c
 = 0 HANDING_ON
 # a gradient for a module that new paths avoid does not wait
 c fewest 2: dead b2 b3, handed 2, backward 2, computed 2
-lose b, gone 2, wait 0.31   | data < stranded back 1, no peer serves its module; data < passed_on back 2
+lose b, gone 2, wait 0.31   | data < stranded back 1, no peer serves its module; data < asks; data < passed_on back 2
 = 2 SETTLING
 # without leave to skip it waits, though new paths avoid the module
 a: dead b2 b3, handed 0
@@ -306,9 +306,9 @@ b: handed 1, backward 1, computed 1
 lose a, given_up a
 wait 0.31                   | a2 < gradient 0 by a2 b c
 = 1 HANDING_BACK
-# a gradient that the data node refuses may have arrived: both hops ask
+# a gradient that the data node refuses may have arrived: both hops ask, this one at once
 a: handed 0, backward 0, computed 0
-data refused back -1        | data < stranded back -1, refused: ; b < passed_on back 0
+data refused back -1        | data < stranded back -1, refused: ; data < asks; b < passed_on back 0
 wait 3                      | data < asks
 data settled                | count 0; forget 0, complete
 = gone
@@ -319,13 +319,13 @@ data settled                | count 1; forget 1, complete
 = gone
 # the data node has no substitute on the way back
 a: handed 0, backward 0, computed 0
-lost data                   | data < stranded back -1, the link broke; b < passed_on back 0
+lost data                   | data < stranded back -1, the link broke; data < asks; b < passed_on back 0
 = 0 SETTLING
 # a refused gradient goes to a substitute at once, and strands without one
 b: handed 1, backward 1, computed 1
 a refused back 0            | a2 < gradient 0 by a2 b c
 a2 accepted back 0          | c < passed_on back 1; data < passed_on back 1
-a2 refused back 0           | data < stranded back 0, refused: ; c < passed_on back 1
+a2 refused back 0           | data < stranded back 0, refused: ; data < asks; c < passed_on back 1
 = 1 SETTLING
 # a busy predecessor has the input: it is waited for
 b: handed 1, backward 1, computed 1
