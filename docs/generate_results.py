@@ -38,6 +38,7 @@ PICTURES: Final = {
     "codecs": ("codecs", "Loss over bytes between stages"),
     "optimizers": ("optimizers", "Loss over steps by inner optimizer"),
 }
+PAPERS: Final = ("SkipPipe", "Hybrid compression", "DiPaCo", "PipeFisher", "WLB-LLM", "MuLoCo", "Protocol Models")
 OLD: Final = "before the cut"
 HEAD: Final = (
     "# Results",
@@ -118,12 +119,11 @@ def _papers(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from ("## The papers' claims", "")
     yield from _row("paper", "it says", "here", "ours", "control", "seeds", "verdict", "command", "day")
     yield from _row(*["---"] * 9)
-    for each in found:
-        for claim in each["claims"]:
-            if (paper := claim.get("paper")) is not None:
-                shown = (paper["name"], paper["says"], claim["claim"], value(claim["ours"], claim["unit"]))
-                more = (paper["control"], str(paper["seeds"]), paper["verdict"])
-                yield from _row(*shown, *more, *_where(claim, each))
+    shown = [(claim["paper"], claim, each) for each in found for claim in each["claims"] if "paper" in claim]
+    for paper, claim, each in sorted(shown, key=lambda row: PAPERS.index(row[0]["name"])):
+        ours = (claim["claim"], value(claim["ours"], claim["unit"]))
+        more = (paper["control"], str(paper["seeds"]), paper["verdict"])
+        yield from _row(paper["name"], paper["says"], *ours, *more, *_where(claim, each))
 
 
 def _figures(found: Sequence[dict[str, Any]]) -> Iterator[str]:
