@@ -97,7 +97,7 @@ def credits(
     rows, faults = list[dict[str, Any]](), list[str]()
     for path in files or sorted(folder.glob("*.json")):
         signed, credit, wrong = read_credit(path)
-        tokens, visits = (sum(getattr(row, key) for row, _ in credit.proofs) for key in ("tokens", "visits"))
+        tokens, visits = credit.tokens, sum(row.visits for row, _ in credit.proofs)
         by = sorted({tally.data_node for _, tally in credit.proofs})
         row = {"file": str(path), "run": signed.run, "name": signed.manifest.name, "peer": credit.peer}
         rows.append(row | {"tokens": tokens, "microbatches": visits, "data_nodes": by, "faults": wrong})

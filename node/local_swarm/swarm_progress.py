@@ -38,14 +38,6 @@ class PeerProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    peer: str
-    loss: float
-    tokens: int
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Moment:
     at: float
     tokens: int
@@ -66,7 +58,7 @@ class SwarmProgress:
     curve: Curve = NO_CURVE
     first: Moment | None = None
     recent: tuple[Moment, ...] = ()
-    pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
+    pending: Mapping[int, tuple[events.Step, ...]] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[tuple[float, events.Note], ...] = ()  # Each with its time in monotonic seconds
     lost: frozenset[str] = frozenset()  # Modules whose state is lost
@@ -175,7 +167,7 @@ def _step_reported(state: SwarmProgress, index: int, event: events.Step, now: fl
     # A node that restarts without a checkpoint counts its steps from 1 again.
     came_after = _came_after(state, index, event.step)
     step = event.step + came_after
-    share = Share(peer.peer, event.loss, tokens, event.tokens_per_s)
+    share = replace(event, peer=peer.peer, tokens=tokens)  # this node's part of the step
     reported = replace(
         peer,
         reported_steps=max(peer.reported_steps, step),

@@ -8,6 +8,7 @@ from node.network.reach_status import NOT_LOOKED, Standing
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, encode_record
 from protocol.interfaces.clock import Clock
+from swarm.averaging.proven_work import Credit
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
@@ -37,6 +38,7 @@ class LocalPeer:
     relay: str = ""  # Multiaddr at which it relays tunnels; empty if it does not
     memory_bytes: int = 0  # Main memory free for a module (`FreeMemory.announced`)
     device_bytes: int = 0  # Memory free on the compute device
+    credit: Credit | None = None  # Work that others have signed, in this run
     visits: Callable[[], tuple[int, ...]] = tuple  # Microbatches that a data node launched, by stage
     incarnation: int = field(init=False)  # Start time of this process, in Unix milliseconds
     _sequence: int = field(default=0, init=False)

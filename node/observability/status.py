@@ -271,6 +271,7 @@ class Status(Account):
     accused: tuple[Accusation, ...] = ()
     catching_up: DownloadStatus | None = None
     left: LeftAnchor | None = field(default=None, metadata=OMITTED_IF_NONE)
+    credited: int | None = field(default=None, metadata=OMITTED_IF_NONE)  # Tokens of work that others have signed
     codecs: CodecStatus = field(default_factory=CodecStatus)
     traffic: dict[str, LinkTraffic] | None = field(default=None, metadata=OMITTED_IF_NONE)  # By peer
     compute: ComputeStatus | None = field(default=None, metadata=OMITTED_IF_NONE)

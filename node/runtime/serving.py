@@ -232,6 +232,7 @@ def status_json(session: NetworkSession, role: NodeRole, compute: ComputeThread)
         accused=rounds.reports.accused_lately,
         catching_up=rounds.reports.catching_up(),
         left=rounds.reports.left_anchor(),
+        credited=None if own.credit is None else own.credit.tokens,
         codecs=role.runner.codecs.describe(),
         traffic={
             peer: statuses.LinkTraffic(each.sent_bytes, each.received_bytes, round(each.round_trip_s, 4))

@@ -91,6 +91,10 @@ class Credit:
         self.peer = peer
         self.proofs: list[tuple[WorkRow, WorkTally]] = []
 
+    @property
+    def tokens(self) -> int:
+        return sum(row.tokens for row, _ in self.proofs)
+
     def add(self, tally: WorkTally) -> bool:
         """Adds a verified tally. Returns whether it raises the credit."""
         row = next((row for row in tally.rows if row.peer == self.peer), None)

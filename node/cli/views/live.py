@@ -61,16 +61,13 @@ def _headline(state: SwarmProgress, title: str, elapsed_s: float) -> Text:
     line = Text(text.harmless(title), style="bold")
     goal = "" if state.target is None else f" of {state.target}"
     line.append(f"   step {state.step}{goal}   {text.duration(elapsed_s)}", style="not bold")
-    left = remaining_s(state)
-    if left is not None:
+    if (left := remaining_s(state)) is not None:
         line.append(f"   {text.duration(left)} left", style="not bold dim")
     return line
 
 
 def _loss_line(state: SwarmProgress) -> Text:
-    line = Text("loss ")
-    line.append(text.loss_text(state.loss_last), style="bold")
-    line.append("  ")
+    line = Text("loss ").append(text.loss_text(state.loss_last), style="bold").append("  ")
     line.append(text.sparkline([loss for _, _, loss, _ in state.curve.points], CURVE_WIDTH), style="cyan")
     line.append(f"  from {text.loss_text(state.loss_first)}   {text.count(state.tokens_per_s)} tokens/s", style="dim")
     return line

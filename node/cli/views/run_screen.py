@@ -91,9 +91,10 @@ def _own_lines(peer: PeerStatus) -> Iterator[RenderableType]:
     done = f"{text.counted(said.steps, 'step')}, {text.counted(said.accumulated, 'microbatch')}"
     moved = f"{text.megabytes(sent)} sent, {text.megabytes(received)} received"
     yield Text(f"module {text.harmless(peer.module or '-')} {peer.state}: {done}, {moved}")
+    line = f"  credit for {text.counted(said.credited or 0, 'token')}"
     if (compute := said.compute) is not None:
-        whole = max(1e-9, compute.busy_s + compute.idle_work_s + compute.idle_s)
-        busy = (compute.busy_s + compute.idle_work_s) / whole
-        yield Text(f"  computes {busy:.0%} of the time; {text.harmless(said.rounds, 100)}", style="dim")
+        busy = compute.busy_s + compute.idle_work_s
+        line += f"; computes {busy / max(1e-9, busy + compute.idle_s):.0%} of the time; {said.rounds}"
+    yield Text(text.harmless(line, 160), style="dim")
     if said.catching_up is not None:
         yield download_cell(said.catching_up.bytes, said.catching_up.total_bytes)

@@ -189,6 +189,7 @@ function showOwn({ status, own }) {
     const sum = (key) => links.reduce((total, link) => total + link[key], 0);
     return {
       module: text(peer.module, 12), state: text(peer.state, 16), "inner steps": count(said.steps), "microbatches added": count(said.accumulated),
+      "credit": `${count(said.credited ?? 0)} tokens, signed by data nodes`,
       "tokens/s": brief(said.tokens_per_s), "device busy": whole > 0 ? `${Math.round((100 * (spent.busy_s + spent.idle_work_s)) / whole)} %` : "-",
       rounds: `${count(said.round)}, ${text(said.rounds, 80)}`, sent: bytes(sum("sent_bytes")), received: bytes(sum("received_bytes")),
       "reached by peers": `${text(said.reach?.step, 16)}${said.reach?.reason ? `: ${text(said.reach.reason)}` : ""}`,

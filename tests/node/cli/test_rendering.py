@@ -287,7 +287,8 @@ def test_the_screen_of_a_node_shows_its_run_its_work_and_its_limits() -> None:
     screen = RunScreen(Console(file=io.StringIO()), lines)
     screen.emit(events.Note("info", "before"))
     assert lines.events == [events.Note("info", "before")]
-    done = {"steps": 7, "accumulated": 31, "traffic": {"x": {"sent_bytes": 2_000_000, "received_bytes": 500_000}}}
+    traffic = {"x": {"sent_bytes": 2_000_000, "received_bytes": 500_000}}
+    done = {"steps": 7, "accumulated": 31, "credited": 1984, "traffic": traffic}
     peers = (
         peer_of("12D3KooWown", "1.0", done),
         peer_of("12D3KooWdata", "0.0", NESTED | {"loss_last": 2.5, "steps": 9}),
@@ -298,11 +299,8 @@ def test_the_screen_of_a_node_shows_its_run_its_work_and_its_limits() -> None:
     screen.emit(events.Note("error", HOSTILE))
     text = printed(screen.render(), width=80)
     assert "\x1b" not in text
-    for piece in (
-        "1 (here)",
-        "7 steps, 31 microbatches, 2.0 MB sent, 0.5 MB received",
-        "at 50% of its speed: 82 of 80 °C",
-    ):
+    pieces = ("1 (here)", "7 steps, 31 microbatches, 2.0 MB sent, 0.5 MB received", "credit for 1,984 tokens")
+    for piece in (*pieces, "at 50% of its speed: 82 of 80 °C"):
         assert piece in text
     assert len(lines.events) == 1, "the view is drawn instead"
 
