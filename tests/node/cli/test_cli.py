@@ -186,6 +186,7 @@ class TestNew:
         assert f"skipstone join {file} --model {model}" in result.stdout
         manifest = read_signed_manifest(file.read_bytes(), None).manifest
         assert (manifest.model.family, manifest.model.sequence, manifest.stages.blocks) == ("qwen2", 96, (0, 3, 1))
+        assert manifest.training.inner.name == "adamw"
         ran("solo", str(file), "--steps", "1", "--json", "--model", str(model))
         assert "--model DIR" in refused("solo", str(file), "--steps", "1")
         assert "--from-model" in refused("new", str(tmp_path / "again.toml"), "--from", str(file), "--stages", "0,2,2")

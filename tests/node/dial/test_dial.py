@@ -37,7 +37,7 @@ def test_the_size_is_met_and_the_manifest_says_what_was_told(size: int, vocabula
     assert parameters_of(manifest) == pytest.approx(size, rel=0.1)
     assert told["parameters"] == parameters_of(manifest)
     assert told["vocabulary"] == manifest.model.vocabulary >= vocabulary
-    assert told["depth"] == sum(manifest.stages.blocks)
+    assert (told["depth"], told["optimizer"]) == (sum(manifest.stages.blocks), manifest.training.inner.name)
     assert (told["step"], told["inner steps"]) == (manifest.training.inner_tokens, manifest.training.inner_steps)
     assert 30 <= manifest.model.hidden / sum(manifest.stages.blocks) <= 130
     assert all(choice.reason for _, choice in turned.choices)
