@@ -348,8 +348,8 @@ def measure_seed(task: Task, seed: int, options: Any) -> dict[str, Any]:
         alone[inner] = {rate: run.loss(run.alone(Rule(inner, rate), task.steps)[0]) for rate in options.rates}
         tell({"seed": seed, inner: alone[inner]})
         for count, codec in itertools.product(options.inner_steps, options.codecs):
-            rules = itertools.product([inner], options.rates, [count], outers, [codec])
-            tried = [asyncio.run(run.rounds(Rule(*rule[:3], *rule[3], rule[4]))) for rule in rules]
+            rules = [Rule(inner, rate, count, *outer, codec) for rate in options.rates for outer in outers]
+            tried = [asyncio.run(run.rounds(rule)) for rule in rules]
             best = min(tried, key=lambda row: row["loss"])
             first = next((row for row in rows if row["inner"] == "adamw" and row["inner_steps"] == count), best)
             rows.append(best | {"over_one": best["loss"] / min(alone[inner].values()), "tried": tried})
