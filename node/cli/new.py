@@ -173,7 +173,7 @@ def new(
     if changes.name is None and base is None:  # a run is named after its file unless something says otherwise
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
         changes = dataclasses.replace(changes, name=name)
-    if model is not None and base is None:  # finished models learnt by AdamW, and Muon does not go on well from there
+    if model is not None and base is None:  # Muon gains nothing on a model of AdamW (arXiv:2502.16982)
         changes = dataclasses.replace(changes, inner=changes.inner or "adamw")
     dialed = None
     if dial.size is None:
