@@ -700,6 +700,7 @@ class Scenario(ScenarioTable):
         from node.local_swarm.default_manifest import default_manifest
 
         base = default_manifest(self.seed, self.name).model_dump(mode="json", exclude_none=True)
+        base["training"]["inner"] |= {"name": "adamw", "learning_rate": 3e-3}  # as in all kept figures
         manifest = manifest_from_table(_merged(base, self.changes))
         if self.route_from is None:
             return manifest, b""
@@ -722,8 +723,7 @@ class Scenario(ScenarioTable):
         """Resolves a list of indices and group names to peers. Raises ValueError."""
         if not isinstance(named, list):
             raise ValueError("must be a list of peers")
-        peers = len(self.sites)
-        members: list[int] = []
+        peers, members = len(self.sites), list[int]()
         for item in named:
             if isinstance(item, str) and item in self.members_of:
                 members += self.members_of[item]
