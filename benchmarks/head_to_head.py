@@ -87,8 +87,8 @@ def why_not(arm: str, python: Path) -> str | None:
 
 def manifest_of(arm: str, options: Any, text: Path) -> Manifest:
     size = dict(SIZES[options.size])
-    inner = {"name": options.inner, "learning_rate": options.rate or size["learning_rate"]}
-    del size["learning_rate"]
+    usual_rate = size.pop("learning_rate")
+    inner = {"name": options.inner, "learning_rate": options.rate or usual_rate}
     whole = arm != "skip-pipe"
     return kit.run_of(
         "head-to-head",

@@ -324,7 +324,7 @@ def measure_training(options: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     usual = {"depths": [4, 8, 16], "multiples": [1, 2], "schedule_steps": 12, "steps": 120, "hidden": 64}
     more = {"seeds": [1, 2, 3], "rates": [3e-3, 6e-3, 1.2e-2], "periods": [0, 1, 2, 3, 4, 5], "text": Path}
-    more |= {"dampings": [1e-3, 1e-2], "beside": (ADAMW, "muon", "soap")}
+    more |= {"dampings": [1e-3, 1e-2], "beside": (ADAMW, "muon", "soap")}  # PipeFisher has 1e-3 for BERT
     quick = {"depths": [4], "multiples": [1], "schedule_steps": 3, "steps": 6, "hidden": 16, "seeds": [1]}
     quick |= {"periods": [2]}
     torch.set_num_threads(1)

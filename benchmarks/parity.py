@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -286,6 +286,7 @@ class Run:
         manifest = self._manifest(Rule("adamw", 1e-3), task.replicas)
         self._documents: Documents = open_documents(manifest)
         self._held_out = list(held_out_microbatches(manifest, task.held_out_microbatches, self._documents))
+        self._common_start = cache(lambda inner, rate: self.alone(Rule(inner, rate), task.common_steps))
 
     def loss(self, learner: Replica) -> float:
         return float(evaluate(partial(loss_of, learner.model), self._held_out)["loss"])
@@ -301,7 +302,7 @@ class Run:
     async def rounds(self, rule: Rule) -> dict[str, Any]:
         """The loss of replicas that average, and the largest difference of an outer step to the reference's."""
         task, manifest = self._task, self._manifest(rule, 1)
-        begun, cursor = self.alone(dataclasses.replace(rule, inner_steps=1), task.common_steps)
+        begun, cursor = self._common_start(rule.inner, rule.inner_rate)
         dealer = Dealer(task, manifest, self._documents, cursor)
         learners = [Replica(manifest) for _ in range(task.replicas)]
         for learner in learners:

@@ -38,7 +38,7 @@ PICTURES: Final = {
     "codecs": ("codecs", "Loss over bytes between stages"),
     "optimizers": ("optimizers", "Loss over steps by inner optimizer"),
 }
-PAPERS: Final = ("SkipPipe", "Hybrid compression", "DiPaCo", "PipeFisher", "WLB-LLM", "MuLoCo", "Protocol Models")
+PAPERS: Final = ("SkipPipe", "Hybrid compression", "DiPaCo", "PipeFisher", "WLB-LLM", "MuLoCo")
 OLD: Final = "before the cut"
 HEAD: Final = (
     "# Results",

@@ -155,7 +155,9 @@ def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
     return manifest_from_table(table)
 
 
-def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks: bool) -> Manifest:
+def starting_from(
+    path: Path, base: Manifest, inner: str | None = None, *, is_default: bool, keeps_blocks: bool
+) -> Manifest:
     """Returns `base` with the model, tokenizer and weights of `path`. Raises ConfigError, ManifestError."""
     from node.data.tokenizers import chosen_tokenizer, require_fits
     from node.dial.dial import spread
@@ -180,7 +182,7 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
     if not keeps_blocks:
         table["stages"] |= {"blocks": spread(blocks_of(folder.config), base.stages.count), "per_path": None}
     if is_default:
-        table["training"] = _fine_tuning(model, table["training"])
+        table["training"] = _fine_tuning(model, table["training"], inner or "adamw")
     # The digests need the final model and stages, so the manifest is made twice.
     manifest = manifest_from_table(table | {"start": None})
     start = {"modules": CutModel(manifest, folder).digests()}
@@ -238,9 +240,9 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
     return table
 
 
-def _fine_tuning(model: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
+def _fine_tuning(model: Mapping[str, Any], training: Mapping[str, Any], name: str) -> dict[str, Any]:
     step = FINE_TUNING_ROWS * model["sequence"]
     schedule = training["schedule"] | {"warmup_tokens": 20 * step, "total_tokens": 1000 * step}
-    # Large steps would undo the pretraining.
-    inner = training["inner"] | {"learning_rate": FINE_TUNING_RATE, "weight_decay": 0.0}
+    # Large steps would undo the pretraining. Muon gains nothing on a model of AdamW (arXiv:2502.16982).
+    inner = training["inner"] | {"name": name, "learning_rate": FINE_TUNING_RATE, "weight_decay": 0.0}
     return {**training, "rows": 1, "inner_tokens": step, "inner": inner, "schedule": schedule}

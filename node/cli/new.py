@@ -173,8 +173,6 @@ def new(
     if changes.name is None and base is None:  # a run is named after its file unless something says otherwise
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
         changes = dataclasses.replace(changes, name=name)
-    if model is not None and base is None:  # Muon gains nothing on a model of AdamW (arXiv:2502.16982)
-        changes = dataclasses.replace(changes, inner=changes.inner or "adamw")
     dialed = None
     if dial.size is None:
         manifest = chosen_manifest(base, changes)
@@ -186,7 +184,8 @@ def new(
         # The dial has already placed `total_tokens` in the schedule.
         manifest = changed_manifest(dialed.manifest, dataclasses.replace(changes, total_tokens=None))
     if model is not None:
-        manifest = starting_from(model, manifest, is_default=base is None, keeps_blocks=changes.blocks is not None)
+        keeps_blocks = changes.blocks is not None
+        manifest = starting_from(model, manifest, changes.inner, is_default=base is None, keeps_blocks=keeps_blocks)
     elif manifest.start is not None and changes.blocks is not None:
         raise ConfigError("--stages cuts the model again: that needs its weights", hint="Add its folder: --from-model.")
     router = None if base is None or manifest.routing is None else router_of(base, manifest)

@@ -855,8 +855,8 @@ class Custody:
         self._await_settlement(entry, now)
         released = Receipt(entry.key.microbatch, Direction.BACKWARD, entry.key.position, ReceiptStatus.PASSED_ON)
         guard = entry.path.peer_at(entry.previous_position)
-        asked = SendControl(entry.path.data_node, Unsettled(entry.key.microbatch))  # it may be complete already
-        return [_stranded(entry, position, detail), asked, SendControl(guard, released)]
+        asked = self._ask(self._entries[entry.key], now)  # at once: it may be complete already
+        return [_stranded(entry, position, detail), *asked, SendControl(guard, released)]
 
     # ---- failover in the backward pass: the substitute ---------------------------------------------------------------
 

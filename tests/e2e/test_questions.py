@@ -63,7 +63,7 @@ async def test_a_running_swarm_tells_of_itself_and_any_part_of_it_can_be_measure
             assert [subset["stages"] for subset in answer["subsets"]] == stages
             assert all(0 < subset["loss"] < 7 for subset in answer["subsets"])
         async with asyncio.timeout(PATIENCE_S):  # the peers ask for their credit every few seconds
-            while not all(peer.said.credited for peer in (await query_status(swarm.link)).peers if not peer.hosts(0)):
+            while sum(bool(peer.said.credited) for peer in (await query_status(swarm.link)).peers) < 2:
                 pass
         with pytest.raises(ConfigError, match="2 after stage 0"):
             await query_evaluation(swarm.link, 1, AskedPaths(3))
