@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from node.cli.generate import export, generate
 from node.cli.join import join, leave, limits, pause, resume
 from node.cli.new import invite, new
+from node.cli.service import service
 from node.cli.status import credits, dashboard, evaluate, history, status
 from node.cli.up import solo, up
 from node.cli.views.text import harmless
@@ -87,14 +88,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _settings(
-    debug: Annotated[
-        bool, typer.Option("--debug", envvar="SKIPSTONE_DEBUG", help="Print the traceback of an error.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", envvar="SKIPSTONE_DEBUG", help="Print tracebacks.")] = False,
     only_version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_version, help="Print the versions of Skipstone and of its protocol."
-        ),
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the versions.")
     ] = False,
 ) -> None:
     """Options of all commands."""
@@ -102,6 +98,7 @@ def _settings(
 
 for command in (up, join, leave, pause, resume, limits, new, invite, solo):
     app.command(rich_help_panel=RUN)(command)
+app.add_typer(service, name="service", rich_help_panel=RUN)
 for command in (status, dashboard, history, credits):
     app.command(rich_help_panel=LOOK)(command)
 app.command(rich_help_panel=USE)(generate)

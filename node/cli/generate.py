@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.options import PathChoice, StagesPerPath
+from node.cli.options import PathChoice, Source, StagesPerPath
 from node.cli.views.output import announce, download_bar, print_json, run_loop, tell
 from node.cli.views.text import count, counted, harmless_lines, path_text
 from node.context.options import TokenizerPath
@@ -21,24 +21,17 @@ if TYPE_CHECKING:
 
 
 def generate(
-    source: Annotated[
-        str, typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
-    ],
+    source: Annotated[str, Source],
     prompt: Annotated[str, typer.Argument(help="Text to continue; empty for a new document.")],
     tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens to generate.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(help="Randomness of the choice; 0 always takes the likeliest token.")
-    ] = 0.8,
+    temperature: Annotated[float, typer.Option(help="Randomness; 0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Choose among this many likeliest tokens [default: all]")] = None,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed; the same seed gives the same text [default: random]")] = None,
     stages_per_path: Annotated[int | None, StagesPerPath] = None,
     path: Annotated[str | None, PathChoice] = None,
     again_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="With experts: choose the path again every N tokens, by those N tokens [default: never]"
-        ),
+        int | None, typer.Option(min=1, help="With experts: choose the path again every N tokens [default: never]")
     ] = None,
     tokenizer: Annotated[Path | None, TokenizerPath] = None,
     device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
@@ -148,16 +141,12 @@ class _Output:
 
 
 def export(
-    source: Annotated[
-        str, typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
-    ],
+    source: Annotated[str, Source],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must be new or empty.")],
     tokenizer: Annotated[Path | None, TokenizerPath] = None,
     stages_per_path: Annotated[int | None, StagesPerPath] = None,
     path: Annotated[str | None, PathChoice] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Write every module of a run with experts, in a format only Skipstone reads.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="All experts, in Skipstone's own format.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from node.cli.options import NewLinks, keep_link, keep_run, manifest_file, require_writable, run_link, with_options
+from node.cli.service import watchdog
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.views.output import NodeLines, NodeLog, announce, event_sink, print_json, run_loop
 from node.cli.views.text import count, counted, harmless
-from node.concurrency.task_groups import aside
+from node.concurrency.task_groups import aside, background
 from node.context.options import NodeOptions, setting, variable
 from node.observability.typed_json import to_json
 from swarm.vocabulary.errors import ConfigError
@@ -153,7 +154,7 @@ def join(
             metavar="LINK|RUN",
             envvar=variable("link"),
             show_envvar=False,
-            help="Join link, a file that holds one, or the manifest of a new run [default: the run joined last]",
+            help="Join link or its file, or the manifest of a new run [default: the run joined last]",
         ),
     ] = None,
     **settings: Any,
@@ -203,7 +204,8 @@ async def _join(options: NodeOptions) -> int:
 
                 events = screen = RunScreen(Console(), events)
                 show = screen.follow
-            await run_node(options, events, stop, consent=partial(ask_consent, options), show=show)
+            async with background(watchdog()):
+                await run_node(options, events, stop, consent=partial(ask_consent, options), show=show)
         finally:
             if options.link is not None and not options.stop_on_eof:  # this node's own link is dead now
                 keep_run(str(dataclasses.replace(options.link, invitation=None)))
@@ -285,8 +287,7 @@ YES, NO = ("yes", "true", "on"), ("no", "false", "off")
 
 def limits(
     changes: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME=VALUE]...", help="As upload=8 or battery=no; NAME= removes a limit."),
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="As upload=8 or battery=no; NAME= removes it.")
     ] = None,
     settings: Annotated[Path | None, setting("settings", "File to read and write [default: that of this user]")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

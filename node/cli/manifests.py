@@ -33,74 +33,42 @@ class ManifestChanges:
 
     name: Annotated[str | None, "name", typer.Option(help="Name of the run [default: the file's name]")] = None
     source: Annotated[
-        str | None,
-        "data.source",
-        typer.Option(
-            "--data", help="Text: path:FILE-OR-FOLDER[:COLUMN] or huggingface:NAME[:...] [default: python-stdlib]"
-        ),
+        str | None, "data.source", typer.Option("--data", help="path:FILE-OR-FOLDER[:COLUMN] or huggingface:NAME[:...]")
     ] = None
-    revision: Annotated[
-        str | None, "data.revision", typer.Option(help="Commit of a Hugging Face data set [default: the newest]")
-    ] = None
+    revision: Annotated[str | None, "data.revision", typer.Option(help="Commit of the data set [default: newest]")] = (
+        None
+    )
     labels: Annotated[
-        str | None,
-        "data.labels",
-        typer.Option(
-            help="Tokens that count in the loss: all, or assistant for --data with conversations [default: all]"
-        ),
+        str | None, "data.labels", typer.Option(help="Tokens that count: all, or assistant [default: all]")
     ] = None
-    open_data: Annotated[
-        bool | None,
-        "data.open",
-        typer.Option("--open-data", help="Let anybody with the link act as data node, without an invitation."),
-    ] = None
+    open_data: Annotated[bool | None, "data.open", typer.Option("--open-data", help="Take anybody's data.")] = None
     blocks: Annotated[
-        str | None,
-        "stages.blocks",
-        typer.Option("--stages", help="Blocks per stage, such as 0,2,2,2 [default: 0,1,1,1,1]"),
+        str | None, "stages.blocks", typer.Option("--stages", help="Blocks per stage, as 0,2,2,2 [default: 0,1,1,1,1]")
     ] = None
     stages_per_path: Annotated[int | None, "stages.per_path", VisitedPerPath] = None
     visit_ratio: Annotated[float | None, "stages.visit_ratio", VisitRatio] = None
     max_jump: Annotated[
-        int | None,
-        "paths.max_jump",
-        typer.Option(help="With --stages-per-path: most stages that a path skips in a row [default: 3]"),
+        int | None, "paths.max_jump", typer.Option(help="Most stages skipped in a row [default: 3]")
     ] = None
     full_every: Annotated[
-        int | None,
-        "paths.full_every",
-        typer.Option(help="With --stages-per-path: every path of this number visits all stages [default: 10; 0: none]"),
+        int | None, "paths.full_every", typer.Option(help="Every Nth path visits all stages [default: 10; 0: none]")
     ] = None
     experts: Annotated[
-        str | None,
-        "stages.experts",
-        typer.Option(help="Experts per stage after stage 0, such as 2, or one number per stage: 1,2,1,4 [default: 1]"),
+        str | None, "stages.experts", typer.Option(help="Experts per stage after stage 0, as 2 or 1,2,1,4 [default: 1]")
     ] = None
     attention: Annotated[
-        str | None,
-        "model.attention",
-        typer.Option(
-            help="documents: attention within each document; causal: one stream cut into rows [default: documents]"
-        ),
+        str | None, "model.attention", typer.Option(help="documents, or causal: rows of one stream")
     ] = None
     residual: Annotated[
-        int | None,
-        "model.residual",
-        typer.Option(
-            help="For slow links: numbers per token that links carry, such as 64; shows peers the text [default: all]"
-        ),
+        int | None, "model.residual", typer.Option(help="Numbers a token on links, as 64; shows peers the text")
     ] = None
-    inner: Annotated[
-        str | None, "training.inner.name", typer.Option(help="Inner optimizer: muon, adamw (for --from-model) or soap")
-    ] = None
+    inner: Annotated[str | None, "training.inner.name", typer.Option(help="muon, adamw (for --from-model) or soap")] = (
+        None
+    )
     total_tokens: Annotated[
-        int | None,
-        "training.schedule.total_tokens",
-        typer.Option(help="Length of the learning-rate schedule, in tokens [default with --size: 20 per parameter]"),
+        int | None, "training.schedule.total_tokens", typer.Option(help="Tokens to train [with --size: 20 a parameter]")
     ] = None
-    seed: Annotated[
-        int | None, "seed", typer.Option(help="Seed of weights, document order and held-out text [default: 0]")
-    ] = None
+    seed: Annotated[int | None, "seed", typer.Option(help="Seed of weights and text order [default: 0]")] = None
 
     def options(self) -> Iterator[tuple[str, str]]:
         """Yields each given option and the manifest's key that it sets."""

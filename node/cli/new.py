@@ -40,17 +40,13 @@ _MOST_EPOCHS: Final = 100  # Above this many epochs a text is called too small
 class DialOptions:
     """Options of `skipstone new` that choose a run by its size."""
 
-    size: Annotated[
-        str | None, typer.Option(help="Number of parameters, such as 160m or 7b: choose the whole run for it.")
-    ] = None
+    size: Annotated[str | None, typer.Option(help="Parameters, as 160m or 7b: choose the whole run for it.")] = None
     card: Annotated[str | None, typer.Option(help="With --size: memory of each peer's GPU [default: 12GB]")] = None
     peers: Annotated[int | None, typer.Option(help="With --size: number of peers [default: as few as fit]")] = None
-    mbit: Annotated[
-        int | None, typer.Option(min=1, max=10**6, help="With --size: Mbit/s that each peer can send [default: 20]")
-    ] = None
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="With --size: a tokenizer.json [default: raw bytes are the tokens]")
-    ] = None
+    mbit: Annotated[int | None, typer.Option(min=1, max=10**6, help="With --size: Mbit/s of a peer [default: 20]")] = (
+        None
+    )
+    tokenizer: Annotated[Path | None, typer.Option(help="With --size: a tokenizer.json [default: bytes]")] = None
 
     def __post_init__(self) -> None:
         if self.size is None:
@@ -145,20 +141,14 @@ def _peers(dial: DialOptions) -> Peers:
 @with_options(DialOptions, ManifestChanges)
 def new(
     file: Annotated[Path, typer.Argument(help="Manifest file to write.")],
-    base: Annotated[
-        Path | None, typer.Option("--from", help="TOML file to start from [default: the small demo]")
-    ] = None,
+    base: Annotated[Path | None, typer.Option("--from", help="TOML file to start from [default: the demo]")] = None,
     model: Annotated[
-        Path | None,
-        typer.Option("--from-model", help="Hugging Face folder of a Llama, Mistral or Qwen model to train further."),
+        Path | None, typer.Option("--from-model", help="Folder of a Llama, Mistral or Qwen model.")
     ] = None,
     route_from: Annotated[
-        str | None,
-        typer.Option(help="Text to fit the expert router to, written as for --data [default: random routes]"),
+        str | None, typer.Option(help="Text to fit the expert router to, as for --data [default: random routes]")
     ] = None,
-    identity: Annotated[
-        Path | None, typer.Option(help="Key file that signs; created if missing [default: this machine's key]")
-    ] = None,
+    identity: Annotated[Path | None, typer.Option(help="Key file that signs [default: this machine's key]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     **settings: Any,
 ) -> None:
@@ -273,18 +263,11 @@ def _largest_need(manifest: Manifest) -> str:
 
 def invite(
     manifest: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Manifest of the run.")],
-    link: Annotated[
-        str | None,
-        typer.Option(help="Join link, or a file that holds one [default: print the text for `join --invitation`]"),
-    ] = None,
-    data: Annotated[
-        bool, typer.Option("--data", help="Invite to host stage 0: the only kind of invitation.", show_default=False)
-    ] = True,
+    link: Annotated[str | None, typer.Option(help="Link or its file [default: print the invitation alone]")] = None,
+    data: Annotated[bool, typer.Option("--data", help="Invite a data node: the only kind.", show_default=False)] = True,
     uses: Annotated[int, typer.Option(min=0, max=65_535, help="Peers that may use it (0: any number).")] = 1,
     expires: Annotated[str, typer.Option(help="Time until its data nodes must stop: 30m, 12h or 7d.")] = "7d",
-    identity: Annotated[
-        Path | None, typer.Option(help="Key file of the run's author or an inviter [default: this machine's key]")
-    ] = None,
+    identity: Annotated[Path | None, typer.Option(help="Key of an inviter [default: this machine's]")] = None,
 ) -> None:
     """Print a link that lets others host stage 0, read the run's text and hand out work. Treat it as a secret."""
     from protocol.identity.invitations import Grant

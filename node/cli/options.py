@@ -36,6 +36,8 @@ StagesPerPath: Final[Any] = typer.Option(
     min=1, help="Use this many of the available stages after stage 0, evenly spread over the depth [default: all]"
 )
 
+Source: Final[Any] = typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
+
 PathChoice: Final[Any] = typer.Option(
     "--path", metavar="S.E,...", help="Path through a run with experts: one module per stage, such as 1.0,2.1."
 )
@@ -52,18 +54,15 @@ class RunOptions:
     """Options of the commands that train a run on this machine. Raises ConfigError if no checkpoint can be written."""
 
     run: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN", help="Manifest of the run, or a folder with its checkpoint [default: a small demo]"
-        ),
+        Path | None, typer.Argument(metavar="RUN", help="Manifest or checkpoint folder [default: a demo]")
     ] = None
     data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder to save to and to resume from [default: save nothing]")
-    ] = None
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to and resume from [default: none]")] = (
+        None
+    )
     checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from node.cli.options import RunLink, StagesPerPath, run_link
+from node.cli.options import RunLink, Source, StagesPerPath, run_link
 from node.cli.views.output import announce, print_json, run_loop, tell
 from node.cli.views.status_view import status_views
 from node.cli.views.text import count, counted, harmless, loss_text, path_text, peer_name, sizes_text
@@ -119,13 +119,11 @@ def credits(
 
 
 def evaluate(
-    target: Annotated[
-        str, typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
-    ],
+    target: Annotated[str, Source],
     microbatches: Annotated[int, typer.Option(min=1, max=256, help="Held-out microbatches to measure.")] = 16,
     stages_per_path: Annotated[int | None, StagesPerPath] = None,
     every_subset: Annotated[
-        bool, typer.Option("--every-subset", help="With --stages-per-path: average over all evenly spread choices.")
+        bool, typer.Option("--every-subset", help="The mean of all even choices of stages.")
     ] = False,
     text: Annotated[Path | None, TextPath] = None,
     tokenizer: Annotated[Path | None, TokenizerPath] = None,

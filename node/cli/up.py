@@ -39,31 +39,20 @@ STATE_LOST = "the swarm has ended and its state is lost; use --checkpoint-dir FO
 @with_options(RunOptions)
 def up(
     peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one per module]")] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Inner steps to train [default: the manifest's schedule]")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Inner steps to train [default: the schedule's]")] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
     log_dir: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs, which `skipstone check` reads [default: no logs]"
-        ),
+        Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs, as `check` reads")
     ] = None,
-    listen: Annotated[
-        str, typer.Option(help="Local address to bind to: 0.0.0.0 or :: let others join [default: this machine only]")
-    ] = "127.0.0.1",
-    port_base: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="First of the nodes' ports, two per node [default: free ports]")
-    ] = None,
+    listen: Annotated[str, typer.Option(help="Address to bind to; with 0.0.0.0 or :: others can join")] = "127.0.0.1",
+    port_base: Annotated[int | None, typer.Option(min=1, max=65535, help="First port of the nodes")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,
     memory_limit: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE[,SIZE...]", help="Memory limit of all nodes, or one per node, such as 1GB,8GB,8GB."),
+        str | None, typer.Option(metavar="SIZE[,SIZE...]", help="Memory of all nodes, or of each, as 1GB,8GB,8GB.")
     ] = None,
     dashboard: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, metavar="[PORT]", help="Show the run in the browser [default port: 8420]"),
+        int | None, typer.Option(min=0, max=65535, metavar="[PORT]", help="Show the run in the browser, at 8420")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     **settings: Any,
@@ -185,10 +174,7 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
 
 @with_options(RunOptions)
 def solo(
-    steps: Annotated[
-        int | None,
-        typer.Option(min=0, help="Inner steps to train; 0 only loads and saves [default: the manifest's schedule]"),
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=0, help="Inner steps; 0 only loads and saves")] = None,
     device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all]")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,

@@ -106,122 +106,66 @@ class NodeOptions:
     link: "Link | None"
     manifest_path: Path | None
     stage: Annotated[
-        str | None,
-        setting(
-            "stage",
-            "Stage to host, or one of its experts as 1.2 [default: where the swarm gains most]",
-            metavar="N|N.E",
-        ),
-        MODULE,
+        str | None, setting("stage", "Stage or expert to host [default: where it helps most]", metavar="N|N.E"), MODULE
     ] = None
     stages: Annotated[
-        str | None,
-        setting("stages", "Stages to host at the same time, such as 2-4 or 0,3 [default: one]", metavar="N-N|N,N"),
-        STAGES,
+        str | None, setting("stages", "Stages to host at once, as 2-4 or 0,3 [default: one]", metavar="N-N|N,N"), STAGES
     ] = None
     modules: Annotated[
-        int | None,
-        setting("modules", "Most modules to host at a time. Beyond one, only those that no other peer serves."),
-        SOME,
+        int | None, setting("modules", "Most modules; beyond one, those without another peer."), SOME
     ] = None
     moving: Annotated[
-        bool | None,
-        setting("move", "Change stages when the swarm gains by it [default: unless --stage is given]", off="stay"),
+        bool | None, setting("move", "Change stages when it helps [default: without --stage]", off="stay")
     ] = None
-    reads_text: Annotated[
-        bool, setting("data", "Whether this node may host stage 0, which reads the text.", off="no-data")
-    ] = True
+    reads_text: Annotated[bool, setting("data", "Whether to host stage 0 and read the text.", off="no-data")] = True
     invitation: Annotated[
-        str | None,
-        setting("invitation", "Invitation to host stage 0, or its file [default: the link's]", metavar="TEXT|FILE"),
+        str | None, setting("invitation", "Invitation to host stage 0 [default: the link's]", metavar="TEXT|FILE")
     ] = None
     text: Annotated[Path | None, TextPath] = None
     tokenizer: Annotated[Path | None, TokenizerPath] = None
-    model: Annotated[
-        Path | None, setting("model", "Folder of the model that the run starts from; peers fetch their part from it.")
-    ] = None
+    model: Annotated[Path | None, setting("model", "Folder of the model that the run starts from.")] = None
     allow_hub: Annotated[bool, AllowHub] = False
     yes: Annotated[bool, setting("yes", "Join without asking for consent.")] = False
-    identity_path: Annotated[
-        Path, setting("identity", "Key file of the node; created if missing [default: this machine's key]")
-    ] = field(default_factory=default_identity_path)
+    identity_path: Annotated[Path, setting("identity", "Key file of the node [default: this machine's key]")] = field(
+        default_factory=default_identity_path
+    )
     # Other machines must reach a node; mutual TLS authenticates them.
     listen: Annotated[str, setting("listen", "Local address to bind to; :: is IPv6 and IPv4.")] = "0.0.0.0"  # noqa: S104
-    advertise: Annotated[
-        str | None, setting("advertise", "Host name or address that peers dial [default: detected]"), ADVERTISE
-    ] = None
+    advertise: Annotated[str | None, setting("advertise", "Host that peers dial [default: detected]"), ADVERTISE] = None
     port: Annotated[int, setting("port", "Port of the node (0: a free one, the same at each start)."), PORT] = 0
     dht_port: Annotated[int, setting("dht-port", "Port of the DHT (0: a free one, the same at each start)."), PORT] = 0
-    reach: Annotated[
-        ReachMode, setting("reach", "auto asks the router to open a port if peers cannot reach this node.")
-    ] = ReachMode.AUTO
+    reach: Annotated[ReachMode, setting("reach", "auto asks the router to open a port if needed.")] = ReachMode.AUTO
     relay_megabytes_per_hour: Annotated[
         int,
-        setting(
-            "serve-relay",
-            "Relay traffic for peers behind NAT, in MB per hour (0: off).",
-            metavar="MEGABYTES_PER_HOUR",
-            min=0,
-            max=10**9,  # more than any link carries
-        ),
+        setting("serve-relay", "MB an hour to relay for peers behind NAT.", metavar="MB", min=0, max=10**9),
         NOT_NEGATIVE,
     ] = 0
-    device: Annotated[
-        str, setting("device", "Compute device: cpu, cuda, cuda:N, mps, auto, or several as cuda:0,cuda:1.")
-    ] = "auto"
+    device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps, auto, or several as cuda:0,cuda:1.")] = "auto"
     threads: Annotated[int | None, setting("threads", "CPU threads at most [default: all]"), SOME] = None
     slots: Annotated[int | None, setting("slots", f"Microbatches held at a time [default: {DEFAULT_SLOTS}]"), SOME] = (
         None
     )
-    window: Annotated[
-        int | None, setting("window", "Microbatches in flight per data node [default: measured]"), SOME
-    ] = None
+    window: Annotated[int | None, setting("window", "Microbatches in flight [default: measured]"), SOME] = None
     memory: Annotated[
         str | None,
-        setting(
-            "memory",
-            "Memory for kept activation graphs, such as 512MiB; 0 always recomputes [default: 2/5 of free GPU memory,"
-            " or 1/8 of main memory]",
-        ),
+        setting("memory", "Memory for kept activations, as 512MiB; 0 recomputes them [default: a share]"),
         SIZE,
     ] = None
     memory_limit: Annotated[
-        str | None,
-        setting(
-            "memory-limit",
-            "Most memory for a stage, such as 8GB: of the GPU if there is one, else of the machine"
-            " [default: all free memory]",
-        ),
-        SIZE,
+        str | None, setting("memory-limit", "Memory of a stage, as 8GB: of the GPU, if any [default: all free]"), SIZE
     ] = None
-    moments: Annotated[
-        MomentType, setting("moments", "How to keep AdamW's moments; 8bit needs a quarter of float32's memory.")
-    ] = MomentType.FLOAT32
-    steps: Annotated[
-        int | None, setting("steps", "Inner steps after which a data node stops [default: never]"), SOME
-    ] = None
-    checkpoint_dir: Annotated[
-        Path | None, setting("checkpoint-dir", "Folder to save to and to resume from [default: save nothing]")
-    ] = None
-    checkpoint_every_s: Annotated[
-        float, setting("checkpoint-every", "Interval between checkpoints, in seconds."), POSITIVE
-    ] = 300.0
-    log_dir: Annotated[
-        Path | None, setting("log-dir", "Folder for the event log, which `skipstone check` reads [default: no log]")
-    ] = None
-    link_file: Annotated[
-        Path | None, setting("link-file", "File that always holds this node's join link [default: none]")
-    ] = None
+    moments: Annotated[MomentType, setting("moments", "How to keep AdamW's moments; 8bit takes a quarter.")] = (
+        MomentType.FLOAT32
+    )
+    steps: Annotated[int | None, setting("steps", "Inner steps until a data node stops [default: never]"), SOME] = None
+    checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to and resume from.")] = None
+    checkpoint_every_s: Annotated[float, setting("checkpoint-every", "Seconds between checkpoints."), POSITIVE] = 300.0
+    log_dir: Annotated[Path | None, setting("log-dir", "Folder for the event log of `check` [default: none]")] = None
+    link_file: Annotated[Path | None, setting("link-file", "File that holds this node's link [default: none]")] = None
     dashboard: Annotated[
-        int | None,
-        setting(
-            "dashboard", "Show the run in this machine's browser, at this port [default port: 8420]", metavar="[PORT]"
-        ),
-        PORT,
+        int | None, setting("dashboard", "Show the run in the browser [default port: 8420]", metavar="[PORT]"), PORT
     ] = None
-    settings: Annotated[
-        Path | None, setting("settings", "File of limits, as `skipstone limits` writes [default: that of this user]")
-    ] = None
+    settings: Annotated[Path | None, setting("settings", "File of `skipstone limits` [default: this user's]")] = None
     patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
         60.0
     )

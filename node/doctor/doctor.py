@@ -21,27 +21,17 @@ _LEVEL_WIDTH: Final = len("warn")
 
 
 def doctor(
-    link: Annotated[
-        str | None, typer.Argument(help="Join link of a run, whose peers test how they reach this machine.")
-    ] = None,
+    link: Annotated[str | None, typer.Argument(help="Link of a run, whose peers try to reach this machine.")] = None,
     listen: Annotated[str, typer.Option(help="Local address to bind to.")] = "0.0.0.0",  # noqa: S104 - as join
-    advertise: Annotated[
-        str | None, typer.Option(help="Host name or address that peers dial [default: detected]")
-    ] = None,
+    advertise: Annotated[str | None, typer.Option(help="Host that peers dial [default: detected]")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the node (0: any free port).")] = 0,
     dht_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the DHT (0: any free port).")] = 0,
-    reach: Annotated[
-        ReachMode, typer.Option(help="auto asks the router to open a port if peers cannot reach this node.")
-    ] = ReachMode.AUTO,
+    reach: Annotated[ReachMode, typer.Option(help="auto asks the router to open a port if needed.")] = ReachMode.AUTO,
     device: Annotated[str, typer.Option(help="Compute device: cpu, cuda, cuda:N, mps or auto.")] = "auto",
-    memory_limit: Annotated[
-        str | None, typer.Option(help="Most memory for a stage, such as 8GB [default: all free memory]")
-    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Memory of a stage, as 8GB [default: all free]")] = None,
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32,
     identity: Annotated[Path | None, typer.Option(help="Key file of the node [default: this machine's key]")] = None,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints, to check its free space.")
-    ] = None,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints, for its free space.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for event logs, to check its free space.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

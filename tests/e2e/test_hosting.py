@@ -53,9 +53,7 @@ from tests.kit.events import KeptEvents
 pytestmark = pytest.mark.e2e
 
 
-async def test_whole_path_nodes_and_nodes_of_one_module_train_one_run_though_one_of_each_is_killed(
-    tmp_path: Path,
-) -> None:
+async def test_whole_path_nodes_and_nodes_of_one_module_train_though_one_of_each_is_killed(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=4)
     stages = ("0-2", "0-2", "1", "2")
     listing = (sys.executable, "-P", "-m", "tests.e2e.sent_tensors", str(tmp_path / "sent"))

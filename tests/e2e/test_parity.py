@@ -72,7 +72,7 @@ async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, atten
 
 
 @pytest.mark.parametrize("residual", [pytest.param(0, marks=pytest.mark.long), 12])
-async def test_a_swarm_that_skips_equals_one_process(
+async def test_a_skipping_swarm_equals_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, residual: int
 ) -> None:
     """Each of four stages sees every second microbatch, in both."""

@@ -102,9 +102,7 @@ async def test_peers_are_killed_and_asked_to_leave_and_started(lab: Laboratory) 
     assert lab.emulation.site(6) == lab.emulation.site(0), "the first group's"
 
 
-async def test_frozen_peers_stand_still_with_all_they_have_started_as_long_as_the_longest_freeze(
-    lab: Laboratory,
-) -> None:
+async def test_frozen_peers_and_their_children_stand_still_as_long_as_the_longest_freeze(lab: Laboratory) -> None:
     roots = lab.swarm.processes()
     assert len(list(descendants({roots[2]}))) == 2
     scenarios.Freeze(at_s=0, peers=(1, 2), for_s=0.3).do(lab)

@@ -132,9 +132,7 @@ def rotated(mean: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("lie", [lambda mean: mean * 1.5, rotated], ids=["stretched", "rotated"])
-async def test_a_reducer_whose_mean_is_another_is_caught_and_left_out(
-    monkeypatch: pytest.MonkeyPatch, lie: Lie
-) -> None:
+async def test_a_reducer_with_another_mean_is_caught_and_left_out(monkeypatch: pytest.MonkeyPatch, lie: Lie) -> None:
     lie_of(monkeypatch, lie)
     async with hall(6, inner_steps=INNER, elements=160_000) as here:
         audit_always(here)

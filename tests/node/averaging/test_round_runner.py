@@ -58,9 +58,7 @@ class Reference:
     ("codec", "tolerance", "share"),
     [(Codec.NONE, 1e-5, 0.0), (Codec.BF16, None, 0.01), (Codec.INT8, None, 0.02), (Codec.INT4, None, 0.1)],
 )
-async def test_rounds_equal_the_same_algorithm_in_one_place(
-    codec: Codec, tolerance: float | None, share: float
-) -> None:
+async def test_rounds_equal_the_algorithm_in_one_place(codec: Codec, tolerance: float | None, share: float) -> None:
     """`share` of the way that the parameters have come is what a lossy codec may be off."""
     async with hall(3, codec=codec, inner_steps=INNER, elements=ELEMENTS) as here:
         reference = Reference(3, ELEMENTS)

@@ -463,9 +463,7 @@ def test_a_damaged_one_is_not_counted_among_the_two(tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(st.sampled_from(["json", "safetensors"]), st.floats(0, 1, exclude_max=True), st.integers(0, 255))
-def test_any_changed_byte_is_found_and_the_one_before_is_taken(
-    tmp_path: Path, kind: str, where: float, by: int
-) -> None:
+def test_a_changed_byte_is_found_and_the_one_before_is_taken(tmp_path: Path, kind: str, where: float, by: int) -> None:
     """Where a byte is changed by 0, the file ends."""
     shutil.rmtree(tmp_path)
     folder = saved(tmp_path, OLD, NEW)
@@ -494,9 +492,7 @@ def test_when_all_are_damaged_each_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kinds", [("json",), ("safetensors",), ("json", "safetensors")])
 @pytest.mark.parametrize("whose", ["run", "peer", "module", "number"])
-def test_files_of_another_run_peer_module_or_number_are_refused(
-    tmp_path: Path, whose: str, kinds: tuple[str, ...]
-) -> None:
+def test_files_of_another_run_peer_or_module_are_refused(tmp_path: Path, whose: str, kinds: tuple[str, ...]) -> None:
     folder, foreign = folder_at(tmp_path / "ours"), tmp_path / "foreign"
     other = folder_at(foreign, manifest=small_manifest(seed=99) if whose == "run" else None)
     module = ModuleId(2) if whose == "module" else ONE
@@ -532,9 +528,7 @@ def test_an_older_state_of_another_module_is_no_damage(tmp_path: Path) -> None:
         {"file": {"name": "../../key", "size": 1, "blake3": "0" * 64}},
     ],
 )
-def test_a_json_with_the_right_hash_and_the_wrong_contents_is_refused(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_a_json_with_the_right_hash_and_wrong_contents_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     table = json.loads(header_bytes(save_state(folder_at(tmp_path), PEER, ONE, NEW)))
     del table["blake3"]
     table |= change

@@ -573,7 +573,7 @@ def test_options_in_documents_and_messages_exist() -> None:
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     option = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
     named = {path.name: set(option.findall(path.read_text())) for path in documents}
-    known |= {"--append-eod", "--off"}  # Megatron-LM's; and a placeholder
+    known |= {"--append-eod", "--off", "--user", "--now", "--no-pager"}  # Megatron-LM's; a placeholder; systemd's
     for path in (path for folder in ("node", "swarm", "protocol") for path in (ROOT / folder).rglob("*.py")):
         texts = [each.value for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Constant)]
         named[path.name] = {found for text in texts if isinstance(text, str) for found in option.findall(text)}

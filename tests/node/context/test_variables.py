@@ -118,17 +118,13 @@ class TestNodeSettings:
                 variables[option.envvar] = str(words[at] == declared[0]) if switch else words[at + 1]
         assert joined(monkeypatch, LINK, "--stop-on-eof", **variables) == changed
 
-    def test_what_is_typed_comes_first_and_an_empty_variable_counts_as_none(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_typed_options_come_first_and_empty_variables_are_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         variables = {"SKIPSTONE_LINK": OTHER_LINK, "SKIPSTONE_STAGE": "2", "SKIPSTONE_DATA": "0"}
         options = joined(monkeypatch, LINK, "--stage", "1", "--data", **variables)
         assert (str(options.link), options.stage, options.reads_text) == (LINK, "1", True)
         assert joined(monkeypatch, LINK, **dict.fromkeys(map(variable, SETTINGS), "")) == joined(monkeypatch, LINK)
 
-    def test_the_nodes_of_a_local_swarm_are_told_everything_else_themselves(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_nodes_of_a_local_swarm_inherit_no_setting(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SKIPSTONE_STAGE", "2")
         monkeypatch.setenv("SKIPSTONE_DEBUG", "1")
         setup = LocalSetup(small_manifest(), LocalSwarmOptions(peers=3))
@@ -195,9 +191,7 @@ class TestLinkFile:
         assert (tmp_path / "precious").read_text() == "mine"
         assert str(link_in(str(tmp_path / "link"))) == LINK
 
-    def test_the_name_of_its_beginnings_cannot_be_guessed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_name_of_the_partial_file_is_random(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         moved: list[str] = []
         monkeypatch.setattr("os.replace", lambda source, target: moved.append(Path(source).name))
         for _ in range(2):

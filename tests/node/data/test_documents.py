@@ -55,9 +55,7 @@ def documents(*texts: bytes | OSError) -> Documents:
 
 
 @given(peers, st.integers(0, 2**63 - 1))
-def test_every_document_has_one_owner_and_only_those_of_a_leaving_data_node_get_another(
-    nodes: list[PeerId], seed: int
-) -> None:
+def test_a_document_has_one_owner_and_gets_another_only_when_that_one_leaves(nodes: list[PeerId], seed: int) -> None:
     newcomer = PeerId("newcomer")
     for name in NAMES[:20]:
         before = owner(seed, name, nodes)

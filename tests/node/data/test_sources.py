@@ -62,9 +62,7 @@ def test_an_unknown_kind_of_source_is_named(source: str) -> None:
         small_manifest(data__source=source)
 
 
-def test_a_missing_or_empty_place_or_one_with_too_many_files_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_an_empty_or_a_too_full_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         files_at(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no text"):
@@ -176,7 +174,7 @@ class TestTheManifestsFiles:
             ),
         ],
     )
-    def test_others_are_refused_with_what_differs(
+    def test_others_are_refused_with_the_reason(
         self, text: Path, change: Callable[[Path], object], message: str
     ) -> None:
         section = self.section(text)

@@ -129,9 +129,7 @@ END = "<｜end▁of▁sentence｜>"
         ({"config": {"eos_token_id": [-1, 10**9, True, None, [4], {"content": 4}]}, "special_tokens_map": {}}, (3,)),
     ],
 )
-def test_the_ends_are_those_that_the_models_folder_names(
-    tmp_path: Path, files: dict[str, Any], ends: tuple[int, ...]
-) -> None:
+def test_the_ends_are_those_of_the_models_folder(tmp_path: Path, files: dict[str, Any], ends: tuple[int, ...]) -> None:
     tokenizer = tokenizers.Tokenizer.from_str(word_tokenizer("<unk>", "a", "b", "[SEP]").decode())
     tokenizer.add_special_tokens([END, "<|eot|>"])
     tokenizer.add_tokens(["</s>", "<|im_end|>"])  # not special, so not an end by its name

@@ -82,7 +82,7 @@ def test_an_encoding_from_the_card_is_read_by_the_cpu_and_the_other_way_round(co
 
 
 @pytest.mark.parametrize("codec", ERRORS)
-def test_what_is_not_finite_goes_as_bfloat16(codec: Codec) -> None:
+def test_what_is_not_finite_is_bfloat16(codec: Codec) -> None:
     values = with_outliers()
     values[1, 2, 3] = torch.nan
     assert encode(values.to(CARD), codec).spec.codec is Codec.BF16

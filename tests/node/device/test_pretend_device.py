@@ -64,9 +64,7 @@ def test_results_are_those_of_the_cpu(found: dict[str, Any], dtype: str) -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("job", ALLOWED)
 @pytest.mark.parametrize("codec", CODECS)
-def test_no_job_waits_for_the_device_more_often_than_it_must(
-    found: dict[str, Any], dtype: str, job: str, codec: str
-) -> None:
+def test_no_job_waits_for_the_device_without_need(found: dict[str, Any], dtype: str, job: str, codec: str) -> None:
     waits = found[dtype]["waits"][f"{job} {codec}"]
     assert sum(waits.values()) == ALLOWED[job], waits
 

@@ -38,9 +38,7 @@ HERE = "127.0.0.1"
         (16 * GIB, str(GIB), Level.FAIL),
     ],
 )
-def test_memory_is_what_the_machine_and_the_container_leave(
-    tmp_path: Path, available: int, limit: str, level: Level
-) -> None:
+def test_memory_is_what_machine_and_container_leave(tmp_path: Path, available: int, limit: str, level: Level) -> None:
     (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n")
     (tmp_path / "memory.max").write_text(limit)
     (tmp_path / "memory.current").write_text(str(GIB // 4))

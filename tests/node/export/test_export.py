@@ -100,9 +100,7 @@ def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "manifest.toml").read_bytes() == (checkpoint / "manifest.toml").read_bytes()
 
 
-def test_a_downloaded_folder_opens_nothing_here_and_one_s_own_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_s_own_folder_opens_files_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its manifest names anybody's text and tokenizer, unless it is signed with this machine's key."""
     monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
     text = tmp_path / "text"

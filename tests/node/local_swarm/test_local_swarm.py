@@ -232,9 +232,7 @@ async def test_what_a_crashed_node_said_and_lines_that_are_no_events_are_noted(m
 
 
 @pytest.mark.parametrize("how", ["deaf:1", "stopped"])
-async def test_a_node_that_does_not_end_is_killed_when_the_limit_is_over(
-    monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+async def test_a_node_that_does_not_end_is_killed_at_the_limit(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setenv("SKIPSTONE_STAND_IN", how)
     async with local_swarm_of(3, stop_limit_s=0.4) as swarm:
         await until_step(swarm, 1)

@@ -213,9 +213,7 @@ def test_limits_of_control_groups_count(tmp_path: Path, files: dict[str, object]
         ({"cpu.max": "100000 0"}, 16),
     ],
 )
-def test_a_quota_of_cores_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
-) -> None:
+def test_a_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
     (tmp_path / "own").write_text("4:cpu,cpuacct:/user/me\n0::/user/me\n")
     for name, value in files.items():

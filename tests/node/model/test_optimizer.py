@@ -409,9 +409,7 @@ def test_one_iteration_is_a_product_and_a_qr_decomposition_in_an_order_that_is_r
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("rank", [1, 3])
-def test_what_has_few_directions_keeps_the_others_orthonormal(
-    rank: int, scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_directions_keep_the_others_orthonormal(rank: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soap, "_CHUNK_OPERATIONS", {"cpu": 1})
     few = torch.randn(50, rank, generator=torch.Generator().manual_seed(5))
     found, _ = result_of(few @ few.T * scale, iterations=3)

@@ -150,9 +150,7 @@ async def test_nodes_that_wait_for_a_run_find_it_soon_though_they_know_each_othe
         assert lonely[-1] is alone
 
 
-async def test_replicas_known_by_name_only_are_greeted_a_few_at_a_time(
-    there: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_replicas_known_by_name_are_greeted_a_few_a_time(there: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.network.session.GREET_S", 0.01)
     monkeypatch.setattr("node.network.session.GREETED_AT_ONCE", 2)
     linked, names = Other(there.clock), [Other(there.clock) for _ in range(5)]
@@ -306,9 +304,7 @@ STEPS_S = [-7200.0, -45.0, 300.0]
 
 
 @pytest.mark.parametrize("step_s", STEPS_S)
-async def test_a_node_whose_clock_is_set_hears_those_it_is_linked_with_and_is_heard_by_them(
-    step_s: float, there: Place
-) -> None:
+async def test_a_node_whose_clock_is_set_and_its_linked_peers_hear_each_other(step_s: float, there: Place) -> None:
     other = Other(ManualClock())
     there.meets(other)
     there.clock.set_by_s = step_s
@@ -327,7 +323,7 @@ async def test_a_node_whose_clock_is_set_hears_those_it_is_linked_with_and_is_he
     assert listening.membership.get(there.own.peer) is not None
 
 
-async def test_what_cannot_be_said_is_a_warning_and_the_last_record_stays(
+async def test_an_unsayable_record_is_a_warning_and_the_last_one_stays(
     caplog: pytest.LogCaptureFixture, there: Place
 ) -> None:
     last, published = there.membership_sync.record.fresh(), len(there.store.published)

@@ -51,9 +51,7 @@ def path_of(*hops: tuple[int, PeerId], data_node: PeerId = DATA) -> Path:
         (DATA, 0, A, backward(position=-1)),
     ],
 )
-def test_what_an_honest_neighbour_sends_passes(
-    own: PeerId, stage: int, sender: PeerId, message: MicrobatchTensor
-) -> None:
+def test_an_honest_neighbour_may_send(own: PeerId, stage: int, sender: PeerId, message: MicrobatchTensor) -> None:
     admission(own, stage).check(sender, message, TENSOR)
     assert admission(own, stage).hosts(message)
 
@@ -101,9 +99,7 @@ def test_a_path_that_the_run_does_not_have(path: Path, why: str) -> None:
         *((admission(), DATA, made(position=off), "not on") for made in (forward, backward) for off in (-2, 3, 255)),
     ],
 )
-def test_only_the_neighbour_on_the_path_may_send(
-    rules: Admission, sender: PeerId, message: MicrobatchTensor, why: str
-) -> None:
+def test_only_a_neighbour_may_send(rules: Admission, sender: PeerId, message: MicrobatchTensor, why: str) -> None:
     with pytest.raises(ProtocolViolation, match=why):
         rules.check(sender, message, TENSOR)
 

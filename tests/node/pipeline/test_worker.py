@@ -247,9 +247,7 @@ def size_of(replica: Replica) -> int:
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 @pytest.mark.parametrize(("dtype", "passes"), [*KINDS, ("bfloat16", "split weights")])
-def test_a_visit_from_before_an_inner_step_has_the_gradient_of_the_weights_of_then(
-    dtype: str, passes: str, graphs: bool
-) -> None:
+def test_a_visit_from_before_a_step_has_the_gradient_of_its_weights(dtype: str, passes: str, graphs: bool) -> None:
     budget = PLENTY if graphs else 4 * size_of(Replica(dtype=dtype, passes=passes))
     replica, same_seed = Replica(1, budget, dtype, passes), Replica(1, PLENTY, dtype, passes)
     for each in (replica, same_seed):

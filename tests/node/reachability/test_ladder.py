@@ -833,7 +833,7 @@ async def test_a_hidden_node_is_attached_to_the_relays_among_those_it_is_called_
         (ReachStep.REVERSE, (), ""),
     ],
 )
-async def test_a_relay_is_announced_where_tunnels_can_come_in(
+async def test_a_relay_is_announced_where_tunnels_come_in(
     step: ReachStep, addresses: tuple[str, ...], relay: str
 ) -> None:
     noted = Noted(serves_tunnels=True)

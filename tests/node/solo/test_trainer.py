@@ -136,9 +136,7 @@ def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Man
         pytest.param({"name": "soap", "refresh_steps": 4, "refresh_lag": 3}, id="soap"),
     ],
 )
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
-    manifest: Manifest, tmp_path: Path, inner: dict[str, Any]
-) -> None:
+def test_an_interrupted_run_goes_on_unchanged(manifest: Manifest, tmp_path: Path, inner: dict[str, Any]) -> None:
     """Interrupted in the middle of a step: its first microbatch is computed again."""
     manifest = small_manifest(data__source=manifest.data.source, training__inner={"learning_rate": 0.02, **inner})
     whole = losses_of(train(manifest, 16)[1])
@@ -184,9 +182,7 @@ def test_a_path_may_go_through_its_stages_in_any_order(manifest: Manifest) -> No
     assert set(model.gradients(text, (2,))[1]) == {model.embedding, model.head, model.stacks[1]}
 
 
-def test_modules_saved_at_different_steps_are_taken_back_to_the_last_common_one(
-    manifest: Manifest, tmp_path: Path
-) -> None:
+def test_modules_saved_at_different_steps_go_back_to_the_last_common_one(manifest: Manifest, tmp_path: Path) -> None:
     folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
     train(manifest, 4, saves=CheckpointPlan(folder))
     train(manifest, 6, saves=CheckpointPlan(folder))
@@ -263,9 +259,7 @@ def test_all_experts_take_the_steps_of_stage_zero(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("which", ["experts", "skips"])
-def test_what_was_saved_between_steps_goes_on_as_if_nothing_had_been(
-    manifest: Manifest, tmp_path: Path, which: str
-) -> None:
+def test_what_was_saved_between_steps_goes_on_unchanged(manifest: Manifest, tmp_path: Path, which: str) -> None:
     inner = {"data__source": manifest.data.source, "training__inner": {"learning_rate": 0.02}}
     run = with_experts(manifest) if which == "experts" else small_manifest(stages__per_path=1, **inner)
     whole = losses_of(train(run, 8)[1])

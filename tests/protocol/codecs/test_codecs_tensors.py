@@ -168,9 +168,7 @@ class TestWiderCodecs:
     @pytest.mark.parametrize("codec", BLOCKWISE)
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize(("dtype", "wider"), [(torch.float32, Codec.BF16), (torch.bfloat16, Codec.NONE)])
-    def test_what_is_not_finite_goes_as_bfloat16(
-        self, codec: Codec, bad: float, dtype: torch.dtype, wider: Codec
-    ) -> None:
+    def test_what_is_not_finite_is_bfloat16(self, codec: Codec, bad: float, dtype: torch.dtype, wider: Codec) -> None:
         values = normal(1000, dtype=dtype)
         values[777] = bad
         encoded = encode(values, codec)

@@ -228,9 +228,7 @@ def test_what_is_encoded_is_decoded_to_the_same(frame: Receipt | Recall) -> None
 
 
 @given(uint32, uint32, uint64, st.binary(min_size=1, max_size=5000))
-def test_a_chunk_is_byte_for_byte_what_protobuf_writes_and_reads(
-    transfer: int, index: int, checksum: int, data: bytes
-) -> None:
+def test_a_chunk_is_what_protobuf_writes_and_reads(transfer: int, index: int, checksum: int, data: bytes) -> None:
     chunk = wire.Chunk(transfer=transfer, index=index, checksum=frames.checksum_of(memoryview(data)), data=data)
     assert frames.encode_chunk(transfer, index, memoryview(data)) == wire.Frame(chunk=chunk).SerializeToString()
     chunk.checksum = checksum

@@ -209,9 +209,7 @@ def test_time_passes_but_what_its_owner_says_on_its_own_link_is_fresh_whatever_t
     refused(RECORD, "expires in", now=NOW - 3600)
 
 
-def test_of_another_run_and_out_of_date_is_found_before_any_signature_is_checked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_run_and_an_old_date_are_found_before_a_signature_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
     monkeypatch.setattr("protocol.identity.signed_records.verify", lambda *_: checked.append("record") or True)
     monkeypatch.setattr(

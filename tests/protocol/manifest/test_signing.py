@@ -298,9 +298,7 @@ WRONG_VALUES: dict[str, list[object]] = {
         ("stages.reordering", "adjacent", "were removed"),
     ],
 )
-def test_a_value_that_cannot_be_does_not_go_with_another_or_is_gone_is_refused(
-    path: str, value: object, why: str
-) -> None:
+def test_an_impossible_a_clashing_or_a_former_value_is_refused(path: str, value: object, why: str) -> None:
     with pytest.raises(ManifestError, match=re.escape(why)):
         manifest_from_table(changed(SMALL, tuple(path.split(".")), value))
 

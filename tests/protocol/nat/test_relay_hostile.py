@@ -97,9 +97,7 @@ async def test_a_flood_of_incoming_tunnels_is_declined() -> None:
         assert incoming.tunnels == MAX_INCOMING
 
 
-async def test_a_relay_cannot_keep_a_peer_busy_with_tunnels_that_come_to_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_relay_cannot_keep_a_peer_busy_with_tunnels_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends, "TAKEN_BURST", 2)
     async with hostile() as relay, attached(relay) as (_, incoming, stream):
         for number in range(2):

@@ -302,9 +302,7 @@ def over_a_line(
 @pytest.mark.parametrize("rate", [2.5e6, 12.5e6, 125e6])
 @pytest.mark.parametrize("round_trip_s", [0.0, 0.02, 0.2])
 @pytest.mark.parametrize("at_once", [1, 2, 8])
-def test_the_rate_of_the_line_is_found_however_long_its_round_trip(
-    rate: float, round_trip_s: float, at_once: int
-) -> None:
+def test_the_rate_is_found_however_long_the_round_trip(rate: float, round_trip_s: float, at_once: int) -> None:
     goodput = Goodput()
     over_a_line(goodput, [2_000_000] * 40, rate, round_trip_s, at_once, now=0.0)
     assert goodput.bytes_per_s == pytest.approx(rate, rel=0.05)

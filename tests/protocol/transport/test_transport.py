@@ -128,9 +128,7 @@ async def test_more_questions_than_may_be_open_wait_for_a_place() -> None:
 
 
 @pytest.mark.parametrize(("busy", "status"), [(True, ReceiptStatus.BUSY), (False, ReceiptStatus.REFUSED)])
-async def test_a_refused_tensor_is_answered_with_a_receipt_and_the_link_goes_on(
-    busy: bool, status: ReceiptStatus
-) -> None:
+async def test_a_refused_tensor_gets_a_receipt_and_the_link_goes_on(busy: bool, status: ReceiptStatus) -> None:
     async with two_nodes() as (left, right):
         right.handler.refusal = Refusal(busy, "no slot", 1.5)
         refused = MAX_OPEN_TRANSFERS + 5

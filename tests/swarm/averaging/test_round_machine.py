@@ -389,7 +389,7 @@ def test_a_guest_whose_entry_is_forged_is_named_and_one_that_has_moved_is_not(de
         ({US: {C}, B: {C}, C: {D}, D: set()}, {C: {US, B}, D: {C}}),
     ],
 )
-def test_sweeping_accusers_are_not_believed(
+def test_who_accuses_all_is_not_believed(
     waiting: dict[PeerId, set[PeerId]], believed: dict[PeerId, set[PeerId]]
 ) -> None:
     assert credible_accusers({peer: frozenset(named) for peer, named in waiting.items()}) == believed

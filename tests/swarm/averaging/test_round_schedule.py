@@ -127,7 +127,7 @@ STANDING = {
 
 
 @pytest.mark.parametrize(("own", "others", "followed"), STANDING.values(), ids=STANDING)
-def test_the_version_that_is_followed(
+def test_which_version_is_followed(
     own: AnchorVersion, others: dict[PeerId, AnchorVersion], followed: AnchorVersion
 ) -> None:
     assert standing(RULES, own, others).value == followed

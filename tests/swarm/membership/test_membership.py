@@ -260,9 +260,7 @@ def test_a_flood_pushes_out_none_of_those_that_stay(monkeypatch: pytest.MonkeyPa
     assert {a.peer for a in members.peers()} == lasting
 
 
-def test_who_counts_from_less_in_its_next_life_is_news_as_soon_as_the_old_record_has_run_out(
-    members: Membership,
-) -> None:
+def test_who_counts_from_less_after_a_restart_is_news_once_the_old_record_has_run_out(members: Membership) -> None:
     """It began with a clock far ahead, and has been started again with the right one."""
     members.observe(announcement("a", sequence=9_000_000, expires_at=60.0), now=0, wall=0)
     members.give_up(PeerId("a"), now=1)

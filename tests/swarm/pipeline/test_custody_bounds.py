@@ -38,9 +38,7 @@ def of_data_nodes(path: Path, numbers: range) -> list[Path]:
 @pytest.mark.parametrize(
     ("own", "position", "before"), [(B, 1, PeerId("visitor")), (B, 1, C), (B, 1, B2), (A, 0, C), (DATA, 3, B)]
 )
-def test_a_forward_is_taken_from_a_replica_of_the_module_before_only(
-    own: PeerId, position: int, before: PeerId
-) -> None:
+def test_a_forward_comes_only_from_a_replica_of_the_module_before(own: PeerId, position: int, before: PeerId) -> None:
     """If our view is old its sender is honest, so it may come again."""
     path = replace(ABC, data_node=before) if position == 0 else ABC.with_peer(position - 1, before)
     desk = Desk(own)
