@@ -38,27 +38,17 @@ class ManifestChanges:
     revision: Annotated[str | None, "data.revision", typer.Option(help="Commit of the data set [default: newest]")] = (
         None
     )
-    labels: Annotated[
-        str | None, "data.labels", typer.Option(help="Tokens that count: all, or assistant [default: all]")
-    ] = None
+    labels: Annotated[str | None, "data.labels", typer.Option(help="Which count: all or assistant [default: all]")] = (
+        None
+    )
     open_data: Annotated[bool | None, "data.open", typer.Option("--open-data", help="Take anybody's data.")] = None
-    blocks: Annotated[
-        str | None, "stages.blocks", typer.Option("--stages", help="Blocks per stage, as 0,2,2,2 [default: 0,1,1,1,1]")
-    ] = None
+    blocks: Annotated[str | None, "stages.blocks", typer.Option("--stages", help="Blocks per stage, as 0,2,2,2")] = None
     stages_per_path: Annotated[int | None, "stages.per_path", VisitedPerPath] = None
     visit_ratio: Annotated[float | None, "stages.visit_ratio", VisitRatio] = None
-    max_jump: Annotated[
-        int | None, "paths.max_jump", typer.Option(help="Most stages skipped in a row [default: 3]")
-    ] = None
-    full_every: Annotated[
-        int | None, "paths.full_every", typer.Option(help="Every Nth path visits all stages [default: 10; 0: none]")
-    ] = None
-    experts: Annotated[
-        str | None, "stages.experts", typer.Option(help="Experts per stage after stage 0, as 2 or 1,2,1,4 [default: 1]")
-    ] = None
-    attention: Annotated[
-        str | None, "model.attention", typer.Option(help="documents, or causal: rows of one stream")
-    ] = None
+    max_jump: Annotated[int | None, "paths.max_jump", typer.Option(help="Stages skipped in a row [default: 3]")] = None
+    full_every: Annotated[int | None, "paths.full_every", typer.Option(help="Every Nth path visits all stages")] = None
+    experts: Annotated[str | None, "stages.experts", typer.Option(help="Experts per stage, as 2 or 1,2,1,4")] = None
+    attention: Annotated[str | None, "model.attention", typer.Option(help="documents, or causal (one stream)")] = None
     residual: Annotated[
         int | None, "model.residual", typer.Option(help="Numbers a token on links, as 64; shows peers the text")
     ] = None

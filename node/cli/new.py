@@ -142,12 +142,8 @@ def _peers(dial: DialOptions) -> Peers:
 def new(
     file: Annotated[Path, typer.Argument(help="Manifest file to write.")],
     base: Annotated[Path | None, typer.Option("--from", help="TOML file to start from [default: the demo]")] = None,
-    model: Annotated[
-        Path | None, typer.Option("--from-model", help="Folder of a Llama, Mistral or Qwen model.")
-    ] = None,
-    route_from: Annotated[
-        str | None, typer.Option(help="Text to fit the expert router to, as for --data [default: random routes]")
-    ] = None,
+    model: Annotated[Path | None, typer.Option("--from-model", help="Folder of a Llama, Mistral, Qwen model.")] = None,
+    route_from: Annotated[str | None, typer.Option(help="Text to fit the router to [default: random routes]")] = None,
     identity: Annotated[Path | None, typer.Option(help="Key file that signs [default: this machine's key]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     **settings: Any,

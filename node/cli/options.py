@@ -53,9 +53,7 @@ log = logging.getLogger(__name__)
 class RunOptions:
     """Options of the commands that train a run on this machine. Raises ConfigError if no checkpoint can be written."""
 
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Manifest or checkpoint folder [default: a demo]")
-    ] = None
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Manifest or checkpoint [default: a demo]")] = None
     data: Annotated[str | None, typer.Option(help="Text to train on [default: the manifest's]")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None

@@ -46,8 +46,7 @@ service = typer.Typer(help="Run this machine's node from boot on.", no_args_is_h
 @service.command(context_settings={"ignore_unknown_options": True})
 def install(
     words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[LINK] [OPTION]...", help="As of `skipstone join` [default: the run joined last]"),
+        list[str] | None, typer.Argument(metavar="[LINK] [OPTION]...", help="As of `join` [default: the last run]")
     ] = None,
 ) -> None:
     """Join a run now and at each boot. Its log: journalctl --user -u skipstone"""

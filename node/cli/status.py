@@ -34,7 +34,7 @@ def dashboard(
     where = run_link(link)
 
     async def shown() -> None:
-        async with served(RunPage(), port, partial(statuses, where)) as page:
+        async with served(RunPage(lambda: str(where)), port, partial(statuses, where)) as page:
             typer.echo(WHERE.format(page))
             await asyncio.Event().wait()
 
@@ -122,9 +122,7 @@ def evaluate(
     target: Annotated[str, Source],
     microbatches: Annotated[int, typer.Option(min=1, max=256, help="Held-out microbatches to measure.")] = 16,
     stages_per_path: Annotated[int | None, StagesPerPath] = None,
-    every_subset: Annotated[
-        bool, typer.Option("--every-subset", help="The mean of all even choices of stages.")
-    ] = False,
+    every_subset: Annotated[bool, typer.Option("--every-subset", help="Mean of all even choices of stages.")] = False,
     text: Annotated[Path | None, TextPath] = None,
     tokenizer: Annotated[Path | None, TokenizerPath] = None,
     allow_hub: Annotated[bool, AllowHub] = False,

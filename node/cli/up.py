@@ -48,9 +48,7 @@ def up(
     listen: Annotated[str, typer.Option(help="Address to bind to; with 0.0.0.0 or :: others can join")] = "127.0.0.1",
     port_base: Annotated[int | None, typer.Option(min=1, max=65535, help="First port of the nodes")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,
-    memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE[,SIZE...]", help="Memory of all nodes, or of each, as 1GB,8GB,8GB.")
-    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE[,SIZE...]", help="Memory of each node.")] = None,
     dashboard: Annotated[
         int | None, typer.Option(min=0, max=65535, metavar="[PORT]", help="Show the run in the browser, at 8420")
     ] = None,
@@ -124,7 +122,7 @@ async def _up(
             if options.checkpoint_dir is not None:
                 typer.echo(f"Checkpoints go to {options.checkpoint_dir}; the same command resumes from them.\n")
         if dashboard is not None:
-            page = RunPage(stop=swarm.request_stop)
+            page = RunPage(lambda: link, stop=swarm.request_stop)
             at = await stack.enter_async_context(served(page, dashboard, partial(statuses, swarm.link)))
             typer.echo(WHERE.format(at), err=as_json)
         with Interrupts(lambda: loop.call_soon_threadsafe(swarm.request_stop), kill) as interrupts:

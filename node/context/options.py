@@ -64,6 +64,7 @@ ADVERTISE = Check(
     lambda host: not host or _is_dialable(host),
     "must be a host name or an IP address that peers can dial, without a port (--port sets it), not {}",
 )
+NAME = Check(lambda name: len(name) <= 32, "must have at most 32 characters, not {}")
 SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
 
 
@@ -105,22 +106,12 @@ class NodeOptions:
 
     link: "Link | None"
     manifest_path: Path | None
-    stage: Annotated[
-        str | None, setting("stage", "Stage or expert to host [default: where it helps most]", metavar="N|N.E"), MODULE
-    ] = None
-    stages: Annotated[
-        str | None, setting("stages", "Stages to host at once, as 2-4 or 0,3 [default: one]", metavar="N-N|N,N"), STAGES
-    ] = None
-    modules: Annotated[
-        int | None, setting("modules", "Most modules; beyond one, those without another peer."), SOME
-    ] = None
-    moving: Annotated[
-        bool | None, setting("move", "Change stages when it helps [default: without --stage]", off="stay")
-    ] = None
+    stage: Annotated[str | None, setting("stage", "Stage or expert to host", metavar="N|N.E"), MODULE] = None
+    stages: Annotated[str | None, setting("stages", "Stages to host, as 2-4 or 0,3", metavar="N-N|N,N"), STAGES] = None
+    modules: Annotated[int | None, setting("modules", "Most modules; beyond one, those without a peer."), SOME] = None
+    moving: Annotated[bool | None, setting("move", "Change stages [default: without --stage]", off="stay")] = None
     reads_text: Annotated[bool, setting("data", "Whether to host stage 0 and read the text.", off="no-data")] = True
-    invitation: Annotated[
-        str | None, setting("invitation", "Invitation to host stage 0 [default: the link's]", metavar="TEXT|FILE")
-    ] = None
+    invitation: Annotated[str | None, setting("invitation", "Invitation to host stage 0", metavar="TEXT|FILE")] = None
     text: Annotated[Path | None, TextPath] = None
     tokenizer: Annotated[Path | None, TokenizerPath] = None
     model: Annotated[Path | None, setting("model", "Folder of the model that the run starts from.")] = None
@@ -129,6 +120,7 @@ class NodeOptions:
     identity_path: Annotated[Path, setting("identity", "Key file of the node [default: this machine's key]")] = field(
         default_factory=default_identity_path
     )
+    name: Annotated[str, setting("name", "Your name on the run's page, which everybody sees."), NAME] = ""
     # Other machines must reach a node; mutual TLS authenticates them.
     listen: Annotated[str, setting("listen", "Local address to bind to; :: is IPv6 and IPv4.")] = "0.0.0.0"  # noqa: S104
     advertise: Annotated[str | None, setting("advertise", "Host that peers dial [default: detected]"), ADVERTISE] = None
@@ -136,9 +128,7 @@ class NodeOptions:
     dht_port: Annotated[int, setting("dht-port", "Port of the DHT (0: a free one, the same at each start)."), PORT] = 0
     reach: Annotated[ReachMode, setting("reach", "auto asks the router to open a port if needed.")] = ReachMode.AUTO
     relay_megabytes_per_hour: Annotated[
-        int,
-        setting("serve-relay", "MB an hour to relay for peers behind NAT.", metavar="MB", min=0, max=10**9),
-        NOT_NEGATIVE,
+        int, setting("serve-relay", "MB an hour relayed for peers behind NAT.", min=0, max=10**9), NOT_NEGATIVE
     ] = 0
     device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps, auto, or several as cuda:0,cuda:1.")] = "auto"
     threads: Annotated[int | None, setting("threads", "CPU threads at most [default: all]"), SOME] = None
@@ -147,9 +137,7 @@ class NodeOptions:
     )
     window: Annotated[int | None, setting("window", "Microbatches in flight [default: measured]"), SOME] = None
     memory: Annotated[
-        str | None,
-        setting("memory", "Memory for kept activations, as 512MiB; 0 recomputes them [default: a share]"),
-        SIZE,
+        str | None, setting("memory", "Memory of activations, as 512MiB; 0 recomputes [default: a share]"), SIZE
     ] = None
     memory_limit: Annotated[
         str | None, setting("memory-limit", "Memory of a stage, as 8GB: of the GPU, if any [default: all free]"), SIZE
@@ -162,9 +150,7 @@ class NodeOptions:
     checkpoint_every_s: Annotated[float, setting("checkpoint-every", "Seconds between checkpoints."), POSITIVE] = 300.0
     log_dir: Annotated[Path | None, setting("log-dir", "Folder for the event log of `check` [default: none]")] = None
     link_file: Annotated[Path | None, setting("link-file", "File that holds this node's link [default: none]")] = None
-    dashboard: Annotated[
-        int | None, setting("dashboard", "Show the run in the browser [default port: 8420]", metavar="[PORT]"), PORT
-    ] = None
+    dashboard: Annotated[int | None, setting("dashboard", "Show the run at this port", metavar="[PORT]"), PORT] = None
     settings: Annotated[Path | None, setting("settings", "File of `skipstone limits` [default: this user's]")] = None
     patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
         60.0

@@ -38,6 +38,7 @@ class LocalPeer:
     relay: str = ""  # Multiaddr at which it relays tunnels; empty if it does not
     memory_bytes: int = 0  # Main memory free for a module (`FreeMemory.announced`)
     device_bytes: int = 0  # Memory free on the compute device
+    name: str = ""  # Chosen by the owner, for people
     credit: Credit | None = None  # Work that others have signed, in this run
     visits: Callable[[], tuple[int, ...]] = tuple  # Microbatches that a data node launched, by stage
     incarnation: int = field(init=False)  # Start time of this process, in Unix milliseconds

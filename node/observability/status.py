@@ -254,6 +254,7 @@ class Status(Account):
     """A node's status, with which it answers a STATUS question."""
 
     peer: str = ""
+    name: str | None = field(default=None, metadata=OMITTED_IF_NONE)  # Chosen by the owner: any peer may have any
     module: str = ""
     state: str = ""
     addresses: tuple[str, ...] = ()

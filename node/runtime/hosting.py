@@ -263,7 +263,7 @@ class Hosting:
                 chosen = await fitting.choose(session, resumed, entered.tokenizer.text, events)
                 events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                 credit = await asyncio.to_thread(CreditFile, credit_folder(options.identity_path), signed, own.peer)
-                own.credit = credit.credit
+                own.credit, own.name = credit.credit, options.name
                 context = ModuleContext(
                     options=options,
                     session=session,

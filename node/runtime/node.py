@@ -117,6 +117,7 @@ async def run_node(
                     await stack.enter_async_context(background(show(sampled, session.transport.here, standing)))
                 if page is not None and options.dashboard is not None:
                     page.standing, page.limit = standing, None if limiter is None else limiter.change
+                    page.link = lambda: str(session.link)
                     statuses = partial(statuses_of, session, signed.manifest)
                     shown = served(page, options.dashboard, statuses, session.transport.here)
                     at = await stack.enter_async_context(shown)

@@ -213,6 +213,7 @@ def status_json(session: NetworkSession, role: NodeRole, compute: ComputeThread)
     status = statuses.Status(
         **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},
         peer=own.peer,
+        name=own.name or None,
         module=str(own.module),
         state=own.state.name.lower(),
         addresses=own.addresses,

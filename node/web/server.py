@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import hmac
 import json
+import os
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -22,7 +24,8 @@ from node.concurrency.task_groups import background
 from node.observability.events import Abandoned, Event, Note, Waiting
 from node.observability.status import PeerStatus, SwarmStatus
 from node.observability.typed_json import to_json
-from swarm.vocabulary.errors import ConfigError, ResourceExhausted, Unreachable
+from protocol.libp2p.child_process import child_environment
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError, Unreachable
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -34,6 +37,9 @@ LOOPBACK: Final = "127.0.0.1"
 WHERE: Final = "The run's page, for this machine only:\n\n  {}\n"
 MOST_VIEWERS: Final = 16
 KEEP_ALIVE_S: Final = 15.0
+SAMPLE_S: Final = 300.0
+SAMPLED_TOKENS: Final = 120
+MOST_PROMPT: Final = 500  # Characters
 SECRET: Final = "X-Skipstone-Secret"  # noqa: S105 - the name of a header
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FILES: Final = ("index.html", "page.js", "page.css", "uplot.js", "uplot.css", "icon.svg")
@@ -148,10 +154,11 @@ def _name(peer: PeerStatus) -> str:
 class RunPage:
     """State of the page: the latest picture, the waiting browsers, and its `verbs`, the actions that it may request."""
 
-    def __init__(self, **verbs: Callable[[], None]) -> None:
-        self._verbs = verbs
+    def __init__(self, link: Callable[[], str] | None = None, **verbs: Callable[[], None]) -> None:
+        self.link, self._verbs = link, verbs  # Link of the run whose model continues texts
         self.standing: Callable[[], object] = lambda: None  # The node's limits
         self.limit: Callable[[Mapping[str, Any]], None] | None = None  # Changes some of them
+        self._sampling = asyncio.Lock()
         self._picture: Picture | None = None
         self._encoded = b""
         self._viewers: set[asyncio.Event] = set()
@@ -238,11 +245,44 @@ class RunPage:
             self._show(self._picture)
         return web.Response(status=204)
 
+    async def sample(self, request: web.Request) -> web.Response:
+        """Continues a text by the model of the run's last rounds."""
+        from aiohttp import web
+
+        self._check_secret(request)
+        if self.link is None or self._sampling.locked():
+            raise web.HTTPServiceUnavailable(text="the model is being read for another text")
+        async with self._sampling:
+            try:
+                return web.Response(text=await sampled(self.link(), (await request.text())[:MOST_PROMPT]))
+            except StateError as error:
+                raise web.HTTPServiceUnavailable(text=str(error)) from None
+
     def _check_secret(self, request: web.Request) -> None:
         from aiohttp import web
 
         if not hmac.compare_digest(request.headers.get(SECRET, "").encode(), self.secret.encode()):
             raise web.HTTPForbidden(text="open the page by the link that the node printed")
+
+
+async def sampled(link: str, prompt: str) -> str:
+    """Returns a text and how the model continues it. A large model harms only the new process. Raises StateError."""
+    words = ("--tokens", str(SAMPLED_TOKENS), "--device", "cpu", "--json", "--", link, prompt)
+    command, pipe = (sys.executable, "-P", "-m", "skipstone", "generate", *words), asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=child_environment(os.environ)
+    )
+    try:
+        async with asyncio.timeout(SAMPLE_S):
+            found, said = await process.communicate()
+    except TimeoutError:
+        raise StateError(f"the model was not read within {SAMPLE_S:.0f} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    if process.returncode:
+        raise StateError(said.decode(errors="replace")[-MOST_PROMPT:])
+    return prompt + str(json.loads(found)["text"])
 
 
 @asynccontextmanager
@@ -286,6 +326,7 @@ async def served(
     gets = {"/pictures": page.pictures, "/metrics": scrape, "/healthz": health}
     app.add_routes([web.get(place, handler) for place, handler in gets.items()])
     app.add_routes([web.post("/ask/{verb}", page.ask), web.post("/limits", page.change)])
+    app.add_routes([web.post("/sample", page.sample)])
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
     await runner.setup()
     try:

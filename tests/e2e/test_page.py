@@ -72,7 +72,7 @@ async def test_the_page_shows_a_swarm_as_it_learns_and_loses_a_peer_and_stops_it
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=8)
     options = LocalSwarmOptions(peers=6, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm, browser(viewport={"width": 1440, "height": 900}) as tab:
-        page = RunPage(stop=swarm.request_stop)
+        page = RunPage(lambda: str(swarm.link), stop=swarm.request_stop)
         async with served(page, 0, partial(statuses, swarm.link)) as link:
             await tab.goto(link)
             await curve_grows(tab, by=3)
@@ -80,6 +80,14 @@ async def test_the_page_shows_a_swarm_as_it_learns_and_loses_a_peer_and_stops_it
             await tab.wait_for_selector("#paths path")
             assert await tab.locator("#swarm .peer.serving").count() >= 5
             await tab.click("#axes button:has-text('time')")
+            await tab.fill("#prompt", "word1 and")
+            await tab.click("#sample button")
+            async with asyncio.timeout(PATIENCE_S):
+                while not (written := await tab.inner_text("#sampled")).startswith("word1 and"):
+                    assert not written or written == "reading the model"
+                    await asyncio.sleep(0.1)
+            assert len(written) > len("word1 and")
+            assert await tab.locator("#credit tbody tr").count() > 1
             if PICTURE is not None:
                 await tab.screenshot(path=PICTURE)
             victim = next(peer for peer in swarm.peers if peer.stage == 1)
@@ -177,6 +185,7 @@ async def test_only_this_machine_s_own_page_with_the_secret_can_ask_for_anything
         assert "403" in await asked(port, verb, own, secret, "Origin: http://evil.example")
         assert "403" in await asked(port, verb, own)
         assert "403" in await asked(port, LIMIT, own)
+        assert "403" in await asked(port, "POST /sample HTTP/1.1", own)
         assert "403" in await asked(port, verb, own, f"{SECRET}: {page.secret[:-1]}")
         assert "404" in await asked(port, "POST /ask/stop HTTP/1.1", own, secret)
         assert "405" in await asked(port, "GET /ask/leave HTTP/1.1", own, secret)

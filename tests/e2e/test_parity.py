@@ -72,9 +72,7 @@ async def test_a_swarm_of_conversations_equals_one_process(tmp_path: Path, atten
 
 
 @pytest.mark.parametrize("residual", [pytest.param(0, marks=pytest.mark.long), 12])
-async def test_a_skipping_swarm_equals_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, residual: int
-) -> None:
+async def test_a_skipping_swarm_equals_solo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, residual: int) -> None:
     """Each of four stages sees every second microbatch, in both."""
     text, blocks = runs.write_text(tmp_path / "text"), (0, 1, 1, 1, 1)
     manifest = runs.small_run(text, blocks=blocks, per_path=2, inner_steps=4, residual=residual)

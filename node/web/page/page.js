@@ -292,6 +292,14 @@ function showDevices({ status }) {
   $("devices").replaceChildren(rows.length ? table("Compute devices", ["module", "peer", "#computing", "#deferred work", "#idle", "#weights deferred", "why"], rows) : made("p", { class: "dim" }, "No peer has answered yet."));
 }
 
+// A peer with several modules has a row for each: others cannot know that they are one machine.
+function showCredit({ status, own }) {
+  const credited = (peer) => Number(peer.answered?.credited ?? 0);
+  const rows = status.peers.filter((peer) => credited(peer) > 0).toSorted((one, other) => credited(other) - credited(one)).slice(0, 16).map((peer, place) => (
+    [count(place + 1), text(peer.answered.name, 32) || "-", made("span", {}, name(peer.peer), own.includes(peer.peer) ? " (this node)" : ""), text(peer.module, 12), count(credited(peer))]));
+  $("credit").replaceChildren(rows.length ? table("Peers with most work", ["#", "name", "peer", "module", "#tokens"], rows) : made("p", { class: "dim" }, "No work is signed yet."));
+}
+
 function showEvents({ happened }) {
   const lines = happened.toReversed().map((each) => {
     const at = new Date(1000 * each.unix_s);
@@ -299,6 +307,23 @@ function showEvents({ happened }) {
   });
   $("events").replaceChildren(...(lines.length ? lines : [made("li", { class: "dim" }, "Nothing yet.")]));
 }
+
+// ---- text that the model continues -----------------------------------------------------------------------------------
+
+$("sample-section").hidden = !secret;
+$("sample").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const button = $("sample").querySelector("button");
+  button.disabled = true;
+  $("sampled").textContent = "reading the model";
+  try {
+    const answer = await fetch("/sample", { method: "POST", headers: { "X-Skipstone-Secret": secret }, body: $("prompt").value });
+    $("sampled").textContent = await answer.text();
+  } catch {
+    $("sampled").textContent = "the node does not answer";
+  }
+  button.disabled = false;
+});
 
 // ---- verbs ----------------------------------------------------------------------------------------------------------
 
@@ -321,7 +346,7 @@ function showVerbs({ verbs }) {
 
 // ---- main -----------------------------------------------------------------------------------------------------------
 
-const PARTS = [showRun, showCurve, showSwarm, showPaths, showOwn, showLimits, showChoices, showRounds, showLinks, showDevices, showEvents, showVerbs];
+const PARTS = [showRun, showCurve, showSwarm, showPaths, showOwn, showLimits, showChoices, showRounds, showLinks, showDevices, showCredit, showEvents, showVerbs];
 
 function show() {
   if (picture !== null) for (const part of PARTS) part(picture);

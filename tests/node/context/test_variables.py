@@ -56,7 +56,15 @@ OTHER_VALUES: dict[str, Any] = (
     | {"port": 4001, "dht_port": 4002, "relay_megabytes_per_hour": 50, "threads": 3, "slots": 5, "window": 6}
     | {"stage": "2.2", "invitation": "word", "listen": "127.0.0.1", "advertise": "bootstrap", "device": "cpu"}
     | {"reach": ReachMode.DIRECT, "moments": MomentType.EIGHT_BIT, "log_level": LogLevel.DEBUG}
-    | {"memory": "512MiB", "memory_limit": "8GB", "steps": 7, "modules": 3, "stages": "0,2-4", "dashboard": 8421}
+    | {
+        "memory": "512MiB",
+        "memory_limit": "8GB",
+        "steps": 7,
+        "modules": 3,
+        "stages": "0,2-4",
+        "dashboard": 8421,
+        "name": "Ada",
+    }
 )
 
 
@@ -293,6 +301,7 @@ BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("
         ({"stages": "1-2", "stage": "1"}, "--stages already says what to host"),
         ({"stages": "1-2", "modules": 2}, "--stages already says what to host"),
         ({"modules": 0}, "modules must be at least 1"),
+        ({"name": "A" * 33}, "name must have at most 32 characters"),
         ({"memory": "-1"}, "is not a size"),
         ({"advertise": "127.0.0.1:4002"}, "advertise must be .* without a port"),
         ({"advertise": "[2001:db8::1]:4002"}, "advertise must be .* without a port"),

@@ -174,9 +174,7 @@ class TestTheManifestsFiles:
             ),
         ],
     )
-    def test_others_are_refused_with_the_reason(
-        self, text: Path, change: Callable[[Path], object], message: str
-    ) -> None:
+    def test_others_are_refused_with_reason(self, text: Path, change: Callable[[Path], object], message: str) -> None:
         section = self.section(text)
         change(text)
         with pytest.raises(ConfigError, match=message):

@@ -323,9 +323,7 @@ async def test_a_node_whose_clock_is_set_and_its_linked_peers_hear_each_other(st
     assert listening.membership.get(there.own.peer) is not None
 
 
-async def test_an_unsayable_record_is_a_warning_and_the_last_one_stays(
-    caplog: pytest.LogCaptureFixture, there: Place
-) -> None:
+async def test_an_unsayable_record_warns_and_the_last_one_stays(caplog: pytest.LogCaptureFixture, there: Place) -> None:
     last, published = there.membership_sync.record.fresh(), len(there.store.published)
     there.own.steps, said = 2**48 + 1, len(there.links.announced)
     for _ in range(2):

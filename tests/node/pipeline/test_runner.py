@@ -159,9 +159,7 @@ async def test_hidden_states_that_are_not_finite_strand_the_microbatch_and_add_n
 
 
 @pytest.mark.parametrize("relieved", [False, True])
-async def test_want_of_memory_costs_microbatches_and_if_it_lasts_the_module(
-    monkeypatch: pytest.MonkeyPatch, relieved: bool
-) -> None:
+async def test_want_of_memory_costs_microbatches_or_the_module(monkeypatch: pytest.MonkeyPatch, relieved: bool) -> None:
     """Its runner ends with the error, on which the node takes a smaller module; one success in between starts anew."""
     monkeypatch.setattr(runner_module, "MOST_SHORT_OF_MEMORY", 3)
 

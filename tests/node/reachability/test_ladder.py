@@ -833,9 +833,7 @@ async def test_a_hidden_node_is_attached_to_the_relays_among_those_it_is_called_
         (ReachStep.REVERSE, (), ""),
     ],
 )
-async def test_a_relay_is_announced_where_tunnels_come_in(
-    step: ReachStep, addresses: tuple[str, ...], relay: str
-) -> None:
+async def test_a_relay_is_announced_if_tunnels_come_in(step: ReachStep, addresses: tuple[str, ...], relay: str) -> None:
     noted = Noted(serves_tunnels=True)
     offering = part(noted, step, *addresses)
     for _ in range(2):

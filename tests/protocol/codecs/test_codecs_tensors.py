@@ -144,7 +144,7 @@ class TestOutliers:
 
     @pytest.mark.parametrize("codec", BLOCKWISE)
     @pytest.mark.parametrize("channels", [(64, 1), (3, 3), (5, 4), (0, 65535)])
-    def test_impossible_channel_numbers_are_refused_and_nothing_is_touched(
+    def test_impossible_channels_are_refused_and_nothing_is_touched(
         self, codec: Codec, channels: tuple[int, int]
     ) -> None:
         values = normal(10, 64)

@@ -206,7 +206,7 @@ async def test_a_killed_node_takes_the_dht_with_it(marked: Marked) -> None:
 
 @needs_proc
 @pytest.mark.parametrize("patience_s", [0.0, 0.03, 0.2])
-async def test_a_start_given_up_half_way_leaves_nothing(
+async def test_a_broken_off_start_leaves_nothing(
     marked: Marked, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tempfile.mkdtemp()  # short, see above

@@ -270,7 +270,7 @@ def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(desk: 
 
 
 @pytest.mark.parametrize(("accusers", "goes_on"), [((B,), True), ((B, C), False)])
-def test_a_leader_whose_parts_do_not_reach_most_members_gives_up(
+def test_a_leader_whom_most_members_do_not_hear_gives_up(
     desk: Desk, accusers: tuple[PeerId, ...], goes_on: bool
 ) -> None:
     attempt = desk.convene()
@@ -389,9 +389,7 @@ def test_a_guest_whose_entry_is_forged_is_named_and_one_that_has_moved_is_not(de
         ({US: {C}, B: {C}, C: {D}, D: set()}, {C: {US, B}, D: {C}}),
     ],
 )
-def test_who_accuses_all_is_not_believed(
-    waiting: dict[PeerId, set[PeerId]], believed: dict[PeerId, set[PeerId]]
-) -> None:
+def test_who_accuses_all_is_ignored(waiting: dict[PeerId, set[PeerId]], believed: dict[PeerId, set[PeerId]]) -> None:
     assert credible_accusers({peer: frozenset(named) for peer, named in waiting.items()}) == believed
 
 

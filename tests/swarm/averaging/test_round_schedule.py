@@ -127,9 +127,7 @@ STANDING = {
 
 
 @pytest.mark.parametrize(("own", "others", "followed"), STANDING.values(), ids=STANDING)
-def test_which_version_is_followed(
-    own: AnchorVersion, others: dict[PeerId, AnchorVersion], followed: AnchorVersion
-) -> None:
+def test_followed_version(own: AnchorVersion, others: dict[PeerId, AnchorVersion], followed: AnchorVersion) -> None:
     assert standing(RULES, own, others).value == followed
 
 
