@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-long containers lint words proto docs pictures bench clean
+.PHONY: help swarm test test-long containers lint words proto docs site pictures bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,6 +26,7 @@ help:
 	@echo "make words   count odd constructions in code and documents, beside installed peers"
 	@echo "make proto   generate protocol/generated from proto/"
 	@echo "make docs    generate docs/results.md and the figures in README.md"
+	@echo "make site    build the documents as a website in site/"
 	@echo "make pictures   draw docs/pictures: plots of the results, and the view of a run (a minute)"
 	@echo "make bench   run the benchmarks; each prints JSON"
 
@@ -69,6 +70,11 @@ docs:
 	@$(MAKE) --no-print-directory $(VENV)/.dev
 	@$(BIN)/python -m docs.generate_results
 
+site:
+	@echo "skipstone: building the website in site/"
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
+	@$(BIN)/mkdocs build --quiet --strict
+
 pictures:
 	@echo "skipstone: drawing docs/pictures"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
@@ -80,7 +86,7 @@ bench:
 	@set -e; for benchmark in demo transport hop averaging codecs throughput paths; do $(BIN)/python benchmarks/$$benchmark.py; done
 
 clean:
-	rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site ./*.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 # Stamps: made anew whenever pyproject.toml changes. The dev installation contains the base one.
 $(VENV)/.base: pyproject.toml setup.py | $(BIN)/python

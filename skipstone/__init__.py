@@ -1,4 +1,4 @@
-"""Skipstone from Python: `solo`, `LocalSwarm`, `join` and `open_model`, as the command line uses them.
+"""Skipstone from Python: `solo`, `LocalSwarm`, `join`, `open_model`, `generate`, as the command line uses them.
 
     manifest = skipstone.demo()
     async with skipstone.LocalSwarm(manifest, skipstone.LocalSwarmOptions(peers=5, steps=20)) as swarm:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from node.observability.events import Event, Summary
     from protocol.manifest.manifest import Manifest
 
-__all__ = ["LocalSwarm", "LocalSwarmOptions", "demo", "join", "load", "open_model", "solo"]
+__all__ = ["LocalSwarm", "LocalSwarmOptions", "demo", "generate", "join", "load", "open_model", "solo"]
 
 _PLACES = {
     "LocalSwarm": "node.local_swarm.local_swarm",
@@ -70,6 +70,27 @@ def solo(
     from node.solo.trainer import train_solo
 
     return train_solo(manifest, steps=steps, device=choose_devices(device).value[0], on_event=on_event)
+
+
+async def generate(
+    source: str | Path, prompt: str, tokens: int = 200, temperature: float = 0.8, seed: int = 0, device: str = "auto"
+) -> str:
+    """Returns the prompt as the model of a link, a checkpoint or an export continues it. Raises SkipstoneError."""
+    from node.export.open_model import open_model
+    from node.export.source import model_on_path
+    from node.model.decoder import Continuation, Sampling
+    from node.model.device import choose_device
+
+    async with open_model(str(source)) as opened:
+        words = opened.tokenizer()
+        start = words.encode(prompt.encode()).tolist()
+        if words.beginning is not None and start[:1] != [words.beginning]:
+            start.insert(0, words.beginning)
+        model, route = await model_on_path(opened.source, choose_device(device).value, None, start)
+        decoder = await model.decoder(route)
+    text = Continuation(decoder, words, start, tokens, Sampling(temperature, seed=seed))
+    chosen, stream = await asyncio.to_thread(list, text.take(tokens)), words.text_stream()
+    return prompt + "".join(stream.push(each) for each in chosen if each not in words.ends) + stream.finish()
 
 
 @asynccontextmanager

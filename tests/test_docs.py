@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -139,6 +141,13 @@ def test_exit_codes_are_documented() -> None:
     listed = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", section, re.M) for code in row.split(",")}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     assert {kind.exit_code for kind in kinds if issubclass(kind, errors.SkipstoneError)} <= listed
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    build = [sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "run/#text" in (tmp_path / "index.html").read_text()
 
 
 def test_the_keys_of_status_are_documented() -> None:

@@ -131,9 +131,7 @@ class TestEntrypoint:
         assert said["pid"] == container.process.pid
         assert container.end(signal.SIGTERM) == -signal.SIGTERM
 
-    def test_replicas_share_no_identity_and_take_over_those_that_are_free(
-        self, tmp_path: Path, start: Callable[..., Container]
-    ) -> None:
+    def test_replicas_share_no_identity_and_take_free(self, tmp_path: Path, start: Callable[..., Container]) -> None:
         first, second = (start("join", LINK) for _ in range(2))
         homes = {first.said()["home"], second_home := second.said()["home"]}
         assert homes == {str(tmp_path / "volume" / "1"), str(tmp_path / "volume" / "2")}

@@ -129,7 +129,7 @@ class Heard(KeptEvents):
         await self.until(lambda event: isinstance(event, Step) and event.step >= done + count)
 
 
-async def test_a_node_hosts_a_module_that_nobody_serves_until_a_newcomer_does(
+async def test_a_node_hosts_an_unserved_module_until_a_newcomer_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, send = Counter[str](), Link.send

@@ -1,5 +1,6 @@
 """The wheel in a clean environment, beside other packages called node, protocol and swarm; and the API of Python."""
 
+import ast
 import json
 import os
 import subprocess
@@ -78,6 +79,19 @@ async def test_the_parts_of_the_command_line_serve_a_program(tmp_path: Path) -> 
     assert swarm.progress.loss_last == pytest.approx(alone.loss_last, abs=0.2)
     with pytest.raises(AttributeError):
         skipstone.nothing  # noqa: B018
+
+
+async def test_the_notebook_trains_watches_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict[str, Any] = {}
+    for cell in json.loads((ROOT / "docs" / "first-run.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            code = compile("".join(cell["source"]), "first-run.ipynb", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            waiting = eval(code, names)
+            if waiting is not None:
+                await waiting
+    assert names["together"][-1].loss < names["alone"][0].loss - 1
 
 
 async def first_of(events: AsyncIterator[Event], kind: type[Event]) -> Event:

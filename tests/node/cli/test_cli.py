@@ -266,9 +266,7 @@ class TestJoin:
 
     @pytest.mark.parametrize("error", [IdentityError("bad key"), Unreachable("nobody there"), SkipstoneError("oops")])
     @pytest.mark.parametrize("grouped", [False, True])
-    def test_errors_end_it_with_their_code(
-        self, monkeypatch: pytest.MonkeyPatch, error: SkipstoneError, grouped: bool
-    ) -> None:
+    def test_errors_end_it(self, monkeypatch: pytest.MonkeyPatch, error: SkipstoneError, grouped: bool) -> None:
         async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
             if not grouped:
                 raise error
@@ -431,9 +429,7 @@ class TestQuestions:
         result = run("status", LINK, "--json")
         assert json.loads(result.stdout) == to_json(STATUS)
 
-    def test_status_and_join_without_a_link_are_of_the_run_joined_last(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_without_a_link_the_last_run_is_meant(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         joined = []
 
         async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:

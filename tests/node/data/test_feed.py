@@ -283,9 +283,7 @@ def labels_of(text: Microbatch) -> Iterator[Tokens]:
 
 
 @given(LENGTHS, BLOCK)
-def test_every_token_is_a_label_once_and_follows_its_own_document_in_rows_that_are_not_too_long(
-    lengths: list[int], block: int
-) -> None:
+def test_every_token_is_a_label_once_and_follows_its_own_document_in_short_rows(lengths: list[int], block: int) -> None:
     documents = texts_of(lengths)
     found = list[tuple[list[int], list[int]]]()
     for text in all_of(packer_of(documents, block)):

@@ -183,7 +183,7 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("row", "expected"), SHAPES)
-def test_conversations_of_other_shapes_are_the_same(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+def test_other_shapes_are_the_same(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
     read = conversation(json.dumps(row).encode(), BYTES)
     assert bytes(read.tokens[:-1].tolist()).decode().replace("\n\nI", "") == expected
     assert said(read.wanted).endswith(b"<|im_end|>")

@@ -42,7 +42,7 @@ def test_usual_files_pass() -> None:
         ({"model": {"type": "x"}}, "did not match"),
     ],
 )
-def test_files_that_take_all_time_or_crash_the_library_do_not(
+def test_files_that_hang_or_crash_the_library_do_not(
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], why: str
 ) -> None:
     monkeypatch.setattr(tokenizer_trial, "CPU_S", 2)

@@ -72,7 +72,7 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         (2, (1,), [0, 0]),
     ],
 )
-def test_every_stage_has_a_peer_and_the_others_go_where_most_blocks_are(
+def test_every_stage_has_a_peer_and_others_go_to_most_blocks(
     peers: int, blocks: tuple[int, ...], expected: list[int]
 ) -> None:
     assert [module.stage for module in assign_modules(peers, blocks)] == expected

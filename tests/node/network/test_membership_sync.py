@@ -127,9 +127,7 @@ async def there() -> AsyncIterator[Place]:
         yield running
 
 
-async def test_nodes_that_wait_for_a_run_find_it_soon_though_they_know_each_other(
-    there: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nodes_that_wait_for_a_run_find_it_soon(there: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     lonely: list[bool] = []
     pause = LookUps.pause
 

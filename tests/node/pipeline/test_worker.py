@@ -841,9 +841,7 @@ def test_as_many_graphs_are_kept_as_fit(graph_bytes: float, room: float, recompu
 
 @pytest.mark.parametrize("made", [lambda: Stage(MANY_GRAPHS), Peer, block_peer], ids=["whole", "put off", "by blocks"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e37])
-def test_a_gradient_that_is_not_finite_or_grows_beyond_all_numbers_leaves_no_trace(
-    bad: float, made: Callable[[], HopBench]
-) -> None:
+def test_a_gradient_that_is_not_finite_or_overflows_leaves_no_trace(bad: float, made: Callable[[], HopBench]) -> None:
     peer = made()
     peer.forward(1)
     gradient = bad * peer.source(2).sign() if math.isfinite(bad) else torch.zeros_like(peer.source(2))

@@ -98,9 +98,7 @@ class TestAccuracy:
     @pytest.mark.parametrize(
         ("shape", "size"), [*((shape, 1.0) for shape in SHAPES), *((LARGE, size) for size in (1e-7, 1e-3, 1.0, 1e3))]
     )
-    def test_any_shape_and_magnitude_comes_back(
-        self, codec: Codec, dtype: torch.dtype, shape: tuple[int, ...], size: float
-    ) -> None:
+    def test_any_tensor_comes_back(self, codec: Codec, dtype: torch.dtype, shape: tuple[int, ...], size: float) -> None:
         values = (normal(*shape) * size).to(dtype)
         encoded = encode(values, codec)
         assert encoded.spec == TensorSpec(shape, encoded.spec.dtype, codec)
@@ -144,9 +142,7 @@ class TestOutliers:
 
     @pytest.mark.parametrize("codec", BLOCKWISE)
     @pytest.mark.parametrize("channels", [(64, 1), (3, 3), (5, 4), (0, 65535)])
-    def test_impossible_channels_are_refused_and_nothing_is_touched(
-        self, codec: Codec, channels: tuple[int, int]
-    ) -> None:
+    def test_impossible_channels_are_refused_and_touch_nothing(self, codec: Codec, channels: tuple[int, int]) -> None:
         values = normal(10, 64)
         values[:, 20] *= 100
         values[:, 40] *= 100

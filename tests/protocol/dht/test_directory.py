@@ -206,9 +206,7 @@ async def test_a_killed_node_takes_the_dht_with_it(marked: Marked) -> None:
 
 @needs_proc
 @pytest.mark.parametrize("patience_s", [0.0, 0.03, 0.2])
-async def test_a_broken_off_start_leaves_nothing(
-    marked: Marked, patience_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_start_is_clean(marked: Marked, patience_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tempfile.mkdtemp()  # short, see above
     monkeypatch.setattr(tempfile, "tempdir", folder)
     with pytest.raises(TimeoutError):

@@ -282,9 +282,7 @@ def test_goodput_is_told_by_the_pongs_behind_whole_tensors() -> None:
     assert meter.figures().round_trip_s == 0
 
 
-def over_a_line(
-    goodput: Goodput, sizes: list[int], rate: float, round_trip_s: float, at_once: int, now: float
-) -> float:
+def over_line(goodput: Goodput, sizes: list[int], rate: float, round_trip_s: float, at_once: int, now: float) -> float:
     """Sends over a line of `rate` bytes a second, `at_once` tensors under way; gives the time of the last answer."""
     free, waiting = now, list(enumerate(sizes))
     answers: list[tuple[float, int]] = []
@@ -304,16 +302,16 @@ def over_a_line(
 @pytest.mark.parametrize("at_once", [1, 2, 8])
 def test_the_rate_is_found_however_long_the_round_trip(rate: float, round_trip_s: float, at_once: int) -> None:
     goodput = Goodput()
-    over_a_line(goodput, [2_000_000] * 40, rate, round_trip_s, at_once, now=0.0)
+    over_line(goodput, [2_000_000] * 40, rate, round_trip_s, at_once, now=0.0)
     assert goodput.bytes_per_s == pytest.approx(rate, rel=0.05)
 
 
 def test_a_line_that_changes_is_known_after_a_few_tensors() -> None:
     goodput = Goodput()
-    now = over_a_line(goodput, [1_000_000] * 20, 1e8, 0.01, 1, 0.0)
-    now = over_a_line(goodput, [1_000_000] * 10, 2e6, 0.01, 1, now)
+    now = over_line(goodput, [1_000_000] * 20, 1e8, 0.01, 1, 0.0)
+    now = over_line(goodput, [1_000_000] * 10, 2e6, 0.01, 1, now)
     assert goodput.bytes_per_s == pytest.approx(2e6, rel=0.3)
-    over_a_line(goodput, [1_000_000] * 200, 1e8, 0.01, 1, now)
+    over_line(goodput, [1_000_000] * 200, 1e8, 0.01, 1, now)
     assert goodput.bytes_per_s == pytest.approx(1e8, rel=0.3)
 
 
@@ -347,7 +345,7 @@ def test_a_peer_that_never_answers_fills_no_memory_and_spoils_no_later_measureme
     assert goodput.bytes_per_s == 0.0, "it was given up"
     for number in range(2 * MOST_ON_THE_WAY):
         goodput.gave_up(number)
-    over_a_line(goodput, [2_000_000] * 40, 12.5e6, 0.02, 2, now=10.0)
+    over_line(goodput, [2_000_000] * 40, 12.5e6, 0.02, 2, now=10.0)
     assert goodput.bytes_per_s == pytest.approx(12.5e6, rel=0.05)
 
 

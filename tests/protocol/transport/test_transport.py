@@ -733,9 +733,7 @@ DIALLED = Persona()
         (None, errors.Unreachable),
     ],
 )
-async def test_what_the_dialled_peer_says_instead_of_a_good_hello(
-    first: frames.SmallFrame | None, kind: type[errors.PeerError]
-) -> None:
+async def test_what_comes_instead_of_a_hello(first: frames.SmallFrame | None, kind: type[errors.PeerError]) -> None:
     for ends in (False,) if first else (True, False):
         settings = with_settings(dial_timeout_s=5.0 if first or ends else 0.3)
         async with node(settings=settings) as own, scripted_server(DIALLED, first, ends) as port:

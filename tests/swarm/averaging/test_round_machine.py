@@ -270,9 +270,7 @@ def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(desk: 
 
 
 @pytest.mark.parametrize(("accusers", "goes_on"), [((B,), True), ((B, C), False)])
-def test_a_leader_whom_most_members_do_not_hear_gives_up(
-    desk: Desk, accusers: tuple[PeerId, ...], goes_on: bool
-) -> None:
+def test_a_leader_whom_few_members_hear_gives_up(desk: Desk, accusers: tuple[PeerId, ...], goes_on: bool) -> None:
     attempt = desk.convene()
     desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
     for peer in (B, C, D):

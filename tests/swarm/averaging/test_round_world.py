@@ -188,9 +188,7 @@ def rounds_until_agreed(world: RoundWorld) -> int:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("first", "rounds", "most"), [(2, 5, 3), (3, 3, 2)])
-def test_both_sides_of_a_partition_go_on_and_are_one_in_two_rounds(
-    first: int, rounds: int, most: int, seed: int
-) -> None:
+def test_both_sides_of_a_partition_go_on_and_meet_in_two_rounds(first: int, rounds: int, most: int, seed: int) -> None:
     """`most`: a replica catches up once more for each round that the others have under way meanwhile."""
     world = RoundWorld(seed)
     sides = world.peers[:first], world.peers[first:]

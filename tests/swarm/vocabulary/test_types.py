@@ -46,9 +46,7 @@ def test_a_path_has_its_data_node_at_both_ends_and_a_repaired_one_differs_in_one
 @pytest.mark.parametrize(
     ("one", "other", "common"), [((1, 3), (2, 5), 3), ((1, 1), (1, 1), 1), ((1, 2), (3, 4), None), ((1, 9), (4, 4), 4)]
 )
-def test_peers_speak_the_highest_version_they_have_in_common(
-    one: tuple[int, int], other: tuple[int, int], common: int | None
-) -> None:
+def test_peers_speak_the_best_common_version(one: tuple[int, int], other: tuple[int, int], common: int | None) -> None:
     assert types.VersionRange(*one).common(types.VersionRange(*other)) == common
     assert types.VersionRange(*other).common(types.VersionRange(*one)) == common
 
