@@ -84,12 +84,14 @@ def write_limits(path: Path, limits: Limits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The limits, the allowed share of computing time with its reason, and the GB sent and received this month."""
+    """The limits, the allowed share of computing time with its reason, the GB moved this month, and two sensors."""
 
     limits: Limits
     share: float
     reason: str
     used_gb: float
+    temperature: float | None = None
+    power: float | None = None
 
 
 # ---- sensors ---------------------------------------------------------------------------------------------------------
@@ -98,14 +100,12 @@ class Standing:
 def sense(limits: Limits, used_gb: float) -> Sensors:
     """Reads the sensors that the limits need."""
     local = time.localtime()
-    heat, power = _gpu() if limits.needs_sensors else (None, None)
-    if heat is None and limits.temperature is not None:
-        heat = _cpu_temperature()
+    heat, power = _gpu()
     battery = None if limits.battery else psutil.sensors_battery()
     return Sensors(
         minute=(local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min,
         month=used_gb,
-        temperature=heat,
+        temperature=_cpu_temperature() if heat is None and limits.temperature is not None else heat,
         power=power,
         idle=_idle_minutes() if limits.idle else None,
         on_battery=None if battery is None else not battery.power_plugged,
@@ -172,15 +172,15 @@ class Limiter:
         self._written_at = time.monotonic()
         self._month = time.strftime("%Y-%m")
         self._bytes_before = _read_usage(usage, self._month)
-        self.limits, self.now = Limits(), UNLIMITED
+        self.limits, self.now, self._seen = Limits(), UNLIMITED, Sensors()
 
     async def run(self, slow: Callable[[float], None]) -> None:
         """Looks at settings and sensors until cancelled. `slow` sets the share of the time in which devices compute."""
         try:
             while True:
                 self._read()
-                seen = await asyncio.to_thread(self._sense, self.limits, self._used_bytes() / GIGABYTE)
-                self._apply(allowed(self.limits, seen, self.now))
+                self._seen = await asyncio.to_thread(self._sense, self.limits, self._used_bytes() / GIGABYTE)
+                self._apply(allowed(self.limits, self._seen, self.now))
                 slow(self.now.value or 1.0)
                 if time.monotonic() - self._written_at > USAGE_S:
                     self._write_usage()
@@ -189,7 +189,8 @@ class Limiter:
             self._write_usage()
 
     def standing(self) -> Standing:
-        return Standing(self.limits, self.now.value, self.now.reason, self._used_bytes() / GIGABYTE)
+        used, seen = self._used_bytes() / GIGABYTE, self._seen
+        return Standing(self.limits, self.now.value, self.now.reason, used, seen.temperature, seen.power)
 
     def change(self, table: Mapping[str, Any]) -> None:
         """Changes some limits, for this node and all later ones. Raises ConfigError."""

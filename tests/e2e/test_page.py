@@ -197,7 +197,7 @@ async def test_only_this_machine_s_own_page_with_the_secret_can_ask_for_anything
 
 async def test_a_limit_set_by_a_click_is_in_force_and_a_wrong_one_is_not(tmp_path: Path) -> None:
     traffic, settings = Traffic(SystemClock()), tmp_path / "settings.toml"
-    paused, page, readings = list[str](), RunPage(), Sensors(on_battery=True)
+    paused, page, readings = list[str](), RunPage(), Sensors(on_battery=True, temperature=61.0, power=180.0)
     acts = paused.append, lambda: paused.append("over"), lambda *_: readings
     limiter = Limiter(settings, tmp_path / "usage", traffic, page, *acts)
     page.standing, page.limit = limiter.standing, limiter.change
@@ -208,6 +208,7 @@ async def test_a_limit_set_by_a_click_is_in_force_and_a_wrong_one_is_not(tmp_pat
         await tab.uncheck("#limits input[name=battery]")
         await tab.click("#limits button")
         await tab.wait_for_selector("#limits-state:has-text('is paused: this machine runs on battery')")
+        assert "Its GPU has 61 °C and takes 180 W." in await tab.inner_text("#limits-state")
         assert (traffic.sent.bytes_per_s, paused) == (1e6, ["this machine runs on battery"])
         assert read_limits(settings) == Limits(upload=8, battery=False)
         await tab.fill("#limits input[name=upload]", "0.01")

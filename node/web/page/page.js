@@ -208,7 +208,7 @@ function showLimits({ limits }) {
   $("limits-section").hidden = !limits;
   if (!limits) return;
   const state = limits.share >= 1 ? "at full speed" : limits.share > 0 ? `at ${Math.round(100 * limits.share)} % of its speed: ${text(limits.reason)}` : `paused: ${text(limits.reason)}`;
-  $("limits-state").textContent = `This node runs ${state}. ${limits.used_gb.toFixed(2)} GB moved this month.`.replace("runs paused", "is paused");
+  $("limits-state").textContent = `This node runs ${state}. ${limits.used_gb.toFixed(2)} GB moved this month.${known(limits.temperature) ? ` Its ${known(limits.power) ? "GPU" : "device"} has ${Math.round(limits.temperature)} °C${known(limits.power) ? ` and takes ${Math.round(limits.power)} W` : ""}.` : ""}`.replace("runs paused", "is paused");
   const form = $("limits");
   if (form.childElementCount === 0) {
     for (const [limit, [label, unit]] of Object.entries(LIMITS)) {
