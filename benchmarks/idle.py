@@ -98,7 +98,8 @@ def one(nodes: int, *, complete: bool, settle_s: float, seconds: float) -> dict[
         if complete:
             words = ("benchmarks.idle", "peer", link.read_text().strip(), network.addresses.format(nodes + 1))
             start(stack, network, nodes, folder / str(nodes), *words)
-        time.sleep(settle_s)
+        # A new link keeps look-ups frequent for a minute, and the last peer begins its links now.
+        time.sleep(settle_s * (1 + complete))
         began, before = time.monotonic(), spent(network, every)
         time.sleep(seconds)
         after, elapsed = spent(network, every), (time.monotonic() - began) * nodes

@@ -37,16 +37,10 @@ app.command()(simulate)
 
 @app.command()
 def wan(
-    scenario: Annotated[
-        Path | None, typer.Argument(metavar="SCENARIO", help="Scenario as a TOML file; docs/lab.md has an example.")
-    ] = None,
+    scenario: Annotated[Path | None, typer.Argument(metavar="SCENARIO", help="TOML file of a scenario.")] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for logs, metrics, plots and report; required.")] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Put all peers behind this link profile [default: as in the scenario]")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Then repeat the run without links and events, for equally many tokens.")
-    ] = False,
+    profile: Annotated[str | None, typer.Option(help="Link profile of all peers [default: the scenario's]")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Then repeat it undisturbed.")] = False,
     profiles: Annotated[bool, typer.Option("--profiles", help="List the link profiles and exit.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import signal
+import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +49,7 @@ LATER_LIMIT_S = 150.0
 CALM_S = ASK_S + 1.0
 ASK_LIMIT_S = 120.0
 ASK_TRIES = 2
+EVALUATIONS = 8  # Whose mean is the held-out loss
 
 Answer = TypeVar("Answer")
 
@@ -200,8 +202,12 @@ class Run:
         if self.scenario.chaos is None:  # under chaos, the peers in the link may be gone
             self._status = await self._asked(lambda: query_status(link))
         if self.scenario.held_out:
-            answer = await self._asked(lambda: query_evaluation(link, self.scenario.held_out))
-            self._held_out_loss = None if answer is None else float(answer["loss"])
+            # The swarm trains on meanwhile. With small steps one evaluation varies by more than `loss_ratio` may.
+            losses: list[float] = []
+            ask = partial(query_evaluation, link, self.scenario.held_out)
+            while len(losses) < EVALUATIONS and (answer := await self._asked(ask)) is not None:
+                losses.append(float(answer["loss"]))
+            self._held_out_loss = statistics.fmean(losses) if losses else None
 
     async def _asked(self, question: Callable[[], Awaitable[Answer]]) -> Answer | None:
         """Queries the swarm by `question`; None if it does not answer, since the queried peers may have been killed."""
