@@ -32,9 +32,7 @@ class ManifestChanges:
     """Options of `skipstone new` that replace keys of the manifest; None keeps a key."""
 
     name: Annotated[str | None, "name", typer.Option(help="Name of the run [default: the file's name]")] = None
-    source: Annotated[
-        str | None, "data.source", typer.Option("--data", help="path:FILE-OR-FOLDER[:COLUMN] or huggingface:NAME[:...]")
-    ] = None
+    source: Annotated[str | None, "data.source", typer.Option("--data", help="path:PLACE or huggingface:NAME")] = None
     revision: Annotated[str | None, "data.revision", typer.Option(help="Commit of the data set [default: newest]")] = (
         None
     )
@@ -49,9 +47,7 @@ class ManifestChanges:
     full_every: Annotated[int | None, "paths.full_every", typer.Option(help="Every Nth path visits all stages")] = None
     experts: Annotated[str | None, "stages.experts", typer.Option(help="Experts per stage, as 2 or 1,2,1,4")] = None
     attention: Annotated[str | None, "model.attention", typer.Option(help="documents, or causal (one stream)")] = None
-    residual: Annotated[
-        int | None, "model.residual", typer.Option(help="Numbers a token on links, as 64; shows peers the text")
-    ] = None
+    residual: Annotated[int | None, "model.residual", typer.Option(help="Numbers a token on links, as 64")] = None
     inner: Annotated[str | None, "training.inner.name", typer.Option(help="muon, adamw (for --from-model) or soap")] = (
         None
     )

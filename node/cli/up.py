@@ -42,9 +42,7 @@ def up(
     steps: Annotated[int | None, typer.Option(min=1, help="Inner steps to train [default: the schedule's]")] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs, as `check` reads")
-    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for event logs")] = None,
     listen: Annotated[str, typer.Option(help="Address to bind to; with 0.0.0.0 or :: others can join")] = "127.0.0.1",
     port_base: Annotated[int | None, typer.Option(min=1, max=65535, help="First port of the nodes")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per node [default: an equal share]")] = None,

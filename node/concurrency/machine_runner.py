@@ -21,6 +21,8 @@ Action = TypeVar("Action")
 Decide = Callable[[Event, float], Iterable[Action]]  # Actions of the state machine after an event at this time
 
 TICK_S: Final = 0.1
+REST_S: Final = 0.5  # Between ticks after QUIET ticks in which nothing happened: an idle node costs half
+QUIET: Final = 50
 
 
 class MachineRunner(ABC, Generic[Event, Action]):
@@ -39,14 +41,16 @@ class MachineRunner(ABC, Generic[Event, Action]):
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._is_stopped = False
+        self._quiet = 0  # Ticks since the last other event
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
         async with self._tasks.running():
             while not self._is_stopped:
                 self._look_around()
+                self._quiet += 1
                 self.handle(self._tick)
-                await set_or_after(self._wake, TICK_S)
+                await set_or_after(self._wake, TICK_S if self._quiet < QUIET else REST_S)
             self._tasks.cancel()  # `stop` ends the tasks too
 
     def stop(self) -> None:
@@ -60,6 +64,10 @@ class MachineRunner(ABC, Generic[Event, Action]):
         """Passes an event to the state machine and carries out the resulting actions. Queues events during this."""
         if not self._tasks.are_running:
             return
+        if event is not self._tick:
+            if self._quiet >= QUIET:
+                self.wake()
+            self._quiet = 0
         self._events.append(event)
         if self._is_handling:  # an action may cause events; the outer call handles them
             return

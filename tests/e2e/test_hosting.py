@@ -129,9 +129,7 @@ class Heard(KeptEvents):
         await self.until(lambda event: isinstance(event, Step) and event.step >= done + count)
 
 
-async def test_a_node_hosts_an_unserved_module_until_a_newcomer_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_hosts_an_unserved_module_until_one_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, send = Counter[str](), Link.send
 
     async def counted(self: Link, message: object, *rest: object) -> None:

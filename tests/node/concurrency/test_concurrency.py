@@ -253,6 +253,14 @@ async def test_it_ticks_at_its_start_and_when_it_is_woken() -> None:
         assert runner.machine.events == [TICK, TICK]
 
 
+async def test_an_event_ends_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.concurrency.machine_runner.QUIET", 1)
+    async with at_work() as runner:
+        runner.handle("first")
+        await some_turns()
+        assert runner.machine.events == [TICK, "first", TICK]
+
+
 async def test_before_and_after_it_runs_nothing_happens() -> None:
     early = Runner()
     early.handle("before")

@@ -42,8 +42,6 @@ def test_usual_files_pass() -> None:
         ({"model": {"type": "x"}}, "did not match"),
     ],
 )
-def test_files_that_hang_or_crash_the_library_do_not(
-    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], why: str
-) -> None:
+def test_files_that_hang_or_crash_do_not(monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], why: str) -> None:
     monkeypatch.setattr(tokenizer_trial, "CPU_S", 2)
     assert why in str(fault_of(file(**keys)))
