@@ -32,14 +32,16 @@ class ManifestChanges:
     """Options of `skipstone new` that replace keys of the manifest; None keeps a key."""
 
     name: Annotated[str | None, "name", typer.Option(help="Name of the run [default: the file's name]")] = None
-    source: Annotated[str | None, "data.source", typer.Option("--data", help="path:PLACE or huggingface:NAME")] = None
-    revision: Annotated[str | None, "data.revision", typer.Option(help="Commit of the data set [default: newest]")] = (
-        None
-    )
-    labels: Annotated[str | None, "data.labels", typer.Option(help="Which count: all or assistant [default: all]")] = (
-        None
-    )
-    open_data: Annotated[bool | None, "data.open", typer.Option("--open-data", help="Take anybody's data.")] = None
+    source: Annotated[
+        str | None, "data.source", typer.Option("--data", help="path:FILE-OR-FOLDER[:COLUMN] or huggingface:NAME[:...]")
+    ] = None
+    revision: Annotated[str | None, "data.revision", typer.Option(help="Commit of the data set")] = None
+    labels: Annotated[str | None, "data.labels", typer.Option(help="Which tokens count: all or assistant")] = None
+    open_data: Annotated[
+        bool | None,
+        "data.open",
+        typer.Option("--open-data", help="Let anybody with the link be a data node, without an invitation."),
+    ] = None
     blocks: Annotated[str | None, "stages.blocks", typer.Option("--stages", help="Blocks per stage, as 0,2,2,2")] = None
     stages_per_path: Annotated[int | None, "stages.per_path", VisitedPerPath] = None
     visit_ratio: Annotated[float | None, "stages.visit_ratio", VisitRatio] = None
@@ -47,10 +49,10 @@ class ManifestChanges:
     full_every: Annotated[int | None, "paths.full_every", typer.Option(help="Every Nth path visits all stages")] = None
     experts: Annotated[str | None, "stages.experts", typer.Option(help="Experts per stage, as 2 or 1,2,1,4")] = None
     attention: Annotated[str | None, "model.attention", typer.Option(help="documents, or causal (one stream)")] = None
-    residual: Annotated[int | None, "model.residual", typer.Option(help="Numbers a token on links, as 64")] = None
-    inner: Annotated[str | None, "training.inner.name", typer.Option(help="muon, adamw (for --from-model) or soap")] = (
-        None
-    )
+    residual: Annotated[
+        int | None, "model.residual", typer.Option(help="For slow links: numbers a token, as 64; shows peers the text")
+    ] = None
+    inner: Annotated[str | None, "training.inner.name", typer.Option(help="muon, adamw (--from-model) or soap")] = None
     total_tokens: Annotated[
         int | None, "training.schedule.total_tokens", typer.Option(help="Tokens to train [with --size: 20 a parameter]")
     ] = None

@@ -43,9 +43,7 @@ class DialOptions:
     size: Annotated[str | None, typer.Option(help="Parameters, as 160m or 7b: choose the whole run for it.")] = None
     card: Annotated[str | None, typer.Option(help="With --size: memory of each peer's GPU [default: 12GB]")] = None
     peers: Annotated[int | None, typer.Option(help="With --size: number of peers [default: as few as fit]")] = None
-    mbit: Annotated[int | None, typer.Option(min=1, max=10**6, help="With --size: Mbit/s of a peer [default: 20]")] = (
-        None
-    )
+    mbit: Annotated[int | None, typer.Option(min=1, max=10**6, help="With --size: Mbit/s a peer [default: 20]")] = None
     tokenizer: Annotated[Path | None, typer.Option(help="With --size: a tokenizer.json [default: bytes]")] = None
 
     def __post_init__(self) -> None:

@@ -58,9 +58,7 @@ class RunOptions:
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order [default: the manifest's]")] = None
     model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None
     moments: Annotated[MomentType, MomentsChoice] = MomentType.FLOAT32
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to and resume from [default: none]")] = (
-        None
-    )
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to and resume from")] = None
     checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Interval between checkpoints, in seconds.")] = 300.0
 
     def __post_init__(self) -> None:

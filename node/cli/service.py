@@ -62,7 +62,7 @@ def install(
         environment="".join(f"Environment={quoted(f'{name}={value}')}\n" for name, value in own),
         folder=os.getcwd().replace("%", "%%"),
         command=" ".join(map(quoted, command)),
-        lasting=" ".join(str(error.exit_code) for error in (ConfigError, IdentityError, ManifestError)),
+        lasting=" ".join(sorted({str(error.exit_code) for error in (ConfigError, IdentityError, ManifestError)})),
     )
     _run("systemctl", "--user", "show-environment")  # before anything is written
     try:

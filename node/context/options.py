@@ -139,7 +139,9 @@ class NodeOptions:
     memory: Annotated[
         str | None, setting("memory", "Memory of activations, as 512MiB; 0 recomputes [default: a share]"), SIZE
     ] = None
-    memory_limit: Annotated[str | None, setting("memory-limit", "Memory of a stage, as 8GB"), SIZE] = None
+    memory_limit: Annotated[
+        str | None, setting("memory-limit", "Memory of a stage, as 8GB: of the GPU, if any [default: all free]"), SIZE
+    ] = None
     moments: Annotated[MomentType, setting("moments", "How to keep AdamW's moments; 8bit takes a quarter.")] = (
         MomentType.FLOAT32
     )
