@@ -23,28 +23,15 @@ from swarm.vocabulary.types import MAX_VISIT_RATIO
 if TYPE_CHECKING:
     from protocol.manifest.join_link import Link
 
-VisitedPerPath: Final[Any] = typer.Option(
-    min=1,
-    help="Stages after stage 0 that each microbatch visits; it skips the others [default: all, or the manifest's]",
-)
-VisitRatio: Final[Any] = typer.Option(
-    min=1.0,
-    max=MAX_VISIT_RATIO,
-    help="Most visits of a stage as a multiple of the least visited stage's [default: 1, or the manifest's]",
-)
-StagesPerPath: Final[Any] = typer.Option(
-    min=1, help="Use this many of the available stages after stage 0, evenly spread over the depth [default: all]"
-)
+VisitedPerPath: Final[Any] = typer.Option(min=1, help="Stages after stage 0 that a path visits [default: all]")
+VisitRatio: Final[Any] = typer.Option(min=1.0, max=MAX_VISIT_RATIO, help="Largest ratio of visits [default: 1]")
+StagesPerPath: Final[Any] = typer.Option(min=1, help="Use this many stages after stage 0 [default: all]")
 
 Source: Final[Any] = typer.Argument(metavar="LINK|SOURCE", help="Join link, checkpoint folder or exported folder.")
 
-PathChoice: Final[Any] = typer.Option(
-    "--path", metavar="S.E,...", help="Path through a run with experts: one module per stage, such as 1.0,2.1."
-)
+PathChoice: Final[Any] = typer.Option("--path", metavar="S.E,...", help="Path through experts, as 1.0,2.1")
 
-MomentsChoice: Final[Any] = typer.Option(
-    "--moments", help="How to keep AdamW's moments; 8bit needs a quarter of float32's memory."
-)
+MomentsChoice: Final[Any] = typer.Option("--moments", help="AdamW's moments; 8bit takes a quarter.")
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +109,7 @@ def last_link_path() -> Path:
 
 
 RunLink: Final[Any] = typer.Argument(
-    envvar=variable("link"),
-    show_envvar=False,
-    help="Join link, or a file that holds one [default: the run that this machine joined last]",
+    envvar=variable("link"), show_envvar=False, help="Join link or its file [default: the run joined last]"
 )
 
 

@@ -132,9 +132,7 @@ class NodeOptions:
     ] = 0
     device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps, auto, or several as cuda:0,cuda:1.")] = "auto"
     threads: Annotated[int | None, setting("threads", "CPU threads at most [default: all]"), SOME] = None
-    slots: Annotated[int | None, setting("slots", f"Microbatches held at a time [default: {DEFAULT_SLOTS}]"), SOME] = (
-        None
-    )
+    slots: Annotated[int | None, setting("slots", f"Microbatches held [default: {DEFAULT_SLOTS}]"), SOME] = None
     window: Annotated[int | None, setting("window", "Microbatches in flight [default: measured]"), SOME] = None
     memory: Annotated[
         str | None, setting("memory", "Memory of activations, as 512MiB; 0 recomputes [default: a share]"), SIZE
@@ -142,9 +140,7 @@ class NodeOptions:
     memory_limit: Annotated[
         str | None, setting("memory-limit", "Memory of a stage, as 8GB: of the GPU, if any [default: all free]"), SIZE
     ] = None
-    moments: Annotated[MomentType, setting("moments", "How to keep AdamW's moments; 8bit takes a quarter.")] = (
-        MomentType.FLOAT32
-    )
+    moments: Annotated[MomentType, setting("moments", "AdamW's moments; 8bit takes a quarter.")] = MomentType.FLOAT32
     steps: Annotated[int | None, setting("steps", "Inner steps until a data node stops [default: never]"), SOME] = None
     checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to and resume from.")] = None
     checkpoint_every_s: Annotated[float, setting("checkpoint-every", "Seconds between checkpoints."), POSITIVE] = 300.0
@@ -152,9 +148,7 @@ class NodeOptions:
     link_file: Annotated[Path | None, setting("link-file", "File that holds this node's link [default: none]")] = None
     dashboard: Annotated[int | None, setting("dashboard", "Show the run at this port", metavar="[PORT]"), PORT] = None
     settings: Annotated[Path | None, setting("settings", "File of `skipstone limits` [default: this user's]")] = None
-    patience_s: Annotated[float, setting("patience", "Longest wait for the link's peers at the start, in seconds.")] = (
-        60.0
-    )
+    patience_s: Annotated[float, setting("patience", "Seconds to wait for the link's peers at the start.")] = 60.0
     as_json: Annotated[bool, setting("json", "Print one JSON object per line.")] = False
     stop_on_eof: Annotated[bool, setting("stop-on-eof", "Stop when standard input ends.", envvar=None)] = False
     log_level: Annotated[LogLevel, setting("log-level", "Level of the log on standard error.")] = LogLevel.WARNING

@@ -37,6 +37,8 @@ LOOPBACK: Final = "127.0.0.1"
 WHERE: Final = "The run's page, for this machine only:\n\n  {}\n"
 MOST_VIEWERS: Final = 16
 KEEP_ALIVE_S: Final = 15.0
+SCRAPE_S: Final = 20.0
+MOST_UNSEEN: Final = 20  # Statuses that nobody sees before the page asks no more: Prometheus comes each half minute
 SAMPLE_S: Final = 300.0
 SAMPLED_TOKENS: Final = 120
 MOST_PROMPT: Final = 500  # Characters
@@ -172,15 +174,30 @@ class RunPage:
             happening = Happening(time.time(), "bad" if level == "error" else level, plain_line(event) or "")
             self._show(replace(self._picture, happened=(*self._picture.happened, happening)[-MOST_HAPPENED:]))
 
+    async def status(self) -> SwarmStatus:
+        """Waits for the next status of the run. Raises TimeoutError."""
+        changed = asyncio.Event()
+        self._viewers.add(changed)
+        self._watched.set()
+        try:
+            await asyncio.wait_for(changed.wait(), SCRAPE_S)
+        finally:
+            self._viewers.discard(changed)
+        if self._picture is None:  # its peers do not answer yet
+            raise TimeoutError
+        return self._picture.status
+
     async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]]) -> None:
-        """Queries the run's peers while a browser is connected. `own`: peers of this process."""
+        """Queries the run's peers until nobody has looked for a minute. `own`: peers of this process."""
         while True:
             await self._watched.wait()
+            unseen = 0
             try:
                 async with aclosing(statuses()) as seen:
                     async for status in seen:
                         self._show(next_picture(self._picture, status, own(), time.time()))
-                        if not self._viewers:
+                        unseen = 0 if self._viewers else unseen + 1
+                        if unseen > MOST_UNSEEN:
                             self._watched.clear()
                             break
             except Unreachable as error:  # its peers may only be starting
@@ -304,10 +321,9 @@ async def served(
 
     async def scrape(request: web.Request) -> web.Response:
         try:
-            async with aclosing(statuses()) as seen:
-                text = metrics(await anext(seen), own())
-        except Unreachable as error:
-            raise web.HTTPServiceUnavailable(text=str(error)) from None
+            text = metrics(await page.status(), own())
+        except TimeoutError:
+            raise web.HTTPServiceUnavailable(text="the run's peers do not answer") from None
         return web.Response(body=text, headers=HEADERS | {"Content-Type": METRICS_TYPE})
 
     async def health(request: web.Request) -> web.Response:

@@ -193,9 +193,7 @@ async def test_want_of_memory_costs_microbatches_or_the_module(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("lack", "why"), [("of buffers", "buffers"), ("of memory for one", "no memory")])
-async def test_without_a_buffer_a_tensor_is_refused_and_comes_again(
-    monkeypatch: pytest.MonkeyPatch, lack: str, why: str
-) -> None:
+async def test_without_a_buffer_a_tensor_is_refused(monkeypatch: pytest.MonkeyPatch, lack: str, why: str) -> None:
     def nothing_left(size_bytes: int) -> bytearray:
         raise MemoryError
 

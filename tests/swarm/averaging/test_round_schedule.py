@@ -77,9 +77,7 @@ def test_the_leader_changes_from_round_to_round_and_is_not_known_before_the_last
         (0, [1], 3, 60.0, True),
     ],
 )
-def test_a_round_is_due_by_work_or_time(
-    own: int, others: list[int], replicas: int, since_s: float, expected: bool
-) -> None:
+def test_when_a_round_is_due(own: int, others: list[int], replicas: int, since_s: float, expected: bool) -> None:
     assert schedule.due(RULES, own, others, replicas, since_s).value is expected
 
 
