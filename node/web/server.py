@@ -38,7 +38,7 @@ WHERE: Final = "The run's page, for this machine only:\n\n  {}\n"
 MOST_VIEWERS: Final = 16
 KEEP_ALIVE_S: Final = 15.0
 SCRAPE_S: Final = 20.0
-MOST_UNSEEN: Final = 20  # Statuses that nobody sees before the page asks no more: Prometheus comes each half minute
+HELD_S: Final = 60.0
 SAMPLE_S: Final = 300.0
 SAMPLED_TOKENS: Final = 120
 MOST_PROMPT: Final = 500  # Characters
@@ -188,18 +188,18 @@ class RunPage:
         return self._picture.status
 
     async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]]) -> None:
-        """Queries the run's peers until nobody has looked for a minute. `own`: peers of this process."""
+        """Queries the run's peers while somebody looks. `own`: peers of this process."""
         while True:
             await self._watched.wait()
-            unseen = 0
             try:
                 async with aclosing(statuses()) as seen:
                     async for status in seen:
                         self._show(next_picture(self._picture, status, own(), time.time()))
-                        unseen = 0 if self._viewers else unseen + 1
-                        if unseen > MOST_UNSEEN:
+                        if not self._viewers:  # a visitor's session is slow to open: keep it for the next scrape
                             self._watched.clear()
-                            break
+                            await asyncio.wait_for(self._watched.wait(), HELD_S)
+            except TimeoutError:
+                continue
             except Unreachable as error:  # its peers may only be starting
                 self._send({"unreachable": str(error)})
 
