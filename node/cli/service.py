@@ -106,7 +106,7 @@ def quoted(word: str) -> str:
 
 
 def _run(*words: str, hint: str = ELSEWHERE) -> None:
-    """Runs a command of systemd. Raises ConfigError with what it says."""
+    """Runs a command of systemd. Raises ConfigError with its error message."""
     if shutil.which(words[0]) is None:
         raise ConfigError(f"`{words[0]}` was not found: this machine does not run systemd", hint=hint)
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)  # noqa: S603

@@ -188,7 +188,7 @@ class RunPage:
         return self._picture.status
 
     async def follow(self, statuses: Statuses, own: Callable[[], tuple[str, ...]]) -> None:
-        """Queries the run's peers while somebody looks. `own`: peers of this process."""
+        """Queries the run's peers while a browser or Prometheus waits. `own`: peers of this process."""
         while True:
             await self._watched.wait()
             try:
