@@ -48,6 +48,9 @@ class ManifestChanges:
     max_jump: Annotated[int | None, "paths.max_jump", typer.Option(help="Stages skipped in a row [default: 3]")] = None
     full_every: Annotated[int | None, "paths.full_every", typer.Option(help="Every Nth path visits all stages")] = None
     experts: Annotated[str | None, "stages.experts", typer.Option(help="Experts per stage, as 2 or 1,2,1,4")] = None
+    workers: Annotated[str | None, "stages.workers", typer.Option(help="What nodes host: modules, or whole paths")] = (
+        None
+    )
     attention: Annotated[str | None, "model.attention", typer.Option(help="documents, or causal (one stream)")] = None
     residual: Annotated[
         int | None, "model.residual", typer.Option(help="For slow links: numbers a token, as 64; shows peers the text")

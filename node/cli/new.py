@@ -73,7 +73,8 @@ def dialed_run(dial: DialOptions, changes: ManifestChanges, name: str) -> Dialed
         inner=changes.inner,
         blocks=changes.keys().get("stages.blocks"),
         residual=changes.residual,
-        may_be_whole=changes.stages_per_path is None and changes.experts is None,
+        may_be_whole=changes.stages_per_path is None and changes.experts is None and changes.workers is None,
+        workers=changes.workers or "modules",
     )
     dialed = turn(wish, name)
     if data is None:
@@ -98,8 +99,8 @@ def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> It
     peers, stages = _peers(dial), manifest.stages.count
     seen = forecast(manifest, peers.card_bytes)
     kind = "an RTX 3090" if peers.card_bytes >= LARGE_CARD else "an RTX 3060"
-    yield f"Expected with one peer{' per stage' if stages > 1 else ''} (estimated, not measured):"
-    for who, need in (("data node", seen.data_node), ("stage peer", seen.stage))[:stages]:
+    yield f"Expected with one peer{'' if seen.is_whole else ' per stage'} (estimated, not measured):"
+    for who, need in (("data node", seen.data_node), ("stage peer", seen.stage))[: 2 - seen.is_whole]:
         card_and_machine = f"{size_text(need.device)} of GPU memory, {size_text(need.memory)} of main memory"
         yield f"  {who:<{_NAME_WIDTH}}  {card_and_machine}"
     if seen.stage_8bit.device < seen.stage.device:
@@ -111,8 +112,8 @@ def choice_lines(dial: DialOptions, dialed: DialedRun, manifest: Manifest) -> It
         pace = seen.tokens_per_s(mbit)
         lasts = _time(seen.total_tokens / pace)
         yield f"  {f'{mbit} Mbit/s':<{_NAME_WIDTH}}  {count(pace)} tokens/s: {lasts} for the whole run"
-    yield f"  Another peer{' for every stage' if stages > 1 else ''} adds the same throughput."
-    if 1 < stages <= MOST_HOSTED and not manifest.stages.has_experts:
+    yield f"  Another peer{'' if seen.is_whole else ' for every stage'} adds the same throughput."
+    if stages <= MOST_HOSTED and not seen.is_whole and not manifest.stages.has_experts:
         room = f"{size_text(need_of(manifest, manifest.modules(), DEFAULT_SLOTS).device)} of GPU memory"
         yield f"  A data node with {room} may host all (`join --stages 0-{stages - 1}`): only rounds cross links."
 
@@ -206,13 +207,14 @@ def new(
     if manifest.stages.has_experts:
         by = "at random" if router is None else f"by {router_file(file)}; keep it next to the manifest"
         typer.echo(f"  {len(manifest.modules())} modules; documents are routed to experts {by}")
-    lines = [f"  memory: {_largest_need(manifest)}"] if dialed is None else choice_lines(dial, dialed, manifest)
-    for line in lines:
+    are_paths = manifest.stages.workers == "paths"
+    needs = [f"  memory: {_path_need(manifest) if are_paths else _largest_need(manifest)}"]
+    for line in needs if dialed is None else choice_lines(dial, dialed, manifest):
         typer.echo(line)
     modules = len(manifest.modules())
     each = "module" if manifest.stages.has_experts else "stage"
     served = f"once its {modules} {each}s are served, by as many nodes or fewer"
-    typer.echo(f"It trains {'as soon as a node has joined' if modules == 1 else served}.")
+    typer.echo(f"It trains {'as soon as a node has joined' if modules == 1 or are_paths else served}.")
     if modules == 1:
         typer.echo("Each node trains the whole model on text of its own and averages it with the others in rounds.")
         if not manifest.data.open:
@@ -237,6 +239,15 @@ def sample_lines(sample: Sample, training: TrainingSection) -> Iterator[str]:
     if files := sample.files_left_out:
         some = ", ".join(f"{name} ({why})" for name, why in islice(files.items(), 3))
         yield f"left out: {count(len(files))} files that are not such text: {harmless(some)}"
+
+
+def _path_need(manifest: Manifest) -> str:
+    from node.dial.dial import COMMON_CARD, forecast
+    from swarm.membership.memory_fit import size_text
+
+    seen = forecast(manifest, COMMON_CARD)
+    sent = f"{size_text(seen.round_bytes)} a round at most, {count(seen.token_bytes)} bytes a token"
+    return f"a node with a whole path needs {size_text(seen.data_node.all)}, and sends only rounds: {sent}"
 
 
 def _largest_need(manifest: Manifest) -> str:

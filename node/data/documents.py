@@ -228,11 +228,17 @@ class Documents:
                     StreamPosition(start.epoch, due.position, offset), tokens[offset:], due.name, tokens[:-1], rest
                 )
 
-    def endless(self, start: StreamPosition, wanted: Selection, files: Selection = everything) -> Iterator[Fragment]:
+    def endless(
+        self,
+        start: StreamPosition,
+        wanted: Selection,
+        files: Selection = everything,
+        also: Callable[[Fragment], bool] | None = None,  # Of a document that was read
+    ) -> Iterator[Fragment]:
         """Yields the wanted documents of all epochs. Raises ConfigError if a whole epoch has no labels."""
         while True:
             empty = True
-            for fragment in self.epoch(start, wanted, files, ahead=True):
+            for fragment in filter(also, self.epoch(start, wanted, files, ahead=True)):
                 empty = False
                 yield fragment
             if empty and start.position == 0:  # an epoch that started in the middle proves nothing

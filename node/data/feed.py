@@ -5,7 +5,7 @@ import math
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,14 +24,23 @@ from node.data.documents import (
 )
 from node.data.hub import HubStream, source_keys
 from node.data.local_paths import LocalPaths, as_written
-from node.data.packing import Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_position
+from node.data.packing import UNEVEN, Cursor, DocumentPacker, Microbatch, Packer, RowPacker, reading_position
 from node.data.row_files import Row, encoding_problem
 from node.data.sources import FileStream, LocalSource, open_source
 from node.data.tokenizers import open_tokenizer
-from node.experts.router import DocumentRouter, Router, document_router, documents_to_fit, fit_router, router_digest
+from node.experts.router import (
+    DocumentRouter,
+    OwnRoute,
+    Router,
+    document_router,
+    documents_to_fit,
+    fit_router,
+    router_digest,
+)
 from protocol.manifest.manifest import DEFAULT_PREFIX, Manifest, manifest_from_table
+from swarm.experts.routes import readers_of
 from swarm.vocabulary.errors import ConfigError, SkipstoneError
-from swarm.vocabulary.types import MicrobatchId, PeerId
+from swarm.vocabulary.types import MicrobatchId, PeerId, Route
 
 START: Final = Cursor()
 ENOUGH: Final = 2  # Tokens read for held-out microbatches per token wanted, because microbatches are never quite full
@@ -65,17 +74,27 @@ def with_router(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
 class TrainingFeed:
     """Training microbatches of one data node: its share of the documents that are not held out, in all epochs."""
 
-    def __init__(self, manifest: Manifest, documents: Documents, own: PeerId, start: Cursor = START) -> None:
-        self._manifest = manifest
-        self._own = own
+    def __init__(
+        self,
+        manifest: Manifest,
+        documents: Documents,
+        own: PeerId,
+        start: Cursor = START,
+        routes: Callable[[], Mapping[PeerId, Route]] = dict,  # Of data nodes with a whole path
+    ) -> None:
+        self._manifest, self._own, self._routes = manifest, own, routes
         self._data_nodes: tuple[PeerId, ...] = (own,)
-        of_names = partial(owner, manifest.seed)
-        self._share = None if documents.files is None else FileShare(own, documents.files, of_names)
+        self._router = documents.router if manifest.stages.workers == "paths" else None
+        share = None if documents.files is None else FileShare(own, documents.files, partial(owner, manifest.seed))
+        self._share = None if self._router is not None else share  # A path's documents are in all files
         # Packed documents also read the token before the block.
         place = reading_position(start.block) if manifest.packs_documents else start.block
-        fragments = documents.endless(place, self._is_mine, self._may_have_mine)
+        fragments = documents.endless(place, self._is_mine, self._may_have_mine, self._is_for_my_path)
         if manifest.packs_documents:
-            self._packer: Packer = DocumentPacker(manifest, fragments, start, router=documents.router)
+            route, router, uneven = routes().get(own, ()), documents.router, UNEVEN
+            if route and self._router is not None:
+                router, uneven = OwnRoute(self._router, route), math.inf
+            self._packer: Packer = DocumentPacker(manifest, fragments, start, router=router, uneven=uneven)
         else:
             self._packer = RowPacker(manifest, fragments, start)
 
@@ -96,7 +115,7 @@ class TrainingFeed:
     def _is_mine(self, name: str) -> bool:
         if is_held_out(self._manifest.seed, name, self._manifest.data.held_out):
             return False
-        if len(self._data_nodes) == 1:
+        if len(self._data_nodes) == 1 or self._router is not None:
             return True
         if self._share is not None:
             return self._share.has_row(name, self._data_nodes)
@@ -104,6 +123,13 @@ class TrainingFeed:
 
     def _may_have_mine(self, file: str) -> bool:
         return self._share is None or self._share.has_file(file, self._data_nodes)
+
+    def _is_for_my_path(self, document: Fragment) -> bool:
+        if self._router is None or len(self._data_nodes) == 1:
+            return True
+        routes, affinity = self._routes(), self._router.affinity(document.name, document.opening)
+        readers = readers_of(affinity, {peer: routes.get(peer, ()) for peer in self._data_nodes})
+        return owner(self._manifest.seed, document.name, readers) == self._own
 
 
 def held_out_microbatches(

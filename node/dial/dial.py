@@ -255,7 +255,7 @@ def choose_recipe(parameters: int, cut: Manifest, wish: "Wish") -> Choices:
     total = TOKENS_A_PARAMETER * parameters if wish.total_tokens is None else wish.total_tokens
     compute = 6.0 * parameters * total
     best = 0.2920 * compute**0.3271
-    stages = cut.stages.count
+    stages = 1 if cut.stages.workers == "paths" else cut.stages.count  # Of a pipeline
     replicas = max(1, (peers.number or max(2, stages)) // stages)
     least = 4 * stages  # so that a pipeline is full for most of a step
     step = max(least, round(best / replicas / microbatch)) * microbatch
@@ -334,6 +334,7 @@ class Wish:
     blocks: tuple[int, ...] | None = None  # Of each stage; None lets the dial choose
     residual: int | None = None  # Numbers per token that blocks write, 0 for all; None lets the dial choose
     may_be_whole: bool = True  # Whether one stage is a choice. Paths that skip stages or have experts need several
+    workers: str = "modules"  # Or paths: a peer hosts a whole one
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,9 +368,9 @@ def turn(wish: Wish, name: str) -> DialedRun:
 
 def _pace(manifest: Manifest, peers: Peers) -> float:
     """Returns the expected tokens per second of all peers together."""
-    stages = manifest.stages.count
-    replicas = (peers.number or max(2, stages)) // stages
-    return forecast(manifest, peers.card_bytes).tokens_per_s(peers.mbit_s) * replicas
+    stages, seen = manifest.stages.count, forecast(manifest, peers.card_bytes)
+    replicas = (peers.number or max(2, stages)) // (1 if seen.is_whole else stages)
+    return seen.tokens_per_s(peers.mbit_s) * replicas
 
 
 def _turned(wish: Wish, name: str) -> DialedRun:
@@ -391,14 +392,17 @@ def _turned(wish: Wish, name: str) -> DialedRun:
 
 def choose_cut(uncut: Manifest, parameters: int, wish: Wish) -> tuple[Reasoned[tuple[int, ...]], Choices]:
     """Chooses between one stage and several, by speed; also returns the forecast of each."""
+    need, peers = need_of(uncut, uncut.modules(), DEFAULT_SLOTS), wish.peers
+    too_large = f"one needs {size_text(need.device)}, more than {FILLED:.0%} of a card of {_card(peers.card_bytes)}"
+    fits = _free(peers.card_bytes).lacks(need) is None
+    if wish.workers == "paths" and not fits:
+        raise ConfigError(f"whole paths: {too_large}", hint="Set a larger --card, or leave --workers out.")
     if wish.blocks is not None:
         return Reasoned(wish.blocks, "set by --stages"), {}
-    cut = choose_blocks(uncut, wish.peers)
+    cut = choose_blocks(uncut, peers)
     if not wish.may_be_whole:
         return cut, {}
-    need, peers = need_of(uncut, uncut.modules(), DEFAULT_SLOTS), wish.peers
-    if _free(peers.card_bytes).lacks(need) is not None:
-        too_large = f"one needs {size_text(need.device)}, more than {FILLED:.0%} of a card of {_card(peers.card_bytes)}"
+    if not fits:
         return cut, {"whole models": Reasoned("too large", too_large)}
     whole, stages = (sum(cut.value),), len(cut.value)
     runs = (_trained(uncut, blocks, parameters, wish)[0] for blocks in (whole, cut.value))
@@ -435,7 +439,7 @@ def _manifest(name: str, sizes: Shape, wish: Wish) -> Manifest:
                 "dtype": "bfloat16",
                 "attention": "documents",
             },
-            "stages": {"blocks": (0, sizes.blocks)},
+            "stages": {"blocks": (0, sizes.blocks), "workers": wish.workers},
             "training": {"rows": rows, "inner_tokens": rows * sequence, "inner": {"name": wish.inner or INNER.value}},
             "codecs": {"activations": ACTIVATIONS, "gradients": ACTIVATIONS, "pseudo_gradients": PSEUDO_GRADIENTS},
         }
@@ -481,6 +485,7 @@ class Forecast:
     round_bytes: int  # Most that a replica sends in a round: its pseudo-gradient, and the means that it computed
     computed_per_s: float  # Tokens, at the slowest stage
     total_tokens: int
+    is_whole: bool  # Each peer hosts a whole path
 
     def tokens_per_s(self, mbit_s: int) -> float:
         """Returns the tokens per second if each peer can send `mbit_s` Mbit/s."""
@@ -491,15 +496,19 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
     """Forecasts memory, traffic and speed of a run on peers with `card` bytes of GPU memory each."""
     model, training, blocks = manifest.model, manifest.training, manifest.stages.blocks
     largest = max(range(len(blocks))[1:] or (0,), key=lambda stage: blocks[stage])
-    data_node, stage = (need_of(manifest, (ModuleId(each),), DEFAULT_SLOTS) for each in (0, largest))
-    stage_8bit = need_of(manifest, (ModuleId(largest),), DEFAULT_SLOTS, MomentType.EIGHT_BIT)
+    path = tuple(map(ModuleId, range(len(blocks))))
+    is_whole = len(path) == 1 or manifest.stages.workers == "paths"
+    of_first, of_largest = (path, path) if is_whole else (path[:1], path[largest : largest + 1])
+    data_node, stage = (need_of(manifest, of_each, DEFAULT_SLOTS) for of_each in (of_first, of_largest))
+    stage_8bit = need_of(manifest, of_largest, DEFAULT_SLOTS, MomentType.EIGHT_BIT)
     first, parameters = (
-        parameter_bytes(parameter_shapes(manifest, ModuleId(each))) // BYTES_PER_PARAMETER for each in (0, largest)
+        sum(parameter_bytes(parameter_shapes(manifest, each)) for each in of_each) // BYTES_PER_PARAMETER
+        for of_each in (of_first, of_largest)
     )
     # Matrix products take the time, so the embedding counts only if it is the head as well.
     first -= 0 if model.tied_embeddings else model.vocabulary * model.stream
-    computed = ASSUMED_FLOPS[card >= LARGE_CARD] / OPERATIONS / (max(first, parameters) if largest else first)
-    if training.staleness == 0:
+    computed = ASSUMED_FLOPS[card >= LARGE_CARD] / OPERATIONS / (first if is_whole else max(first, parameters))
+    if training.staleness == 0 and not is_whole:
         computed *= pipeline_share(len(blocks), training.inner_tokens // manifest.microbatch_tokens)
     pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
     round_bytes = 2 * pseudo.byte_length
@@ -508,6 +517,6 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
     there, back = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))
     hops = replace(state, codec=there).byte_length + replace(state, codec=back, token_bytes=0).byte_length
     in_rounds = round_bytes / (training.inner_steps * training.inner_tokens)
-    token_bytes = hops / manifest.microbatch_tokens if largest else in_rounds
+    token_bytes = in_rounds if is_whole else hops / manifest.microbatch_tokens
     total = training.schedule_tokens[1]
-    return Forecast(data_node, stage, stage_8bit, parameters, token_bytes, round_bytes, computed, total)
+    return Forecast(data_node, stage, stage_8bit, parameters, token_bytes, round_bytes, computed, total, is_whole)

@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
-from swarm.vocabulary.types import MAX_STAGES, Affinity
+from swarm.vocabulary.types import MAX_STAGES, Affinity, Route
 
 Tokens = npt.NDArray[np.int64]
 
@@ -101,7 +101,19 @@ class ChanceRouter:
         return tuple(tuple(next(numbers) for _ in range(experts)) for experts in self._experts)
 
 
-DocumentRouter = Router | ChanceRouter
+@dataclass(frozen=True, slots=True)
+class OwnRoute:
+    """Router of a data node with a whole path, which all of its documents take."""
+
+    router: "DocumentRouter"
+    route: Route
+
+    def affinity(self, name: str, opening: Tokens) -> Affinity:
+        found = zip(self.router.affinity(name, opening), self.route, strict=True)
+        return tuple((*scores[:own], max(scores) + 1, *scores[own + 1 :]) for scores, own in found)
+
+
+DocumentRouter = Router | ChanceRouter | OwnRoute
 
 
 def buckets(tokens: Tokens) -> Tokens:

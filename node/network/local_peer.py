@@ -11,7 +11,7 @@ from protocol.interfaces.clock import Clock
 from swarm.averaging.proven_work import Credit
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
+from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, Route, RunId
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class LocalPeer:
     name: str = ""  # Chosen by the owner, for people
     credit: Credit | None = None  # Work that others have signed, in this run
     visits: Callable[[], tuple[int, ...]] = tuple  # Microbatches that a data node launched, by stage
+    route: Route = ()  # Of a node with a whole path
     incarnation: int = field(init=False)  # Start time of this process, in Unix milliseconds
     _sequence: int = field(default=0, init=False)
     _began: float = field(init=False)  # Monotonic
@@ -81,6 +82,7 @@ class LocalPeer:
             memory_bytes=self.memory_bytes,
             device_bytes=self.device_bytes,
             visits=() if self.state is PeerState.VISITING else self.visits(),
+            route=self.route if self.state is not PeerState.VISITING and self.module == ModuleId(0) else (),
         )
 
 

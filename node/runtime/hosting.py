@@ -25,6 +25,7 @@ from node.concurrency.task_groups import background, task_scope, unless
 from node.context.module_context import ModuleContext
 from node.context.options import MOST_HOSTED, NodeOptions
 from node.experts.router import Router
+from node.model.memory_need import free_memory_on, need_of
 from node.network.local_peer import LocalPeer
 from node.network.peer_files import router_given, tokenizer_given
 from node.network.proofs import Proofs
@@ -35,7 +36,7 @@ from node.reachability.monitor import reachable
 from node.runtime.credit_file import CreditFile, credit_folder
 from node.runtime.limits import Limiter
 from node.runtime.module_choice import FittingModules, Mover, NextModule, asked_modules, free_memory, stay_for_ever
-from node.runtime.resume import find_own
+from node.runtime.resume import find_own, saved_modules
 from node.runtime.run_tokenizer import RunTokenizer
 from node.runtime.serving import Moving, others_serve, serve_module
 from node.start.cut_model import CutModel
@@ -45,16 +46,20 @@ from protocol.identity.keys import Identity
 from protocol.identity.signatures import EntrySigner, Routes
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest
 from protocol.transport.settings import host_of
+from swarm.experts.routes import module_at, neediest_route
+from swarm.membership.memory_fit import size_text
 from swarm.vocabulary.errors import OutOfMemory, SkipstoneError
-from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, Route
 
 WITHDRAW_S: Final = 2.0
 LOOK_S: Final = 2.0
 DATA_FIRST_S: Final = 6.0  # Time for the first module to stop: a data node's microbatches still need the others
 # Seconds without a peer after which a module is hosted here too. Newcomers and moving nodes come before that.
 ALONE_S: Final = 20.0
+CHOOSE_S: Final = 8.0  # Longest wait before a node chooses a path
 OWNER: Final = "owner"  # Pauses the node, as its limits do
 LIMITS: Final = "limits"
 
@@ -136,7 +141,9 @@ class Hosting:
     async def run(self, session: NetworkSession, events: EventSink) -> None:
         """Hosts the first module until the node stops, and others beside it. `session`: of the first module."""
         entered = self._entered
-        first, *others = entered.options.of_each_module()
+        if (places := await unless(entered.stop, self._places(session, events))) is None:
+            return
+        first, *others = places
         groups = [(device,) for device in entered.devices] if others else [tuple(entered.devices)]
         with ExitStack() as stack:
             self._computes = [stack.enter_context(computing(group)) for group in groups]
@@ -144,7 +151,7 @@ class Hosting:
                 host = partial(self._host_beside, session, stop=self._stop_beside, moving=self._moving)
                 for number, each in enumerate(others, 1):
                     tasks.create_task(host(each, number))
-                if entered.options.may_host_more:
+                if entered.options.may_host_more and not others:
                     tasks.create_task(self._host_unserved(session, first, events))
                 hosting = tasks.create_task(self._host(session, events, first, 0, entered.stop, self._moving))
                 if entered.limiter is not None:
@@ -152,6 +159,50 @@ class Hosting:
                 await entered.stop.wait()
                 await asyncio.wait((hosting,), timeout=DATA_FIRST_S)
                 self._stop_beside.set()
+
+    async def _places(self, session: NetworkSession, events: EventSink) -> list[NodeOptions]:
+        """Returns the options of each module that the node hosts from the start; in a run of whole paths, of a path."""
+        entered, options, manifest = self._entered, self._entered.options, self._entered.signed.manifest
+        places = options.of_each_module()
+        asked, stages = [each.stage for each in places], list(map(str, range(manifest.stages.count)))
+        reads = options.reads_text and entered.tokenizer.text.value is not None
+        wants_all = asked == stages or (asked == [None] and options.modules is None and reads)
+        if manifest.stages.workers == "modules" or not wants_all:
+            return places
+        if asked == [None] and (lack := self._lacks_for_path(manifest)) is not None:
+            events.emit(Note("info", f"a whole path does not fit, so this node hosts one module: {lack}"))
+            return places
+        path: Reasoned[Route] = Reasoned((), "this run has one")
+        if manifest.stages.has_experts:
+            path = await self._path(session, manifest)
+            session.own.route = path.value
+        events.emit(Note("info", f"a whole path: {path.reason}"))
+        modules = (module_at(path.value, stage) for stage in range(len(stages)))
+        return [options.for_module(str(module), number) for number, module in enumerate(modules)]
+
+    def _lacks_for_path(self, manifest: Manifest) -> str | None:
+        options, devices = self._entered.options, self._entered.devices
+        for number, device in enumerate(devices):
+            modules = [ModuleId(stage) for stage in range(number, manifest.stages.count, len(devices))]
+            need = need_of(manifest, modules, options.slots_held, options.moments)
+            if (lack := free_memory_on(device).within(options.memory_limit_bytes).lacks(need)) is not None:
+                return f"it needs {size_text(need.all)}; {lack}"
+        return None
+
+    async def _path(self, session: NetworkSession, manifest: Manifest) -> Reasoned[Route]:
+        """Chooses the path of the checkpoint, or the one with the fewest nodes."""
+        stages = range(1, manifest.stages.count)
+        if (folder := self._folder(self._entered.options)) is not None:
+            peers = [self._entered.identity.for_module(stage).peer for stage in stages]
+            saved = await asyncio.to_thread(saved_modules, folder, peers)
+            if [module.stage for module in saved] == list(stages):
+                return Reasoned(tuple(module.expert for module in saved), "resumed from the checkpoint")
+        session.membership_sync.watch(manifest.modules())
+        # Nodes that start together should see each other's choice.
+        await asyncio.sleep(CHOOSE_S * random.random())  # noqa: S311 - not a secret
+        await session.membership_sync.look()
+        others = await session.membership_sync.alive(manifest.modules())
+        return neediest_route(manifest.stages.experts_of_each, others, session.own.peer)
 
     def _compute_less(self, share: float) -> None:
         """Limits the share of the time in which the devices compute."""

@@ -1,9 +1,10 @@
 """Conversion between a working replica and its state in a checkpoint."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
-from node.checkpoint.folder import CheckpointFolder, load_newest
+from node.checkpoint.folder import CheckpointFolder, load_newest, whole_snapshots
 from node.checkpoint.saver import capture_module, restore_module
 from node.checkpoint.state import Agreed, DataState, Post, ReplicaState, ResumedState
 from node.observability.events import Note
@@ -93,6 +94,12 @@ def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) ->
     damaged = tuple(Note("warning", f"skipped a damaged snapshot: {problem}") for problem in found.problems)
     note = Note("info", f"resumes module {header.owner.module} from snapshot {header.number}: {at}")
     return ResumedState(header.owner.module, found.state), (*damaged, note)
+
+
+def saved_modules(folder: CheckpointFolder, peers: Iterable[PeerId]) -> list[ModuleId]:
+    """Returns the module of each peer's newest intact snapshot, without those that have none. Raises StateError."""
+    newest = (next(whole_snapshots(folder, peer, []), None) for peer in peers)
+    return [header.owner.module for header in newest if header is not None]
 
 
 def _finite(loss: float | None) -> float | None:

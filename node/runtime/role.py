@@ -43,7 +43,7 @@ from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
 from swarm.vocabulary.announcement import MAX_VISITED_STAGES
 from swarm.vocabulary.errors import PeerError
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned, Route
 
 
 class ReplicaHost:
@@ -367,6 +367,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     rules = _in_flight_rules(options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
+    planner.has_gathered |= bool(own.route)  # a whole path needs nobody
     if paths.skippable <= MAX_VISITED_STAGES:  # a record has room for a bounded number of stages
         own.visits = lambda: tuple(planner.prices.launched)
 
@@ -381,11 +382,14 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         is_new = {peer for peer in here if now - first_seen.setdefault(peer, now) < UNPROVEN_S}
         return tuple(sorted({own.peer, *(here & (proofs.proven | is_new) if proofs.tallies else here)}))
 
+    def routes() -> dict[PeerId, Route]:
+        return {a.peer: a.route for a in membership.peers() if a.module == ModuleId(0)} | {own.peer: own.route}
+
     start = START if position is None else position.cursor
     # Training and evaluation draw from separate halves of the numbers, so their microbatches never collide.
     number = resume.first_number(position, randbelow(resume.NUMBERS // 2))
     measured = resume.NUMBERS + randbelow(resume.NUMBERS // 2)
-    feed = TrainingFeed(manifest, documents, own.peer, start)
+    feed = TrainingFeed(manifest, documents, own.peer, start, routes)
     stage = worker.stage
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
     # One more than the window, so that a launch never waits for packing.

@@ -18,7 +18,7 @@ class SignedRecord(_message.Message):
     def __init__(self, public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., body: _Optional[bytes] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("run", "peer", "state", "has_module", "stage", "expert", "addresses", "certificate", "lowest_version", "highest_version", "tokens_per_second", "slots", "free_slots", "steps", "round", "digest", "sequence", "expires_at", "anchor_steps", "anchor_tokens", "fragment", "incarnation", "via", "relay", "memory_bytes", "device_bytes", "visits")
+    __slots__ = ("run", "peer", "state", "has_module", "stage", "expert", "addresses", "certificate", "lowest_version", "highest_version", "tokens_per_second", "slots", "free_slots", "steps", "round", "digest", "sequence", "expires_at", "anchor_steps", "anchor_tokens", "fragment", "incarnation", "via", "relay", "memory_bytes", "device_bytes", "visits", "route")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNSPECIFIED: _ClassVar[Announcement.State]
@@ -58,6 +58,7 @@ class Announcement(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     VISITS_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
     run: str
     peer: str
     state: Announcement.State
@@ -85,4 +86,5 @@ class Announcement(_message.Message):
     memory_bytes: int
     device_bytes: int
     visits: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., peer: _Optional[str] = ..., state: _Optional[_Union[Announcement.State, str]] = ..., has_module: _Optional[bool] = ..., stage: _Optional[int] = ..., expert: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., certificate: _Optional[bytes] = ..., lowest_version: _Optional[int] = ..., highest_version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., slots: _Optional[int] = ..., free_slots: _Optional[int] = ..., steps: _Optional[int] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at: _Optional[float] = ..., anchor_steps: _Optional[int] = ..., anchor_tokens: _Optional[int] = ..., fragment: _Optional[int] = ..., incarnation: _Optional[int] = ..., via: _Optional[_Iterable[str]] = ..., relay: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., visits: _Optional[_Iterable[int]] = ...) -> None: ...
+    route: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., peer: _Optional[str] = ..., state: _Optional[_Union[Announcement.State, str]] = ..., has_module: _Optional[bool] = ..., stage: _Optional[int] = ..., expert: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., certificate: _Optional[bytes] = ..., lowest_version: _Optional[int] = ..., highest_version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., slots: _Optional[int] = ..., free_slots: _Optional[int] = ..., steps: _Optional[int] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at: _Optional[float] = ..., anchor_steps: _Optional[int] = ..., anchor_tokens: _Optional[int] = ..., fragment: _Optional[int] = ..., incarnation: _Optional[int] = ..., via: _Optional[_Iterable[str]] = ..., relay: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., visits: _Optional[_Iterable[int]] = ..., route: _Optional[_Iterable[int]] = ...) -> None: ...

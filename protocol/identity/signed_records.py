@@ -34,7 +34,7 @@ _SAME = (
     *("run", "peer", "certificate", "tokens_per_second", "slots", "free_slots", "steps", "relay"),
     *("incarnation", "sequence", "expires_at", "memory_bytes", "device_bytes"),
 )
-_SAME_TUPLES = ("addresses", "via", "visits")
+_SAME_TUPLES = ("addresses", "via", "visits", "route")
 _NO_ANCHOR = AnchorVersion(0, 0, 0, 0, b"")
 _RUN = re.compile(r"[0-9a-f]{64}")
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
@@ -182,7 +182,8 @@ def _bounds(a: Announcement) -> Iterator[tuple[bool, str]]:
         yield 0 <= size <= MAX_COUNT, f"{size} bytes of memory make no sense"
     counted = len(a.visits) <= MAX_VISITED_STAGES and all(0 <= count <= MAX_COUNT for count in a.visits)
     yield counted, f"visits of more than {MAX_VISITED_STAGES} stages, or too many of one"
-    yield not a.visits or a.module == ModuleId(0), "only a data node launches visits"
+    yield not (a.visits or a.route) or a.module == ModuleId(0), "only a data node launches visits and has a route"
+    yield len(a.route) <= MAX_VISITED_STAGES, f"a route of more than {MAX_VISITED_STAGES} stages"
     yield 0 <= a.steps <= MAX_COUNT, f"step {a.steps} is out of range"
     yield 1 <= a.incarnation <= MAX_INCARNATION, f"incarnation {a.incarnation} is not from 1 to {MAX_INCARNATION}"
     yield math.isfinite(a.expires_at), f"expiry {a.expires_at} is no time"

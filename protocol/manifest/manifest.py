@@ -299,7 +299,9 @@ class StagesSection(Section):
     """Always `none`: stages are visited in ascending order. Kept, because it is part of the RunId."""
     visit_ratio: Annotated[float, Field(ge=1, le=MAX_VISIT_RATIO, allow_inf_nan=False)] = 1.0
     """Largest ratio of visits of two stages after stage 0. Above 1, slow stages get fewer visits."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"visit_ratio"})
+    workers: Literal["modules", "paths"] = "modules"
+    """`paths`: a node with text hosts a whole path if it can (DiPaCo), so that only rounds cross links."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"visit_ratio", "workers"})
 
     @property
     def count(self) -> int:
@@ -558,6 +560,8 @@ class Manifest(Section):
 
     def step_tokens(self, module: ModuleId) -> int:
         """Returns a module's tokens per inner step: an equal share among the stage's experts, in whole microbatches."""
+        if self.stages.workers == "paths":  # a worker's experts see all of its tokens
+            return self.training.inner_tokens
         share = self.training.inner_tokens // self.stages.experts_at(module.stage)
         return max(1, share // self.microbatch_tokens) * self.microbatch_tokens
 

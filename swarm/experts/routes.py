@@ -1,12 +1,16 @@
 """Routes of documents: the best experts by score, the best served experts, launch order, and statistics of routes."""
 
+import math
+import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Final
 
+from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.statistics import Ewma
-from swarm.vocabulary.types import Affinity, ModuleId, Path, Reasoned, Route
+from swarm.vocabulary.types import Affinity, ModuleId, Path, PeerId, Reasoned, Route
 
 
 def best_route(affinity: Affinity) -> Route:
@@ -45,6 +49,42 @@ def served_route(route: Route, affinity: Affinity, is_served: Callable[[ModuleId
     if not instead:
         return Reasoned(route, "all modules of its route are served")
     return Reasoned(tuple(taken), f"the best served experts: {', '.join(instead)} (not served)")
+
+
+MOST_COMPARED: Final = 4096  # Routes that a newcomer compares; of more, random ones
+
+
+def neediest_route(experts: Sequence[int], others: Iterable[Announcement], own: PeerId) -> Reasoned[Route]:
+    """Chooses the route of a node with a whole path: the fewest workers, then the fewest replicas of its modules."""
+    dice = random.Random(own)  # noqa: S311 - not a secret
+    choices, known = [range(count) for count in experts[1:]], list(others)
+    workers = Counter(other.route for other in known)
+    replicas = Counter(other.module for other in known)
+    if math.prod(experts) <= MOST_COMPARED:
+        routes = list(product(*choices))
+        dice.shuffle(routes)
+    else:
+        routes = [tuple(map(dice.choice, choices)) for _ in range(MOST_COMPARED)]
+
+    def load(route: Route) -> tuple[int, int]:
+        return workers[route], sum(replicas[module_at(route, stage)] for stage in range(1, len(experts)))
+
+    route = min(routes, key=load)
+    return Reasoned(route, f"{workers[route]} other nodes have the path {name_of_route(route)}")
+
+
+def readers_of(affinity: Affinity, routes: Mapping[PeerId, Route]) -> list[PeerId]:
+    """Returns the data nodes that share a document: those with its path, else those without one, else the closest."""
+    readers: dict[Route, list[PeerId]] = {}
+    for peer, route in routes.items():
+        readers.setdefault(route, []).append(peer)
+
+    def score(route: Route) -> float:
+        fits = len(route) == len(affinity) and all(e < len(scores) for e, scores in zip(route, affinity, strict=True))
+        return sum(scores[e] for e, scores in zip(route, affinity, strict=True)) if fits else -math.inf
+
+    best = best_route(affinity)
+    return readers.get(best) or readers.get(()) or readers[max(sorted(readers), key=score)]
 
 
 MAX_ROUTES: Final = 256  # Routes with their own figures; later ones share those of the empty route

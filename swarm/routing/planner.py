@@ -217,7 +217,7 @@ class Planner:
         self._route_s = 0.0  # Cost of the cheapest route at the last update, without stage prices
         # A module that was on a path has lost its peers if it is unserved; another one may still wait for its first.
         self._visited: set[ModuleId] = set()
-        self._has_gathered = not rules.has_experts
+        self.has_gathered = not rules.has_experts
         self._gathers_since: float | None = None
         self._trials: dict[ModuleId, _Trial] = {}
 
@@ -296,11 +296,11 @@ class Planner:
 
     def gathers(self, now: float) -> bool:
         """Whether a run with experts still waits for its first peers: until all modules are served, or for GATHER_S."""
-        if self._has_gathered:
+        if self.has_gathered:
             return False
         self._gathers_since = now if self._gathers_since is None else self._gathers_since
-        self._has_gathered = now - self._gathers_since >= GATHER_S or not self.unserved(now)
-        return not self._has_gathered
+        self.has_gathered = now - self._gathers_since >= GATHER_S or not self.unserved(now)
+        return not self.has_gathered
 
     def open_modules(self, now: float, *, at_once: bool = False) -> Callable[[ModuleId], bool]:
         """Returns a test whether documents may go to a module: it is served (`at_once`: now), or none of its stage."""

@@ -35,6 +35,7 @@ class Announcement:
     # Data nodes: visits launched in this life, for each stage after stage 0. Empty if there are more than
     # MAX_VISITED_STAGES stages; then each data node balances only its own visits.
     visits: tuple[int, ...] = ()
+    route: tuple[int, ...] = ()  # Data nodes with a whole path: its expert at each stage after stage 0
 
     @property
     def is_reachable(self) -> bool:

@@ -47,10 +47,24 @@ from protocol.manifest.signing import sign_manifest
 from protocol.transport.link import Link
 from swarm.vocabulary.types import ModuleId
 from swarm.workload.limits import Limits
-from tests.e2e.small_run import PATIENCE_S, Watch, checked, events_of, peers_of, small_run, whole_lines, write_text
+from tests.e2e.small_run import (
+    PATIENCE_S,
+    Watch,
+    checked,
+    events_of,
+    peers_of,
+    small_run,
+    whole_lines,
+    write_documents,
+    write_text,
+)
 from tests.kit.events import KeptEvents
 
 pytestmark = pytest.mark.e2e
+
+
+def completed_in(logs: Path) -> list[Completed]:
+    return [event for event in events_of(logs) if isinstance(event, Completed)]
 
 
 async def test_whole_path_nodes_and_nodes_of_one_module_train_though_one_of_each_is_killed(tmp_path: Path) -> None:
@@ -78,6 +92,30 @@ async def test_whole_path_nodes_and_nodes_of_one_module_train_though_one_of_each
     done = [e for e in events_of(tmp_path / "logs") if isinstance(e, Completed) and e.peer in own]
     at_home = {e.microbatch for e in done if all(hop.rpartition("@")[2] in own for hop in e.hops)}
     assert at_home - {microbatch for microbatch, _ in sent}, "no microbatch stayed in the node"
+
+
+async def test_workers_of_whole_paths_share_the_documents_by_path_and_meet_in_rounds_only(tmp_path: Path) -> None:
+    made = small_run(write_documents(tmp_path / "text"), blocks=(0, 1), attention="documents", inner_steps=4)
+    manifest = made.model_copy(update={"stages": made.stages.model_copy(update={"experts": 2, "workers": "paths"})})
+    options = LocalSwarmOptions(peers=3, stages=("0-1",) * 3, threads=1, log_dir=tmp_path / "logs")
+    async with LocalSwarm(manifest, options) as swarm:
+        watch = Watch(swarm)
+        await watch.under_way(swarm)
+        nodes = {peer: node.index for node in swarm.peers for peer in peers_of(node, 2)}
+        before = {event.microbatch for event in completed_in(tmp_path / "logs")}
+        swarm.kill(2)
+        await watch.step(swarm.progress.step + 12)
+        swarm.request_stop()
+        await watch.to_the_end(swarm)
+    checked(tmp_path / "logs")
+    done = [(event, *event.hops[0].split("@")) for event in completed_in(tmp_path / "logs")]
+    assert all(nodes[peer] == nodes[event.peer] for event, _, peer in done), "a path left its node"
+    paths = {(nodes[peer], module) for _, module, peer in done}
+    assert len({node for node, _ in paths}) == len(paths), "a worker has one path"
+    assert {module for _, module in paths} == {"1.0", "1.1"}
+    assert {nodes[event.peer] for event, *_ in done if event.microbatch not in before} == {0, 1}
+    rounds = [event for event in events_of(tmp_path / "logs") if isinstance(event, RoundCommitted)]
+    assert {event.module for event in rounds if len(event.members) > 1} >= {"0.0"}
 
 
 async def test_a_run_of_one_stage_goes_on_when_a_node_is_killed_and_another_joins(tmp_path: Path) -> None:

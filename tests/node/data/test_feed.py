@@ -59,6 +59,30 @@ def test_data_nodes_and_the_held_out_part_divide_the_documents(manifest: Manifes
     assert 3 <= len(held_out) <= 25
 
 
+def test_workers_of_whole_paths_divide_the_documents_by_route(manifest: Manifest) -> None:
+    stages = manifest.stages.model_copy(update={"experts": 2, "workers": "paths"})
+    model = manifest.model.model_copy(update={"attention": "documents"})
+    run = manifest.model_copy(update={"stages": stages, "model": model})
+    router = open_documents(run).router
+    assert router is not None
+    depth = run.stages.count - 1
+    of_name = {100 + number: best_route(router.affinity(f"{number:02}", np.empty(0))) for number in range(60)}
+    routes = {A: (0,) * depth, B: (1,) * depth}
+
+    def read(own: PeerId) -> set[int]:
+        feed = TrainingFeed(run, open_documents(run), own, routes=lambda: routes)
+        microbatches = [feed.next((A, B)) for _ in range(150)]
+        assert {microbatch.route for microbatch in microbatches} == {routes[own]}
+        return documents_in(microbatches)
+
+    held_out = documents_in(list(held_out_microbatches(manifest, 1000)))
+    of_a, of_b = read(A), read(B)
+    assert not of_a & of_b
+    for own, documents in ((A, of_a), (B, of_b)):
+        assert documents >= {each for each, route in of_name.items() if route == routes[own]} - held_out
+    assert of_a | of_b == set(of_name) - held_out
+
+
 def test_one_data_node_reads_the_same_whatever_its_name(manifest: Manifest) -> None:
     documents = open_documents(manifest)
     first, second = TrainingFeed(manifest, documents, A), TrainingFeed(manifest, documents, B)

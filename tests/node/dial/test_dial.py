@@ -140,6 +140,19 @@ def test_a_model_that_fits_the_card_is_trained_whole_on_slow_links(size: int, nu
     assert faster.training.inner_steps < whole.training.inner_steps
 
 
+def test_peers_with_whole_paths_send_rounds_only() -> None:
+    wish = Wish(parameters=160 * MILLION, peers=Peers(number=8), may_be_whole=False, residual=0, workers="paths")
+    turned = turn(wish, "run").manifest
+    whole = turn(replace(wish, workers="modules", may_be_whole=True), "run").manifest
+    assert turned.stages.count > whole.stages.count == 1
+    paths, alone = forecast(turned, 12 * GB), forecast(whole, 12 * GB)
+    assert turned.training.inner_tokens == whole.training.inner_tokens
+    assert paths.token_bytes == pytest.approx(alone.token_bytes, rel=0.01)
+    assert paths.computed_per_s == pytest.approx(alone.computed_per_s, rel=0.01)
+    with pytest.raises(ConfigError, match="whole paths: one needs .* more than 75% of a card of 12 GB"):
+        turn(replace(wish, parameters=BILLION), "run")
+
+
 def test_stages_are_chosen_where_they_are_as_fast_or_wanted_or_the_model_is_too_large() -> None:
     depth = choose_shape(160 * MILLION, 320).blocks
     fast = Wish(parameters=160 * MILLION, peers=Peers(number=depth + 1, mbit_s=100_000))

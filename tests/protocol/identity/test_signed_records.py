@@ -110,6 +110,7 @@ def test_the_forging_helper_can_write_a_good_record() -> None:
         {"anchor": AnchorVersion(0, 0, 0, 0, b"i" * 32)},
         {"state": PeerState.VISITING, "module": None},
         {"addresses": (), "via": OTHERS, "relay": RELAY},
+        {"module": ModuleId(0), "visits": (2**48,) * 64, "route": (1023,) * 64},
         {
             "addresses": tuple(f"{'h' * 56}.x:6553{n % 6}" for n in range(8)),
             "module": ModuleId(1023, 1023),
@@ -119,7 +120,7 @@ def test_the_forging_helper_can_write_a_good_record() -> None:
             "relay": "/dns4/".ljust(128 - len(OWN_PART), "r") + OWN_PART,
         },
     ],
-    ids=["whole", "without an anchor", "initial anchor", "visitor", "without an address", "largest"],
+    ids=["whole", "without an anchor", "initial anchor", "visitor", "without an address", "data node", "largest"],
 )
 def test_a_record_comes_back_as_it_was_announced_and_fits(changes: dict[str, Any]) -> None:
     announcement = replace(HONEST, **changes)
@@ -149,6 +150,7 @@ WRONG_VALUES: list[tuple[str, list[object], str]] = [
     ("addresses", [["no-port"], ["host:0"], ["host: 80"], ["ho st:80"], ["300.1.1.1:80"]], "address"),
     ("addresses", [["0.0.0.0:80"], ["2001:db8::1:80"], ["a" * 62 + ":80"]], "address"),
     ("via", [[OTHERS[0]]], "has addresses"),
+    ("route", [[0], [0] * 65], "a route"),
     ("relay", ["/", OWN_PART[1:], "r" + RELAY, RELAY + "\n", RELAY + "/p2p-circuit"], "multiaddr"),
     ("relay", [f"/ip4/192.0.2.1 {OWN_PART}", f"/dns4/h\u00f6st/tcp/1{OWN_PART}"], "multiaddr"),
     ("relay", [f"/ip4/192.0.2.1/tcp/4001/p2p/{STRANGER.peer}"], "multiaddr"),

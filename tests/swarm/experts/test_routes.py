@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from swarm.experts import routes as routing
 from swarm.vocabulary.types import Affinity, Hop, ModuleId, Path, PeerId, Route
+from tests.swarm.membership.announcements import announcement
 
 AFFINITY: Affinity = ((5, 9, 7), (1, 1))
 OWN: Route = (1, 0)
@@ -99,3 +100,25 @@ def test_routes_beyond_those_that_are_counted_are_one() -> None:
         tally.completed(route, path(ModuleId(1, route[0])), 1.0)
     assert len(tally.routes) == routing.MAX_ROUTES + 1
     assert tally.routes[routing.OTHERS].visits == 5
+
+
+def test_newcomers_take_the_routes_with_the_fewest_workers_one_after_another() -> None:
+    others = [announcement("hop", ModuleId(1, 0)), announcement("data", 0)]
+    found = list[Route]()
+    for number in range(12):
+        chosen = routing.neediest_route((1, 2, 3), others, PeerId(f"p{number}"))
+        others.append(announcement(f"p{number}", 0, route=chosen.value))
+        found.append(chosen.value)
+    assert found[0][0] == 1, "module 1.0 has a replica already"
+    assert sorted(found[:6]) == sorted(found[6:]) == [(one, two) for one in range(2) for two in range(3)]
+    many = routing.neediest_route((1, *[64] * 20), others, PeerId("p"))
+    assert len(many.value) == 20
+    assert many.reason.startswith("0 other nodes have the path 1.")
+
+
+def test_a_document_is_read_by_the_workers_of_its_path_else_by_nodes_without_one_else_by_the_closest() -> None:
+    a, b, c, d = map(PeerId, "abcd")
+    assert routing.readers_of(AFFINITY, {a: OWN, b: (0, 0), c: OWN, d: ()}) == [a, c]
+    assert routing.readers_of(AFFINITY, {a: (0, 0), b: (2, 0), d: ()}) == [d]
+    assert routing.readers_of(AFFINITY, {a: (0, 0), b: (2, 0), c: (2, 1), d: (9, 9)}) == [b]
+    assert routing.readers_of(AFFINITY, {d: (9, 9)}) == [d], "an impossible route"
