@@ -8,7 +8,7 @@ at staleness 0 (steps wait for each other) and 1 (data nodes launch freely).
 The arms of a seed run one after the other in random order on the same machines and links. Announced speeds are wrong by
 up to a factor of 2. A swarm is measured after every replica has had ten visits, or after the longest warm-up.
 Cell P is a published problem (`--instances`, six stages and three on a path) whose own schedule (`--schedule`, as
-`skipstone simulate --arm replay:` has it) is the other arm. Its seconds count half, and a replica dies in the
+`skipstone simulate --arm replay:` has it) is the other arm. Its seconds count as a quarter, and a replica dies in the
 middle of the measured time. `seconds_to_the_loss`: until the loss that the worst arm of a seed reaches at the end.
 `whole`: nodes with whole paths and nodes with one module in one run, behind lines of 20 Mbit/s and 80 ms.
 `share_of_bound`: throughput over that of the slowest stage if its replicas never idled. `machine_load`: busy share of
@@ -135,7 +135,7 @@ INSIDE_S: Final = 0.002
 ACROSS_S: Final = (0.040, 0.150)
 MISANNOUNCED: Final = 2.0
 MACHINE: Final = Spec(0.0, "", window=WINDOW)
-SCALE: Final = 0.5
+SCALE: Final = 0.25
 """Emulated seconds of a published second."""
 SLOWEST_LINK_S: Final = 4.0  # Nodes break a link that is silent for 10 s; one published link takes 132 s.
 

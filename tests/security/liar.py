@@ -24,6 +24,8 @@ from node.averaging.anchor.shared_vector import Vector
 from node.averaging.exchange.pieces import Piece
 from node.averaging.exchange.reduction import Reduction
 from node.averaging.round_runner import ReplicaSync, Snapshot
+from node.data.feed import TrainingFeed
+from node.data.packing import Microbatch
 from node.pipeline.runner import Job, Output
 from node.pipeline.worker import HopWorker
 from protocol.identity.signatures import EntrySigner
@@ -127,12 +129,24 @@ def spoiled_microbatches() -> None:
     HopWorker._forward = forward  # type: ignore[method-assign]
 
 
+def other_labels() -> None:
+    """A data node that trains on its text with labels in another order."""
+    honestly = TrainingFeed.next
+
+    def packed(self: TrainingFeed, *data_nodes: Any) -> Microbatch:
+        text = honestly(self, *data_nodes)
+        return replace(text, labels=text.labels.flatten()[torch.randperm(text.size)].view_as(text.labels))
+
+    TrainingFeed.next = packed  # type: ignore[method-assign]
+
+
 LIES: dict[str, Callable[[], None]] = {
     "honest": lambda: None,  # for comparison
     "mean-reversed": another_mean(np.negative),
     "mean-elsewhere": another_mean(lambda mean: np.roll(mean, len(mean) // 2 + 1)),
     "forged-rosters": forged_rosters,
     "spoils": spoiled_microbatches,
+    "labels": other_labels,
     "steps": another_claim(steps=2**32),
     "tokens": another_claim(tokens=2**48),
     "last-number": another_anchor(MAX_ROUND, 1),
