@@ -206,14 +206,21 @@ class Auditor:
 
     def exchange_begins(self) -> None:
         """Drops the data from which contributions to earlier exchanges could be encoded again. Keeps their hashes."""
-        self._records = [replace(record, anchor=None, source=None, sent=None) for record in self._records]
+        self._records = [replace(record, anchor=None, source=None, sent=None, kept={}) for record in self._records]
 
-    def committed(self, version: AnchorVersion) -> None:
-        """Audits a piece of the latest exchange, if `version` is its result: a suspicious one, or any by chance."""
+    def record_of(self, version: AnchorVersion) -> ExchangeRecord | None:
+        """Returns the record of the latest exchange, if `version` is its result."""
         record = self._records[-1] if self._records else None
-        if record is None or record.anchor is None or record.anchor.version != version:
+        return None if record is None or record.anchor is None or record.anchor.version != version else record
+
+    def committed(self, version: AnchorVersion, harmful: frozenset[PeerId] = frozenset()) -> None:
+        """Audits a piece of the latest exchange, if `version` is its result: a suspicious one, or any by chance.
+
+        `harmful`: contributors whose updates raise our loss.
+        """
+        if (record := self.record_of(version)) is None:
             return
-        self._compare(record, record.samples)
+        self._compare(record, record.samples, harmful)
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
         suspected = [piece for piece in pieces if piece.reducer == record.suspect]
         if suspected and version.round - self._suspected_in >= ROUNDS_BETWEEN:
@@ -346,10 +353,14 @@ class Auditor:
             self._accuse(record, piece, found.peer, signed)
         return found
 
-    def _compare(self, record: ExchangeRecord, samples: Mapping[PeerId, Vector]) -> None:
+    def _compare(
+        self, record: ExchangeRecord, samples: Mapping[PeerId, Vector], harmful: frozenset[PeerId] = frozenset()
+    ) -> None:
         """Reports contributors to a correct sum that have opposed most others for several rounds."""
-        for peer in self._opponents.observed(samples, opposed(samples)):
+        for peer in self._opponents.observed(samples, opposed(samples) | harmful):
             why = f"its contributions pointed away from most others, {TIMES_OPPOSED} times"
+            if peer in harmful:
+                why = f"its contributions raised the loss of held-out text, {TIMES_OPPOSED} times"
             if peer != self._own:
                 self._report(Caught(peer, record.plan.roster.round.number, why, certain=False))
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
 from node.averaging.anchor.outer_step import LocalReplica, OuterRule, step_alone
-from node.averaging.anchor.shared_vector import SharedVector, Vector, squares
+from node.averaging.anchor.shared_vector import Parts, SharedVector, Vector, squares
 from node.averaging.auditor import Auditor
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.pieces import Arrivals, Plan, ReceiveRates
@@ -32,7 +32,7 @@ from swarm.averaging.roster import contributors
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.averaging.schedule import steps_between_rounds
-from swarm.averaging.trust import AnchorDrift
+from swarm.averaging.trust import LEAST_COMPARED, AnchorDrift, raising_loss
 from swarm.vocabulary.averaging_messages import AuditControl, Contribution, Roster, RoundControl, RoundId, RoundPiece
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, StateError
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
@@ -152,6 +152,16 @@ class ReplicaSync:
                 job = partial(self._carry, piece, before, after, done=snapshot.done if sent is None else None)
                 await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
+
+    async def harmful(self, kept: Mapping[PeerId, Parts], base: Anchor) -> frozenset[PeerId]:
+        """Returns the contributors whose updates to `base` raise our held-out loss, while most others' lower it."""
+        if self._replica.loss is None or len(kept) < LEAST_COMPARED:
+            return frozenset()
+        none = [(part, np.zeros_like(values)) for part, values in next(iter(kept.values()))]
+        job = partial(self._replica.losses_with, [none, *kept.values()], base.parameters, self._outer.learning_rate)
+        async with self._turn:
+            without, *each = await self._compute.run(Priority.UPKEEP, job)
+        return raising_loss(without, dict(zip(kept, each, strict=True)))
 
     async def adopt(self, anchor: Anchor) -> None:
         """Sets the replica to `anchor`. Discards its inner steps since the last anchor and its optimizer state."""
@@ -438,7 +448,10 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         )
         clipping = own.coefficient / own.share if own.share else 1.0
         self._host.settled(version, event, roster.codec_reason, clipping)
-        self.auditor.committed(version)  # only now, because members wait for us to reach the anchor
+        # Only now, because members wait for us to reach the anchor.
+        record = self.auditor.record_of(version)
+        found = frozenset[PeerId]() if record is None else await self.replica_sync.harmful(record.kept, before)
+        self.auditor.committed(version, found)
 
     def _start_catching_up(self, action: events.CatchUp) -> None:
         if self._catching is not None:  # only the newest target matters

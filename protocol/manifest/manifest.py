@@ -325,13 +325,6 @@ class StagesSection(Section):
     def experts_of_each(self) -> tuple[int, ...]:
         return tuple(self.experts_at(stage) for stage in range(self.count))
 
-    @field_validator("reordering", mode="before")
-    @classmethod
-    def _in_order(cls, value: object) -> object:
-        if value == "adjacent":
-            raise ValueError('paths with steps back ("adjacent") were removed; this run needs an older Skipstone')
-        return value
-
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         if isinstance(self.experts, tuple) and (len(self.experts) != self.count or self.experts[0] != 1):
@@ -419,8 +412,6 @@ class DataSection(Section):
     def _source_is_known(cls, source: str) -> str:
         kind, _, rest = source.partition(":")
         is_of_hub = kind == "huggingface" and HUB_PLACE.fullmatch(rest)
-        if kind == "tokens":
-            raise ValueError("token shards are gone: name the text itself, as `path:FILE-OR-FOLDER`")
         if source != "python-stdlib" and not (kind == "path" and rest) and not is_of_hub:
             raise ValueError(f"must be one of {SOURCES}; a file or folder is `path:{source[:80]}`")
         return _local_name(source, rest)
@@ -465,15 +456,6 @@ class CodecSection(Section):
     state: Literal["none", "planes"] = "planes"
     """Without effect: newcomers download state as it is. Kept, because it is part of the RunId."""
 
-    @field_validator("activations", "gradients", "pseudo_gradients", mode="before")
-    @classmethod
-    def _codec_still_exists(cls, name: object) -> object:
-        if name in ("top_k_4", "top_k_2"):
-            raise ValueError(f"this Skipstone has no codec {name}; int4 sends an eighth of float32 and costs no loss")
-        if name == "fp8":
-            raise ValueError("this Skipstone has no codec fp8; int8 is as small and has a quarter of its error")
-        return name
-
 
 class RoutingSection(Section):
     """The router of a run with experts, which chooses the experts of each document."""
@@ -482,13 +464,6 @@ class RoutingSection(Section):
     """BLAKE3 of the router file, which peers pass to each other."""
     prefix: Annotated[int, Field(ge=8, le=4096)] = DEFAULT_PREFIX
     """Number of first tokens of a document that choose its route."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _router_is_fixed(cls, table: Any) -> Any:
-        if isinstance(table, dict) and "reshard" in table:
-            raise ValueError("reshard is gone: the router of a run no longer learns; make a new run without it")
-        return table
 
 
 class StartSection(Section):

@@ -106,6 +106,17 @@ class Opponents:
         return named
 
 
+LEAST_COMPARED: Final = 3
+
+
+def raising_loss(without: float, after: Mapping[PeerId, float]) -> frozenset[PeerId]:
+    """Returns the contributors whose updates raise a held-out loss by half of what others' usually lower it."""
+    usual = median(without - loss for loss in after.values())
+    if len(after) < LEAST_COMPARED or not usual > 0:
+        return frozenset()
+    return frozenset(peer for peer, loss in after.items() if not loss < without + usual / 2)
+
+
 # Largest encoding error of a result, relative to its norm
 RESULT_ERROR: Final[Mapping[Codec, float]] = {Codec.NONE: 1e-4, Codec.BF16: 0.005, Codec.INT8: 0.01, Codec.INT4: 0.2}
 

@@ -109,6 +109,7 @@ class SpareArrays:
 
 
 Vector = npt.NDArray[np.float32]
+Parts = list[tuple[slice, Vector]]  # Some elements of a vector
 StateVectors = tuple["SharedVector", "SharedVector"]
 
 

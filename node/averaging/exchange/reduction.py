@@ -13,7 +13,15 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.shared_vector import SharedVector, Vector, add_scaled, squared_distance, squares, stretches
+from node.averaging.anchor.shared_vector import (
+    Parts,
+    SharedVector,
+    Vector,
+    add_scaled,
+    squared_distance,
+    squares,
+    stretches,
+)
 from node.averaging.exchange.pieces import Piece, Plan
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from swarm.averaging.trust import Beside, oddities, suspect
@@ -108,13 +116,17 @@ def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
 class Reduction:
     """Weighted sums of all members' contributions to the pieces of this member's shard."""
 
-    def __init__(self, plan: Plan, source: UpdateSource) -> None:
+    def __init__(self, plan: Plan, source: UpdateSource, *, keeps: bool = False) -> None:
         self._plan = plan
         self._source = source
         self._limits = {of: NormLimit(plan.members[of].norm, plan.codec) for of in plan.contributors}
         self._sums: dict[Piece, Vector] = {}
         self._sampled = next(iter(plan.shards[plan.own]), None)
         self.samples: dict[PeerId, Vector] = {}  # From the first piece, to compare their directions
+        pieces = list(plan.shards[plan.own])
+        most = MOST_KEPT // (max(1, len(plan.contributors)) * pieces[0].elements) if keeps and pieces else 0
+        self._to_keep = frozenset(pieces[: max(1, most)] if keeps else ())
+        self.kept: dict[PeerId, Parts] = {}  # Whole pieces of each contributor, to compare their losses
         self._to_come = dict.fromkeys(plan.shards[plan.own], len(set(plan.contributors) - {plan.own}))
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
@@ -124,6 +136,7 @@ class Reduction:
         total = self._sum(piece)
         if piece == self._sampled:
             self.samples[sender] = sample_of(values)
+        self._keep(sender, piece, values)
         add_scaled(values, self._plan.members[sender].coefficient, total)
         self._to_come[piece] -= 1
         return None if self._to_come[piece] else self.finish(piece)
@@ -147,11 +160,17 @@ class Reduction:
                 self._source.write(piece.part, total, self._plan.members[self._plan.own].coefficient)
                 if piece == self._sampled:
                     self.samples[self._plan.own] = sample_of(total)
+                self._keep(self._plan.own, piece, total / self._plan.members[self._plan.own].coefficient)
             else:
                 total.fill(0.0)
         return total
 
+    def _keep(self, of: PeerId, piece: Piece, values: Vector) -> None:
+        if piece in self._to_keep:
+            self.kept.setdefault(of, []).append((piece.part, values.copy()))
 
+
+MOST_KEPT: Final = 2**24  # Elements of all contributors together
 SAMPLED: Final = 4096  # Elements of a contribution that are compared with other contributions
 AGAINST: Final = -0.05
 TOGETHER: Final = 0.05

@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from node.averaging.auditor import PATIENCE, Auditor
 from node.averaging.exchange.all_reduce import AllReduce
 from node.averaging.exchange.reduction import Reduction, opposed
+from node.model.optimizer import StepFigures
+from swarm.averaging.trust import TIMES_OPPOSED
 from swarm.compression.round_codecs import codec_levels
 from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence, SignedHash
 from swarm.vocabulary.types import Codec, PeerId
 from tests.kit.waiting import LONG_S, until
-from tests.node.averaging.small_rounds import Hall, hall
+from tests.node.averaging.small_rounds import Hall, MadeUpOptimizer, hall
 
 INNER = 2
 EVERY = (Codec.NONE, Codec.BF16, *codec_levels(Codec.INT4))
@@ -160,6 +163,35 @@ def test_who_points_away_from_most_others_is_opposed_if_these_agree() -> None:
     assert opposed(contributions(a=1, b=1, c=-1, d=-1)) == frozenset(), "nor can two pairs"
     unlike = np.random.default_rng(2).standard_normal((3, 4096)).astype(np.float32)
     assert opposed({PeerId(name): row for name, row in zip("abc", unlike, strict=True)}) == frozenset()
+
+
+async def test_a_whole_model_whose_updates_raise_the_loss_is_named_though_they_oppose_nobodys() -> None:
+    async with hall(3, inner_steps=INNER, elements=120_000) as here:
+        for replica in here.replicas.values():
+            runner, own, random = replica.runner, replica.optimizer, torch.Generator().manual_seed(len(replica.peer))
+            downhill = [torch.randn(p.shape, generator=random) for p in own._parameters]
+            runner._means = replace(runner._means, keeps=True)
+
+            def loss(own: MadeUpOptimizer = own, downhill: list[torch.Tensor] = downhill) -> float:
+                pairs = zip(own._parameters, downhill, strict=True)
+                return -sum((parameter * slope).sum().item() for parameter, slope in pairs)
+
+            def step(seed: int, own: Any = own, honest: Any = own.step, downhill: Any = downhill) -> StepFigures:
+                figures: StepFigures = honest(seed)  # noise, in which the slope is too small to be seen
+                part = -0.002 if own is here.replicas[LIAR].optimizer else 0.002
+                with torch.no_grad():
+                    for parameter, slope in zip(own._parameters, downhill, strict=True):
+                        parameter.add_(part * slope)
+                return figures
+
+            replica.local.loss, own.step = loss, step  # type: ignore[method-assign]
+        before = here[0].vector()
+        for number in range(1, 3 + TIMES_OPPOSED):
+            await work(here, number)
+        assert np.abs(here[0].vector() - before).max() < 1, "judging leaves no trace"
+        accused = {(by, caught.peer, caught.certain) for by in here.replicas for caught in here.replicas[by].accused}
+        assert accused >= {(VICTIM, LIAR, False), (OTHER, LIAR, False)}
+        assert not {whom for by, whom, _ in accused if by != LIAR} - {LIAR}
 
 
 async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

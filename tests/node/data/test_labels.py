@@ -144,7 +144,7 @@ def test_masks_need_conversations() -> None:
         small_manifest(data__labels="assistant")
     with pytest.raises(ManifestError, match=r"data\.labels"):
         small_manifest(data__labels="user")
-    with pytest.raises(ManifestError, match="token shards are gone"):
+    with pytest.raises(ManifestError, match=r"data\.source: must be one of"):
         small_manifest(data__source="tokens:x")
 
 
