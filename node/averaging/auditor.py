@@ -144,7 +144,6 @@ Result = TypeVar("Result")
 ANSWER_S: Final = 30.0
 PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)  # Pauses before retries after a refusal. The peer may be slightly behind us
 PATIENCE: Final = 3  # Unanswered audits of one reducer, or unfounded accusations by one accuser, before it is reported
-MOST_DOUBTS: Final = 256
 REQUESTS: Final = 32  # Requests per member and round: its own audit and some for accusations, each with retries
 AT_ONCE: Final = 4  # Pieces in memory at once, both for audits by others and for our own
 
@@ -369,7 +368,7 @@ class Auditor:
         if doubts[caught.peer] >= PATIENCE:
             del doubts[caught.peer]
             return caught
-        if len(doubts) > MOST_DOUBTS:  # Bounds the memory. Forgetting a doubt does no harm
+        if len(doubts) > 256:  # Bounds the memory. Forgetting a doubt does no harm
             doubts.clear()
         return None
 

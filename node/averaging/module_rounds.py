@@ -41,7 +41,6 @@ from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerS
 
 log = logging.getLogger(__name__)
 
-ACCUSED_KEPT: Final = 8
 CLIPPED: Final = 0.1  # Clipping factor below which an update counts as clipped
 CLIPPED_ROUNDS: Final = 3  # Consecutive clipped rounds before a single warning
 PROGRESS_S: Final = 1.0
@@ -83,7 +82,7 @@ class RoundReports:
         latest = self.accused_lately[-1:]
         if latest and (latest[0].peer, latest[0].round) == (caught.peer, caught.round):
             return
-        self.accused_lately = (*self.accused_lately, Accusation(caught.peer, caught.round, caught.why))[-ACCUSED_KEPT:]
+        self.accused_lately = (*self.accused_lately, Accusation(caught.peer, caught.round, caught.why))[-8:]
         self._events.emit(
             events.ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof)
         )

@@ -43,10 +43,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, RunId
 
 FORMAT: Final = 1
 MAX_JSON_BYTES: Final = 16 * 2**20
-_NOT_INNER: Final = frozenset({"local", "anchor", "momentum"})
 _PIECE: Final = 2**20
-_ALIGNMENT: Final = 8
-_HASH_CHARACTERS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ def _table_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> memoryview:
         begin, end = end, end + 4 * math.prod(shape)
         table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     return memoryview(struct.pack("<Q", len(text)) + text)
 
 
@@ -186,8 +183,8 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
         anchor = AnchorState(header.anchor, read_tensors(path, "anchor"), read_tensors(path, "momentum") or None)
     of_inner: dict[str, dict[str, Tensor]] = {name: {} for name in header.adam_steps}
     with opened_tensors(path) as opened:
-        slots = {name.partition("/")[0] for name in opened.keys()} - _NOT_INNER  # noqa: SIM118 - no mapping
-    for slot in slots:
+        slots = {name.partition("/")[0] for name in opened.keys()}  # noqa: SIM118 - no mapping
+    for slot in slots - {"local", "anchor", "momentum"}:
         for name, tensor in read_tensors(path, slot).items():
             of_inner.setdefault(name, {})[slot] = tensor
     parameters = {name: ParameterState(header.adam_steps.get(name, 0), own) for name, own in of_inner.items()}
@@ -220,7 +217,7 @@ def parse_header(text: bytes) -> Header:
 def _header(table: dict[str, Any]) -> Header:
     header = from_json(Header, table, "the header")
     record, anchor = header.file, header.anchor
-    if Path(record.name).name != record.name or len(record.blake3) != _HASH_CHARACTERS:
+    if Path(record.name).name != record.name or len(record.blake3) != 64:
         raise CorruptSnapshot(f"it names an invalid file: {record.name!r}")
     if anchor is None:
         return header
@@ -281,14 +278,12 @@ log = logging.getLogger(__name__)
 
 MANIFEST_NAME: Final = "manifest.toml"
 NOT_A_CHECKPOINT: Final = "Name a folder that --checkpoint-dir has written, or one from `skipstone export`."
-ROUTER_NAME: Final = "manifest.router"
 KEPT: Final = 2
 LEFT_KEPT_S: Final = 3600.0
 _HEADER_NAME: Final = re.compile(r"state-(\d{1,15})\.json")
 _OWN_NAME: Final = re.compile(r"state-\d{1,15}\.(json|safetensors)|\.state-(json|safetensors)\.part")
 _DATA_BESIDE: Final = ".state-safetensors.part"
 _HEADER_BESIDE: Final = ".state-json.part"
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +328,7 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
         header = _write_pair(folder.storage, place, Owner(folder.run, peer, module), number, state)
     except OSError as error:
         message = f"cannot write the checkpoint of module {module} to {place}: {error.strerror or error}"
-        if error.errno in _FULL:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ResourceExhausted(message, hint="Free some space there. Earlier snapshots are intact.") from error
         raise StateError(message, hint="Check the folder and its permissions. Earlier snapshots are intact.") from error
     folder.written[place / header.file.name] = header.file
@@ -435,7 +430,7 @@ def check_run(folder: CheckpointFolder) -> None:
 def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
     """Writes the run's manifest and router if they are missing. Concurrent peers write the same bytes."""
     check_run(folder)
-    for name, content in ((ROUTER_NAME, folder.router), (MANIFEST_NAME, folder.manifest)):
+    for name, content in (("manifest.router", folder.router), (MANIFEST_NAME, folder.manifest)):
         target = folder.path / name
         if content and not target.exists():
             folder.storage.make_folder(folder.path)

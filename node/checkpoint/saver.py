@@ -23,8 +23,6 @@ from swarm.vocabulary.errors import ResourceExhausted, StateError
 
 log = logging.getLogger(__name__)
 
-WARNED_AGAIN_S = 300.0
-
 
 def capture_module(
     parts: tuple[nn.Module, ...],
@@ -91,13 +89,9 @@ class Saver:
     requests: SaveRequests
     events: EventSink
     every_s: float
-    _saved_steps: int | None = None
+    saved_steps: int | None = None  # Inner steps of the last snapshot
     _warned: tuple[str, float] = ("", 0.0)
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
-
-    @property
-    def has_saved(self) -> bool:
-        return self._saved_steps is not None
 
     def __enter__(self) -> Self:
         return self
@@ -114,7 +108,7 @@ class Saver:
                 await self._save(reason)
             except (StateError, ResourceExhausted) as error:
                 said, now = f"{error}. {error.hint}", time.monotonic()
-                if said != self._warned[0] or now - self._warned[1] >= WARNED_AGAIN_S:
+                if said != self._warned[0] or now - self._warned[1] >= 300.0:
                     self._warned = said, now
                     self.events.emit(Note("warning", said))
 
@@ -131,12 +125,12 @@ class Saver:
 
     async def _save(self, reason: str) -> None:
         state = await self.compute.run(Priority.UPKEEP, self.capture)
-        if not reason and state.inner.steps == self._saved_steps:  # nothing new to save since the last snapshot
+        if not reason and state.inner.steps == self.saved_steps:  # nothing new to save since the last snapshot
             _no_more(state)
             return
         begun = time.perf_counter()
         header = await asyncio.get_running_loop().run_in_executor(self._writer, self._written, state)
-        self._saved_steps = state.inner.steps
+        self.saved_steps = state.inner.steps
         log.info(
             "snapshot %d of module %s at inner step %d, %d bytes in %.2f s%s",
             header.number,

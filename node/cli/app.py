@@ -23,9 +23,6 @@ from node.web.server import PORT
 from swarm.vocabulary.errors import Declined, SkipstoneError
 from swarm.vocabulary.types import PROTOCOL_VERSIONS
 
-_INTERRUPTED = 130  # Exit code of a shell after SIGINT
-_MAX_MESSAGE_CHARACTERS = 2000
-
 # `\b` keeps click from filling the lines of a paragraph.
 HELP = """Train a language model on other people's computers.
 
@@ -65,7 +62,7 @@ class ErrorReportingGroup(TyperGroup):
                 raise
             raise _reported(ours[0], debug=ctx.params["debug"]) from None
         except KeyboardInterrupt:
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(130) from None  # as a shell after SIGINT
 
 
 app = typer.Typer(
@@ -128,5 +125,5 @@ def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:
     if debug:
         traceback.print_exception(error)
     level = "" if isinstance(error, Declined) else "error: "  # the message may quote text from a peer
-    typer.echo(f"{level}{harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)
+    typer.echo(f"{level}{harmless(str(error), 2000)}\n  {error.hint}", err=True)
     return typer.Exit(error.exit_code)

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 _LINE_WIDTH: Final = 80  # Columns of a plain terminal
-_LONGEST_ANSWER: Final = 4096  # Bytes read from the terminal for an answer
 
 
 async def ask_consent(
@@ -72,24 +71,20 @@ def description(
 ) -> tuple[str, ...]:
     """Describes the run and its use of this machine, one terminal-safe line per item."""
     manifest = signed.manifest
+    readable = "the peer with the next stage can turn hidden states back into text"
+    if manifest.model.residual:
+        readable = "hidden states have the text's token numbers, so every peer with a stage reads the text"
     lines = (
         f"run       {manifest.name}, {signed.run}",
         f"author    {signed.author}{' (this machine)' if own else ''}",
         f"model     {count(_parameters(manifest))} parameters in {counted(manifest.stages.count, 'stage')}"
         f"{_experts(manifest.stages)}",
         f"reads     {_reading(manifest, options, text)}",
-        "sends     hidden states of the run's text, gradients and parameters to peers of this run; "
-        f"{_readable(manifest)}",
+        f"sends     hidden states of the run's text, gradients and parameters to peers of this run; {readable}",
         f"fits      {fits.reason}",
         f"may use   {_use(options)}",
     )
     return tuple(harmless(line, 400) for line in lines)
-
-
-def _readable(manifest: Manifest) -> str:
-    if manifest.model.residual:
-        return "hidden states have the text's token numbers, so every peer with a stage reads the text"
-    return "the peer with the next stage can turn hidden states back into text"
 
 
 def _experts(stages: StagesSection) -> str:
@@ -142,7 +137,7 @@ def _use(options: NodeOptions) -> str:
 
 def _line_typed() -> str:
     with contextlib.suppress(OSError):
-        return os.read(sys.stdin.fileno(), _LONGEST_ANSWER).decode(errors="replace")
+        return os.read(sys.stdin.fileno(), 4096).decode(errors="replace")
     return ""
 
 

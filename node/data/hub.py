@@ -29,7 +29,6 @@ SHARE_OF_ONE: Final = 4  # Largest file is KEPT_BYTES / 4: files for training, h
 MAX_HUB_FILES: Final = 2**17
 MOST_STARS: Final = 6
 WAITS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # Pauses between retries, in seconds
-_FINAL: Final = (401, 403, 404, 410)  # HTTP statuses without retry
 _OF_SPLITS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -244,7 +243,7 @@ def _insisted(ask: Callable[[], T], what: str, pause: Pause) -> T:
         except Exception as error:  # of the hub's library or its HTTP client
             reason = " ".join(str(error).split())[:400] or type(error).__name__
             status = getattr(getattr(error, "response", None), "status_code", None)
-            if wait is None or status in _FINAL:  # these errors are permanent
+            if wait is None or status in (401, 403, 404, 410):  # these errors are permanent
                 raise ConfigError(
                     f"data.source: cannot get {what} from the hub: {reason}",
                     hint="Restart the node when the hub is reachable. It continues from its checkpoint.",

@@ -29,7 +29,6 @@ HEAD_BYTES: Final = 2**16  # Size of a file's beginning, by which it is recognis
 DOCUMENT_BYTES: Final = 2**20  # Largest document from a folder, in bytes. Longer files become several documents
 CUT_BYTES: Final = 2**12  # Distance that a cut moves at most to reach the end of a line
 MAX_GROUP_BYTES: Final = 2**31  # Columns of a row group, uncompressed; pyarrow may keep all of them in memory
-BATCH_ROWS: Final = 256
 MAX_WINDOW_BYTES: Final = 2**27
 TEXT_COLUMN: Final = "text"
 CHAT_COLUMNS: Final = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
@@ -318,7 +317,7 @@ def _parquet_rows(file: BinaryIO, name: str, start: int, wanted: Wanted) -> Iter
                     at += count  # skip the row group without reading it
                     continue
                 _require_bounded(parquet.metadata.row_group(group), columns, name)
-                for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
+                for batch in parquet.iter_batches(256, row_groups=[group], columns=columns):
                     for number in range(max(0, start - at), batch.num_rows):
                         row = {column: batch.column(column)[number].as_py() for column in columns}
                         yield partial(_document, row, wanted, name)

@@ -25,7 +25,6 @@ from swarm.vocabulary.errors import ConfigError, ManifestError
 
 Tokens = npt.NDArray[np.int64]
 
-MAX_TOKENIZER_BYTES: Final = 128 * 2**20
 MOST_GROWTH: Final = 16.0  # Factor by which all replacements together may lengthen text; a few could fill the memory
 END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 """Special tokens that end a document if no model folder names the end, most specific first."""
@@ -207,7 +206,7 @@ def require_fits(tokenizer: FileTokenizer, vocabulary: int, file: Path) -> None:
 
 def tokenizer_bytes(path: Path, sha256: str | None) -> bytes:
     """Reads a tokenizer file. Raises ConfigError if it is missing, too large or, with a hash, different."""
-    content = read_named(path, MAX_TOKENIZER_BYTES, "Give the run's tokenizer file with --tokenizer.")
+    content = read_named(path, 2**27, "Give the run's tokenizer file with --tokenizer.")
     found = hashlib.sha256(content).hexdigest()
     if sha256 not in (None, found):
         raise ConfigError(
@@ -355,7 +354,6 @@ def unpacked(text: str) -> TokenFiles:
 # ---- streaming detokenization ----------------------------------------------------------------------------------------
 
 
-REPLACEMENT: Final = "\ufffd"
 MOST_HELD_BACK: Final = 8  # Tokens, before incomplete text is shown. A UTF-8 character has at most 4 bytes
 
 
@@ -385,7 +383,7 @@ class WindowTextStream:
     def push(self, token: int) -> str:
         self._held_back.append(token)
         piece = self._new_text()
-        if piece.endswith(REPLACEMENT) and len(self._held_back) < MOST_HELD_BACK:  # perhaps an incomplete character
+        if piece.endswith("\ufffd") and len(self._held_back) < MOST_HELD_BACK:  # perhaps an incomplete character
             return ""
         if piece:
             self._shown, self._held_back = self._held_back, []

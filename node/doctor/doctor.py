@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from node.doctor.examination import Finding
 
 _CHARACTERS: Final = 600
-_CHECK_WIDTH: Final = len("hivemind")
-_LEVEL_WIDTH: Final = len("warn")
 
 
 def doctor(
@@ -68,7 +66,7 @@ def doctor(
 
 def finding_text(finding: "Finding") -> str:
     """Formats a finding as one line with its fix below. Text from peers is escaped."""
-    head = f"{finding.level.value:<{_LEVEL_WIDTH}}  {finding.check:<{_CHECK_WIDTH}}  "
+    head = f"{finding.level.value:<4}  {finding.check:<8}  "
     line = head + harmless(finding.found, _CHARACTERS)
     return f"{line}\n{' ' * len(head)}{harmless(finding.fix, _CHARACTERS)}" if finding.fix else line
 

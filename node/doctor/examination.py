@@ -80,26 +80,15 @@ async def bounded_async(
         return [Finding(check, Level.FAIL, f"{error.strerror or error}", "Check the permissions of this user.")]
 
 
-LIBRARIES: Final = ("torch", "hivemind", "grpcio")
-MEASURE_S: Final = 0.3
-CPU_SIZE: Final = 512
-GPU_SIZE: Final = 4096
-# LITTLE warns, NO fails.
-LITTLE_GPU_BYTES: Final = 2 * GIB
 NVIDIA: Final = Path("/dev/nvidia0")
-LITTLE_MEMORY_BYTES: Final = 4 * GIB
-NO_MEMORY_BYTES: Final = 1 * GIB
 # Private memory of a node beside its stage, in MiB, as `benchmarks/memory.py --parts node` measures it
 OVERHEAD_MIB: Final = {"torch": 145, "Skipstone": 30, "the DHT": 30, "its libp2p daemon": 70}
-LITTLE_DISK_BYTES: Final = 5 * GIB
-NO_DISK_BYTES: Final = 1 * GIB
-ROUGH: Final = 10**5
 MANY_FRAGMENTS: Final = 8  # Fragments of the dial for large stages; averaging in parts needs less memory
 
 
 def look_at_versions() -> Sequence[Finding]:
     """Reports the versions, for a report of a problem; `pip check` compares them with the wanted ones."""
-    found = ", ".join(f"{name} {metadata.version(name)}" for name in LIBRARIES)
+    found = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "hivemind", "grpcio"))
     return [
         Finding("versions", Level.OK, f"Skipstone {installed_version()}, Python {platform.python_version()}, {found}")
     ]
@@ -117,7 +106,7 @@ def _device(device: "torch.device", wish: str) -> Finding:
     import torch
 
     try:
-        flops = matmul_flops(device, CPU_SIZE if device.type == "cpu" else GPU_SIZE)
+        flops = matmul_flops(device, 512 if device.type == "cpu" else 4096)
     except RuntimeError as error:  # torch raises it for driver and memory errors
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         fix = "Check the driver and other programs on the GPU."
@@ -130,7 +119,7 @@ def _device(device: "torch.device", wish: str) -> Finding:
         free, total = torch.cuda.mem_get_info(device)
         memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
         found = f"{torch.cuda.get_device_name(device)}, {memory}; {speed}"
-        if free < LITTLE_GPU_BYTES:
+        if free < 2 * GIB:
             fix = "Stop other programs on the GPU, or choose another one with --device cuda:N."
             return Finding("device", Level.WARN, found, fix)
         return Finding("device", Level.OK, found)
@@ -156,7 +145,7 @@ def matmul_flops(device: "torch.device", size: int) -> float | None:
     product = left @ right  # warm-up: the first product loads libraries
     wait()
     began, times = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - began) < MEASURE_S:
+    while (elapsed := time.perf_counter() - began) < 0.3:  # seconds
         product = left @ right
         wait()
         times += 1
@@ -172,10 +161,10 @@ def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory
     parts = ", ".join(f"{part} {size}" for part, size in OVERHEAD_MIB.items())
     beside = f"a node takes {sum(OVERHEAD_MIB.values())} MiB beside its stage: {parts}"
     found = f"{available / GIB:.1f} GiB available; {beside}"
-    if available < NO_MEMORY_BYTES:
+    if available < 1 * GIB:
         fix = "Close other programs, or give the container more memory: a node needs 1 GiB plus its stage."
         return [Finding("memory", Level.FAIL, found, fix)]
-    if available < LITTLE_MEMORY_BYTES:
+    if available < 4 * GIB:
         return [Finding("memory", Level.WARN, found, "Enough for small stages; close other programs for larger ones.")]
     return [Finding("memory", Level.OK, found)]
 
@@ -209,7 +198,7 @@ def what_fits_of(wish: str, limit: Reasoned[int] | None, moments: MomentType, ma
 
 
 def _rough(parameters: int) -> str:
-    return f"{parameters // ROUGH * ROUGH / 1e6:,.1f}"
+    return f"{parameters // 10**5 / 10:,.1f}"
 
 
 def _free_memory(wish: str, limit: Reasoned[int] | None) -> FreeMemory:
@@ -231,9 +220,9 @@ def _disk(name: str, folder: Path) -> Finding:
         return Finding("disk", Level.FAIL, f"{name}: {there} is not writable", fix)
     free = shutil.disk_usage(there).free
     found = f"{name}: {free / GIB:.1f} GiB free at {folder}"
-    if free < NO_DISK_BYTES:
+    if free < 1 * GIB:
         return Finding("disk", Level.FAIL, found, "Free some space: a full disk loses checkpoints and logs.")
-    if free < LITTLE_DISK_BYTES:
+    if free < 5 * GIB:
         fix = "Free some space, or choose another folder: checkpoints grow with the stage."
         return Finding("disk", Level.WARN, found, fix)
     return Finding("disk", Level.OK, found)
@@ -252,10 +241,8 @@ PATIENCE_S: Final = 20.0
 CLOCK_LIMIT_S: Final = 10.0
 REACH_LIMIT_S: Final = 120.0
 ENTER_LIMIT_S: Final = 60.0
-CLOCKS: Final = 5
 ASK_TIMEOUT_S: Final = 5.0
 WRONG_CLOCK_S: Final = 60.0  # beyond this, `protocol.identity.signed_records` rejects records
-ODD_CLOCK_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +314,7 @@ async def _compare_clocks(session: NetworkSession) -> Sequence[Finding]:
         about = Question(QuestionAbout.STATUS)
         return await clock_offset(lambda: session.transport.ask(peer, about, ASK_TIMEOUT_S), session.own.clock)
 
-    found = await asyncio.gather(*(offset(peer) for peer in _peers(session)[:CLOCKS]))
+    found = await asyncio.gather(*(offset(peer) for peer in _peers(session)[:5]))
     return [clock_finding([seconds for seconds in found if seconds is not None])]
 
 
@@ -349,7 +336,7 @@ def clock_finding(offsets: Sequence[float]) -> Finding:
         return Finding("clock", Level.SKIP, "no peer reported its time")
     ahead = -statistics.median(offsets)
     found = f"{abs(ahead):.1f} s {'ahead of' if ahead >= 0 else 'behind'} the median of {len(offsets)} peers"
-    if abs(ahead) < ODD_CLOCK_S:
+    if abs(ahead) < 5.0:
         return Finding("clock", Level.OK, found)
     level = Level.FAIL if abs(ahead) >= WRONG_CLOCK_S else Level.WARN
     fix = "Synchronize it: `timedatectl set-ntp true`, or your system's settings."

@@ -89,7 +89,7 @@ def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: in
                 size = 0
             pieces[-1][names[name]] = shape
             size += own
-    return tuple(Shard(_file_name(number, len(pieces)), piece) for number, piece in enumerate(pieces, start=1))
+    return tuple(Shard(shard_file(number, len(pieces)), piece) for number, piece in enumerate(pieces, start=1))
 
 
 def index_json(shards: tuple[Shard, ...]) -> dict[str, Any]:
@@ -125,12 +125,8 @@ def module_file(module: ModuleId) -> str:
     return f"module-{module}.safetensors"
 
 
-def shard_files(count: int) -> list[str]:
-    """Returns the file names of an export in `count` shards."""
-    return [_file_name(number, count) for number in range(1, count + 1)]
-
-
-def _file_name(number: int, count: int) -> str:
+def shard_file(number: int, count: int) -> str:
+    """Returns the file name of a shard, numbered from 1, in an export in `count` shards."""
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 

@@ -254,9 +254,9 @@ def _files_by_parameter(path: Path, origin: Mapping[str, Any], manifest: Manifes
     if not isinstance(count, int) or not 1 <= count <= most:
         raise StateError(f"{path / layout.ORIGIN}: `shards` must be a number from 1 to {most}")
     found: dict[str, Path] = {}
-    for file in layout.shard_files(count):
-        with opened_tensors(path / file) as opened:
-            found |= dict.fromkeys(opened.keys(), path / file)
+    for file in (path / layout.shard_file(number, count) for number in range(1, count + 1)):
+        with opened_tensors(file) as opened:
+            found |= dict.fromkeys(opened.keys(), file)
     return found
 
 

@@ -30,7 +30,6 @@ Progress = Callable[[ModuleId, int, int], None]  # Module, bytes of all modules 
 PATIENCE_S: Final = 30.0
 ATTEMPTS: Final = 4
 PAUSE_S: Final = 0.3
-RETRY_AFTER_S: Final = 2.5
 
 
 class SwarmSource:
@@ -70,7 +69,7 @@ class SwarmSource:
                 log.info("module %s, attempt %d of %d: %s", module, attempt, ATTEMPTS, error)
                 if attempt == ATTEMPTS:
                     raise type(error)(f"module {module}: {error}", hint="Retry when its replicas are online.") from None
-                await asyncio.sleep(RETRY_AFTER_S)
+                await asyncio.sleep(2.5)
             else:
                 self.versions[module] = version
                 return tensors_of(module_layout(self.signed.manifest, module), vector)

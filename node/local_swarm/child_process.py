@@ -15,7 +15,6 @@ from node.local_swarm.forked_nodes import ForkedProcess
 from swarm.vocabulary.errors import ResourceExhausted
 
 MAX_STDERR_LINES = 40
-_LINE_LIMIT_BYTES = 64 * 1024
 _LAST_OUTPUT_S = 5.0  # Limit for output after the child and its group have ended, in seconds
 
 
@@ -120,7 +119,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 async def _read(pipe: IO[bytes], on_line: Callable[[bytes], None]) -> None:
-    reader = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
+    reader = asyncio.StreamReader(limit=64 * 1024)
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:

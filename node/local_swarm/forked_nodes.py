@@ -17,10 +17,6 @@ from typing import IO, Final
 
 from swarm.vocabulary.errors import ResourceExhausted
 
-PRELOADED: Final = ("node.__main__", "node.cli.join", "node.runtime.node")
-# Arguments of a node as JSON; then its three streams and the socket that reports its end.
-MAX_REQUEST_BYTES: Final = 64 * 1024
-DESCRIPTORS: Final = 4
 NUMBER_BYTES: Final = 8
 
 
@@ -28,7 +24,8 @@ def _serve(requests: socket.socket) -> list[str] | None:
     """Forks nodes on request. Returns the arguments in a forked node, None in the server at the end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps monitors
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, DESCRIPTORS)
+        # Arguments of a node as JSON; its three streams and the socket that reports its end.
+        message, descriptors, _, _ = socket.recv_fds(requests, 64 * 1024, 4)
         if not message:
             return None
         arguments: list[str] = json.loads(message)
@@ -69,7 +66,7 @@ def _fork_and_monitor(streams: list[int], life: socket.socket) -> None:
 
 def main() -> None:
     """Imports the modules that nodes need, then serves."""
-    for module in PRELOADED:
+    for module in ("node.__main__", "node.cli.join", "node.runtime.node"):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # garbage collection in a node would copy the shared pages
@@ -78,9 +75,6 @@ def main() -> None:
         os._exit(0)  # nodes outlive the server, so there is nothing to clean up
     sys.argv = ["skipstone", *arguments]
     runpy.run_module("node", run_name="__main__", alter_sys=True)
-
-
-REAP_S: Final = 5.0
 
 
 def may_fork(command: Sequence[str]) -> bool:
@@ -166,7 +160,7 @@ class ForkedProcess:
 
     def reap(self) -> int:
         asyncio.get_running_loop().remove_reader(self._life)
-        self._life.settimeout(REAP_S)
+        self._life.settimeout(5.0)
         try:
             received = self._life.recv(NUMBER_BYTES)
         except OSError:

@@ -20,7 +20,6 @@ from swarm.vocabulary.types import ModuleId, short
 
 STOP_LIMIT_S = 20.0  # Limit of a node's clean stop, in seconds
 MAX_UNREAD_EVENTS = 10_000
-MAX_SHOWN_STDERR_LINES = 5
 
 
 class LocalSwarm:
@@ -180,7 +179,7 @@ class LocalSwarm:
             self._note("info", f"{_name(peer)} stopped cleanly")
             return
         self._note("error", f"{_name(peer)} ended with exit code {end.exit_code}")
-        for line in end.stderr[-MAX_SHOWN_STDERR_LINES:]:
+        for line in end.stderr[-5:]:
             self._note("error", f"{_name(peer)}: {line}")
 
     def _heard(self, peer: PlannedPeer, line: bytes) -> None:

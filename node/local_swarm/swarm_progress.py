@@ -12,7 +12,6 @@ from node.observability.status import NO_CURVE, Curve
 MAX_LAG = 8  # A step is done once no data node within this many steps of the foremost still has to report it
 MAX_NOTES = 8
 RATE_WINDOW = 16
-SEVERAL = "swarm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,8 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
         case events.Step():
             return _step_reported(state, index, event, now)
         case events.NodeStatus():
-            stage = _stage_of(event.module, otherwise=peer.stage)
+            name = (event.module or "").partition(".")[0]
+            stage = int(name) if name.isdecimal() else peer.stage
             peer = replace(peer, stage=stage, peer=event.peer, module=event.module, state=event.state)
         case events.InnerStep():
             peer = replace(peer, inner_steps=event.step)
@@ -132,11 +132,6 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
         case events.Reach():
             return Progressed(state, ())  # all nodes are on this machine
     return Progressed(_with_peer(state, index, peer), (event,))
-
-
-def _stage_of(module: str | None, otherwise: int) -> int:
-    stage = (module or "").partition(".")[0]
-    return int(stage) if stage.isdecimal() else otherwise
 
 
 def noted(state: SwarmProgress, note: events.Note, now: float) -> Progressed:
@@ -218,7 +213,7 @@ def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgr
     rate, seconds = sum(share.tokens_per_s for share in shares), now - recent[0].at
     if seconds > 0:
         rate = (tokens - recent[0].tokens) / seconds
-    peer = shares[0].peer if len({share.peer for share in shares}) == 1 else SEVERAL
+    peer = shares[0].peer if len({share.peer for share in shares}) == 1 else "swarm"
     state = replace(
         state,
         step=step,

@@ -288,8 +288,6 @@ def _fill(manifest: Manifest, part: nn.Module) -> None:
             parameter.zero_()
 
 
-FAR_FROM_OVERFLOW: Final = 1e30  # Limit of a gradient bound, far below the largest float32 and bfloat16 (3e38)
-
 Around = Callable[[], AbstractContextManager[object]]  # Makes the context in which each thread computes a forward pass
 
 
@@ -433,7 +431,8 @@ class OneHead:
             scale = self._head.get_parameter("model.norm.weight").detach()
             matrix = self._head.lm_head.weight.detach()
             length = torch.linalg.vector_norm(matrix) * torch.linalg.vector_norm(scale, ord=float("inf"))
-            self._is_bounded = float(length.item()) * math.sqrt(matrix.shape[1]) < FAR_FROM_OVERFLOW
+            # Far below the largest float32 and bfloat16 (3e38)
+            self._is_bounded = float(length.item()) * math.sqrt(matrix.shape[1]) < 1e30
         return self._is_bounded
 
 

@@ -21,7 +21,6 @@ from protocol.manifest.manifest import ModelSection
 HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL: Final = 0.02  # Standard deviation of T, embedding and head, which makes the first loss close to ln(vocabulary)
 TABLE_BYTES: Final = 2**26  # Largest T that is kept. Of a larger one, rows are computed for each microbatch.
-TABLES: Final = 8  # Number of tables that a process keeps: one for each of its devices
 _CHUNK: Final = 2**18  # Elements of T computed at a time (2 MiB), so that they stay in the processor's cache
 _WORD: Final = 2**32 - 1
 
@@ -94,7 +93,7 @@ def token_numbers(octets: Tensor) -> Tensor:
     return sum((part << 8 * place for place, part in enumerate(parts)), torch.zeros_like(parts[0]))
 
 
-@lru_cache(maxsize=TABLES)
+@lru_cache(maxsize=8)  # one for each of this process's devices
 def _table(seed: int, vocabulary: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # training in this process may use it later
         return fixed_rows(seed, torch.arange(vocabulary, device=device), width, dtype)

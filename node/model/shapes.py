@@ -13,7 +13,6 @@ Shape = tuple[int, ...]
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 _ROWS: Final = "token_rows.embed_tokens.weight"  # Ends the name of a block's rows of low rank
-_WRITE: Final = ("self_attn.o_proj", "mlp.down_proj")
 HEAD: Final = "lm_head.weight"  # Name of the LM head if it is not tied to the embedding
 BYTES_PER_PARAMETER: Final = 4
 LEAST_ELEMENTS: Final = 4096  # Smallest matrix whose moments may have 8 bits, in elements (as in bitsandbytes)
@@ -47,7 +46,7 @@ def names_in_part(manifest: Manifest, modules: Sequence[ModuleId]) -> dict[str, 
 
 def writes(name: str) -> bool:
     """Tells whether a parameter belongs to a layer whose output is added to hidden states."""
-    return name.rpartition(".")[0].endswith(_WRITE)
+    return name.rpartition(".")[0].endswith(("self_attn.o_proj", "mlp.down_proj"))
 
 
 def has_row_per_token(name: str) -> bool:

@@ -16,11 +16,8 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import PeerError, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
-STATUS_TIMEOUT_S = 5.0
 WATCH_S = 3.0
-SAMPLED_S = 5.0  # With `most`, because each node of a run may sample
 GAP_PATIENCE_S = 3.0  # Time for the directory to name peers of stages that a path may skip
-EVALUATION_TIMEOUT_S = 600.0  # The data node runs the whole model over the held-out text
 
 
 Statuses = Callable[[], AsyncGenerator[SwarmStatus]]
@@ -60,7 +57,7 @@ async def statuses_of(
         asked = (_peer_status(session, each, ask=place < places) for place, each in enumerate(seen))
         peers = sorted(await asyncio.gather(*asked), key=lambda peer: peer.peer)
         yield SwarmStatus.of(session.run, manifest.name, stages.count, tuple(peers), modules)
-        await asyncio.sleep(WATCH_S if most is None else SAMPLED_S)
+        await asyncio.sleep(WATCH_S if most is None else 5.0)  # less often, because each node of a run may sample
 
 
 async def query_evaluation(
@@ -84,7 +81,7 @@ async def query_evaluation(
             measured = []
             for stages in subsets:
                 question = Question(QuestionAbout.EVALUATE, microbatches, stages=stages)
-                answer = await session.transport.ask(peer, question, EVALUATION_TIMEOUT_S)
+                answer = await session.transport.ask(peer, question, 600.0)  # the whole model over the held-out text
                 measured.append((stages, loss_in(parse_answer(answer))))
             return loss_report(measured)
 
@@ -111,7 +108,7 @@ async def _peer_status(session: NetworkSession, said: Announcement, *, ask: bool
     """Combines a peer's announcement with its status, if it is asked and answers."""
     answered, question = None, Question(QuestionAbout.STATUS)
     with suppress(PeerError):
-        answered = None if not ask else parse_status(await session.transport.ask(said.peer, question, STATUS_TIMEOUT_S))
+        answered = None if not ask else parse_status(await session.transport.ask(said.peer, question, 5.0))
     return PeerStatus(
         peer=said.peer,
         module=None if said.module is None else str(said.module),

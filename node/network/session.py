@@ -44,11 +44,9 @@ WHOLE_S = 600.0  # Time after the end of a link in which each look-up is whole: 
 GROUP_S = 60.0  # Time after a new link in which each look-up is whole: those who come together do not know each other
 PUSH_S = 5.0
 PUBLISH_RETRY_S = 1.0
-PROBE_TIMEOUT_S = 5.0
 GREET_S = 1.0
 GREETED_AT_ONCE = 8
 MOST_GREETED = 128  # Links beyond which no more are opened for possible work
-CLOCK_STEP_S = 5.0  # Jump of the wall clock that is logged
 FEW_REPLICAS = 2  # Modules with this few replicas are probed before a decision
 MAX_ASKED = 64
 
@@ -185,7 +183,7 @@ class MembershipSync:
     async def _probe(self, peer: PeerId, *, is_greeting: bool = False) -> Status | None:
         """Asks the peer for its status; marks the peer as dead if it does not answer, so that no work is sent there."""
         try:
-            answer = await self.transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
+            answer = await self.transport.ask(peer, Question(QuestionAbout.STATUS), 5.0)
             if self.membership.is_suspect(peer, now := self.own.clock.monotonic()):
                 self.membership.answered(peer, now)  # it sends no record while nothing changes
                 self.changed.set()
@@ -257,7 +255,7 @@ class MembershipSync:
         while True:
             await asyncio.sleep(PUSH_S)
             before_s, offset_s = offset_s, self._clock_offset_s()
-            if abs(offset_s - before_s) > CLOCK_STEP_S:
+            if abs(offset_s - before_s) > 5.0:
                 log.warning(
                     "this machine's clock jumped by %+.0f s, or the machine slept; links continue, but new peers "
                     "find this node only while its clock is right",
@@ -316,7 +314,6 @@ Answer = TypeVar("Answer")
 
 ASK_TIMEOUT_S = 10.0
 PAUSE_S = 0.3
-VISIT_PATIENCE_S = 30.0
 LOOK_AROUND_S = 1.5  # Enough for one look-up of every module
 ASKED_AT_ONCE = 16  # For the manifest
 MAX_LINK_PEERS = 4
@@ -566,7 +563,7 @@ async def _node_at(address: str, link: ShortLink) -> tuple[RunId, str] | PeerErr
 async def visit(link: Link, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
     """Connects to a run as a client within the block: new key, no module, and a DHT client that does not listen."""
     # Listen only on the interface towards the first peer; peers behind NAT must be able to call back.
-    full = await full_link(link, VISIT_PATIENCE_S)
+    full = await full_link(link, patience_s=30.0)
     if listen is None:
         listen = await asyncio.to_thread(address_to_reach, full.peers) or "127.0.0.1"  # may need DNS
     settings = DirectorySettings("", 0, (), full.peers, client=True)

@@ -67,8 +67,6 @@ def event_from_json(line: str | bytes) -> Event | None:
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 256 * 2**20
-
 
 class EventLog:
     """Event sink that appends to a file `PEER-START.jsonl` while open; after `max_bytes`, to `.2`, `.3`, ..."""
@@ -78,7 +76,7 @@ class EventLog:
         folder: Path,
         peer: str,
         wall: Callable[[], float] = time.time,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: int = 256 * 2**20,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._peer, self._max_bytes = folder, peer, max_bytes

@@ -14,7 +14,6 @@ from swarm.vocabulary.errors import ProtocolViolation
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-MAX_INTEGER: Final = 2**63
 # Fields that came later are left out while None, so that older output stays the same.
 OMITTED_IF_NONE: Final = {"omitted_if_none": True}
 
@@ -61,7 +60,7 @@ def _reader(kind: Any) -> "TypeAdapter[Any]":
 
 
 def _bounded(digits: str) -> int | str:
-    return int(digits) if abs(int(digits)) < MAX_INTEGER else digits
+    return int(digits) if abs(int(digits)) < 2**63 else digits
 
 
 def _mend(table: Any, error: Any, where: str, *, lenient: bool) -> None:

@@ -75,7 +75,6 @@ CHECKED_EVERY = 64  # Encodings per measured error. Decoding is cheaper than enc
 MAX_WAITING_MESSAGES = 256  # Unsent messages per peer. Further ones are dropped, as if the peer were unreachable.
 MOST_SHORT_OF_MEMORY = 32  # Consecutive computations that may run out of memory before the module counts as too large
 MAX_LINKS: Final = 1024  # Links whose codecs are remembered. The transport keeps fewer open.
-DESCRIBED_LINKS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ class LinkCodecs:
     def describe(self) -> CodecStatus:
         """Returns the codecs for the node's status: allowed, disabled, and chosen for each link with reasons."""
         links = {}
-        for peer, chosen in itertools.islice(self._chosen.items(), DESCRIBED_LINKS):
+        for peer, chosen in itertools.islice(self._chosen.items(), 64):
             codecs = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in chosen.items()}
             if math.isfinite(rate := self._rate(peer)):  # else a peer of this process
                 links[short(peer)] = LinkStatus(round(rate), **codecs)

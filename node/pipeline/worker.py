@@ -101,8 +101,6 @@ GRADIENT_AT_MOST: Final = 3.0  # Largest norm of a microbatch's gradient, in usu
 ALONE_AT_MOST: Final = 100.0  # With one data node, whose norms change by more early, or with few norms
 FEW_NORMS: Final = 16
 NORMS_KEPT: Final = 32  # Norms of each data node from which its median is computed
-MOST_DATA_NODES: Final = 64
-FACTORS_KEPT: Final = 4096
 
 
 class GradientClip:
@@ -111,7 +109,7 @@ class GradientClip:
     def __init__(self) -> None:
         self._norms: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._medians: dict[PeerId, float] = {}
-        self._factors = Latest[MicrobatchId, Tensor | None](FACTORS_KEPT)
+        self._factors = Latest[MicrobatchId, Tensor | None](4096)
         self._unread: tuple[PeerId, Tensor] | None = None
 
     def clipped(self, microbatch: MicrobatchId, gradient: Tensor, labels: int = 0) -> Tensor:
@@ -136,7 +134,7 @@ class GradientClip:
         norms.append(norm)
         self._medians[data_node] = median_low(norms)
         self._norms.move_to_end(data_node)
-        if len(self._norms) > MOST_DATA_NODES:
+        if len(self._norms) > 64:  # data nodes
             del self._medians[self._norms.popitem(last=False)[0]]
 
 
@@ -164,8 +162,10 @@ class Wire:
         """Decodes a received tensor. Checks that it is finite: now on a CPU or with `before_use`, else in `output`."""
         assert tensor is not None, "custody requests no work before its tensors arrive"
         begun = time.perf_counter()
-        if tensor.spec.token_bytes:
-            self._check_numbers(tensor)
+        if tensor.spec.token_bytes:  # check before a device looks the tokens up
+            largest = int(token_numbers(without_numbers(tensor)[1]).max())
+            if largest >= self._vocabulary:
+                raise ProtocolViolation(f"token number {largest} is not below the vocabulary of {self._vocabulary}")
         received = _decoded(tensor, self.device, self.expect)
         if self.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -204,12 +204,6 @@ class Wire:
             encoded = with_numbers(encoded, numbers)
         self.codec_s += time.perf_counter() - begun
         return Output(encoded, loss, error=error)
-
-    def _check_numbers(self, tensor: Encoded) -> None:
-        """Raises ProtocolViolation unless all token numbers are in the vocabulary, before a device looks them up."""
-        largest = int(token_numbers(without_numbers(tensor)[1]).max())
-        if largest >= self._vocabulary:
-            raise ProtocolViolation(f"token number {largest} is not below the vocabulary of {self._vocabulary}")
 
     def _check(self, holds: bool, fault: str) -> None:
         self._expected.clear()

@@ -111,10 +111,6 @@ def _most_common(attempts: Sequence[Attempt]) -> str:
 
 log = logging.getLogger(__name__)
 
-STEP_S: Final = 2.0
-_HIDDEN: Final = (ReachStep.REVERSE, ReachStep.UNREACHABLE)
-_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)  # A mapped node would need a second mapping for the DHT's port
-
 FarEnds = Callable[[PeerId], FarEnd | None]
 
 
@@ -132,7 +128,7 @@ class RelayPart:
 
     async def follow(self) -> None:
         """Adapts the DHT and the tunnels to the node's current reachability."""
-        hidden = self.own.reach.step in _HIDDEN
+        hidden = self.own.reach.step in (ReachStep.REVERSE, ReachStep.UNREACHABLE)
         # An unreachable node must not store DHT records: every look-up would wait for it.
         self.dht.take_part(client=hidden)
         # Peers look for its relays among the peers that pass calls on to it.
@@ -151,7 +147,8 @@ class RelayPart:
     def _offer(self) -> str:
         """Returns the multiaddr where this node relays tunnels; empty if it cannot be dialled or does not relay."""
         own = self.own
-        if not (self.dht.serves_tunnels and own.addresses and own.reach.step in _OFFERS):
+        offers = own.reach.step in (ReachStep.DIRECT, ReachStep.UNKNOWN)  # a mapped node lacks one for the DHT's port
+        if not (self.dht.serves_tunnels and own.addresses and offers):
             return ""
         relay = f"{multiaddr_of(host_of(own.addresses[0]), self.dht.port)}/p2p/{own.peer}"
         return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # too long for a record
@@ -163,7 +160,7 @@ async def keep_in_step(session: NetworkSession) -> None:
     part = RelayPart(session.own, session.directory, session.tunnels, relay_of, announce, session.local_address)
     while True:
         await part.follow()
-        await asyncio.sleep(STEP_S)
+        await asyncio.sleep(2.0)
 
 
 def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
@@ -256,7 +253,10 @@ async def watch(
     """Tests reachability at intervals, and when the router drops its port mapping, until cancelled."""
     pause_s = FIRST_PAUSE_S
     while True:
-        found = await _climb_surely(climbing, adoption.climbed, sleep)
+        found = await climbing()
+        if found.step is ReachStep.UNREACHABLE and adoption.climbed.step is not ReachStep.UNREACHABLE:
+            await sleep(CONFIRM_S)
+            found = await climbing()
         wait_s = AGAIN_S.get(found.step, pause_s)
         if found.step is ReachStep.UNKNOWN:
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -272,14 +272,6 @@ async def watch(
             await _until_lost(router, wait_s, sleep)
         else:
             await sleep(wait_s)
-
-
-async def _climb_surely(climbing: Climb, before: Standing, sleep: Sleep) -> Standing:
-    found = await climbing()
-    if found.step is not ReachStep.UNREACHABLE or before.step is ReachStep.UNREACHABLE:
-        return found
-    await sleep(CONFIRM_S)
-    return await climbing()
 
 
 async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:

@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 LEASE_S: Final = 600  # A dead machine's mapping expires
 ASK_ROUTER_S: Final = 15.0  # Per protocol
-CLOSE_S: Final = 3.0
 _HAS_GATEWAY: Final = 2  # RTF_GATEWAY of Linux's <linux/route.h>
 
 
@@ -89,7 +88,7 @@ class Router:
         if held is None or mapper is None:
             return
         try:
-            failed = await aside(lambda: mapper.unmap(held), CLOSE_S)
+            failed = await aside(lambda: mapper.unmap(held), 3.0)
         except TimeoutError:
             failed = NotMapped("the router did not answer in time")
         except OSError as error:
@@ -111,10 +110,7 @@ class Router:
         return answer
 
 
-ROUTES: Final = Path("/proc/net/route")
-
-
-def default_gateway(routes: Path = ROUTES) -> str | None:
+def default_gateway(routes: Path = Path("/proc/net/route")) -> str | None:
     """Returns the IPv4 gateway with the lowest metric in Linux's route table; None on other systems."""
     try:
         lines = routes.read_text().splitlines()[1:]
@@ -206,21 +202,15 @@ def _exchange(gateway: str, port: int, request: bytes) -> bytes | None:
 
 
 SEARCH_S: Final = 2.0
-DESCRIPTION: Final = "skipstone"
 TRIES: Final = 3  # External ports to try
 
-_MULTICAST: Final = "239.255.255.250"
 _PORT: Final = 1900
-_DEVICES: Final = ("1", "2")
 _SEARCH: Final = (
     'M-SEARCH * HTTP/1.1\r\nHOST: 239.255.255.250:1900\r\nMAN: "ssdp:discover"\r\nMX: 1\r\n'
     "ST: urn:schemas-upnp-org:device:InternetGatewayDevice:{}\r\n\r\n"
 )
 _LOCATION: Final = re.compile(rb"^location:[ \t]*(\S{1,512})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
 _URL: Final = re.compile(r"http://([0-9.]{7,15})(?::[0-9]{1,5})?/.*")
-
-Search = Callable[[str], str | None]
-Connect = Callable[[str], tuple[Any, str]]
 
 
 def leads_to(gateway: str, url: str) -> bool:
@@ -240,8 +230,8 @@ def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = Non
     # Many gateways answer only at the multicast group. Tests replace both by `targets`.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as searching:
         searching.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
-        for device in _DEVICES:
-            for target in targets or ((gateway, _PORT), (_MULTICAST, _PORT)):
+        for device in ("1", "2"):
+            for target in targets or ((gateway, _PORT), ("239.255.255.250", _PORT)):
                 try:
                     searching.sendto(_SEARCH.format(device).encode(), target)
                 except OSError:
@@ -271,7 +261,7 @@ def _by_miniupnpc(location: str) -> tuple[Any, str]:
 def _add(device: Any, external_port: int, port: int, lease_s: int) -> str | None:
     """Adds a mapping; returns the router's refusal. The empty argument means any remote host."""
     try:
-        device.addportmapping(external_port, "TCP", device.lanaddr, port, DESCRIPTION, "", lease_s)
+        device.addportmapping(external_port, "TCP", device.lanaddr, port, "skipstone", "", lease_s)
     except Exception as error:  # miniupnpc has no exception type
         return str(error)[:200]
     return None
@@ -292,8 +282,8 @@ class Upnp:
 
     how: ClassVar[str] = "UPnP"
     gateway: Callable[[], str | None] = default_gateway
-    search: Search = description_of
-    connect: Connect = _by_miniupnpc
+    search: Callable[[str], str | None] = description_of
+    connect: Callable[[str], tuple[Any, str]] = _by_miniupnpc
     _device: Any = None
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:

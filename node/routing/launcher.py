@@ -200,7 +200,6 @@ log = logging.getLogger(__name__)
 
 LIFETIME_IN_PATHS = 20  # A microbatch without a sign of life for this many times its path's usual duration is abandoned
 STRAGGLER = "all others are much faster"
-LOOK_AGAIN_S = 0.5
 
 
 @dataclass(slots=True)
@@ -294,7 +293,7 @@ class DataNode(PathEnds):
                 self.lost(straggler.microbatch, STRAGGLER)
             while not self._is_stopping and self.in_flight.may_start().value and self._launch():
                 pass
-            await set_or_after(self._wake, LOOK_AGAIN_S)
+            await set_or_after(self._wake, 0.5)
 
     def _launch(self) -> bool:
         """Launches the next microbatch; False if none is packed, or if it has no path now."""

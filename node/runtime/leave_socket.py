@@ -17,9 +17,7 @@ from swarm.vocabulary.errors import ConfigError, IdentityError, ResourceExhauste
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-SECRET_BYTES = 32
 ACCEPTED = b"accepted\n"
-LONGEST_REQUEST = 128  # Bytes
 CONNECT_S = 5.0
 LISTEN_S = 5.0
 MAX_CONVERSATIONS = 64  # Beyond this the oldest silent connection is closed, because any local user can open some
@@ -58,7 +56,7 @@ async def leave_requests(
     identity_path: Path, ask: Callable[[], None], others: Mapping[str, Callable[[float | None], None]] | None = None
 ) -> AsyncIterator[None]:
     """Listens for `skipstone leave` within the block, and for `others`, as `pause 60`. Raises ResourceExhausted."""
-    secret = secrets.token_hex(SECRET_BYTES)
+    secret = secrets.token_hex(32)
     path = endpoint_path(identity_path)
     silent: dict[asyncio.StreamWriter, None] = {}  # oldest first
     accepted: list[asyncio.StreamWriter] = []
@@ -89,7 +87,8 @@ async def leave_requests(
             ask()
 
     try:
-        server = await asyncio.start_server(listen, LOOPBACK, 0, backlog=MAX_CONVERSATIONS, limit=LONGEST_REQUEST)
+        # No request is longer than 128 bytes.
+        server = await asyncio.start_server(listen, LOOPBACK, 0, backlog=MAX_CONVERSATIONS, limit=128)
         _write(path, _Endpoint(server.sockets[0].getsockname()[1], secret, os.getpid()))
     except OSError as error:
         raise ResourceExhausted(f"cannot listen for `skipstone leave`: {error.strerror or error}") from error
@@ -99,7 +98,9 @@ async def leave_requests(
         server.close()
         for writer in (*silent, *accepted):
             writer.close()
-        _remove_own(path, secret)
+        with contextlib.suppress(ConfigError, OSError):  # another node may have started with the same identity
+            if _read(path).secret == secret:
+                path.unlink()
 
 
 async def ask_to_leave(identity_path: Path, patience_s: float, request: str = "leave") -> None:
@@ -163,12 +164,6 @@ def _read(path: Path) -> _Endpoint:
         return _Endpoint(int(table["port"]), str(table["secret"]), int(table["process"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise _nobody(path.with_name(path.name.removesuffix(".running"))) from None
-
-
-def _remove_own(path: Path, secret: str) -> None:
-    with contextlib.suppress(ConfigError, OSError):  # another node may have started with the same identity
-        if _read(path).secret == secret:
-            path.unlink()
 
 
 def _nobody(identity_path: Path) -> ConfigError:

@@ -25,7 +25,6 @@ from swarm.vocabulary.types import Reasoned
 from swarm.workload.limits import UNLIMITED, Limits, Sensors, allowed
 
 LOOK_S: Final = 2.0
-USAGE_S: Final = 60.0  # Between writings of the bytes of this month
 MOST_BYTES: Final = 64 * 1024
 GIGABYTE: Final = 1e9
 
@@ -182,7 +181,7 @@ class Limiter:
                 self._seen = await asyncio.to_thread(self._sense, self.limits, self._used_bytes() / GIGABYTE)
                 self._apply(allowed(self.limits, self._seen, self.now))
                 slow(self.now.value or 1.0)
-                if time.monotonic() - self._written_at > USAGE_S:
+                if time.monotonic() - self._written_at > 60.0:
                     self._write_usage()
                 await asyncio.sleep(LOOK_S)
         finally:

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 DRAIN_S = 12.0  # Limit of a drain, in seconds. Below the 20 s after which a stop is forced.
 HAND_OVER_S = 3.0
-REPORT_S = 2.0
 MAX_ASKED = 16
 
 Moving = Callable[[ModuleContext], NextModule]
@@ -135,7 +134,7 @@ async def save_at_the_end(context: ModuleContext, saver: Saver | None, *, pauses
             await saver.save_at_the_end()
     finally:
         if is_last and not pauses:
-            is_saved = saver is not None and (saver.has_saved or context.resumed.module is not None)
+            is_saved = saver is not None and (saver.saved_steps is not None or context.resumed.module is not None)
             folder = str(context.options.checkpoint_dir) if is_saved else None
             context.events.emit(events.LastPeer(context.session.own.peer, str(context.module), folder))
 
@@ -171,7 +170,7 @@ async def _at_work(role: NodeRole, context: ModuleContext, saver: Saver | None) 
 
 async def _report(role: NodeRole, context: ModuleContext) -> None:
     while True:
-        await asyncio.sleep(REPORT_S)
+        await asyncio.sleep(2.0)
         context.events.emit(role.load())
 
 

@@ -25,11 +25,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId
 log = logging.getLogger(__name__)
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")  # With the keys of transformers 4 and 5
-# Longest default row in tokens; then the defaults of transformers for absent keys.
-SEQUENCE: Final = 1024
-_MISTRAL_WINDOW: Final = 4096
-_QWEN3_HEAD_DIM: Final = 128
-_QWEN_FULL_LAYERS: Final = 28
+SEQUENCE: Final = 1024  # Longest default row in tokens
 
 Config = Mapping[str, Any]
 
@@ -50,11 +46,11 @@ def model_table(config: Config, sequence: int | None = None) -> dict[str, Any]:
     _require_computed(family, config)
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     head_dim = config.get("head_dim")
-    if head_dim is None and family == "qwen3":
-        head_dim = _QWEN3_HEAD_DIM
+    if head_dim is None and family == "qwen3":  # here and below, defaults of transformers for absent keys
+        head_dim = 128
     theta, scaling = _rotary(config)
     most = config.get("max_position_embeddings")
-    window = config.get("sliding_window", _MISTRAL_WINDOW) if family == "mistral" else None
+    window = config.get("sliding_window", 4096) if family == "mistral" else None
     longest = min(value for value in (most, window, SEQUENCE) if value is not None)
     return {
         "family": family,
@@ -95,7 +91,7 @@ def _slides(config: Config) -> bool:
     """Whether any block of a Qwen model has a sliding window, as transformers decides it."""
     if isinstance(kinds := config.get("layer_types"), list):
         return "sliding_attention" in kinds
-    full = config.get("max_window_layers", _QWEN_FULL_LAYERS)
+    full = config.get("max_window_layers", 28)
     is_used = config.get("use_sliding_window", False) and config.get("sliding_window", 0) is not None
     return bool(is_used) and not (type(full) is int and full >= blocks_of(config))
 
@@ -144,8 +140,6 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 TOKENIZER: Final = "tokenizer.json"
 _HINT: Final = "Choose a model folder with config.json and model.safetensors."
-MAX_CONFIG_BYTES: Final = 2**20
-MAX_INDEX_BYTES: Final = 2**24
 MAX_FILES: Final = 4096
 TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROTARY_CONSTANT: Final = "rotary_emb.inv_freq"  # a constant that old exports contain; it is computed, not read
@@ -160,7 +154,7 @@ class ModelFolder:
             raise ConfigError(f"{path} is not a folder", hint=hint)
         self.path = path
         self._lock = threading.Lock()
-        self.config: Config = read_table(path / CONFIG, MAX_CONFIG_BYTES, _HINT)
+        self.config: Config = read_table(path / CONFIG, 2**20, _HINT)
         self._files: dict[str, Any] = {}
         for name in self._weight_files():
             self._open(name)
@@ -235,7 +229,7 @@ class ModelFolder:
         raise ConfigError(f"{self.path} has no {SINGLE} and no {INDEX}")
 
     def _indexed(self) -> list[str]:
-        index = read_table(self.path / INDEX, MAX_INDEX_BYTES, _HINT)
+        index = read_table(self.path / INDEX, 2**24, _HINT)
         try:
             files = {str(file) for file in index["weight_map"].values()}
         except (KeyError, AttributeError):

@@ -36,14 +36,9 @@ PORT: Final = 8420
 LOOPBACK: Final = "127.0.0.1"
 WHERE: Final = "The run's page, for this machine only:\n\n  {}\n"
 MOST_VIEWERS: Final = 16
-KEEP_ALIVE_S: Final = 15.0
-SCRAPE_S: Final = 20.0
-HELD_S: Final = 60.0
 SAMPLE_S: Final = 300.0
-SAMPLED_TOKENS: Final = 120
 MOST_PROMPT: Final = 500  # Characters
 SECRET: Final = "X-Skipstone-Secret"  # noqa: S105 - the name of a header
-METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FILES: Final = ("index.html", "page.js", "page.css", "uplot.js", "uplot.css", "icon.svg")
 # Only our own files, and no page may show ours in a frame.
 POLICY: Final = (
@@ -180,7 +175,7 @@ class RunPage:
         self._viewers.add(changed)
         self._watched.set()
         try:
-            await asyncio.wait_for(changed.wait(), SCRAPE_S)
+            await asyncio.wait_for(changed.wait(), 20.0)
         finally:
             self._viewers.discard(changed)
         if self._picture is None:  # its peers do not answer yet
@@ -197,7 +192,7 @@ class RunPage:
                         self._show(next_picture(self._picture, status, own(), time.time()))
                         if not self._viewers:  # a visitor's session is slow to open: keep it for the next scrape
                             self._watched.clear()
-                            await asyncio.wait_for(self._watched.wait(), HELD_S)
+                            await asyncio.wait_for(self._watched.wait(), 60.0)
             except TimeoutError:
                 continue
             except Unreachable as error:  # its peers may only be starting
@@ -227,7 +222,7 @@ class RunPage:
             await response.write(self._encoded or b": nothing yet\n\n")
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
+                    await asyncio.wait_for(changed.wait(), 15.0)
                 sent = self._encoded if changed.is_set() else b": alive\n\n"  # a closed browser shows by an error
                 changed.clear()
                 await response.write(sent)
@@ -284,7 +279,7 @@ class RunPage:
 
 async def sampled(link: str, prompt: str) -> str:
     """Returns a text and how the model continues it. A large model harms only the new process. Raises StateError."""
-    words = ("--tokens", str(SAMPLED_TOKENS), "--device", "cpu", "--json", "--", link, prompt)
+    words = ("--tokens", "120", "--device", "cpu", "--json", "--", link, prompt)
     command, pipe = (sys.executable, "-P", "-m", "skipstone", "generate", *words), asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=child_environment(os.environ)
@@ -324,7 +319,7 @@ async def served(
             text = metrics(await page.status(), own())
         except TimeoutError:
             raise web.HTTPServiceUnavailable(text="the run's peers do not answer") from None
-        return web.Response(body=text, headers=HEADERS | {"Content-Type": METRICS_TYPE})
+        return web.Response(body=text, headers=HEADERS | {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def health(request: web.Request) -> web.Response:
         return web.Response(text="ok\n", headers=HEADERS)

@@ -277,7 +277,6 @@ def _in_float32(x: Tensor, scratch: _Scratch) -> Tensor:
 
 TIMES_THE_MEDIAN: Final = 8.0  # An outlier channel's largest element, over the median of all channels' largest elements
 SAMPLED_ROWS: Final = 64  # Enough, because the same channels are outliers in all rows. A missed one costs only accuracy
-LARGEST_CHANNEL: Final = 2**16
 _FIGURES_BYTES: Final = 16  # Two int64 on a device: number of outliers, and whether the codec can express the rest
 
 
@@ -345,7 +344,7 @@ def _checked_channels(data: Tensor, count: int, channels: int, expect: Expect = 
 
 def most_apart(values: Tensor) -> int:
     """Returns the largest number of outlier channels that may be encoded for `values` [..., channels]."""
-    may_be = values.ndim > 1 and values.shape[-1] <= LARGEST_CHANNEL
+    may_be = values.ndim > 1 and values.shape[-1] <= 2**16  # the numbers of channels have 16 bits
     return most_outliers(tuple(values.shape)) if may_be else 0
 
 

@@ -32,23 +32,20 @@ def octets_of_tensor(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-_PINS: Final = "cuda"
-_COPIES_IN_ORDER: Final = frozenset({"cpu", "mps"})  # MPS reads the source later without keeping a reference
-
-
 def _ordinary(size_bytes: int) -> memoryview:
     return memoryview(bytearray(size_bytes))
 
 
 def buffer_for(size_bytes: int, device: torch.device) -> memoryview:
     """Allocates writable memory for copies to the device, pinned for a GPU if possible. Raises MemoryError."""
-    pinned = _pinned(size_bytes) if device.type == _PINS else None
+    pinned = _pinned(size_bytes) if device.type == "cuda" else None
     return _ordinary(size_bytes) if pinned is None else pinned.numpy().data
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor to the device. From pinned memory the copy is asynchronous, in stream order."""
-    return tensor.to(device, non_blocking=device.type not in _COPIES_IN_ORDER)
+    # MPS reads the source later without keeping a reference.
+    return tensor.to(device, non_blocking=device.type not in ("cpu", "mps"))
 
 
 def to_host(octets: Tensor) -> Tensor:

@@ -52,10 +52,9 @@ log = logging.getLogger(__name__)
 STOP_PATIENCE_S = 2.0
 MAX_WAITING_REQUESTS = 64
 MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
-_REMEMBERED_LINES = 5
 _MAX_LINE = 500
 _IDENTITY_FILE = "identity"
-_SOURCES = Path(__file__).resolve().parent.parent.parent
+_SOURCES = Path(__file__).resolve().parents[2]
 
 
 class DhtChild:
@@ -65,7 +64,7 @@ class DhtChild:
         self._process = process
         self._waiting: dict[int, asyncio.Future[dht_process_pb2.DhtReply]] = {}
         self._numbers = itertools.count(1)
-        self._last_lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
+        self._last_lines: deque[str] = deque(maxlen=5)
         self.ended = asyncio.Event()  # Set when the child has ended or closed its side
 
     @property

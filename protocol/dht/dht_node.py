@@ -25,13 +25,11 @@ from swarm.vocabulary.types import RunId
 
 log = logging.getLogger(__name__)
 
-DIAL_TIMEOUT_S = 5.0
 FIRST_JOIN_PATIENCE_S = 2.0  # Joining continues in the background
 MISSING_RETRY_S = (0.2, 5.0)  # First and longest pause between attempts to reach missing initial peers
 MISSING_PATIENCE_S = 120.0  # After this time missing initial peers are retried every REFRESH_S
 REFRESH_S = 60.0
 NEAREST = 5  # Nodes that store a record
-MAX_BLACKLIST = 4096
 
 
 class DhtService:
@@ -148,13 +146,13 @@ class DhtService:
         greeted = await asyncio.gather(*(self._greet(peer, at) for peer, at in self._initial_peers.items()))
         if self._peers_known():
             await self._node.find_nearest_nodes([self._node.node_id], MAX_NEAREST, MAX_NEAREST)
-        if len(self._node.blacklist.ban_counter) > MAX_BLACKLIST:
+        if len(self._node.blacklist.ban_counter) > 4096:
             self._node.blacklist.clear()
         return greeted.count(False)
 
     async def _greet(self, peer: PeerID, addresses: list[Multiaddr]) -> bool:
         try:
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
+            async with asyncio.timeout(5.0):
                 if not await any_answers(addresses):
                     return False
                 await self._node.p2p._client.connect(peer, addresses)

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 HEARTBEAT_TIMEOUT_S = 10.0
 RESTART_PAUSE_S = (0.1, 30.0)  # First and longest pause; doubled each time, with up to 50 % jitter
-STEADY_S = 60.0  # Lifetime of a child after which the pause is reset
 MAX_REMEMBERED_PEERS = 8192
 
 
@@ -102,10 +101,8 @@ class DhtDirectory:
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         assert self._supervisor is not None
         self._supervisor.cancel()
-        if isinstance(error, asyncio.CancelledError):
-            await self._tasks.__aexit__(kind, error, traceback)
-        else:
-            await self._tasks.__aexit__(None, None, None)  # do not wrap the caller's error in a group
+        cancelled = (kind, error, traceback) if isinstance(error, asyncio.CancelledError) else (None, None, None)
+        await self._tasks.__aexit__(*cancelled)  # do not wrap other errors of the caller in a group
 
     async def publish(self, announcement: Announcement, record: bytes) -> None:
         """Stores a signed record of us, or of a peer of this process, under its module's key. Raises Unreachable."""
@@ -189,7 +186,7 @@ class DhtDirectory:
                     return
                 level = logging.INFO if isinstance(error, _TakesPartAnew) else logging.WARNING
                 log.log(level, "the DHT has to be restarted: %s", error)
-            if self._clock.monotonic() - began > STEADY_S:
+            if self._clock.monotonic() - began > 60.0:
                 pause_s = RESTART_PAUSE_S[0]
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # not a secret
             pause_s = min(longest_s, pause_s * 2)

@@ -61,8 +61,6 @@ from protocol.nat.relay import Attachment, Incoming, OpenTunnels, RelayLimits, R
 
 log = logging.getLogger(__name__)
 
-MAX_CONCURRENT_REQUESTS = 32
-MAX_RELAYS = 4
 STOP_PATIENCE_S = 1.5  # Then this process ends, and the kernel kills p2pd with it
 
 
@@ -113,7 +111,7 @@ class _Work:
     def _attach(self, wish: dht_process_pb2.DhtAttach) -> None:
         """Attaches this peer to the relays in `wish` and detaches it from all others. Raises ProtocolViolation."""
         host, _, port = wish.local.rpartition(":")
-        if len(wish.relays) > MAX_RELAYS or (wish.relays and not (host and port.isdecimal())):
+        if len(wish.relays) > 4 or (wish.relays and not (host and port.isdecimal())):
             raise ProtocolViolation(f"dht: {len(wish.relays)} relays and {wish.local!r} cannot be attached")
         if wish.relays:
             self._incoming.local = (host.strip("[]"), int(port))
@@ -131,7 +129,7 @@ class _Desk:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._writing = asyncio.Lock()
-        self._free = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
+        self._free = asyncio.Semaphore(32)
 
     async def serve(self, work: _Work, tasks: asyncio.TaskGroup) -> None:
         while (request := await self.next()) is not None:

@@ -63,7 +63,6 @@ _INDEX_TAG: Final = 0x10
 _CHECKSUM_TAG: Final = 0x19
 _DATA_TAG: Final = 0x22
 _FIXED64: Final = struct.Struct("<Q")
-_LONGEST_UINT32: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ def _append_varint(buffer: bytearray, value: int) -> None:
 
 def _varint(frame: bytes, at: int) -> tuple[int, int]:
     value = 0
-    for place in range(_LONGEST_UINT32):
+    for place in range(5):  # bytes of the longest 32-bit number
         byte = frame[at + place]
         value |= (byte & 0x7F) << (7 * place)
         if byte < 0x80:

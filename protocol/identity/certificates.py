@@ -38,14 +38,9 @@ _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
 _KEY_HEADER: Final = bytes.fromhex("30680424") + LIBP2P_PUBLIC_KEY_PREFIX
 _SIGNATURE_HEADER: Final = bytes.fromhex("0440")
 
-# Fixed dates, so that machines with wrong clocks can connect. The key ends with the process anyway.
-_NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
-_NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
-
 _SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
 _SIGNS_CERTIFICATES_ONLY: Final = x509.KeyUsage(False, False, False, False, False, True, False, False, False)
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-_CACHED_AUTHORITIES: Final = 16
 
 _MALFORMED: Final = (
     ValueError,
@@ -150,7 +145,7 @@ def fingerprint(der: bytes) -> bytes:
     return hashlib.sha256(der).digest()
 
 
-@functools.lru_cache(maxsize=_CACHED_AUTHORITIES)
+@functools.lru_cache(maxsize=16)
 def _authority(run: RunId) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """Derives the run's root key and certificate from its RunId. The key is public, so its bias does not matter."""
     scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
@@ -172,8 +167,9 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePub
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(_NOT_BEFORE)
-        .not_valid_after(_NOT_AFTER)
+        # Fixed dates, so that machines with wrong clocks can connect. The key ends with the process anyway.
+        .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))
+        .not_valid_after(datetime(2100, 1, 1, tzinfo=UTC))
     )
 
 

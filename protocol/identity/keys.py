@@ -19,14 +19,9 @@ from swarm.vocabulary.errors import IdentityError, ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
 KEY_BYTES: Final = 32
-PEER_ID_CHARACTERS: Final = 52
 MAX_KEY_FILE_BYTES: Final = 4096
-KEYS_KEPT: Final = 4096  # Decoding base58 takes half as long as verifying a signature
 
 LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")  # libp2p PublicKey protobuf: type 1 (Ed25519), 32 bytes
-_LIBP2P_PRIVATE_KEY_PREFIX: Final = bytes.fromhex("08011240")
-_RUN_DOMAIN: Final = b"skipstone-run:1\0"
-_MODULE_DOMAIN: Final = b"skipstone-module:1\0"
 _IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
 
 
@@ -83,11 +78,11 @@ class Identity:
 
     def for_run(self, run: RunId) -> "Identity":
         """Derives the key of one run with HKDF (RFC 5869), so that peers do not recognize it in other runs."""
-        return self._derived(_RUN_DOMAIN + bytes.fromhex(run))
+        return self._derived(b"skipstone-run:1\0" + bytes.fromhex(run))
 
     def for_module(self, number: int) -> "Identity":
         """Derives the key of the module that a node hosts as its `number`th, from 1, beside its first one."""
-        return self._derived(_MODULE_DOMAIN + bytes((number,)))
+        return self._derived(b"skipstone-module:1\0" + bytes((number,)))
 
     def _derived(self, purpose: bytes) -> "Identity":
         hkdf = HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=purpose)
@@ -99,7 +94,7 @@ class Identity:
 
     def libp2p_private_key(self) -> bytes:
         """Returns libp2p's PrivateKey protobuf (68 bytes, secret), the format of `p2pd`'s identity file."""
-        return _LIBP2P_PRIVATE_KEY_PREFIX + self._key.private_bytes_raw() + self.public_key
+        return bytes.fromhex("08011240") + self._key.private_bytes_raw() + self.public_key
 
     def __repr__(self) -> str:
         return f"Identity({self.peer})"
@@ -112,11 +107,11 @@ def peer_id_of(public_key: bytes) -> PeerId:
     return PeerId(base58.b58encode(_IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX + public_key).decode())
 
 
-@lru_cache(KEYS_KEPT)
+@lru_cache(4096)  # decoding base58 takes half as long as verifying a signature
 def public_key_of(peer: PeerId) -> bytes:
     """Returns the raw Ed25519 public key in a peer id. Raises ProtocolViolation if the peer id has another form."""
     prefix = _IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX
-    if len(peer) == PEER_ID_CHARACTERS:  # check the length first, because base58 decoding takes quadratic time
+    if len(peer) == 52:  # check the length first, because base58 decoding takes quadratic time
         try:
             decoded = base58.b58decode(peer)
         except ValueError:

@@ -15,12 +15,6 @@ from swarm.vocabulary.pipeline_messages import Forward, MicrobatchTensor, Purpos
 from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute
 
-_ENTRY_DOMAIN: Final = b"skipstone-entry:2\0"
-_TALLY_DOMAIN: Final = b"skipstone-tally:1\0"
-MAX_VERIFIED: Final = 64  # Tallies whose verification is remembered
-_PIECE_DOMAIN: Final = b"skipstone-piece:2\0"
-_PIECE_NUMBERS: Final = struct.Struct("<6Q")
-
 
 class EntrySigner:
     """Signs and verifies a run's roster entries and tallies of work (`Signer`)."""
@@ -30,7 +24,7 @@ class EntrySigner:
         self._run = run
         self._guests = guests
         self._invitation = invitation
-        self._verified = Latest[WorkTally, bool](MAX_VERIFIED)
+        self._verified = Latest[WorkTally, bool](64)
 
     def sign_tally(self, tally: WorkTally) -> WorkTally:
         signature = self._identity.sign(tally_statement(self._run, tally))
@@ -55,7 +49,7 @@ def entry_statement(run: RunId, entry: Entry) -> bytes:
     attempt = entry.round
     return b"".join(
         (
-            _ENTRY_DOMAIN,
+            b"skipstone-entry:2\0",
             run.encode(),
             struct.pack("<IIQI", attempt.module.stage, attempt.module.expert, attempt.number, attempt.attempt),
             attempt.convener.encode(),
@@ -76,7 +70,7 @@ def is_vouched(tally: WorkTally, run: RunId, guests: Guests) -> bool:
 def tally_statement(run: RunId, tally: WorkTally) -> bytes:
     head = struct.pack("<IIQdd", tally.module.stage, tally.module.expert, tally.number, tally.at, tally.window_s)
     rows = (row.peer.encode() + struct.pack("<3Q", row.visits, row.tokens, row.recent) for row in tally.rows)
-    return b"".join((_TALLY_DOMAIN, bytes.fromhex(run), head, *rows))
+    return b"".join((b"skipstone-tally:1\0", bytes.fromhex(run), head, *rows))
 
 
 def _version(version: AnchorVersion) -> bytes:
@@ -103,8 +97,8 @@ class PieceSignatures:
     def _statement(self, piece: Contribution, data_hash: bytes) -> bytes:
         about = piece.round
         numbers = (about.module.stage, about.module.expert, about.number, about.attempt)
-        fixed = _PIECE_NUMBERS.pack(*numbers, piece.first_chunk, piece.end_chunk)
-        return _PIECE_DOMAIN + self._run + fixed + about.convener.encode() + data_hash
+        fixed = struct.pack("<6Q", *numbers, piece.first_chunk, piece.end_chunk)
+        return b"skipstone-piece:2\0" + self._run + fixed + about.convener.encode() + data_hash
 
 
 DOMAIN: Final = b"skipstone-route:2\0"

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-_PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 4096  # p2pd itself has no limit; 256 of macOS are few for a node's links
 # Without PYTHONSTARTUP, PYTHONINSPECT, PYTHONHOME, PYTHONPYCACHEPREFIX and LD_PRELOAD, which choose the code that runs
 NAMES: Final = frozenset(
@@ -62,7 +61,7 @@ def main() -> None:
     """Runs a command that ends with its parent: by PR_SET_PDEATHSIG on Linux; elsewhere the node kills the group."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent died before prctl
             sys.exit(1)
     set_open_files(at_most=True)

@@ -21,17 +21,14 @@ from protocol.transport.settings import is_free
 from swarm.vocabulary.errors import ConfigError, IdentityError, Unreachable
 from swarm.vocabulary.types import PeerId
 
-_MEMORY_GOAL = "512MiB"  # Soft limit for Go's garbage collector
-# The defaults (256, 512, 2 minutes) keep a flood of idle connections too long
-_CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
-
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
     """p2pd that cannot outlive this process, with its sockets in a private folder instead of /tmp."""
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        command: list[str] = P2P._make_process_args(*args, **kwargs, **_CONNECTIONS)
+        # The defaults (256, 512, 2 minutes) keep a flood of idle connections too long.
+        command: list[str] = P2P._make_process_args(*args, **kwargs, connLo=160, connHi=256, connGrace="20s")
         return [sys.executable, "-I", "-S", str(child_process.__file__), str(os.getpid()), *command]
 
 
@@ -39,7 +36,7 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     """Starts p2pd and connects to it. Raises ConfigError if it does not start, IdentityError for another peer id."""
     # Disabled: relaying (p2pd's would carry 4 GiB per circuit), port mapping (it trusts every device in the local
     # network), AutoNAT. No initial peers, because p2pd does not start while they are unreachable.
-    os.environ.setdefault("GOMEMLIMIT", _MEMORY_GOAL)
+    os.environ.setdefault("GOMEMLIMIT", "512MiB")  # soft limit for Go's garbage collector
     folder = Path(start.folder)
     _Daemon._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
     listening: dict[str, Any] = {"host_maddrs": None, "no_listen": True}

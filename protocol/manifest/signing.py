@@ -19,10 +19,7 @@ from protocol.manifest.manifest import Manifest, Section, manifest_from_table, p
 from swarm.vocabulary.errors import ManifestError, ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
-_COMMENT_WIDTH: Final = 100
-
-Scalar = bool | int | float | str
-TomlValue = Scalar | tuple["TomlValue", ...]
+TomlValue = bool | int | float | str | tuple["TomlValue", ...]
 
 
 def toml_of(manifest: Manifest) -> str:
@@ -32,7 +29,7 @@ def toml_of(manifest: Manifest) -> str:
 
 
 def toml_comment(text: str) -> str:
-    return "\n".join(textwrap.wrap(" ".join(text.split()), _COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# "))
+    return "\n".join(textwrap.wrap(" ".join(text.split()), 100, initial_indent="# ", subsequent_indent="# "))
 
 
 def toml_value(value: TomlValue) -> str:

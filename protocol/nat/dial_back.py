@@ -15,7 +15,6 @@ from swarm.vocabulary.errors import ProtocolViolation
 
 DIAL_BACK_S: Final = 3.0  # Timeout for connection and handshake together, more than ten round trips to a home
 MAX_RESULT_BYTES: Final = 1536
-MAX_HOST_CHARACTERS: Final = 64
 
 
 class DialBackOutcome(enum.Enum):
@@ -33,7 +32,7 @@ class DialBackResult:
     """Answer to a peer that asked for a dial-back: its IP address, the outcome and details."""
 
     # The asker's IP address as seen by that peer; empty if unknown
-    host: Annotated[str, Length(0, MAX_HOST_CHARACTERS)]
+    host: Annotated[str, Length(0, 64)]
     outcome: DialBackOutcome
     detail: Detail = ""
 

@@ -387,7 +387,6 @@ def _counted(counter: Counter[PeerId], peer: PeerId) -> Iterator[None]:
         counter -= Counter((peer,))  # and nothing is kept of 0
 
 
-PING_S: Final = 20.0  # Home routers forget connections after some minutes of silence
 SILENCE_S: Final = 60.0
 ANSWER_S: Final = 8.0
 IDLE_S: Final = 90.0  # Longer than the relay's timeout, so that the relay decides when a tunnel is idle
@@ -423,7 +422,7 @@ class Attachment:
     dial: Dial
     incoming: Incoming
     jitter: Callable[[], float] = random.random  # From 0 to 1
-    ping_s: float = PING_S
+    ping_s: float = 20.0  # Home routers forget connections after some minutes of silence
     standing: bool = field(default=False, init=False)
     reason: str = field(default="not tried yet", init=False)  # Reason if it is not standing
 
@@ -505,7 +504,6 @@ class Attachment:
             log.info("a tunnel through %s ended: %s", self.relay, ended)
 
 
-LOCAL_HOST: Final = "127.0.0.1"
 OPEN_S: Final = 10.0  # Timeout of the relay's answer, which includes 8 s for the far end
 TAKE_S: Final = 10.0  # Timeout of the connection to the local port
 MAX_OPENING: Final = 8
@@ -530,7 +528,7 @@ class OpenTunnels:
         finally:
             self._opening -= 1
         try:
-            listener = socket.create_server((LOCAL_HOST, 0), backlog=1)
+            listener = socket.create_server(("127.0.0.1", 0), backlog=1)
             listener.setblocking(False)
         except OSError as error:
             await stream.aclose()

@@ -17,7 +17,6 @@ from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import PeerId, short
 
-TUNNEL_RETRY_S: Final = 1.0  # Pause between tunnels, because each one costs three peers
 MAX_REMEMBERED_PEERS: Final = 1024
 MOST_REPLACED: Final = 3
 REPLACED_WITHIN_S: Final = 10.0
@@ -50,7 +49,7 @@ class Dialler:
             raise Unreachable(f"{short(contact.peer)} has no known address")
         if not contact.addresses and caller is not None and caller.can_be_dialled():
             await self._wait_for_call(caller, contact)
-        pause_s = self.settings.first_retry_s if contact.addresses else TUNNEL_RETRY_S
+        pause_s = self.settings.first_retry_s if contact.addresses else 1.0  # each tunnel costs three peers
         deadline = self.clock.monotonic() + self.settings.dial_timeout_s
         while True:
             try:

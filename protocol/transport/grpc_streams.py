@@ -22,14 +22,11 @@ from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unre
 SERVICE: Final = "skipstone.Skipstone"
 METHOD: Final = "Connect"
 
-# Unread bytes per sender. With gRPC's BDP probing this would grow with the link's speed.
-_RECEIVE_WINDOW_BYTES: Final = 4 * 1024 * 1024
-_WRITE_BUFFER_BYTES: Final = 1024 * 1024  # Preparing the next chunk overlaps with sending the last one
-
 _COMMON_OPTIONS: Final = (
+    # Unread bytes per sender. With gRPC's BDP probing this would grow with the link's speed.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", _RECEIVE_WINDOW_BYTES),
-    ("grpc.http2.write_buffer_size", _WRITE_BUFFER_BYTES),
+    ("grpc.http2.lookahead_bytes", 4 * 1024 * 1024),
+    ("grpc.http2.write_buffer_size", 1024 * 1024),  # preparing the next chunk overlaps with sending the last one
     ("grpc.max_metadata_size", 8192),
     # No compression: tensors have codecs, and decompression bombs are impossible.
     ("grpc.compression_enabled_algorithms_bitset", 1),
@@ -51,14 +48,12 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-_GRPC_LOG: Final = "grpc._cython.cygrpc"
 _ADDRESS: Final = re.compile(
     r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 )
 _WRONG_CERTIFICATE: Final = re.compile("CERTIFICATE_VERIFY_FAILED|Hostname Verification")
 # A TLS 1.3 server rejects a client's certificate only after the client's handshake is complete
 _HUNG_UP: Final = re.compile("failed to connect.*(closed|reset|pipe)", re.IGNORECASE | re.DOTALL)
-_MISBEHAVED: Final = (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError)
 
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -74,7 +69,7 @@ def _mapped_errors() -> Iterator[None]:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         raise Unreachable("the stream was closed") from None
-    except _MISBEHAVED as error:
+    except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError) as error:
         raise stream_error(error) from None
 
 
@@ -186,7 +181,7 @@ def make_server(
     max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
     """Makes a gRPC server that accepts only the run's certificates. Returns it with its port. Raises RuntimeError."""
-    logging.getLogger(_GRPC_LOG).addFilter(_is_worth_logging)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_logging)
     server = grpc.aio.server(options=(*_SERVER_OPTIONS, *_limits(max_frame_bytes)), maximum_concurrent_rpcs=max_streams)
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))

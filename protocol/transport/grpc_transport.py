@@ -28,9 +28,7 @@ from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward
 from swarm.vocabulary.statistics import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
-_ABOUT_AS_OLD_S: Final = 1.0  # Tolerance for a process's age, because of a Hello's latency
 MAX_STREAMS_PER_PEER: Final = 3  # The link, its successor after a restart, and one that ends
-_SPARE_STREAMS: Final = 16  # Streams beyond `max_links` during the handshake
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +110,7 @@ class GrpcTransport:
     async def __aenter__(self) -> Self:
         """Starts the gRPC server. Raises ConfigError if the address cannot be bound."""
         address = joined(self._settings.listen_host, self._settings.listen_port)
-        most = self._settings.max_links + _SPARE_STREAMS
+        most = self._settings.max_links + 16  # spare streams during the handshake
         try:
             self._server, self.port = make_server(self._serve, self._credentials, address, most)
         except RuntimeError:
@@ -130,12 +128,21 @@ class GrpcTransport:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        await self._shut_down()
+        """Sends a Farewell to every peer, then ends all tasks."""
+        self._closing = True
+        for attempt in list(self._dials.values()):
+            attempt.task.cancel()
+        for link in list(self._links.values()):
+            link.end(Unreachable(LEAVING), Farewell(FarewellReason.LEAVING))
+        if self._server is not None:
+            await self._server.stop(self._settings.farewell_grace_s)
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=self._settings.farewell_grace_s)
+            for task in late:
+                task.cancel()
         # Pass only a cancellation to the task group, which may have caused it. It would wrap other errors.
-        if isinstance(error, asyncio.CancelledError):
-            await self._tasks.__aexit__(kind, error, traceback)
-        else:
-            await self._tasks.__aexit__(None, None, None)
+        cancelled = (kind, error, traceback) if isinstance(error, asyncio.CancelledError) else (None, None, None)
+        await self._tasks.__aexit__(*cancelled)
 
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
         await (await self._link_to(peer)).send(message, tensor, data)
@@ -377,24 +384,10 @@ class GrpcTransport:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _shut_down(self) -> None:
-        """Sends a Farewell to every peer, then ends all tasks."""
-        self._closing = True
-        for attempt in list(self._dials.values()):
-            attempt.task.cancel()
-        for link in list(self._links.values()):
-            link.end(Unreachable(LEAVING), Farewell(FarewellReason.LEAVING))
-        if self._server is not None:
-            await self._server.stop(self._settings.farewell_grace_s)
-        if self._running:
-            _, late = await asyncio.wait(self._running, timeout=self._settings.farewell_grace_s)
-            for task in late:
-                task.cancel()
-
 
 def _keep_the_older(link: Link, hello: Hello, now: float) -> Farewell | None:
     """Rejects the younger of two processes with one key: ends its `link`, or returns the objection to its `hello`."""
-    if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
+    if link.began < now - hello.age_ms / 1e3 + 1.0:  # with a tolerance for the Hello's latency
         return _farewell(now - link.began, link.record)
     error = Unreachable(f"{short(link.peer)} runs twice, so the link to the younger process ends")
     link.end(error, _farewell(hello.age_ms / 1e3, hello.announcement))

@@ -170,7 +170,11 @@ class Outbox:
         """Writes queued frames with `write` until `finish` is called. Raises as `write`."""
         while True:
             if self._small:
-                await write(self._take_small())
+                frame = self._small.popleft()
+                self.waiting_bytes -= len(frame)
+                if self.waiting_bytes <= MAX_WAITING_BYTES // 2:
+                    self._room.set()
+                await write(frame)
             elif self._closed is not None:
                 return
             elif (sending := self._first()) is None:
@@ -218,13 +222,6 @@ class Outbox:
         if self.waiting_bytes > MAX_WAITING_BYTES // 2:
             self._room.clear()
         self._something_to_send.set()
-
-    def _take_small(self) -> bytes:
-        frame = self._small.popleft()
-        self.waiting_bytes -= len(frame)
-        if self.waiting_bytes <= MAX_WAITING_BYTES // 2:
-            self._room.set()
-        return frame
 
 
 @dataclass(slots=True, eq=False)
@@ -330,7 +327,6 @@ def receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
 IDLE_BYTES: Final = 1024  # Bytes per ping period, both directions, up to which a link is idle
 IDLE_PERIODS: Final = 15  # Ping periods without traffic after which a link is pinged less often
 IDLE_TIMES: Final = 4.0
-ROUND_TRIP_WEIGHT: Final = 1 / 8  # RFC 6298, section 2
 HORIZON_S: Final = 1.0  # Busy time after which a measurement's weight is 1/e, in seconds
 MOST_ON_THE_WAY: Final = 1024  # Most tensors in flight that are measured
 
@@ -382,7 +378,7 @@ class Meter:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._round_trip = Ewma(ROUND_TRIP_WEIGHT)
+        self._round_trip = Ewma(1 / 8)  # the weight of RFC 6298, section 2
         self._goodput = Goodput()
         self._behind = Latest[int, int](MOST_ON_THE_WAY)  # Ping token -> transfer that it follows
         self._sent_bytes, self._received_bytes = 0, 0
@@ -697,19 +693,15 @@ class Link:
                 frame = frames.decode(data) if topic is None or self._handler.minds(self.peer, topic) else None
                 if frame is not None:
                     self._dispatch(frame, answering)
-                if not small:
-                    if (pause_s := self._traffic.received.pause_s()) > 0 and self._error is None:
-                        await asyncio.sleep(pause_s)
-                else:  # do not charge answers by length: we have asked for them
-                    await self._before_the_next(0 if isinstance(frame, frames.AnswerFrame) else len(data))
+                if small:  # do not charge answers by length: we have asked for them
+                    octets = 0 if isinstance(frame, frames.AnswerFrame) else len(data)
+                    serves = self._handler.serves(self.peer)
+                    pause_s = self._patience.heard(self._clock.monotonic(), octets, serves=serves)
+                else:
+                    pause_s = self._traffic.received.pause_s()
+                if pause_s > 0 and self._error is None:
+                    await asyncio.sleep(pause_s)
         raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
-
-    async def _before_the_next(self, octets: int) -> None:
-        """Waits before the next read if the peer has sent too many small frames, unless the link has ended."""
-        serves = self._handler.serves(self.peer)
-        pause_s = self._patience.heard(self._clock.monotonic(), octets, serves=serves)
-        if pause_s > 0 and self._error is None:
-            await asyncio.sleep(pause_s)
 
     async def _write(self) -> None:
         await self.outbox.pump(self._write_frame)

@@ -319,8 +319,7 @@ class RoundMachine:
         view = self._view
         best = view.standing()
         certain = view.are_most(len(view.others.on(best.value, view.now)))
-        busy = self._part is not None
-        wanted = view.catch_up_target(best.value, certain, busy)
+        wanted = view.catch_up_target(best.value, certain, self._part is not None)
         if wanted is None:
             return []
         view.catch_up_started(wanted)
@@ -709,10 +708,7 @@ class RoundMachine:
         view = self._view
         if not view.may_lead():
             return self._leave("its leader is silent, and the module has a newer anchor")
-        roster = part.roster
-        peers = view.others.on(view.version, view.now)
-        if roster is not None:
-            peers = frozenset(roster.peers)
+        peers = view.others.on(view.version, view.now) if part.roster is None else frozenset(part.roster.peers)
         view.attempt_log.excluded.add(part.round.convener)
         candidates = {view.own, *(peers - view.attempt_log.excluded)}
         rank = leader_order(view.module, view.version, part.round.number, candidates).index(view.own)

@@ -259,24 +259,22 @@ def _norm_per_token(entry: Entry) -> float:
 
 
 FORGIVEN_AFTER_S: Final = 600.0  # Time after the end of the last exclusion, in seconds
-FOR_RUBBISH: Final = ExponentialBackoff(60.0, 3600.0, free=1)  # Unusable data; the first offence costs only its attempt
-FOR_FRAUD: Final = ExponentialBackoff(3600.0, 86_400.0)  # Audits without an honest explanation
-# Unanswered audits and groundless accusations, which also happen to honest replicas
-FOR_SILENCE: Final = ExponentialBackoff(300.0, 3600.0)
-# Implausibly distant anchors, which honest replicas can have after a long partition
-FOR_STRAYING: Final = ExponentialBackoff(60.0, 600.0)
-FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)  # Late data, perhaps by the fault of a link
 
 
 class Penalties:
     """Temporary exclusions of replicas from rounds, by kind of offence. They outlast attempts and anchors."""
 
     def __init__(self) -> None:
-        self.rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)
-        self.waiting = Exclusions(FOR_WAITING, FORGIVEN_AFTER_S)
-        self.fraud = Exclusions(FOR_FRAUD, FORGIVEN_AFTER_S)
-        self.silence = Exclusions(FOR_SILENCE, FORGIVEN_AFTER_S)
-        self.straying = Exclusions(FOR_STRAYING, FORGIVEN_AFTER_S)
+        # Unusable data; the first offence costs only its attempt
+        self.rubbish = Exclusions(ExponentialBackoff(60.0, 3600.0, free=1), FORGIVEN_AFTER_S)
+        # Late data, perhaps by the fault of a link
+        self.waiting = Exclusions(ExponentialBackoff(30.0, 600.0, free=1), FORGIVEN_AFTER_S)
+        # Audits without an honest explanation
+        self.fraud = Exclusions(ExponentialBackoff(3600.0, 86_400.0), FORGIVEN_AFTER_S)
+        # Unanswered audits and groundless accusations, which also happen to honest replicas
+        self.silence = Exclusions(ExponentialBackoff(300.0, 3600.0), FORGIVEN_AFTER_S)
+        # Implausibly distant anchors, which honest replicas can have after a long partition
+        self.straying = Exclusions(ExponentialBackoff(60.0, 600.0), FORGIVEN_AFTER_S)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
         """Returns the replicas that we do not invite and whose invitations we ignore."""

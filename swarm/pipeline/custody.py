@@ -309,11 +309,9 @@ REMEMBERED = 16_384  # Completed microbatches for which a data node can still an
 
 OTHER_ROUTE = "this microbatch is held here on another route"
 STRANGER = "its sender does not announce the neighbouring module"
-UNSERVED = "no peer serves its module"
 _NOT_HELD = "this microbatch is not, or no longer, held here"
 
 _OFFERED_IN = {Direction.FORWARD: Phase.HANDING_ON, Direction.BACKWARD: Phase.HANDING_BACK}
-_GUARDED_IN = {Direction.FORWARD: Phase.GUARDING, Direction.BACKWARD: Phase.GUARDING_BACK}
 
 
 class Replicas(Protocol):
@@ -731,8 +729,8 @@ class Custody:
         return self._offer(replace(entry, path=entry.path.with_peer(entry.next_position, replica)), now)
 
     def _offer_again(self, entry: Entry, target: PeerId, now: float) -> list[Action]:
-        since = entry.failing_since
-        if since is not None and (actions := self._instead_of_waiting(entry, since, UNSERVED, now)):
+        since, unserved = entry.failing_since, "no peer serves its module"
+        if since is not None and (actions := self._instead_of_waiting(entry, since, unserved, now)):
             return actions
         offered = replace(_timed(entry, now), retry_at=None)
         self._put(offered)
@@ -767,7 +765,7 @@ class Custody:
         self._sent(entry)
         if entry.purpose is Purpose.EVALUATE:
             return [*receipts, self._drop(entry, "passed on")]
-        phase = _GUARDED_IN[entry.direction]
+        phase = Phase.GUARDING if entry.direction is Direction.FORWARD else Phase.GUARDING_BACK
         guarded = replace(entry, phase=phase, retry_at=None, failing_since=None, refusals=0)
         self._renew(guarded, now)
         if entry.next_module is None:  # a data node cannot be replaced, so there is nothing to guard
@@ -887,11 +885,8 @@ class Custody:
 
         def answer(status: ReceiptStatus, detail: str, retry_s: float = 0.0) -> list[Action]:
             # Direction BACKWARD: it answers the gradient that the substitute holds.
-            return [
-                SendControl(
-                    sender, Receipt(message.microbatch, Direction.BACKWARD, message.position, status, retry_s, detail)
-                )
-            ]
+            about = message.microbatch, Direction.BACKWARD, message.position
+            return [SendControl(sender, Receipt(*about, status, retry_s, detail))]
 
         if entry is None:
             if message.microbatch in self._completed:

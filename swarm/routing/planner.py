@@ -34,7 +34,6 @@ MOST_TRUSTED: Final = 1.3  # Largest announced launch rate that counts, in media
 RATE_OVER_S: Final = 60.0  # Time over which launch rates are averaged, in seconds
 MAX_ROUTES: Final = 4096
 LEAST_SERVICE_S: Final = 1e-9
-_HALVINGS: Final = 40
 
 
 def visit_shares(rules: PathRules, capacities: Sequence[float]) -> list[float]:
@@ -61,7 +60,7 @@ def visit_shares(rules: PathRules, capacities: Sequence[float]) -> list[float]:
 def _largest(holds: Callable[[float], bool], high: float) -> float:
     """Returns the largest number up to `high` for which a monotone condition holds, by bisection."""
     low = 0.0
-    for _ in range(_HALVINGS):
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low

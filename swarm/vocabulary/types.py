@@ -24,12 +24,11 @@ MAX_ROUND = 2**48 - 1
 MAX_COUNT = 2**48  # Largest count of inner steps or tokens; sums saturate
 SIGNATURE_BYTES = 64
 INVITATION_BYTES = 170
-DIGEST_BYTES = 32
 
 Stage = Annotated[int, Range(1, MAX_STAGES - 1)]  # Stages after stage 0
 Count = Annotated[int, Range(0, MAX_COUNT)]
 Signature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES)]
-Digest = Annotated[bytes, Length(DIGEST_BYTES, DIGEST_BYTES)]
+Digest = Annotated[bytes, Length(32, 32)]
 
 Route = tuple[int, ...]  # The expert of each stage after stage 0 for a document. Empty if every stage has one expert.
 # The router's score of each expert, for each stage after stage 0. Empty if every stage has one expert.

@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from swarm.vocabulary.errors import OutOfMemory
 
-SMALLEST_CHUNK: Final = 4096
-LARGEST_CHUNK: Final = 2**20
 CHUNKS_AT_LEAST: Final = 64  # Chunks per module that `chunk_elements` aims at, so that shards can have any proportion
 
 _BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
@@ -75,7 +73,7 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
 def chunk_elements(elements: int) -> int:
     """Returns the elements per chunk: a power of two within limits, for at least CHUNKS_AT_LEAST chunks if possible."""
     wished = max(1, elements // CHUNKS_AT_LEAST)
-    return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (wished.bit_length() - 1)))
+    return max(4096, min(2**20, 1 << (wished.bit_length() - 1)))
 
 
 def _block(name: str) -> int:

@@ -186,9 +186,7 @@ def _nobody_has(wanted: AnchorVersion, failed: dict[PeerId, errors.PeerError]) -
     return errors.NoQuorum(f"no peer has the state of round {wanted.round}: {failures}", hint=TRIED_AGAIN)
 
 
-FEWEST_BUFFERS: Final = 3
 MOST_WAITING: Final = machine.MOST_OWED
-BUFFER_BYTES: Final = 16 * 1024 * 1024  # Memory for one donor's chunks that are requested, arriving or being checked
 
 
 @dataclass(eq=False)
@@ -239,8 +237,8 @@ class StateDownloads:
         try:
             here = await state.take_over(known)
             chunk_bytes = 4 * self.layout.chunk_elements
-            # Limited by memory, but enough to keep the link busy.
-            room = max(FEWEST_BUFFERS, min(machine.MOST_OWED, BUFFER_BYTES // chunk_bytes))
+            # Buffers of one donor's chunks, asked for or here: 16 MiB, but enough to keep the link busy.
+            room = max(3, min(machine.MOST_OWED, 2**24 // chunk_bytes))
             plan = machine.Download(chunks, chunk_bytes, here, donors, self._random, room)
             pool = BufferPool(chunk_bytes, room * min(len(donors), machine.DONORS_AT_ONCE))
             download = _Download(self, hash_list.version, plan, chunks, state, pool, room)
@@ -375,12 +373,9 @@ class _Download(MachineRunner[machine.Event, machine.Action]):
 
 CHUNKS_OF_ONE: Final = 32
 ASKERS: Final = 32  # Peers that may have chunks queued. Others get BUSY.
-LINKS_AT_ONCE: Final = 8
-REFUSALS_WAITING: Final = 64  # Refusals in flight. Beyond this, requests are not answered.
 LEASE_S: Final = 60.0  # Lease of an anchor after the latest request, in seconds
 LONGEST_LEASE_S: Final = 600.0  # Lease of an anchor after the first request at most, in seconds
 SLOWEST_BYTES_PER_S: Final = 16 * 1024
-SEND_GRACE_S: Final = 10.0
 
 
 _Queue = deque[tuple[ModuleId, bytes, int]]  # Chunks that one peer waits for: module, digest, number
@@ -397,7 +392,7 @@ class Donor:
     start: CutModel | None = None
     sent_bytes: int = 0
     _askers: dict[PeerId, _Queue] = field(default_factory=dict)
-    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LINKS_AT_ONCE))
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(8))  # Links that send at once
     _hashing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _first_asked: dict[bytes, float] = field(default_factory=dict)
     _refusals: int = 0
@@ -489,7 +484,10 @@ class Donor:
                 raise errors.StateError("it was dropped")
             first = isinstance(anchor, FirstAnchor)
             data = await asyncio.to_thread(anchor.chunk, chunk) if first else anchor.chunk(chunk)
-            await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
+            spec, size = TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32), data.nbytes
+            async with asyncio.timeout(10.0 + size / SLOWEST_BYTES_PER_S):
+                await self.transport.send(peer, StateChunk(module, digest, chunk), spec, data)
+            self.sent_bytes += size
         except (errors.StateError, errors.ConfigError) as error:
             log.info("cannot serve module %s in state %s: %s", module, digest.hex()[:12], error)
             # Refuse all queued chunks of this state at once.
@@ -499,15 +497,8 @@ class Donor:
             queue.extend(others)
             self._refuse(peer, StateRequest(module, digest, chunks), StateRefusal.GONE)
 
-    async def _send_chunk(self, peer: PeerId, message: StateChunk, data: memoryview) -> None:
-        spec = TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32)
-        size = data.nbytes
-        async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
-            await self.transport.send(peer, message, spec, data)
-        self.sent_bytes += size
-
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
-        if self._tasks.are_running and self._refusals < REFUSALS_WAITING:  # refusals must not pile up
+        if self._tasks.are_running and self._refusals < 64:  # refusals in flight must not pile up
             self._refusals += 1  # `_send_refusal` decrements it
             refused = StateRefused(request.module, request.digest, request.chunks, reason)
             self._tasks.begin(self._send_refusal(peer, refused))

@@ -14,7 +14,6 @@ from node.cli.views.output import tell
 
 STOP_LIMIT_S = 20.0  # Limit of a clean stop, in seconds
 STOPPING = "stopping cleanly; once more to stop at once"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
@@ -32,7 +31,7 @@ class Interrupts:
         return 0 if self._first is None else 128 + self._first
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP; keep that
                 self._previous[number] = signal.signal(number, self._arrived)
         return self

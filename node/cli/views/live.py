@@ -19,7 +19,6 @@ Hosted = tuple[str, str, float, int]  # Stage or module of a peer, its state, to
 REFRESH_S = 0.25
 NOTE_S = 30.0  # Time for which a note is shown, in seconds; an error is shown until others replace it
 CURVE_WIDTH = 32
-_DOWNLOAD_WIDTH = 12
 MOST_ROWS = 24
 _SHOWN_NOTES = 4
 NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
@@ -93,7 +92,7 @@ def module_table(hosted: Iterable[Hosted], names: Iterable[str], own: Collection
 def download_cell(done: float, total: float) -> RenderableType:
     """Renders a table cell for a download: a progress bar above its figures."""
     rows = Table.grid()  # a bar alone does not end its line
-    rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
+    rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=12))
     rows.add_row(Text(f"{text.megabytes(done)} of {text.megabytes(total)}"))
     return rows
 

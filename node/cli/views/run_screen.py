@@ -20,7 +20,6 @@ from node.observability import events
 from node.observability.events import Event, EventSink
 from node.observability.status import PeerStatus, SwarmStatus
 
-SHOWN_MESSAGES: Final = 6
 _SILENT: Final = events.InnerStep | events.Step | events.RoundCommitted | events.CatchingUp | events.Abandoned
 
 
@@ -30,7 +29,7 @@ class RunScreen:
     def __init__(self, console: Console, before: EventSink) -> None:
         self._console, self._before = console, before
         self._began = time.monotonic()
-        self._messages: deque[tuple[float, str, str]] = deque(maxlen=SHOWN_MESSAGES)
+        self._messages: deque[tuple[float, str, str]] = deque(maxlen=6)
         self._own: Callable[[], tuple[str, ...]] = tuple
         self._status: SwarmStatus | None = None
         self._drawing = False

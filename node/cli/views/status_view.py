@@ -15,7 +15,6 @@ from node.observability.status import PeerStatus, SwarmStatus
 # A swarm of strangers may be large: tables stay readable.
 MOST_ACCUSED: Final = 16
 MOST_ROWS: Final = 48
-_ROUND_WIDTH = len("3 peers")
 ADDRESSES_FROM: Final = 100  # Columns of a terminal from which addresses are shown
 
 
@@ -46,7 +45,7 @@ def status_headline(status: SwarmStatus) -> Text:
 def status_table(status: SwarmStatus, width: int = ADDRESSES_FROM) -> Table:
     """Builds a table with one row per peer, ordered by stage, and a red row per unserved stage or module."""
     table = text.plain_table("module", "peer", "state", right=("steps", "tokens/s", "slots"))
-    table.add_column("round", min_width=_ROUND_WIDTH)
+    table.add_column("round", min_width=len("3 peers"))
     for column in table.columns:
         column.no_wrap = True
     if width >= ADDRESSES_FROM:  # otherwise addresses would fold each row
@@ -84,8 +83,10 @@ def _round_cell(peer: PeerStatus) -> RenderableType:
     download, last = peer.said.catching_up, peer.said.last_round
     if download is not None:
         return download_cell(download.bytes, download.total_bytes)
-    company, since = (0, None) if last is None else (last.members, last.seconds_ago)
-    return Text(text.round_text(peer.round, company, since))
+    if last is None:
+        return Text(text.count(peer.round))
+    company = "alone" if last.members == 1 else text.counted(last.members, "peer")
+    return Text(f"{text.count(peer.round)}  {company}  {text.duration(last.seconds_ago)} ago")
 
 
 def accused_lines(status: SwarmStatus) -> Iterator[Text]:

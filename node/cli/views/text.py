@@ -74,14 +74,6 @@ def megabytes(amount: float) -> str:
     return f"{amount / 1e6:,.1f} MB" if math.isfinite(amount) else "-"
 
 
-def round_text(number: float, members: float, seconds_ago: float | None) -> str:
-    """Formats a peer's last round, as in `12  3 peers  4s ago`."""
-    if seconds_ago is None:
-        return count(number)
-    company = "alone" if members == 1 else counted(members, "peer")
-    return f"{count(number)}  {company}  {duration(seconds_ago)} ago"
-
-
 def duration(seconds: float) -> str:
     """Formats seconds, as in `42s`, `3m07s`, `2h05m`; `-` if not finite."""
     if not math.isfinite(seconds):

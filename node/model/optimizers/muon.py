@@ -10,9 +10,6 @@ from torch import Tensor, nn
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
 
-_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
-_ITERATIONS: Final = 5
-_LEAST_NORM: Final = 1e-7
 _RMS: Final = 0.2  # RMS of an update's elements, to match AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2)
 
 
@@ -57,12 +54,12 @@ class Muon(InnerRule[Momentum]):
 
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Orthogonalizes a matrix approximately by Newton-Schulz iterations; singular values end up between 0.7 and 1.2."""
-    a, b, c = _COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # the wide orientation has the smaller Gram matrix
-    result: Tensor = wide / wide.norm().clamp(min=_LEAST_NORM)  # no singular value exceeds 1
+    result: Tensor = wide / wide.norm().clamp(min=1e-7)  # no singular value exceeds 1
     if matrix.is_cuda:
         result = result.bfloat16()  # as Jordan et al.; tensor cores are 10 times as fast as in float32
-    for _ in range(_ITERATIONS):
+    for _ in range(5):
         gram = result @ result.T
         result = torch.addmm(result, torch.addmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
     return (result.T if matrix.shape[0] > matrix.shape[1] else result).to(matrix.dtype)

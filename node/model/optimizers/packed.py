@@ -85,9 +85,6 @@ class NarrowCopy:
         self._version = None
 
 
-_HALF: Final = 1 << 15
-
-
 class SplitWeight(PackedFloats):
     """A float32 matrix in two halves: its nearest bfloat16 matrix, used in products, and the remaining 16 bits."""
 
@@ -119,7 +116,7 @@ class SplitWeight(PackedFloats):
     def write(self, part: slice, values: Tensor) -> None:
         # Ties round away from zero, so that the remainder always fits in 16 bits.
         bits = values.to(self._lower.device, torch.float32).contiguous().view(torch.int32)
-        upper = bits.add(_HALF).bitwise_right_shift_(16)
+        upper = bits.add(1 << 15).bitwise_right_shift_(16)
         self._upper[part] = upper.to(torch.int16)
         self._lower[part] = (bits - upper.bitwise_left_shift_(16)).to(torch.int16)
 
@@ -128,7 +125,6 @@ Narrow = NarrowCopy | SplitWeight  # Replacement for a float32 matrix in product
 
 BLOCK: Final = 256
 _DECADES: Final = 7
-_SCALE_BYTES: Final = 4
 
 
 class EightBit(PackedFloats):
@@ -170,7 +166,7 @@ class EightBit(PackedFloats):
 
 
 def eight_bit_bytes(elements: int) -> int:
-    return -(-elements // BLOCK) * (BLOCK + _SCALE_BYTES)
+    return -(-elements // BLOCK) * (BLOCK + 4)  # each block has a float32 scale
 
 
 def _blocks_of(part: slice) -> slice:

@@ -91,7 +91,6 @@ def _panels(matrix: Tensor) -> list[slice]:
 log = logging.getLogger(__name__)
 
 SIDES: Final = ("left", "right")
-_FIRST_ITERATIONS: Final = 4  # Iterations of the first refresh, which starts from the identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +245,7 @@ class Soap(InnerRule[Preconditioned]):
     def _begin(self, parameter: nn.Parameter, state: Preconditioned, begun: Mapping[str, Tensor]) -> Refresh:
         refresh = Refresh(begun)
         # The first basis is the identity, so it takes more iterations.
-        iterations = _FIRST_ITERATIONS if self._clocks[parameter].begun(state.steps) == 1 else 1
+        iterations = 4 if self._clocks[parameter].begun(state.steps) == 1 else 1
         chunks, name = _refreshed(refresh, dict(state.bases), iterations), f"SOAP {tuple(parameter.shape)}"
         try:
             refresh.work = self._submit(chunks, name)
