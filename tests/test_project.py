@@ -116,8 +116,7 @@ def test_folders_import_each_other_in_no_circle() -> None:
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
-    graph = {name: others - {name} for name, others in modules_of_ours().items()}
-    graphlib.TopologicalSorter(graph).prepare()
+    graphlib.TopologicalSorter({name: others - {name} for name, others in modules_of_ours().items()}).prepare()
 
 
 def test_no_module_lies_loose_and_no_folder_is_crowded() -> None:

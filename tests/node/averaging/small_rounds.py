@@ -121,8 +121,7 @@ class Party:
     @property
     def norm(self) -> float:
         first, end = self.base.layout.fragments[self.base.version.fragment]
-        part = self.base.layout.range_of(first, end)
-        return float(np.linalg.norm(self.gradient[part].astype(np.float64)))
+        return float(np.linalg.norm(self.gradient[self.base.layout.range_of(first, end)].astype(np.float64)))
 
 
 class Wire(NoLinks):
@@ -209,8 +208,7 @@ class Room:
 async def room(base: Anchor, snapshots: dict[str, Vector], codec: Codec = Codec.NONE) -> AsyncIterator[Room]:
     """Parties that stand on `base`, each with an own copy of it and its snapshot."""
     async with AsyncExitStack() as stack:
-        tasks = await stack.enter_async_context(task_scope())
-        here = Room(base, codec, tasks)
+        here = Room(base, codec, await stack.enter_async_context(task_scope()))
         for name, snapshot in snapshots.items():
             thread = stack.enter_context(ComputeThread(name="averaging"))
             own = replace(base, parameters=base.parameters.copy(), momentum=base.momentum.copy())
@@ -389,8 +387,7 @@ class Hall:
     def agree(self) -> bool:
         """Whether no two living replicas had different anchors of one round. (A dead one may go on by itself.)"""
         for number in {number for replica in self.living for number in replica.history}:
-            digests = {r.history[number] for r in self.living if number in r.history}
-            if len(digests) > 1:
+            if len({r.history[number] for r in self.living if number in r.history}) > 1:
                 return False
         return True
 

@@ -271,8 +271,7 @@ NESTED: dict[str, Any] = {
 def test_peers_cannot_draw_with_anything_that_they_answer(key: str) -> None:
     for odd in (HOSTILE, 7, 1e308, [HOSTILE, 1], {HOSTILE: HOSTILE, "links": [HOSTILE]}, NESTED.get(key)):
         peers = tuple(peer_of(f"12D3KooWpeer{module}", module, {key: odd}) for module in ("0.0", "1.0"))
-        views = status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1")))
-        text = printed(*views, width=160)
+        text = printed(*status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1"))), width=160)
         assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
         assert len(text.splitlines()) <= 3 * MOST_ROWS
 

@@ -252,8 +252,7 @@ class TestAddresses:
         self, monkeypatch: pytest.MonkeyPatch, listen: str, hosts: list[str], own: list[str]
     ) -> None:
         monkeypatch.setattr(socket, "socket", Probe)
-        peers = tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)
-        assert Whereabouts(listen).advertised_hosts(peers) == own
+        assert Whereabouts(listen).advertised_hosts(tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)) == own
 
     def test_without_a_route_it_is_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("node.network.session.address_towards", lambda host: None)

@@ -153,8 +153,7 @@ def test_a_limit_is_what_is_left_and_a_gpus_memory_counts_by_itself() -> None:
     assert room(need.memory, need.device).within(Reasoned(10**12, "under a limit")).lacks(need) is None
     assert "in this machine" in (room(900).within(limit).lacks(need) or "")
     assert FreeMemory(Reasoned(None, "nobody knows"), None).within(limit).memory == limit
-    manifest = small_manifest()
-    need = need_of(manifest, [ModuleId(1)], 4)
+    need = need_of(small_manifest(), [ModuleId(1)], 4)
     assert room(need.memory, need.device).lacks(need) is None
     assert "on the GPU" in (room(need.memory, need.device - 1).lacks(need) or "")
     assert "in this machine" in (room(need.memory - 1, need.device).lacks(need) or "")

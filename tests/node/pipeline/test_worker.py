@@ -129,8 +129,7 @@ def test_the_order_of_a_steps_microbatches_changes_nothing(name: str) -> None:
 def test_graphs_are_kept_within_the_budget_and_let_go() -> None:
     probe = Stage(MANY_GRAPHS)
     probe.forward(0)
-    of_one = probe.worker._graphs._of_one
-    size = int(of_one * TOKENS)
+    size = int(probe.worker._graphs._of_one * TOKENS)
     assert size >= TENSOR.byte_length, "the output of Tanh is held by the graph"
     stage = Stage(2 * size)
     for number in range(4):
@@ -143,8 +142,7 @@ def test_graphs_are_kept_within_the_budget_and_let_go() -> None:
     stage.forward(5)
     stage.backward(1)
     stage.forward(6)
-    held = {number for number, kept in stage.worker._kept.items() if kept.visit is not None}
-    assert held == {5, 6}
+    assert {number for number, kept in stage.worker._kept.items() if kept.visit is not None} == {5, 6}
     for number in range(7):
         stage.worker.forget(number)
     assert stage.worker._kept == {}
@@ -156,8 +154,7 @@ def test_a_microbatch_that_comes_by_two_ways_adds_once_and_answers_twice() -> No
     stage.forward(1, ticket=10)
     stage.forward(1, ticket=11)
     first = stage.backward(1, ticket=10)
-    second = stage.backward(1, ticket=11)
-    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(first, stage.backward(1, ticket=11))
     torch.testing.assert_close(mean_of(stage.total), stage.expected(1)[2])
     assert stage.worker.accumulated == 1
 
@@ -420,15 +417,13 @@ def test_after_an_inner_step_the_embedding_is_computed_again_but_a_microbatch_ad
     ends = Ends()
     late, *others = (ends.started(number) for number in (1, 2, 3))
     _, back = ends.turn(late)
-    due = [ends.there_and_back(microbatch).step_due for microbatch in others]
-    assert due == [False, True]
+    assert [ends.there_and_back(microbatch).step_due for microbatch in others] == [False, True]
     assert ends.worker.step() is not None
     assert ends.worker.step() is None
     assert ends.compute(late, Work.BACKWARD, back).step_due is False
     assert ends.worker.recomputed == 1
     weight = next(ends.worker.stage.embedding.parameters())
-    source = ends.worker.stage.embedding(text_of(MANIFEST, 1).tokens)
-    [expected] = torch.autograd.grad(source, [weight], back)
+    [expected] = torch.autograd.grad(ends.worker.stage.embedding(text_of(MANIFEST, 1).tokens), [weight], back)
     [gradient, *_] = mean_of(ends.worker.stage.embedding_sum)
     torch.testing.assert_close(gradient, expected)
     ends = Ends()
@@ -483,8 +478,7 @@ def test_a_hop_of_a_narrow_residual_stream_hands_token_numbers_on_as_they_are() 
     """Also when it recomputes and when it takes a gradient back; a gradient has none."""
     bench = narrow_bench()
     source = bench.source(1)
-    job = replace(bench.job(Work.FORWARD, 1), codec=Codec.INT8)
-    output = bench.worker.compute(job)
+    output = bench.worker.compute(replace(bench.job(Work.FORWARD, 1), codec=Codec.INT8))
     assert output.tensor.spec == replace(hidden_tensor(bench.manifest), codec=Codec.INT8)
     found = sent(output)
     assert torch.equal(found[..., 5:], source[..., 5:])
@@ -584,8 +578,7 @@ def test_the_sums_are_those_of_an_ordinary_backward(changes: dict[str, Any]) -> 
 
 def test_the_first_half_leaves_out_half_of_the_products() -> None:
     manifest = small_manifest()
-    part = host_hop(manifest, MODULE, CPU, 0).part
-    split = SplitDevice(part)
+    split = SplitDevice(host_hop(manifest, MODULE, CPU, 0).part)
     source = torch.randn(manifest.hidden_shape)
     operations = {}
     for name in ("first half", "whole"):
@@ -685,8 +678,7 @@ def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
 def test_what_is_kept_has_the_place_of_the_graph() -> None:
     probe = Peer()
     probe.forward(1)
-    of_one = probe.worker._graphs._of_one
-    graph = int(of_one * probe.manifest.microbatch_tokens)
+    graph = int(probe.worker._graphs._of_one * probe.manifest.microbatch_tokens)
     probe.backward(1)
     assert 0 < probe.worker.deferred.held_bytes <= graph
     peer = Peer(budget=2 * graph)

@@ -251,8 +251,7 @@ STATUS = Question(QuestionAbout.STATUS)
 def hide(hidden: Node, others: tuple[Node, ...], *via: PeerId) -> None:
     """The others know it as a peer without addresses, and it knows them not at all."""
     for other in others:
-        contact = replace(hidden.persona.contact(), via=via)
-        other.persona.book.contacts[hidden.peer] = contact
+        other.persona.book.contacts[hidden.peer] = replace(hidden.persona.contact(), via=via)
 
 
 @pytest.mark.parametrize("caller_is_smaller", [True, False])
@@ -336,8 +335,7 @@ async def test_through_a_tunnel_it_is_the_peer_itself_that_answers() -> None:
     async with subscriber() as (hidden, _), subscriber() as (impostor, _):
         persona = Persona()
         phone, tunnel = Telephone(persona, dialable=False), Tunnel(impostor.port)
-        ways = replace(phone.ways(), tunnels=tunnel)
-        async with node(persona, settings=SETTINGS, ways=ways) as caller:
+        async with node(persona, settings=SETTINGS, ways=replace(phone.ways(), tunnels=tunnel)) as caller:
             hide(hidden, (caller,))
             with pytest.raises(PeerError):
                 await caller.transport.ask(hidden.peer, STATUS, LONG)

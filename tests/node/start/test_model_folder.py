@@ -137,8 +137,7 @@ def test_a_folder_of_links_to_another_place_is_read(folder: Path) -> None:
 
 def test_a_single_file_is_read_before_an_old_index(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = started(folder).start
-    old = {name: tensor + 1 for name, tensor in load_file(folder / SINGLE).items()}
-    save_file(old, folder / "old.safetensors")
+    save_file({name: tensor + 1 for name, tensor in load_file(folder / SINGLE).items()}, folder / "old.safetensors")
     (folder / INDEX).write_text('{"weight_map": {"a": "old.safetensors"}}')
     assert started(folder).start == whole
     assert f"reading {SINGLE}" in caplog.text

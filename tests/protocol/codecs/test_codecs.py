@@ -54,8 +54,7 @@ class TestFormat:
         codes = data.draw(st.binary(min_size=elements, max_size=elements))
         blocks = -(-elements // BLOCK)
         scales = data.draw(arrays("<f4", blocks, elements=st.just(0.0) | st.floats(2.0**-126, LARGEST_SCALE, width=32)))
-        encoding = codes + scales.tobytes()
-        result = decoded(Codec.INT8, encoding, elements)
+        result = decoded(Codec.INT8, codes + scales.tobytes(), elements)
         by_definition = np.frombuffer(codes, np.int8).astype(np.float32) * np.repeat(scales, BLOCK)[:elements]
         assert np.array_equal(result, by_definition), "not what proto/link.proto says that the bytes mean"
         assert np.isfinite(result).all()

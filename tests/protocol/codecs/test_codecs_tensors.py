@@ -112,8 +112,7 @@ class TestAccuracy:
         for exact, wrong in zip(values.split(INT4_BLOCK), off.split(INT4_BLOCK), strict=True):
             step = exact.abs().max().double() / 8 * (1 + 2**-8) + 8 * SMALLEST_SCALE
             assert bool((wrong <= step * (1 + 2**-8)).all())
-            near = exact.abs() <= 7 * step
-            assert bool((wrong[near] <= step * 0.51 + 8 * SMALLEST_SCALE).all())
+            assert bool((wrong[exact.abs() <= 7 * step] <= step * 0.51 + 8 * SMALLEST_SCALE).all())
 
 
 class TestOutliers:

@@ -32,8 +32,7 @@ def placed(limits: list[int]) -> list[ModuleId | None]:
         module = choose_module(own, fitting, present, WORK, needs=NEEDS).value if fitting else None
         found.append(module)
         if module is not None:
-            speed = 1000.0 / WORK.cost[module.stage]
-            present.append(announcement(own, module, speed=speed, memory_bytes=limit))
+            present.append(announcement(own, module, speed=1000.0 / WORK.cost[module.stage], memory_bytes=limit))
     return found
 
 

@@ -29,8 +29,7 @@ def minute(day: str, clock: str) -> int:
 )
 def test_a_node_runs_within_its_hours_only(hours: str, inside: list[str], outside: list[str]) -> None:
     for moment in (*inside, *outside):
-        seen = Sensors(minute=minute(*moment.split()))
-        verdict = allowed(Limits(hours=hours), seen, UNLIMITED)
+        verdict = allowed(Limits(hours=hours), Sensors(minute=minute(*moment.split())), UNLIMITED)
         assert bool(verdict.value) == (moment in inside), moment
         assert verdict.value or hours in verdict.reason
 
