@@ -60,9 +60,6 @@ class VirtualLinks:
         self._group.clear()
 
 
-Send = Callable[[PeerId, "Piece"], None]
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A contribution to a chunk, or its reduced result."""
@@ -98,17 +95,13 @@ class VirtualExchange:
     roster: messages.Roster
     gradient: bytes
     fragments: int
-    send: Send
+    send: Callable[[PeerId, Piece], None]
     contributions: dict[int, dict[PeerId, bytes]] = field(default_factory=dict)
     results: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def chunks(self) -> dict[int, PeerId]:
-        return {
-            chunk: member.peer
-            for member in self.roster.members
-            for chunk in range(member.first_chunk, member.end_chunk)
-        }
+        return {chunk: each.peer for each in self.roster.members for chunk in range(each.first_chunk, each.end_chunk)}
 
     @property
     def contributors(self) -> frozenset[PeerId]:
