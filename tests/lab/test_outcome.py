@@ -105,9 +105,7 @@ def test_the_pace_is_back_when_a_window_has_enough() -> None:
     assert outcomes.pace_back_after(steady(0, 30), 10, 10, 30) == 0.0, "it never fell"
     back = outcomes.pace_back_after(steady(0, 10) + steady(17, 30), 10, 10, 30)
     assert 7 - outcomes.WINDOW_S / 2 <= back <= 7, "a window that begins in the pause may have enough already"
-    assert outcomes.pace_back_after(steady(0, 10) + steady(10, 40, a_second=4), 10, 10, 40) == math.inf, (
-        "less than half"
-    )
+    assert outcomes.pace_back_after(steady(0, 10) + steady(10, 40, 4), 10, 10, 40) == math.inf, "less than half"
     assert outcomes.pace_back_after(steady(0, 12), 10, 10, 12) == math.inf, "not seen yet"
     assert outcomes.pace_back_after([*steady(0, 10), 11.0], 10, 10, 40) == math.inf, "one more step, then nothing"
     slower = steady(0, 10) + steady(10, 20, a_second=7) + steady(20, 40, a_second=9)
@@ -315,11 +313,8 @@ def test_a_suite_has_a_row_for_each_scenario() -> None:
     table = json.loads(json.dumps(suite_json(results)))
     assert not table["passed"]
     one, other = table["scenarios"]
-    assert (one["recoveries"][0]["pace_s"], one["accused"]["liar"]["by"], one["lost"]) == (
-        1.5,
-        ["liar"],
-        {"abandoned": 2},
-    )
+    assert (one["recoveries"][0]["pace_s"], one["lost"]) == (1.5, {"abandoned": 2})
+    assert one["accused"]["liar"]["by"] == ["liar"]
     assert (one["share_of_compute"], one["check"]["ok"], one["plots"]) == (0.5, True, ["traffic.png"])
     assert other["objections"] == list(broken.objections)
 

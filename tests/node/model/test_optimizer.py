@@ -393,10 +393,8 @@ def test_iterations_come_to_the_eigenvectors(width: int, monkeypatch: pytest.Mon
 
 
 def test_one_iteration_is_a_product_and_a_qr_decomposition_in_an_order_that_is_returned() -> None:
-    statistics, basis = (
-        statistics_of(20, decay=1.0),
-        torch.linalg.eigh(statistics_of(20, decay=1.0) + 0.01).eigenvectors,
-    )
+    statistics = statistics_of(20, decay=1.0)
+    basis = torch.linalg.eigh(statistics + 0.01).eigenvectors
     found, _ = result_of(statistics, basis)
     expected = torch.linalg.qr(statistics.double() @ basis.double()[:, found.order]).Q
     torch.testing.assert_close(found.vectors.abs().double(), expected.abs(), rtol=0, atol=1e-3)

@@ -53,10 +53,7 @@ TENSOR = TensorSpec((4,), DType.FLOAT32)
 BUFFER = memoryview(bytearray(16))
 ERROR = Unreachable("gone")
 
-MICROBATCH_TENSORS: list[TensorMessage] = [
-    Forward(MICROBATCH, PATH, 0, Purpose.TRAIN, 1.0),
-    Backward(MICROBATCH, PATH, 0),
-]
+MICROBATCH_TENSORS = [Forward(MICROBATCH, PATH, 0, Purpose.TRAIN, 1.0), Backward(MICROBATCH, PATH, 0)]
 ROUND_TENSORS: list[TensorMessage] = [
     averaging_messages.Contribution(ROUND, 0, 1),
     averaging_messages.Reduced(ROUND, 0, 1),

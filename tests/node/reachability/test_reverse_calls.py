@@ -234,10 +234,8 @@ async def subscriber(
         phone.addresses = (f"127.0.0.1:{made.port}",)
 
         def learn(peer: PeerId, record: bytes) -> None:
-            known = decode_announced(record, run=RUN, now=time.time())
-            persona.book.contacts[peer] = Contact(
-                known.peer, known.addresses, known.certificate, known.via, known.relay
-            )
+            news = decode_announced(record, run=RUN, now=time.time())
+            persona.book.contacts[peer] = Contact(news.peer, news.addresses, news.certificate, news.via, news.relay)
 
         handler.board = witnesses.Switchboard(RUN, made.peer, made.transport, learn, SystemClock())
         yield made, phone

@@ -184,9 +184,8 @@ def test_weights_in_several_files_are_the_same_start(folder: Path) -> None:
     for file, some in halves.items():
         save_file({name: tensors[name] for name in some}, folder / file)
     (folder / SINGLE).unlink()
-    (folder / INDEX).write_text(
-        json.dumps({"weight_map": {name: file for file, some in halves.items() for name in some}})
-    )
+    places = {name: file for file, some in halves.items() for name in some}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     assert started(folder).start == whole
     save_file({names[0]: tensors[names[0]], **{name: tensors[name] for name in names[1::2]}}, folder / "b.safetensors")
     with pytest.raises(ConfigError, match="is in two files"):

@@ -71,10 +71,8 @@ class TestAccuracy:
             assert off.max() <= largest / 254 * (1 + 1e-4) + 127 * 2.0**-126
 
     def test_the_largest_value_that_can_be_expressed(self) -> None:
-        values = vector(LARGEST_VALUE, -LARGEST_VALUE, 1.0)
-        assert decoded(Codec.INT8, encoded(Codec.INT8, values), 3) == pytest.approx(
-            [LARGEST_VALUE, -LARGEST_VALUE, 0.0]
-        )
+        found = decoded(Codec.INT8, encoded(Codec.INT8, vector(LARGEST_VALUE, -LARGEST_VALUE, 1.0)), 3)
+        assert found == pytest.approx([LARGEST_VALUE, -LARGEST_VALUE, 0.0])
 
 
 class TestRefusals:

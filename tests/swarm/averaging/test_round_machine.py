@@ -412,11 +412,8 @@ IMPLAUSIBLE = AnchorVersion(6, 60, 60_000, 0, b"a" * 32)
 def four_alone() -> tuple[Desk, list[Action]]:
     """B and C have each gone on by themselves, and D twice as far; what follows of that."""
     desk = Desk()
-    for peer, version in (
-        (B, replace(RESULT, digest=b"b" * 32)),
-        (C, replace(RESULT, digest=b"c" * 32)),
-        (D, IMPLAUSIBLE),
-    ):
+    near = [(peer, replace(RESULT, digest=digest * 32)) for peer, digest in ((B, b"b"), (C, b"c"))]
+    for peer, version in (*near, (D, IMPLAUSIBLE)):
         desk.hear(peer, messages.Progress(MODULE, version, 0, 0))
     return desk, desk.wait(4.0)
 
@@ -432,10 +429,8 @@ def test_who_stands_farther_away_than_can_be_is_not_followed_nor_invited_whateve
     desk.feed(events.CaughtUp(caught_up[0].version))
     desk.hear(B, messages.Progress(MODULE, caught_up[0].version, 0, 0))
     desk.feed(Worked(1000, 1000))
-    invitations = [
-        tell for tell in desk.wait(4.0) if isinstance(tell, SendMessage) and isinstance(tell.message, Invitation)
-    ]
-    assert {tell.to for tell in invitations} == {B, C}
+    sent = [action for action in desk.wait(4.0) if isinstance(action, SendMessage)]
+    assert {each.to for each in sent if isinstance(each.message, Invitation)} == {B, C}
 
 
 def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:

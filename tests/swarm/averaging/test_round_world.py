@@ -105,9 +105,7 @@ def test_survivors_commit_within_five_seconds_and_a_round(share: float, who: str
     roster = first_exchange(world)
     world.run(share * round_s)
     convener = roster.round.convener
-    victim = (
-        convener if who == "convener" else next(member.peer for member in roster.members if member.peer != convener)
-    )
+    victim = convener if who == "convener" else next(each.peer for each in roster.members if each.peer != convener)
     (world.crash if how == "kill" else world.freeze)(victim)
     survivors = set(world.peers) - {victim}
 
@@ -173,9 +171,7 @@ def split(world: RoundWorld, *groups: list[PeerId], rounds: int) -> None:
     assert world.run_until(lambda: committed_by(world, set(world.peers)) and world.agreed(), 60.0)
     enough = next(iter(world.versions())).round + rounds
     world.links.partition(*groups)
-    assert world.run_until(lambda: all(replica.version.round >= enough for replica in world.living), 200.0), (
-        world.explain()
-    )
+    assert world.run_until(lambda: all(each.version.round >= enough for each in world.living), 200.0), world.explain()
 
 
 def rounds_until_agreed(world: RoundWorld) -> int:

@@ -101,7 +101,5 @@ def test_room_reaches_as_far_as_others_must_see() -> None:
     assert plenty.reaching(need) == plenty
     unknown = FreeMemory(Reasoned(None, "nobody knows"), None)
     assert unknown.reaching(need) == unknown
-    assert (
-        free_memory_of(announcement("x", 1, memory_bytes=room(STEP_BYTES).reaching(need).announced[0])).lacks(need)
-        is None
-    )
+    said = room(STEP_BYTES).reaching(need).announced[0]
+    assert free_memory_of(announcement("x", 1, memory_bytes=said)).lacks(need) is None

@@ -46,10 +46,8 @@ def test_newcomers_one_after_another_fill_every_module_evenly_and_a_costly_one_m
 
 def test_those_that_leave_or_visit_do_not_count_and_a_stage_that_is_skipped_needs_less() -> None:
     present = [announcement(f"p{stage}", stage) for stage in range(3)]
-    present += [
-        announcement("leaving", 3, state=PeerState.DRAINING),
-        announcement("guest", None, state=PeerState.VISITING),
-    ]
+    present.append(announcement("leaving", 3, state=PeerState.DRAINING))
+    present.append(announcement("guest", None, state=PeerState.VISITING))
     assert choose_module(PeerId("n"), MODULES, present, work(*EVEN)).value == ModuleId(3)
     workload = Workload(MODULES, EVEN, per_path=1)
     present = [announcement(f"p{stage}", stage) for stage in range(4)]

@@ -69,9 +69,8 @@ async def test_bytes_are_those_of_the_best_all_reduce(codec: Codec) -> None:
 async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
     async with room(BASE, snapshots_of(BASE, 3)) as here:
         a, b, c = here.parties.values()
-        anchors = await here.exchange(
-            roster_of(BASE, [(a.peer, 0.5, a.norm), (b.peer, 0.5, b.norm), (c.peer, 0.0, 0.0)])
-        )
+        members = [(a.peer, 0.5, a.norm), (b.peer, 0.5, b.norm), (c.peer, 0.0, 0.0)]
+        anchors = await here.exchange(roster_of(BASE, members))
         assert len({anchor.version.digest for anchor in anchors}) == 1
         np.testing.assert_allclose(anchors[2].momentum, (a.gradient + b.gradient) / 2, rtol=0, atol=1e-6)
 
