@@ -76,8 +76,7 @@ def test_a_document_is_small(document: str) -> None:
 
 
 def test_all_documents_are_listed_and_small_together() -> None:
-    found = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
-    assert found <= set(LARGEST)
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} <= set(LARGEST)
     assert sum(len(text_of(document).encode()) for document in LARGEST) <= ALL_TOGETHER
 
 

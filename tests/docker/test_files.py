@@ -44,10 +44,8 @@ def test_what_is_scaled_has_nothing_that_only_one_can_have() -> None:
 
 @pytest.mark.parametrize("what", ["identities", "checkpoints"])
 def test_each_service_keeps_its_own_apart(what: str) -> None:
-    services = {
-        name: each for name, each in compose("docker-compose.yml")["services"].items() if "profiles" not in each
-    }
-    mounts = [[mount.split(":")[0] for mount in service["volumes"] if what in mount] for service in services.values()]
+    services = [each for each in compose("docker-compose.yml")["services"].values() if "profiles" not in each]
+    mounts = [[mount.split(":")[0] for mount in service["volumes"] if what in mount] for service in services]
     assert len({name for (name,) in mounts}) == len(services)
 
 

@@ -196,8 +196,7 @@ class TestEntrypoint:
 
         monkeypatch.setattr(socket, "gethostbyname", look_up)
         own_address = load(ENTRYPOINT).own_address
-        told = [own_address(host) for host in ("container", "this-machine", "unknown")]
-        assert told == ["172.18.0.4", None, None]
+        assert [own_address(host) for host in ("container", "this-machine", "unknown")] == ["172.18.0.4", None, None]
 
 
 class TestHealthCheck:

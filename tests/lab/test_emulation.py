@@ -178,10 +178,8 @@ async def stage(serve: Serve, node: links.LinkShape, caller: links.LinkShape) ->
     proxied = proxy.ProxiedPort(NODE, (f"127.78.251.{number}", port), (f"127.77.251.{number}", port))
     watch = proxy.ListenWatch()
     async with task_scope() as tasks:
-        running = [
-            tasks.create_task(watch.run()),
-            tasks.create_task(proxy.Proxy(proxied, emulation, find_caller).run(watch)),
-        ]
+        forwarding = proxy.Proxy(proxied, emulation, find_caller).run(watch)
+        running = [tasks.create_task(each) for each in (watch.run(), forwarding)]
         await until_open(proxied.outside)
         try:
             yield Stage(emulation, server, proxied.outside)
@@ -376,9 +374,8 @@ def test_the_kernels_table_is_read() -> None:
     rest = "00000000:00000000 00:00000000 00000000     0        0 2596514 1 0000000000000000 100 0 0 10 0"
     plain = proxy.parse_socket(f"   0: 0100007F:96A9 00000000:0000 0A {rest}")
     assert (plain.local, plain.listens, plain.inode) == (("127.0.0.1", 0x96A9), True, 2596514)
-    mapped = proxy.parse_socket(
-        f"   0: 0000000000000000FFFF00000100007F:1F90 0000000000000000FFFF00000200007F:0050 01 {rest}"
-    )
+    ends = "0000000000000000FFFF00000100007F:1F90 0000000000000000FFFF00000200007F:0050"
+    mapped = proxy.parse_socket(f"   0: {ends} 01 {rest}")
     assert (mapped.local, mapped.remote, mapped.listens) == (("127.0.0.1", 8080), ("127.0.0.2", 80), False)
 
 

@@ -68,8 +68,7 @@ async def test_peers_get_other_links(lab: Laboratory) -> None:
     assert said(lab, mobile) == (
         "peer 4 get another link: mobile, latency 500 ms, jitter 0 ms, 10 Mbit/s up, 20 Mbit/s down"
     )
-    shape = LinkShape(0.5, 0.0, 10 * MBIT, 20 * MBIT, profile_of("mobile").site.shape.fault)
-    assert emulation.site(4).shape == shape
+    assert emulation.site(4).shape == LinkShape(0.5, 0.0, 10 * MBIT, 20 * MBIT, profile_of("mobile").site.shape.fault)
     assert emulation.site(4).region is None
     lab.calm()
     assert emulation.site(0).shape == LinkShape()
@@ -117,8 +116,7 @@ async def test_frozen_peers_and_their_children_stand_still_as_long_as_the_longes
 
 async def test_a_peer_with_a_command_of_its_own_starts_again_without_it(lab: Laboratory) -> None:
     swarm = lab.swarm
-    command = ("/usr/bin/env", "SKIPSTONE_STAND_IN=crash:1", *STAND_IN)
-    index = lab.start(1, profile_of("none").site, command)
+    index = lab.start(1, profile_of("none").site, ("/usr/bin/env", "SKIPSTONE_STAND_IN=crash:1", *STAND_IN))
     await until(lambda: index in swarm.ends and index not in swarm.processes())
     assert swarm.ends[index].exit_code == 71
     swarm.restart_peer(index)

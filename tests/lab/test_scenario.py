@@ -87,8 +87,7 @@ def test_a_scenario_says_who_where_and_what() -> None:
 
 
 def test_events_come_in_order_of_time() -> None:
-    events = scenario_of(BASE + EVENTS).events
-    assert events == (
+    assert scenario_of(BASE + EVENTS).events == (
         scenarios.Reshape(at_s=1, peers=(3, 4, 0), profile="mobile", latency_ms=200, fault=Fault.HALF_OPEN),
         scenarios.Kill(at_s=2, peers=(1,)),
         scenarios.Stop(at_s=3, peers=(2,)),
@@ -215,8 +214,7 @@ def test_the_examples_in_the_document_are_good_and_every_crash_point_is_in_a_sce
     assert {event.NAME for event in wide.events} >= {"shape", "kill", "start", "freeze", "partition", "churn"}
     assert broken.chaos is not None
     events = [each for path in scenarios.known_scenarios().values() for each in scenarios.read_scenario(path)[0].events]
-    tried = {each.point for each in events if isinstance(each, scenarios.Crash)}
-    assert tried == POINTS
+    assert {each.point for each in events if isinstance(each, scenarios.Crash)} == POINTS
 
 
 WAN = sorted((ROOT / "lab" / "wan").glob("*.toml"))

@@ -59,9 +59,8 @@ class NamedSignatures:
         return signature == self._made_by(peer, piece, data_hash)
 
     def _made_by(self, peer: PeerId, piece: Contribution, data_hash: bytes) -> bytes:
-        return hashlib.sha512(
-            repr((peer, piece.round, piece.first_chunk, piece.end_chunk, data_hash)).encode()
-        ).digest()
+        signed = (peer, piece.round, piece.first_chunk, piece.end_chunk, data_hash)
+        return hashlib.sha512(repr(signed).encode()).digest()
 
 
 def means_of(
@@ -85,9 +84,7 @@ def vector(elements: int, seed: int, scale: float = 1.0) -> Vector:
     return np.random.default_rng(seed).standard_normal(elements, np.float32) * np.float32(scale)
 
 
-def roster_of(
-    base: Anchor, members: Sequence[tuple[PeerId, float, float]], *, shares: Sequence[int] | None = None
-) -> Roster:
+def roster_of(base: Anchor, members: Sequence[tuple[PeerId, float, float]], *, shares: Sequence[int] = ()) -> Roster:
     """Members as (peer, coefficient, norm); `shares` are the sizes of their shards to each other."""
     first, end = base.layout.fragments[base.version.fragment]
     weights = np.cumsum([0, *(shares or [1] * len(members))])
@@ -121,8 +118,7 @@ class Party:
     @property
     def norm(self) -> float:
         first, end = self.base.layout.fragments[self.base.version.fragment]
-        part = self.base.layout.range_of(first, end)
-        return float(np.linalg.norm(self.gradient[part].astype(np.float64)))
+        return float(np.linalg.norm(self.gradient[self.base.layout.range_of(first, end)].astype(np.float64)))
 
 
 class Wire(NoLinks):
@@ -209,8 +205,7 @@ class Room:
 async def room(base: Anchor, snapshots: dict[str, Vector], codec: Codec = Codec.NONE) -> AsyncIterator[Room]:
     """Parties that stand on `base`, each with an own copy of it and its snapshot."""
     async with AsyncExitStack() as stack:
-        tasks = await stack.enter_async_context(task_scope())
-        here = Room(base, codec, tasks)
+        here = Room(base, codec, await stack.enter_async_context(task_scope()))
         for name, snapshot in snapshots.items():
             thread = stack.enter_context(ComputeThread(name="averaging"))
             own = replace(base, parameters=base.parameters.copy(), momentum=base.momentum.copy())
@@ -374,10 +369,8 @@ class Hall:
         optimizer = MadeUpOptimizer(part)
         local = LocalReplica([part], self._fragments, optimizer)
         store = AnchorStore(anchor_of(local))
-        patience = {"answer_s": 1.0, "prepare_s": 5.0, "silence_s": 1.0, "pulse_s": 0.2}
-        rules = RoundRules(
-            self._inner_steps, self._fragments, local.layout.chunks, 1e9, codecs=self._levels, **patience
-        )
+        how = {"codecs": self._levels, "answer_s": 1.0, "prepare_s": 5.0, "silence_s": 1.0, "pulse_s": 0.2}
+        rules = RoundRules(self._inner_steps, self._fragments, local.layout.chunks, 1e9, **how)
         machine = RoundMachine(peer, MODULE, rules, store.current.version, VirtualSigner())
         means = means_of(peer, rules.codecs, averaging, MemoryWire(peer, self), seed=len(self.replicas))
         replica_sync = ReplicaSync(local, store, compute, averaging, rules, RULE, SystemClock())
@@ -389,8 +382,7 @@ class Hall:
     def agree(self) -> bool:
         """Whether no two living replicas had different anchors of one round. (A dead one may go on by itself.)"""
         for number in {number for replica in self.living for number in replica.history}:
-            digests = {r.history[number] for r in self.living if number in r.history}
-            if len(digests) > 1:
+            if len({r.history[number] for r in self.living if number in r.history}) > 1:
                 return False
         return True
 

@@ -160,14 +160,12 @@ class StateSwarm:
         )
         donor = None
         if store is not None:
-            faulty = FaultyTransport(transport, faults)
-            donor = Donor(module, store, clock, faulty, start)
+            donor = Donor(module, store, clock, FaultyTransport(transport, faults), start)
         stack = await self._stack.enter_async_context(AsyncExitStack())
         await stack.enter_async_context(transport)
         if donor is not None:
             tasks = await stack.enter_async_context(task_scope())
-            running = tasks.create_task(donor.run())
-            stack.callback(running.cancel)
+            stack.callback(tasks.create_task(donor.run()).cancel)
             stack.enter_context(donor.receiving(handler))
             await asyncio.sleep(0)
         added = StatePeer(persona, transport, handler, downloads, faults, store, donor, progress, liars, stack)

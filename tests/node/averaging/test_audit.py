@@ -300,8 +300,7 @@ async def test_slander_costs_the_slanderer(monkeypatch: pytest.MonkeyPatch) -> N
                 accuse(here, last_piece(here, VICTIM, OTHER)[0])
             await until(lambda: auditor.verdicts > before and not auditor.busy)  # noqa: B023
             assert auditor.verdicts == before + 1
-        accused = here.replicas[VICTIM].accused
-        assert [(caught.peer, caught.certain) for caught in accused] == [(LIAR, False)]
+        assert [(caught.peer, caught.certain) for caught in here.replicas[VICTIM].accused] == [(LIAR, False)]
         assert all(OTHER not in {c.peer for c in r.accused} for r in here.replicas.values())
 
 

@@ -107,8 +107,7 @@ async def test_where_rounds_have_been_what_they_led_to_is_taken(run: tuple[Manif
     agreed = state(3, module_layout(manifest, MODULE))
     async with state_swarm(agreed.layout) as swarm:
         replica = await swarm.donor(agreed)
-        joiner = await swarm.joiner()
-        got = await begun(context(manifest, joiner, [told(replica, MODULE, agreed.version)], []))
+        got = await begun(context(manifest, await swarm.joiner(), [told(replica, MODULE, agreed.version)], []))
         assert got.version == agreed.version
         assert np.array_equal(got.momentum, agreed.momentum)
 

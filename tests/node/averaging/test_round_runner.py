@@ -103,8 +103,7 @@ async def test_fragments_take_turns() -> None:
     async with hall(2, inner_steps=4, fragments=2) as here:
         layout = here[0].anchor.layout
         parts = [layout.range_of(*fragment) for fragment in layout.fragments]
-        order = np.concatenate([np.arange(p.start, p.stop) for p in layout.spans])
-        assert len(order) == layout.elements
+        assert len(np.concatenate([np.arange(p.start, p.stop) for p in layout.spans])) == layout.elements
         for number in range(1, 7):
             await here.a_round(number, 2)
             assert here[0].anchor.version.fragment == number % 2
@@ -131,8 +130,7 @@ async def test_work_done_meanwhile_is_carried_over() -> None:
         await here[0].step(99)
         extra = here[0].vector() - before
         await until(lambda: all(r.settled for r in here.replicas.values()))
-        carried = here[0].vector()
-        np.testing.assert_allclose(carried, here[0].anchor.parameters + extra, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(here[0].vector(), here[0].anchor.parameters + extra, rtol=0, atol=1e-6)
         np.testing.assert_array_equal(here[1].vector(), here[1].anchor.parameters)
         assert here[0].runner.replica_sync.since_anchor.steps == 1
         assert here[0].optimizer.steps == INNER + 1

@@ -57,10 +57,8 @@ def state_of(
     """A module of two parameters, all of whose numbers follow from `value`."""
 
     def tensors(factor: float) -> dict[str, torch.Tensor]:
-        return {
-            "w": torch.arange(6, dtype=torch.float32).reshape(2, 3) * factor + value,
-            "norm": torch.tensor([value, factor]),
-        }
+        matrix = torch.arange(6, dtype=torch.float32).reshape(2, 3) * factor + value
+        return {"w": matrix, "norm": torch.tensor([value, factor])}
 
     agreed = None if anchor is None else AnchorState(anchor, tensors(4.0), tensors(5.0))
     slots = {"exp_avg": tensors(2.0), "exp_avg_sq": tensors(3.0)}

@@ -56,6 +56,7 @@ from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, PeerId
 from tests.kit.events import KeptEvents
 from tests.kit.waiting import LONG_S, until
 from tests.node.checkpoint.saved_states import (
+    CPU,
     CURSOR,
     ONE,
     OTHER,
@@ -71,8 +72,6 @@ from tests.node.checkpoint.saved_states import (
 )
 from tests.node.small_manifest import small_manifest
 from tests.test_project import ROOT
-
-CPU = torch.device("cpu")
 
 
 class Replica:
@@ -552,9 +551,6 @@ def test_a_folder_of_another_run_is_neither_read_nor_written_to(tmp_path: Path) 
         load_newest(folder_at(tmp_path), PEER)
 
 
-THIRD = PeerId("12D3KooWthird")
-
-
 def save(path: Path, peer: PeerId, value: float, anchor: AnchorVersion | None, tokens: int = 256) -> None:
     save_state(folder_at(path), peer, ONE, state_of(value, anchor=anchor, tokens=tokens))
 
@@ -582,7 +578,7 @@ def path(tmp_path: Path) -> Path:
 def test_replicas_of_a_module_become_one(
     path: Path, replicas: list[tuple[float, AnchorVersion | None, int]], expected: float
 ) -> None:
-    for peer, (value, anchor, tokens) in zip((PEER, OTHER, THIRD), replicas, strict=False):
+    for peer, (value, anchor, tokens) in zip((PEER, OTHER, PeerId("12D3KooWthird")), replicas, strict=False):
         save(path, peer, value, anchor, tokens)
     found = gather_modules(path)
     assert list(found.replicas) == [ModuleId(0), ONE, ModuleId(2)]

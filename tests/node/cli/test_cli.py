@@ -537,8 +537,7 @@ def test_solo_trains_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None
     events = [json.loads(line) for line in result.stdout.splitlines()]
     assert [event["event"] for event in events] == ["step", "step", "summary"]
     assert events[-1]["peers"] == []
-    answer = json.loads(run("eval", str(tmp_path / "out"), "--microbatches", "1", "--json").stdout)
-    assert 0 < answer["loss"] < 7
+    assert 0 < json.loads(run("eval", str(tmp_path / "out"), "--microbatches", "1", "--json").stdout)["loss"] < 7
 
 
 def test_leave_without_a_running_node(tmp_path: Path) -> None:

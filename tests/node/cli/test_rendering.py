@@ -7,7 +7,7 @@ import math
 import os
 import select
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -118,10 +118,6 @@ def swarm_of(stages: int, *peers: PeerStatus) -> SwarmStatus:
 def status_of(answered: object) -> str:
     peer = replace(peer_of("12D3KooWpeer1abc", "1.0", answered), slots=4, free_slots=1, steps=5, round=3)
     return printed(status_table(swarm_of(2, peer)))
-
-
-def views_of(views: Callable[[SwarmStatus], Iterable[Any]], answered: object, module: str = "1.0") -> str:
-    return printed(*views(swarm_of(4, peer_of("12D3KooWpeer1abc", module, answered))), width=160)
 
 
 def test_the_view_names_the_stage_without_a_peer() -> None:
@@ -271,8 +267,7 @@ NESTED: dict[str, Any] = {
 def test_peers_cannot_draw_with_anything_that_they_answer(key: str) -> None:
     for odd in (HOSTILE, 7, 1e308, [HOSTILE, 1], {HOSTILE: HOSTILE, "links": [HOSTILE]}, NESTED.get(key)):
         peers = tuple(peer_of(f"12D3KooWpeer{module}", module, {key: odd}) for module in ("0.0", "1.0"))
-        views = status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1")))
-        text = printed(*views, width=160)
+        text = printed(*status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1"))), width=160)
         assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
         assert len(text.splitlines()) <= 3 * MOST_ROWS
 
@@ -289,11 +284,8 @@ def test_the_screen_of_a_node_shows_its_run_its_work_and_its_limits() -> None:
     assert lines.events == [events.Note("info", "before")]
     traffic = {"x": {"sent_bytes": 2_000_000, "received_bytes": 500_000}}
     done = {"steps": 7, "accumulated": 31, "credited": 1984, "traffic": traffic}
-    peers = (
-        peer_of("12D3KooWown", "1.0", done),
-        peer_of("12D3KooWdata", "0.0", NESTED | {"loss_last": 2.5, "steps": 9}),
-    )
-    screen._status = SwarmStatus.of("98fc", HOSTILE, 3, peers)
+    other = peer_of("12D3KooWdata", "0.0", NESTED | {"loss_last": 2.5, "steps": 9})
+    screen._status = SwarmStatus.of("98fc", HOSTILE, 3, (peer_of("12D3KooWown", "1.0", done), other))
     screen._own, screen._drawing = (lambda: ("12D3KooWown",)), True
     screen._standing = lambda: Standing(Limits(), 0.5, "82 of 80 °C", 1.25)
     screen.emit(events.Note("error", HOSTILE))
@@ -334,9 +326,8 @@ def signed(**changes: object) -> SignedManifest:
 
 
 def told(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
-    return "\n".join(
-        description(run, asked, local_paths(run.manifest.data, asked.local_path_options, own=own), FITS, own=own)
-    )
+    paths = local_paths(run.manifest.data, asked.local_path_options, own=own)
+    return "\n".join(description(run, asked, paths, FITS, own=own))
 
 
 def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:

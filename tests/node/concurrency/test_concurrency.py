@@ -120,9 +120,8 @@ async def test_work_that_was_put_off_is_computed_where_nothing_waits() -> None:
     done, ended, names = list[str](), threading.Event(), ("chunk 0", "chunk 1", "chunk 2")
     with ComputeThread() as compute:
         async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
-            tasks.create_task(
-                compute.run(Priority.TRAIN, lambda: compute.submit(chunks(done, *names, ended=ended), "work"))
-            )
+            work = chunks(done, *names, ended=ended)
+            tasks.create_task(compute.run(Priority.TRAIN, lambda: compute.submit(work, "work")))
             for name in ("first", "second"):
                 tasks.create_task(compute.run(Priority.EVALUATE, lambda name=name: done.append(name)))
             await asyncio.sleep(0)

@@ -46,25 +46,13 @@ OTHER_LINK = f"skipstone:{'1' * 64}@/dns4/bootstrap/tcp/4001/p2p/{PEER}"
 OTHER_VALUES: dict[str, Any] = (
     {"moving": False, "reads_text": False, "allow_hub": True, "yes": True, "as_json": True}
     | {"text": Path("/text"), "tokenizer": Path("/tokenizer.json"), "model": Path("/model")}
-    | {
-        "identity_path": Path("other"),
-        "log_dir": Path("/events"),
-        "link_file": Path("link"),
-        "settings": Path("limits.toml"),
-    }
-    | {"checkpoint_dir": Path("/saved"), "checkpoint_every_s": 5.0, "patience_s": 1.5, "stop_on_eof": True}
+    | {"identity_path": Path("other"), "log_dir": Path("/events"), "link_file": Path("link")}
+    | {"settings": Path("limits.toml"), "checkpoint_dir": Path("/saved"), "checkpoint_every_s": 5.0}
     | {"port": 4001, "dht_port": 4002, "relay_megabytes_per_hour": 50, "threads": 3, "slots": 5, "window": 6}
     | {"stage": "2.2", "invitation": "word", "listen": "127.0.0.1", "advertise": "bootstrap", "device": "cpu"}
     | {"reach": ReachMode.DIRECT, "moments": MomentType.EIGHT_BIT, "log_level": LogLevel.DEBUG}
-    | {
-        "memory": "512MiB",
-        "memory_limit": "8GB",
-        "steps": 7,
-        "modules": 3,
-        "stages": "0,2-4",
-        "dashboard": 8421,
-        "name": "Ada",
-    }
+    | {"memory": "512MiB", "memory_limit": "8GB", "patience_s": 1.5, "stop_on_eof": True, "dashboard": 8421}
+    | {"steps": 7, "modules": 3, "stages": "0,2-4", "name": "Ada"}
 )
 
 
@@ -252,8 +240,7 @@ class TestAddresses:
         self, monkeypatch: pytest.MonkeyPatch, listen: str, hosts: list[str], own: list[str]
     ) -> None:
         monkeypatch.setattr(socket, "socket", Probe)
-        peers = tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)
-        assert Whereabouts(listen).advertised_hosts(peers) == own
+        assert Whereabouts(listen).advertised_hosts(tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)) == own
 
     def test_without_a_route_it_is_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("node.network.session.address_towards", lambda host: None)

@@ -179,8 +179,7 @@ def test_a_node_that_nobody_can_dial_fails_and_says_what_to_do() -> None:
         step.name: examination.reach_finding(Standing(step, "because", fix="forward it")).level.name
         for step in ReachStep
     }
-    expected = {"DIRECT": "OK", "MAPPED": "OK", "REVERSE": "WARN", "UNKNOWN": "WARN", "UNREACHABLE": "FAIL"}
-    assert levels == expected
+    assert levels == {"DIRECT": "OK", "MAPPED": "OK", "REVERSE": "WARN", "UNKNOWN": "WARN", "UNREACHABLE": "FAIL"}
     finding = examination.reach_finding(Standing(ReachStep.UNREACHABLE, "because", fix="forward it"))
     assert (finding.found, finding.fix) == ("unreachable: because", "forward it")
 

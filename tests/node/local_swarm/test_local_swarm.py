@@ -76,8 +76,7 @@ def test_every_stage_has_a_peer_and_others_go_to_most_blocks(
     peers: int, blocks: tuple[int, ...], expected: list[int]
 ) -> None:
     assert [module.stage for module in assign_modules(peers, blocks)] == expected
-    of_experts = assign_modules(7, (0, 1, 2), (1, 2, 2))
-    assert " ".join(map(str, of_experts)) == "0.0 1.0 1.1 2.0 2.1 2.0 2.1"
+    assert " ".join(map(str, assign_modules(7, (0, 1, 2), (1, 2, 2)))) == "0.0 1.0 1.1 2.0 2.1 2.0 2.1"
 
 
 def test_too_few_peers_are_refused_with_the_number_needed() -> None:

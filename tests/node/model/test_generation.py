@@ -191,8 +191,7 @@ def test_spaces_between_words_and_tokens_without_text() -> None:
 
 def test_a_mark_that_is_no_token_ends_the_text_and_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     output = _Output(ByteTokenizer(), "<|im_end|>", silent=False)
-    ended = [output.push(token) for token in b"a <|im<|im_end|>"]
-    assert ended == [False] * 15 + [True]
+    assert [output.push(token) for token in b"a <|im<|im_end|>"] == [False] * 15 + [True]
     output.finish(0, 0, (1,), ())
     assert capsys.readouterr().out == "a <|im\n"
 

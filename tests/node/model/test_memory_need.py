@@ -128,9 +128,8 @@ def test_what_fits_nowhere_is_told_with_what_would_fit() -> None:
     assert "the smallest, 2.0, takes" in said
     assert "in this machine; there is room for 0.0" in said
     assert "the smallest" not in str(none_fits(manifest, modules[1:2], lacking, 4))
-    assert str(none_fits(small_manifest(stages__blocks=(0, 40)), [ModuleId(1)], lacking, 4)).endswith(
-        "there is room for 0.0"
-    )
+    said = str(none_fits(small_manifest(stages__blocks=(0, 40)), [ModuleId(1)], lacking, 4))
+    assert said.endswith("there is room for 0.0")
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 7, 39])
@@ -153,8 +152,7 @@ def test_a_limit_is_what_is_left_and_a_gpus_memory_counts_by_itself() -> None:
     assert room(need.memory, need.device).within(Reasoned(10**12, "under a limit")).lacks(need) is None
     assert "in this machine" in (room(900).within(limit).lacks(need) or "")
     assert FreeMemory(Reasoned(None, "nobody knows"), None).within(limit).memory == limit
-    manifest = small_manifest()
-    need = need_of(manifest, [ModuleId(1)], 4)
+    need = need_of(small_manifest(), [ModuleId(1)], 4)
     assert room(need.memory, need.device).lacks(need) is None
     assert "on the GPU" in (room(need.memory, need.device - 1).lacks(need) or "")
     assert "in this machine" in (room(need.memory - 1, need.device).lacks(need) or "")
@@ -166,9 +164,8 @@ def test_a_limit_is_what_is_left_and_a_gpus_memory_counts_by_itself() -> None:
     [lambda m: host_stage_zero(m, CPU), lambda m: host_hop(m, ModuleId(1), CPU, 0), lambda m: WholeModel(m, CPU)],
 )
 def test_tensors_of_petabytes_are_refused_with_a_sentence(host) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(
-        ResourceExhausted, match=r"takes .* GiB .*GiB to keep .*, and .* GiB are free in|under"
-    ) as refused:
+    why = r"takes .* GiB .*GiB to keep .*, and .* GiB are free in|under"
+    with pytest.raises(ResourceExhausted, match=why) as refused:
         host(small_manifest(**PETABYTES))
     assert refused.value.exit_code == 71
     assert "--slots" in refused.value.hint

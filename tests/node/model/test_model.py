@@ -51,8 +51,7 @@ def test_bfloat16_is_for_hidden_states_and_float32_for_parameters_and_loss() -> 
     assert model.head(hidden, microbatch.labels).dtype == torch.float32
     loss, gradients = model.gradients(microbatch)
     assert {gradient.dtype for part in gradients.values() for gradient in part} == {torch.float32}
-    exact = WholeModel(small_manifest(), CPU)
-    assert loss == pytest.approx(loss_of(exact, microbatch), abs=0.02)
+    assert loss == pytest.approx(loss_of(WholeModel(small_manifest(), CPU), microbatch), abs=0.02)
 
 
 @pytest.mark.parametrize("module", [ModuleId(0), ModuleId(3), ModuleId(1, 1)])
@@ -104,10 +103,8 @@ def with_gradients(attention: Any, documents: tuple[int, ...]) -> list[Tensor]:
 @settings(deadline=None)
 @given(lengths)
 def test_it_is_attention_with_a_mask_between_documents(documents: tuple[int, ...]) -> None:
-    for ours, theirs in zip(
-        with_gradients(document_attention, documents), with_gradients(masked, documents), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    ours, theirs = (with_gradients(attention, documents) for attention in (document_attention, masked))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("documents", [(), (3,), (5, 4), (9, -1), (8, 0)])
@@ -172,8 +169,7 @@ class Head:
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
         hidden, matrix = self.hidden.clone().requires_grad_(), self.matrix.clone().requires_grad_()
-        logits = F.linear(hidden, matrix.to(hidden.dtype)).float()
-        loss = F.cross_entropy(logits, self.labels, reduction="sum")
+        loss = F.cross_entropy(F.linear(hidden, matrix.to(hidden.dtype)).float(), self.labels, reduction="sum")
         return loss.detach(), *torch.autograd.grad(loss, [hidden, matrix])
 
 
@@ -250,21 +246,18 @@ def test_without_memory_nothing_counts_by_halves(piece: int, monkeypatch: pytest
 )
 def test_a_data_nodes_head_adds_the_mean_gradients(model: dict[str, Any]) -> None:
     manifest = small_manifest(**model)
-    embedding = build_embedding(manifest)
-    head = build_head(manifest, embedding)
+    head = build_head(manifest, build_embedding(manifest))
     hidden = hidden_states(manifest, 4).requires_grad_()
     labels = torch.arange(hidden[..., 0].numel()).reshape(hidden.shape[:2]) % 257
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in head.parameters()]
     found = OneHead(head).loss_into(hidden.detach(), labels, sums, 10)
-    logits = head.logits(hidden)
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss = F.cross_entropy(head.logits(hidden).flatten(0, 1), labels.flatten())
     of_hidden, *of_parameters = torch.autograd.grad(loss, [hidden, *head.parameters()])
     assert found.loss == pytest.approx(loss.item(), rel=1e-6)
     assert off(found.source, of_hidden) <= 1e-5
     assert all(off(mine / 10, plain) <= 1e-5 for mine, plain in zip(sums, of_parameters, strict=True))
     untouched = [total.clone() for total in sums]
-    again = OneHead(head).loss_into(hidden.detach(), labels, (), 10)
-    assert torch.equal(again.source, found.source)
+    assert torch.equal(OneHead(head).loss_into(hidden.detach(), labels, (), 10).source, found.source)
     assert all(torch.equal(total, before) for total, before in zip(sums, untouched, strict=True))
 
 

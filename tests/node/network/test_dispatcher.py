@@ -53,10 +53,7 @@ TENSOR = TensorSpec((4,), DType.FLOAT32)
 BUFFER = memoryview(bytearray(16))
 ERROR = Unreachable("gone")
 
-MICROBATCH_TENSORS: list[TensorMessage] = [
-    Forward(MICROBATCH, PATH, 0, Purpose.TRAIN, 1.0),
-    Backward(MICROBATCH, PATH, 0),
-]
+MICROBATCH_TENSORS = [Forward(MICROBATCH, PATH, 0, Purpose.TRAIN, 1.0), Backward(MICROBATCH, PATH, 0)]
 ROUND_TENSORS: list[TensorMessage] = [
     averaging_messages.Contribution(ROUND, 0, 1),
     averaging_messages.Reduced(ROUND, 0, 1),
@@ -284,8 +281,7 @@ async def test_a_file_without_an_end_is_not_read_for_ever() -> None:
 async def test_the_one_whose_hash_is_right_is_taken() -> None:
     wrong = {"none": None, "other": some_router(seed=4).to_bytes(), "long": bytes(10**5)}
     peers = FilePeers({**wrong, "good": ROUTER.to_bytes()})
-    found = await fetch_router(peers, MANIFEST, 0.0)
-    assert found.to_bytes() == ROUTER.to_bytes()
+    assert (await fetch_router(peers, MANIFEST, 0.0)).to_bytes() == ROUTER.to_bytes()
     assert peers.asked["good"] == 1
     with pytest.raises(Unreachable, match="no peer gave this run's router"):
         await fetch_router(FilePeers(wrong), MANIFEST, 0.0)
@@ -294,8 +290,7 @@ async def test_the_one_whose_hash_is_right_is_taken() -> None:
 async def test_a_router_of_more_experts_arrives_in_pieces() -> None:
     large = some_router((1, 32, 32))
     peers = FilePeers({"old": large.to_bytes()[:ROUTER_PIECE_BYTES], "short": ROUTER, "good": large})
-    found = await fetch_router(peers, manifest_with(large), 0.0)
-    assert found.to_bytes() == large.to_bytes()
+    assert (await fetch_router(peers, manifest_with(large), 0.0)).to_bytes() == large.to_bytes()
     assert peers.asked["good"] == math.ceil(len(large.to_bytes()) / ROUTER_PIECE_BYTES) == 4
     peers = FilePeers({"good": large})
     with pytest.raises(StateError, match="is for 65 experts, and this version reads routers for at most 64"):

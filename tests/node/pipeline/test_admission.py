@@ -114,8 +114,7 @@ def test_a_module_that_was_hosted_once_is_no_violation_but_not_hosted() -> None:
 
 def test_the_rule_for_paths_is_about_training() -> None:
     """The whole model may be measured, each stage once, and in order."""
-    manifest = small_manifest(stages__per_path=1)
-    rules = Admission(manifest, A, ModuleId(1), signed, signed)
+    rules = Admission(small_manifest(stages__per_path=1), A, ModuleId(1), signed, signed)
     measured = replace(forward(), purpose=Purpose.EVALUATE)
     rules.check(DATA, measured, TENSOR)
     again, back = path_of((1, A), (2, B), (2, B)), path_of((1, A), (2, B), (1, B))
@@ -150,8 +149,7 @@ def test_a_route_must_be_signed_but_is_not_better_for_that_where_the_run_does_no
 
 
 def of_labels(labels: int) -> Path:
-    modules = tuple(hop.module for hop in AB.hops)
-    return replace(AB, route=SignedRoute(modules, 60.0, bytes(64), labels=labels))
+    return replace(AB, route=SignedRoute(tuple(hop.module for hop in AB.hops), 60.0, bytes(64), labels=labels))
 
 
 def test_labels_are_told_where_some_tokens_are_none_and_of_what_is_trained_on() -> None:

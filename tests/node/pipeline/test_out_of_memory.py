@@ -121,11 +121,7 @@ assert difference <= 1e-4 * once.abs().max().item(), f"goes on as before: {diffe
 
 def test_what_does_not_fit_costs_one_microbatch() -> None:
     command = [sys.executable, "-P", "-c", PROGRAM]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "0",
-    }
+    thresholds = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **thresholds}
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -129,8 +129,7 @@ def test_the_order_of_a_steps_microbatches_changes_nothing(name: str) -> None:
 def test_graphs_are_kept_within_the_budget_and_let_go() -> None:
     probe = Stage(MANY_GRAPHS)
     probe.forward(0)
-    of_one = probe.worker._graphs._of_one
-    size = int(of_one * TOKENS)
+    size = int(probe.worker._graphs._of_one * TOKENS)
     assert size >= TENSOR.byte_length, "the output of Tanh is held by the graph"
     stage = Stage(2 * size)
     for number in range(4):
@@ -143,8 +142,7 @@ def test_graphs_are_kept_within_the_budget_and_let_go() -> None:
     stage.forward(5)
     stage.backward(1)
     stage.forward(6)
-    held = {number for number, kept in stage.worker._kept.items() if kept.visit is not None}
-    assert held == {5, 6}
+    assert {number for number, kept in stage.worker._kept.items() if kept.visit is not None} == {5, 6}
     for number in range(7):
         stage.worker.forget(number)
     assert stage.worker._kept == {}
@@ -156,8 +154,7 @@ def test_a_microbatch_that_comes_by_two_ways_adds_once_and_answers_twice() -> No
     stage.forward(1, ticket=10)
     stage.forward(1, ticket=11)
     first = stage.backward(1, ticket=10)
-    second = stage.backward(1, ticket=11)
-    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(first, stage.backward(1, ticket=11))
     torch.testing.assert_close(mean_of(stage.total), stage.expected(1)[2])
     assert stage.worker.accumulated == 1
 
@@ -420,15 +417,13 @@ def test_after_an_inner_step_the_embedding_is_computed_again_but_a_microbatch_ad
     ends = Ends()
     late, *others = (ends.started(number) for number in (1, 2, 3))
     _, back = ends.turn(late)
-    due = [ends.there_and_back(microbatch).step_due for microbatch in others]
-    assert due == [False, True]
+    assert [ends.there_and_back(microbatch).step_due for microbatch in others] == [False, True]
     assert ends.worker.step() is not None
     assert ends.worker.step() is None
     assert ends.compute(late, Work.BACKWARD, back).step_due is False
     assert ends.worker.recomputed == 1
     weight = next(ends.worker.stage.embedding.parameters())
-    source = ends.worker.stage.embedding(text_of(MANIFEST, 1).tokens)
-    [expected] = torch.autograd.grad(source, [weight], back)
+    [expected] = torch.autograd.grad(ends.worker.stage.embedding(text_of(MANIFEST, 1).tokens), [weight], back)
     [gradient, *_] = mean_of(ends.worker.stage.embedding_sum)
     torch.testing.assert_close(gradient, expected)
     ends = Ends()
@@ -483,8 +478,7 @@ def test_a_hop_of_a_narrow_residual_stream_hands_token_numbers_on_as_they_are() 
     """Also when it recomputes and when it takes a gradient back; a gradient has none."""
     bench = narrow_bench()
     source = bench.source(1)
-    job = replace(bench.job(Work.FORWARD, 1), codec=Codec.INT8)
-    output = bench.worker.compute(job)
+    output = bench.worker.compute(replace(bench.job(Work.FORWARD, 1), codec=Codec.INT8))
     assert output.tensor.spec == replace(hidden_tensor(bench.manifest), codec=Codec.INT8)
     found = sent(output)
     assert torch.equal(found[..., 5:], source[..., 5:])
@@ -584,8 +578,7 @@ def test_the_sums_are_those_of_an_ordinary_backward(changes: dict[str, Any]) -> 
 
 def test_the_first_half_leaves_out_half_of_the_products() -> None:
     manifest = small_manifest()
-    part = host_hop(manifest, MODULE, CPU, 0).part
-    split = SplitDevice(part)
+    split = SplitDevice(host_hop(manifest, MODULE, CPU, 0).part)
     source = torch.randn(manifest.hidden_shape)
     operations = {}
     for name in ("first half", "whole"):
@@ -685,8 +678,7 @@ def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
 def test_what_is_kept_has_the_place_of_the_graph() -> None:
     probe = Peer()
     probe.forward(1)
-    of_one = probe.worker._graphs._of_one
-    graph = int(of_one * probe.manifest.microbatch_tokens)
+    graph = int(probe.worker._graphs._of_one * probe.manifest.microbatch_tokens)
     probe.backward(1)
     assert 0 < probe.worker.deferred.held_bytes <= graph
     peer = Peer(budget=2 * graph)
@@ -733,14 +725,10 @@ def stack(manifest: Manifest) -> BlockStack:
     return build_block_stack(manifest, MODULE)
 
 
-def drawn(manifest: Manifest, number: int, documents: tuple[int, ...] = ()) -> Tensor:
-    return hidden_states(manifest, number, documents)
-
-
 def whole(manifest: Manifest, documents: tuple[int, ...] = ()) -> tuple[Tensor, Gradients]:
     passes = OneDevice(stack(manifest))
-    visit = passes.forward(drawn(manifest, 1, documents), documents)
-    return visit.result, passes.backward(visit, drawn(manifest, 2, documents))
+    visit = passes.forward(hidden_states(manifest, 1, documents), documents)
+    return visit.result, passes.backward(visit, hidden_states(manifest, 2, documents))
 
 
 @DOCUMENTS
@@ -750,11 +738,11 @@ def test_both_passes_are_those_of_the_whole(graphs: int | None, documents: tuple
     manifest = manifest_of(model__residual=residual, model__token_rank=residual and 3)
     result, wanted = whole(manifest, documents)
     passes = BlockByBlock(stack(manifest), torch.float32)
-    visit = passes.forward(drawn(manifest, 1, documents), documents, graphs=graphs)
+    visit = passes.forward(hidden_states(manifest, 1, documents), documents, graphs=graphs)
     assert sum(graph is not None for graph in visit.graphs) == (BLOCKS if graphs is None else graphs)
     torch.testing.assert_close(visit.result, result)
-    torch.testing.assert_close(passes.evaluate(drawn(manifest, 1, documents), documents), result)
-    found = passes.backward(visit.kept(), drawn(manifest, 2, documents))
+    torch.testing.assert_close(passes.evaluate(hidden_states(manifest, 1, documents), documents), result)
+    found = passes.backward(visit.kept(), hidden_states(manifest, 2, documents))
     torch.testing.assert_close(found.source, wanted.source)
     torch.testing.assert_close(found.parameters, wanted.parameters)
 
@@ -766,11 +754,11 @@ def test_gradients_are_added_and_taken_back(graphs: int | None, documents: tuple
     manifest = manifest_of(model__dtype=dtype)
     _, wanted = whole(manifest, documents)
     part = stack(manifest)
-    sums, passes = Accumulator(part), BlockByBlock(part, drawn(manifest, 1).dtype)
+    sums, passes = Accumulator(part), BlockByBlock(part, hidden_states(manifest, 1).dtype)
     for total in sums.sums:
         total.fill_(0.5)
-    visit = passes.forward(drawn(manifest, 1, documents), documents, graphs=graphs)
-    found = passes.backward_into(sums, visit, drawn(manifest, 2, documents), 10)
+    visit = passes.forward(hidden_states(manifest, 1, documents), documents, graphs=graphs)
+    found = passes.backward_into(sums, visit, hidden_states(manifest, 2, documents), 10)
     assert found.are_finite
     tolerance = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
     assert close([(total - 0.5) / 10 for total in sums.sums], wanted.parameters, tolerance)
@@ -782,7 +770,7 @@ def test_the_narrow_copy_follows_the_parameters() -> None:
     manifest = manifest_of(model__dtype="bfloat16")
     part = stack(manifest)
     passes = BlockByBlock(part, torch.bfloat16)
-    source = drawn(manifest, 1)
+    source = hidden_states(manifest, 1)
     passes.forward(source, ())
     with torch.no_grad():
         for parameter in part.parameters():
@@ -807,9 +795,9 @@ def test_without_memory_nothing_counts_by_halves(failing: int, monkeypatch: pyte
         add(place, rows, gradient, tokens)
 
     monkeypatch.setattr(sums, "add_to", add_to)
-    visit = passes.forward(drawn(manifest, 1), ())
+    visit = passes.forward(hidden_states(manifest, 1), ())
     with pytest.raises(MemoryError):
-        passes.backward_into(sums, visit, drawn(manifest, 2), 10)
+        passes.backward_into(sums, visit, hidden_states(manifest, 2), 10)
     assert calls == 2 * failing - 1, "as many pieces were taken back as had been added"
     assert all(total.abs().max() <= 1e-12 for total in sums.sums)
 
@@ -887,10 +875,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[DeviceThreads]:
     torch.set_num_threads(cores)
 
 
-def split_stack(manifest: Manifest = OF_DOCUMENTS) -> BlockStack:
-    return build_block_stack(manifest, ModuleId(1))
-
-
 def vectors(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -910,7 +894,7 @@ def assert_alike(found: tuple[Tensor, Tensor, Gradients], wanted: tuple[Tensor, 
 
 @pytest.mark.parametrize(("documents", "rows"), [*((each, 1) for each in MICROBATCHES), ((), 1), ((), 2), ((), 5)])
 def test_documents_and_rows_on_several_devices(threads: DeviceThreads, documents: tuple[int, ...], rows: int) -> None:
-    part = split_stack()
+    part = stack(OF_DOCUMENTS)
     several = body_passes(part, threads, SHARE)
     assert_alike(both_passes(several, documents, rows), both_passes(OneDevice(part), documents, rows))
 
@@ -920,7 +904,7 @@ def test_documents_and_rows_on_several_devices(threads: DeviceThreads, documents
 def test_all_documents_cut_and_none(
     threads: DeviceThreads, documents: tuple[int, ...], deal: Callable[[Sequence[float], int], Dealing]
 ) -> None:
-    part = split_stack()
+    part = stack(OF_DOCUMENTS)
     several = SeveralDevices(Copies(part, threads), threads, SHARE, lambda costs, devices, _: deal(costs, devices))
     assert_alike(both_passes(several, documents), both_passes(OneDevice(part), documents))
 
@@ -928,7 +912,7 @@ def test_all_documents_cut_and_none(
 def test_token_numbers_on_several_devices(threads: DeviceThreads) -> None:
     sizes = {"model__residual": 5, "model__token_rank": 3, "model__attention": "documents", "model__sequence": 2048}
     manifest, documents = small_manifest(**sizes, training__inner_tokens=4096), (1500, 300, 7)
-    part, (states, gradient) = split_stack(manifest), (hidden_states(manifest, each, documents) for each in (1, 2))
+    part, (states, gradient) = stack(manifest), (hidden_states(manifest, each, documents) for each in (1, 2))
     several, one = body_passes(part, threads, SHARE), OneDevice(part)
     found, wanted = several.forward(states, documents), one.forward(states, documents)
     torch.testing.assert_close(found.result, wanted.result.detach(), atol=1e-5, rtol=1e-5)
@@ -966,7 +950,7 @@ def test_the_head_on_several_devices(threads: DeviceThreads, shape: tuple[int, i
 
 
 def test_devices_of_other_memory_follow_the_parameters(threads: DeviceThreads) -> None:
-    part = split_stack()
+    part = stack(OF_DOCUMENTS)
     others = [copy.deepcopy(part) for _ in threads.devices[1:]]
     several = SeveralDevices(Copies(part, threads, others), threads, SHARE)
     documents = (700, 300, 300)
@@ -989,7 +973,7 @@ def test_a_device_that_fails_ends_the_wait_of_the_others_and_the_next_visit_work
                 raise torch.OutOfMemoryError("no memory on this one")
             return self.part(*given)
 
-    part = split_stack()
+    part = stack(OF_DOCUMENTS)
     failing = Failing(part)
     several = SeveralDevices(Copies(part, threads, [part] * (len(threads.devices) - 2) + [failing]), threads, SHARE)
     source = vectors(1, 1600, HIDDEN, seed=1)

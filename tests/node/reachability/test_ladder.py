@@ -151,8 +151,7 @@ async def test_a_mapping_is_kept_and_advertised_with_its_own_port_while_it_works
     assert asked_router.mapping == mapping(50_000)
     assert (await monitor.climb(PORT, None, peers, asked_router)).step is ReachStep.MAPPED
     assert peers.asked == [PORT, 50_000, 50_000], "what is mapped is tested again, not mapped again"
-    told = await monitor.climb(PORT, "home.example", peers, asked_router)
-    assert told.address == "home.example:50000"
+    assert (await monitor.climb(PORT, "home.example", peers, asked_router)).address == "home.example:50000"
     peers.open_ports = {PORT}  # the mapping stops working
     assert (await monitor.climb(PORT, None, peers, asked_router)).step is ReachStep.DIRECT
     assert way.unmapped == [50_000]
@@ -450,13 +449,11 @@ def test_a_router_that_does_not_speak_nat_pmp(monkeypatch: pytest.MonkeyPatch) -
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as closed:
         closed.bind((HERE, 0))
         port = closed.getsockname()[1]
-    refused = NatPmp(lambda: HERE, port).map(PORT, PORT, 600)
-    assert "does not support it" in refused.reason
+    assert "does not support it" in NatPmp(lambda: HERE, port).map(PORT, PORT, 600).reason
     monkeypatch.setattr("node.reachability.port_mapping.WAITS_S", (0.01, 0.01))
     asked: list[bytes] = []
     with gateway(lambda request: asked.append(request)) as silent:
-        unanswered = NatPmp(lambda: HERE, silent).map(PORT, PORT, 600)
-        assert "did not answer" in unanswered.reason
+        assert "did not answer" in NatPmp(lambda: HERE, silent).map(PORT, PORT, 600).reason
     assert isinstance(NatPmp(lambda: None).map(PORT, PORT, 600), NotMapped)
 
 
@@ -499,8 +496,7 @@ def test_upnp_maps_for_everybody_and_takes_back() -> None:
 
 
 def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to_or_says_why_not() -> None:
-    taken = Device("ConflictInMappingEntry")
-    mapped = upnp(taken).map(PORT, PORT, 600)
+    mapped = upnp(Device("ConflictInMappingEntry")).map(PORT, PORT, 600)
     assert mapped.external_port != PORT
     for_ever = Device("OnlyPermanentLeasesSupported")
     mapped = upnp(for_ever).map(PORT, PORT, 600)
@@ -515,8 +511,7 @@ def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to_or_says
 
 def test_upnp_speaks_to_the_gateway_alone() -> None:
     device = Device()
-    elsewhere = upnp(device, "http://10.0.0.66:5000/ctl").map(PORT, PORT, 600)
-    assert "another host" in elsewhere.reason
+    assert "another host" in upnp(device, "http://10.0.0.66:5000/ctl").map(PORT, PORT, 600).reason
     assert device.added == []
     assert not leads_to(HERE, f"http://{HERE}.evil.example/")
     assert not leads_to(HERE, f"https://{HERE}/")
@@ -529,8 +524,7 @@ def test_without_miniupnpc_or_a_gateway_there_is_a_reason() -> None:
     def missing(location: str) -> tuple[Any, str]:
         raise ImportError
 
-    unable = Upnp(lambda: HERE, lambda gateway: "http://x/", missing).map(PORT, PORT, 600)
-    assert "skipstone[nat]" in unable.reason
+    assert "skipstone[nat]" in Upnp(lambda: HERE, lambda gateway: "http://x/", missing).map(PORT, PORT, 600).reason
     assert isinstance(Upnp(lambda: None).map(PORT, PORT, 600), NotMapped)
     assert isinstance(Upnp(lambda: HERE, lambda gateway: None).map(PORT, PORT, 600), NotMapped)
 
@@ -849,15 +843,13 @@ async def test_who_cannot_be_dialled_dials_nobody_back_at_a_tunnels_end() -> Non
     answer = decode_dial_back(await witness.answer(ONE, Question(QuestionAbout.DIAL_BACK, port=22)))
     assert (answer.host, answer.outcome) == ("", DialBackOutcome.NOT_TRIED)
     own.addresses = ("25.0.0.9:4002",)
-    end = monitor.without_tunnels(own, lambda _: FarEnd("25.0.0.1", b"der"))(ONE)
-    assert end == FarEnd("25.0.0.1", b"der")
+    assert monitor.without_tunnels(own, lambda _: FarEnd("25.0.0.1", b"der"))(ONE) == FarEnd("25.0.0.1", b"der")
     assert monitor.without_tunnels(own, lambda _: None)(ONE) is None
 
 
 async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
     bench, relaying = HoldingBench(5), Identity.generate()
-    relay = f"/ip4/25.0.0.1/tcp/4001/p2p/{relaying.peer}"
-    bench.meets(announced(relaying, module=ModuleId(4), relay=relay))
+    bench.meets(announced(relaying, module=ModuleId(4), relay=f"/ip4/25.0.0.1/tcp/4001/p2p/{relaying.peer}"))
     held = await bench.attachments.hold()
     assert held[0] == relaying.peer
     assert len(held) == 3

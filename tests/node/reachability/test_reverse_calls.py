@@ -234,10 +234,8 @@ async def subscriber(
         phone.addresses = (f"127.0.0.1:{made.port}",)
 
         def learn(peer: PeerId, record: bytes) -> None:
-            known = decode_announced(record, run=RUN, now=time.time())
-            persona.book.contacts[peer] = Contact(
-                known.peer, known.addresses, known.certificate, known.via, known.relay
-            )
+            news = decode_announced(record, run=RUN, now=time.time())
+            persona.book.contacts[peer] = Contact(news.peer, news.addresses, news.certificate, news.via, news.relay)
 
         handler.board = witnesses.Switchboard(RUN, made.peer, made.transport, learn, SystemClock())
         yield made, phone
@@ -251,8 +249,7 @@ STATUS = Question(QuestionAbout.STATUS)
 def hide(hidden: Node, others: tuple[Node, ...], *via: PeerId) -> None:
     """The others know it as a peer without addresses, and it knows them not at all."""
     for other in others:
-        contact = replace(hidden.persona.contact(), via=via)
-        other.persona.book.contacts[hidden.peer] = contact
+        other.persona.book.contacts[hidden.peer] = replace(hidden.persona.contact(), via=via)
 
 
 @pytest.mark.parametrize("caller_is_smaller", [True, False])
@@ -336,8 +333,7 @@ async def test_through_a_tunnel_it_is_the_peer_itself_that_answers() -> None:
     async with subscriber() as (hidden, _), subscriber() as (impostor, _):
         persona = Persona()
         phone, tunnel = Telephone(persona, dialable=False), Tunnel(impostor.port)
-        ways = replace(phone.ways(), tunnels=tunnel)
-        async with node(persona, settings=SETTINGS, ways=ways) as caller:
+        async with node(persona, settings=SETTINGS, ways=replace(phone.ways(), tunnels=tunnel)) as caller:
             hide(hidden, (caller,))
             with pytest.raises(PeerError):
                 await caller.transport.ask(hidden.peer, STATUS, LONG)

@@ -48,8 +48,7 @@ def test_a_folder_comes_back_from_the_run_that_starts_from_it(tmp_path: Path, wh
 
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, ours)
 
-    told = LocalPathOptions(tokenizer=tmp_path / "model" / "tokenizer.json")
-    exported(checkpoint, tmp_path / "folder", told=told)
+    exported(checkpoint, tmp_path / "folder", told=LocalPathOptions(tokenizer=tmp_path / "model" / "tokenizer.json"))
     assert difference(decoder_of(tmp_path / "folder").logits(TOKENS), wanted) <= 1e-4
     back, report = type(theirs).from_pretrained(tmp_path / "folder", output_loading_info=True)
     assert not any(report.values()), report

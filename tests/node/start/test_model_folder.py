@@ -137,8 +137,7 @@ def test_a_folder_of_links_to_another_place_is_read(folder: Path) -> None:
 
 def test_a_single_file_is_read_before_an_old_index(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = started(folder).start
-    old = {name: tensor + 1 for name, tensor in load_file(folder / SINGLE).items()}
-    save_file(old, folder / "old.safetensors")
+    save_file({name: tensor + 1 for name, tensor in load_file(folder / SINGLE).items()}, folder / "old.safetensors")
     (folder / INDEX).write_text('{"weight_map": {"a": "old.safetensors"}}')
     assert started(folder).start == whole
     assert f"reading {SINGLE}" in caplog.text
@@ -185,9 +184,8 @@ def test_weights_in_several_files_are_the_same_start(folder: Path) -> None:
     for file, some in halves.items():
         save_file({name: tensors[name] for name in some}, folder / file)
     (folder / SINGLE).unlink()
-    (folder / INDEX).write_text(
-        json.dumps({"weight_map": {name: file for file, some in halves.items() for name in some}})
-    )
+    places = {name: file for file, some in halves.items() for name in some}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     assert started(folder).start == whole
     save_file({names[0]: tensors[names[0]], **{name: tensors[name] for name in names[1::2]}}, folder / "b.safetensors")
     with pytest.raises(ConfigError, match="is in two files"):

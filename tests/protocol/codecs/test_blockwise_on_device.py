@@ -115,9 +115,8 @@ def test_faults_of_what_was_received_can_be_looked_at_later(codec: Codec) -> Non
     no_order[base : base + 2] = no_order[base + 2 : base + 4]
     for data, holds in ((whole, True), (no_scale, False), (no_channel, False), (no_order, False)):
         found: list[bool] = []
-        decode(
-            encoded.spec, memoryview(data), torch.empty(64, 64), lambda each, _, found=found: found.append(bool(each))
-        )
+        out = torch.empty(64, 64)
+        decode(encoded.spec, memoryview(data), out, lambda each, _, found=found: found.append(bool(each)))
         assert all(found) is holds
         if not holds:
             with pytest.raises(ProtocolViolation):

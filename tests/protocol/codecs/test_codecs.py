@@ -54,8 +54,7 @@ class TestFormat:
         codes = data.draw(st.binary(min_size=elements, max_size=elements))
         blocks = -(-elements // BLOCK)
         scales = data.draw(arrays("<f4", blocks, elements=st.just(0.0) | st.floats(2.0**-126, LARGEST_SCALE, width=32)))
-        encoding = codes + scales.tobytes()
-        result = decoded(Codec.INT8, encoding, elements)
+        result = decoded(Codec.INT8, codes + scales.tobytes(), elements)
         by_definition = np.frombuffer(codes, np.int8).astype(np.float32) * np.repeat(scales, BLOCK)[:elements]
         assert np.array_equal(result, by_definition), "not what proto/link.proto says that the bytes mean"
         assert np.isfinite(result).all()
@@ -72,10 +71,8 @@ class TestAccuracy:
             assert off.max() <= largest / 254 * (1 + 1e-4) + 127 * 2.0**-126
 
     def test_the_largest_value_that_can_be_expressed(self) -> None:
-        values = vector(LARGEST_VALUE, -LARGEST_VALUE, 1.0)
-        assert decoded(Codec.INT8, encoded(Codec.INT8, values), 3) == pytest.approx(
-            [LARGEST_VALUE, -LARGEST_VALUE, 0.0]
-        )
+        found = decoded(Codec.INT8, encoded(Codec.INT8, vector(LARGEST_VALUE, -LARGEST_VALUE, 1.0)), 3)
+        assert found == pytest.approx([LARGEST_VALUE, -LARGEST_VALUE, 0.0])
 
 
 class TestRefusals:

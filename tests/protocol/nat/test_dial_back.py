@@ -64,8 +64,7 @@ async def test_another_peer_at_the_port_is_found_out() -> None:
 @pytest.mark.parametrize("says", [b"220 mail.example ESMTP\r\n", b"\x15\x03\x03\x00\x02\x02\x28"])
 async def test_another_program_at_the_port_is_found_out_and_hears_only_a_greeting_of_tls(says: bytes) -> None:
     async with listener(says) as (port, heard):
-        result = await dial_back(HERE, port, Persona().credentials.certificate_der)
-        assert result.outcome is DialBackOutcome.ANOTHER
+        assert (await dial_back(HERE, port, Persona().credentials.certificate_der)).outcome is DialBackOutcome.ANOTHER
     assert heard[0][:2] == b"\x16\x03", "TLS's first record"
     assert len(heard[0]) < 2048
 

@@ -93,8 +93,7 @@ async def test_another_run_is_refused_and_only_who_is_attached_can_be_reached_by
 async def test_silence_is_bounded() -> None:
     async with relaying(handshake_s=0.1, idle_s=0.2) as ends:
         assert "sent nothing" in await ends.refused(ANNA)
-        attachment = await ends.attached(BERT)
-        assert await attachment.reader.read() == b"", "an attachment without pings is over"
+        assert await (await ends.attached(BERT)).reader.read() == b"", "an attachment without pings is over"
         near, far = await ends.tunnel(ANNA, await ends.attached(BERT))
         assert await asyncio.gather(near.reader.read(), far.reader.read()) == [b"", b""]
         await until_idle(ends)
@@ -197,8 +196,7 @@ async def test_bytes_over_the_share_of_a_pair_end_its_tunnel_and_leave_the_other
 
 async def test_bytes_over_the_hours_end_every_tunnel() -> None:
     async with relaying(bytes_per_hour=4 * MIN_OPEN_BYTES, pair_share=1.0) as ends:
-        attachment = await ends.attached(BERT)
-        near, far = await ends.tunnel(ANNA, attachment)
+        near, far = await ends.tunnel(ANNA, await ends.attached(BERT))
         near.writer.write(bytes(3 * MIN_OPEN_BYTES))
         await far.reader.read(-1)
         assert "used up" in await ends.refused(ANNA, wish(BERT))
@@ -223,8 +221,7 @@ def test_a_pair_is_the_same_from_both_sides_and_another_life_goes_on_where_the_l
     assert budget.spend(ANNA, BERT, 250) == ""
     assert "share" in budget.spend(BERT, ANNA, 1)
     assert (budget.left(), budget.pair_left(BERT, ANNA), budget.pair_left(BERT, CARL)) == (250, 0, 250)
-    again = RelayBudget(RelayLimits(1000), lambda: 0.0, left=250)
-    assert again.left() == 250
+    assert RelayBudget(RelayLimits(1000), lambda: 0.0, left=250).left() == 250
     assert RelayBudget(RelayLimits(1000), lambda: 0.0, left=9999).left() == 500
 
 

@@ -116,8 +116,7 @@ class Persona:
         return self.identity.peer
 
     def contact(self, *ports: int) -> Contact:
-        addresses = tuple(f"127.0.0.1:{port}" for port in ports)
-        return Contact(self.peer, addresses, self.credentials.certificate_der)
+        return Contact(self.peer, tuple(f"127.0.0.1:{port}" for port in ports), self.credentials.certificate_der)
 
     def knows(self, other: Persona, *ports: int) -> None:
         self.book.contacts[other.peer] = other.contact(*ports)
@@ -217,8 +216,7 @@ FLOATS = TensorSpec((2, 32, 512), DType.FLOAT32)
 
 
 def forward(sender: PeerId, receiver: PeerId, number: int = 0) -> Forward:
-    path = Path(sender, (Hop(ModuleId(1), receiver),))
-    return Forward(MicrobatchId(sender, number), path, 0, Purpose.TRAIN, 60.0)
+    return Forward(MicrobatchId(sender, number), Path(sender, (Hop(ModuleId(1), receiver),)), 0, Purpose.TRAIN, 60.0)
 
 
 def pattern(tensor: TensorSpec, seed: int) -> bytes:

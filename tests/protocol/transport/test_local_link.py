@@ -123,8 +123,7 @@ async def test_a_stranger_with_the_key_of_a_peer_of_this_process_is_refused() ->
         for persona, greeting in ((thief, hello_of(thief)), (left.persona, hello_of(left.persona))):
             async with bare_stream(persona, left, introduced=False) as stream:
                 await stream.say(greeting)
-                farewell = Farewell(FarewellReason.UNSPECIFIED, "this peer is in our own process")
-                assert await stream.hear() == farewell
+                assert await stream.hear() == Farewell(FarewellReason.UNSPECIFIED, "this peer is in our own process")
         assert left.handler.ups == [right.peer]
         assert not left.handler.downs
         assert left.transport.is_linked(right.peer)

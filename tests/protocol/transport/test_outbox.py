@@ -378,13 +378,10 @@ def test_what_is_due_is_read_at_once() -> None:
 
 def test_what_is_more_is_read_at_its_pace_in_short_pauses() -> None:
     patience = limits.Patience(drained(), 0.0)
-    assert frames_in(patience, 60.0) == pytest.approx(
-        limits.IN_ADVANCE + 60 * limits.FRAMES_A_SECOND, abs=2 * limits.PAUSE_AFTER
-    )
-    assert (
-        max(patience.heard(60.0) for _ in range(int(limits.PAUSE_AFTER)))
-        <= SHORT_PAUSE_S + 1.001 / limits.FRAMES_A_SECOND
-    )
+    due = limits.IN_ADVANCE + 60 * limits.FRAMES_A_SECOND
+    assert frames_in(patience, 60.0) == pytest.approx(due, abs=2 * limits.PAUSE_AFTER)
+    longest_s = max(patience.heard(60.0) for _ in range(int(limits.PAUSE_AFTER)))
+    assert longest_s <= SHORT_PAUSE_S + 1.001 / limits.FRAMES_A_SECOND
 
 
 def test_what_all_say_beyond_their_due_is_bounded_for_all_together() -> None:
@@ -422,9 +419,6 @@ def test_nobody_saves_without_limit() -> None:
     assert frames_in(patience, 0.0, now=1e6) <= limits.MOST_SAVED + limits.COMMON_SAVED + limits.PAUSE_AFTER
 
 
-LONGEST = MAX_SMALL_FRAME_BYTES
-
-
 @pytest.mark.parametrize("serves", [True, False])
 @pytest.mark.parametrize("octets", [1, 256, 4096, 30 * 1024])
 def test_a_frame_weighs_what_its_bytes_do_and_twice_as_much_from_a_stranger(octets: int, serves: bool) -> None:
@@ -440,7 +434,7 @@ def test_after_the_longest_frame_the_link_is_not_silent_for_too_long(serves: boo
     patience = limits.Patience(drained(), 0.0)
     pauses, now = [], 0.0
     for _ in range(20):
-        pauses.append(patience.heard(now, LONGEST, serves=serves))
+        pauses.append(patience.heard(now, MAX_SMALL_FRAME_BYTES, serves=serves))
         now += pauses[-1]
     assert pauses[-1] == limits.LONGEST_PAUSE_S < TransportSettings().stall_after_s - TransportSettings().ping_period_s
 

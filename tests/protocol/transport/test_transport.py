@@ -250,10 +250,9 @@ async def test_a_peer_that_restarts_on_its_port_is_reached_again(with_new_certif
 async def test_a_peer_that_has_lost_its_end_replaces_the_link() -> None:
     """Its host lost power, say: nothing told us that the former stream is dead, but nobody answers there."""
     persona = Persona()
-    hello = replace(hello_of(persona), incarnation=1, age_ms=10_000)
     async with (
         node(settings=with_settings(proof_of_life_s=0.1)) as server,
-        bare_stream(persona, server, hello=hello),
+        bare_stream(persona, server, hello=replace(hello_of(persona), incarnation=1, age_ms=10_000)),
         node(persona) as reborn,
     ):
         introduce(server, reborn)
@@ -670,8 +669,7 @@ async def test_one_peer_gets_few_streams_even_when_it_reads_none() -> None:
         attack(server, introduced=False) as (hostile, first),
     ):
         async with bare_stream(hostile, server, introduced=False), bare_stream(hostile, server, introduced=False):
-            streams = server.transport._streams
-            await server.handler.until(lambda: streams[hostile.peer] == MAX_STREAMS_PER_PEER)
+            await server.handler.until(lambda: server.transport._streams[hostile.peer] == MAX_STREAMS_PER_PEER)
             async with bare_stream(hostile, server, introduced=False) as fourth:
                 with pytest.raises(errors.Unreachable, match="too many streams"):
                     await fourth.hear()

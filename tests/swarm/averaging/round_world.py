@@ -31,16 +31,14 @@ class VirtualLinks:
         self.sent = 0
 
     def up(self, one: PeerId, other: PeerId) -> bool:
-        same = self._group.get(one, 0) == self._group.get(other, 0)
-        return same and frozenset((one, other)) not in self._cut
+        return self._group.get(one, 0) == self._group.get(other, 0) and frozenset((one, other)) not in self._cut
 
     def message(self, sender: PeerId, to: PeerId, deliver: Thunk) -> bool:
         """False when the sender learns that there is no link."""
         self.sent += 1
         if not self.up(sender, to):
             return False
-        copies = 2 if self._random.random() < self.repeats else 1
-        for _ in range(copies):
+        for _ in range(2 if self._random.random() < self.repeats else 1):
             if self._random.random() >= self.loss:
                 self._carry(sender, to, self._random.uniform(0.001, self._slowest_s), deliver)
         return True
@@ -60,9 +58,6 @@ class VirtualLinks:
     def heal(self) -> None:
         self._cut.clear()
         self._group.clear()
-
-
-Send = Callable[[PeerId, "Piece"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +95,13 @@ class VirtualExchange:
     roster: messages.Roster
     gradient: bytes
     fragments: int
-    send: Send
+    send: Callable[[PeerId, Piece], None]
     contributions: dict[int, dict[PeerId, bytes]] = field(default_factory=dict)
     results: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def chunks(self) -> dict[int, PeerId]:
-        return {
-            chunk: member.peer
-            for member in self.roster.members
-            for chunk in range(member.first_chunk, member.end_chunk)
-        }
+        return {chunk: each.peer for each in self.roster.members for chunk in range(each.first_chunk, each.end_chunk)}
 
     @property
     def contributors(self) -> frozenset[PeerId]:

@@ -38,8 +38,7 @@ def test_a_ledger_counts_all_visits_and_those_of_the_last_half_minute() -> None:
 
 
 def test_work_is_summed_over_data_nodes_and_very_little_proves_nothing() -> None:
-    both = proven.proven_work((tally(a=1000, b=10), tally(PeerId("other"), a=1000)))
-    assert both == {A: pytest.approx(200.0)}
+    assert proven.proven_work((tally(a=1000, b=10), tally(PeerId("other"), a=1000))) == {A: pytest.approx(200.0)}
     assert set(proven.proven_work((tally(a=1000, b=int(1000 * proven.LEAST_SHARE) + 1),))) == {A, B}
 
 

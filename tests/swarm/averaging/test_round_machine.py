@@ -258,8 +258,7 @@ def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody(desk: Desk)
 @pytest.mark.parametrize("tallies", [True, False])
 def test_a_leader_whose_roster_is_refused_goes_on_alone_only_with_tallies(desk: Desk, tallies: bool) -> None:
     tally = messages.WorkTally(D, MODULE, 1, 0.0, 30.0, (messages.WorkRow(US, 1, 100, 100),))
-    there = (events.OtherReplica(B, BASE, True),)
-    desk.feed(events.ReplicasChanged(there, (tally,) if tallies else ()))
+    desk.feed(events.ReplicasChanged((events.OtherReplica(B, BASE, True),), (tally,) if tallies else ()))
     attempt = desk.convene()
     desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
     desk.hear(B, entry(attempt, B))
@@ -299,8 +298,7 @@ def test_of_two_the_one_that_declares_next_to_nothing_has_no_say(desk: Desk) -> 
 def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left(desk: Desk) -> None:
     desk.prepare()
     for _ in range(2000):
-        actions = desk.wait(0.5)
-        if Declined(ATTEMPT, DeclineReason.NOT_READY, BASE) in told(actions, B):
+        if Declined(ATTEMPT, DeclineReason.NOT_READY, BASE) in told(desk.wait(0.5), B):
             break
         desk.hear(B, messages.Pulse(ATTEMPT))
     assert desk.machine.current_attempt is None
@@ -414,11 +412,8 @@ IMPLAUSIBLE = AnchorVersion(6, 60, 60_000, 0, b"a" * 32)
 def four_alone() -> tuple[Desk, list[Action]]:
     """B and C have each gone on by themselves, and D twice as far; what follows of that."""
     desk = Desk()
-    for peer, version in (
-        (B, replace(RESULT, digest=b"b" * 32)),
-        (C, replace(RESULT, digest=b"c" * 32)),
-        (D, IMPLAUSIBLE),
-    ):
+    near = [(peer, replace(RESULT, digest=digest * 32)) for peer, digest in ((B, b"b"), (C, b"c"))]
+    for peer, version in (*near, (D, IMPLAUSIBLE)):
         desk.hear(peer, messages.Progress(MODULE, version, 0, 0))
     return desk, desk.wait(4.0)
 
@@ -434,10 +429,8 @@ def test_who_stands_farther_away_than_can_be_is_not_followed_nor_invited_whateve
     desk.feed(events.CaughtUp(caught_up[0].version))
     desk.hear(B, messages.Progress(MODULE, caught_up[0].version, 0, 0))
     desk.feed(Worked(1000, 1000))
-    invitations = [
-        tell for tell in desk.wait(4.0) if isinstance(tell, SendMessage) and isinstance(tell.message, Invitation)
-    ]
-    assert {tell.to for tell in invitations} == {B, C}
+    sent = [action for action in desk.wait(4.0) if isinstance(action, SendMessage)]
+    assert {each.to for each in sent if isinstance(each.message, Invitation)} == {B, C}
 
 
 def test_where_most_stand_who_is_distrusted_is_followed_too() -> None:
@@ -489,8 +482,7 @@ def test_members_commit_what_most_of_them_have_when_their_convener_does_not(desk
         actions = desk.wait(RULES.pulse_s) + desk.hear(B, messages.Pulse(ATTEMPT))
     assert Prepared(ATTEMPT, RESULT) in told(actions, C)
     assert events.CommitStaged not in kinds(desk.hear(D, Prepared(ATTEMPT, RESULT))), "it has no part in this round"
-    other = replace(RESULT, digest=b"other")
-    assert events.CommitStaged not in kinds(desk.hear(C, Prepared(ATTEMPT, other)))
+    assert events.CommitStaged not in kinds(desk.hear(C, Prepared(ATTEMPT, replace(RESULT, digest=b"other"))))
     actions = desk.hear(C, Prepared(ATTEMPT, RESULT))
     assert events.CommitStaged(roster(), RESULT) in actions
     assert told(actions, C)[0] == messages.Commit(ATTEMPT, RESULT, tuple(sorted((US, C))))

@@ -83,8 +83,7 @@ def test_when_a_round_is_due(own: int, others: list[int], replicas: int, since_s
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 7, 64, 1000])
 def test_fragments_are_those_of_the_modules_layout(fragments: int) -> None:
-    shapes = {f"model.layers.{number}.weight": (977, 61) for number in range(12)}
-    layout = layout_of(shapes, fragments)
+    layout = layout_of({f"model.layers.{number}.weight": (977, 61) for number in range(12)}, fragments)
     rules = replace(RULES, fragments=fragments, chunks=layout.chunks)
     assert [fragment_chunks(rules, number) for number in range(len(layout.fragments))] == list(layout.fragments)
 
@@ -158,8 +157,7 @@ def test_claims_count_up_to_the_median_and_no_member_outweighs_the_others() -> N
     assert lengths(a=entry(0), b=entry(100, norm=0.5)) == {A: 0.0, B: 0.5}
     assert lengths(a=entry(0), b=entry(0)) == {A: 0.0, B: 0.0}
     for honest in (2, 4, 8):
-        others = {f"h{n}": entry(100) for n in range(honest)}
-        found = lengths(**others, liar=entry(400, norm=1e6))
+        found = lengths(**{f"h{n}": entry(100) for n in range(honest)}, liar=entry(400, norm=1e6))
         assert found.pop("liar") <= 1.5 / (honest + 1) + 1e-9 <= sum(found.values()) + 1e-9
 
 
@@ -180,10 +178,8 @@ def test_proven_work_counts_beyond_the_median_and_names_without_it_together_like
 @pytest.mark.parametrize("claimed", [6400, 10**12])
 def test_claimed_tokens_do_not_speed_the_schedule_up(honest: int, claimed: int) -> None:
     others = tuple(entry(100, peer=PeerId(f"h{n}")) for n in range(honest))
-    rounds = [
-        make_roster(RULES, replace(signed(), entries=(*others, entry(tokens, peer=D)))) for tokens in (100, claimed)
-    ]
-    usual, faster = (each.tokens - BASE.tokens for each in rounds if each is not None)
+    rosters = [replace(signed(), entries=(*others, entry(tokens, peer=D))) for tokens in (100, claimed)]
+    usual, faster = (make_roster(RULES, each).tokens - BASE.tokens for each in rosters)
     assert usual == 100 * (honest + 1)
     assert faster <= 1.5 * usual
 
@@ -200,8 +196,7 @@ def test_a_roster_needs_tallies_of_different_data_nodes_that_are_signed() -> Non
     assert objection(RULES, good, own, SIGNER) is None
     assert objection(RULES, with_tally(good, {B: 100}), own, SIGNER), "twice the same data node"
     assert objection(RULES, with_tally(signed(), {A: 100}, mark=b"forged"), own, SIGNER)
-    elsewhere = replace(good, tallies=(replace(good.tallies[0], module=ModuleId(7)),))
-    assert objection(RULES, elsewhere, own, SIGNER)
+    assert objection(RULES, replace(good, tallies=(replace(good.tallies[0], module=ModuleId(7)),)), own, SIGNER)
 
 
 def far(drift: AnchorDrift, donors: list[PeerId], at: float, rounds: int = 1) -> float:
@@ -327,8 +322,7 @@ def test_a_roster_counts_the_work_and_says_what_it_leads_to() -> None:
 
 
 def test_sums_end_where_frames_end_and_from_the_third_attempt_on_the_leader_reduces_alone() -> None:
-    full = replace(signed(), base=replace(BASE, steps=MAX_COUNT - 1, tokens=MAX_COUNT - 1))
-    made = make_roster(RULES, full)
+    made = make_roster(RULES, replace(signed(), base=replace(BASE, steps=MAX_COUNT - 1, tokens=MAX_COUNT - 1)))
     assert (made.steps, made.tokens) == (MAX_COUNT, MAX_COUNT)
     made = roster(replace(ATTEMPT, attempt=2))
     assert {member.peer: member.end_chunk - member.first_chunk for member in made.members} == {A: 16, B: 0, C: 0}
@@ -347,7 +341,6 @@ def test_one_of_two_that_claims_many_or_hardly_any_steps_bends_the_schedule_a_li
 def test_rosters_that_cannot_be_right_are_objected_to() -> None:
     made = signed()
     first, second, third = made.entries
-    other_anchor = replace(second, base=replace(BASE, digest=b"other"))
     wrong = [
         (first, second),
         (second, third),
@@ -357,7 +350,7 @@ def test_rosters_that_cannot_be_right_are_objected_to() -> None:
         (first, replace(second, tokens=1), third),
         (first, replace(second, signature=b""), third),
         (first, replace(second, peer=D), third),
-        (first, SIGNER.sign(other_anchor), third),
+        (first, SIGNER.sign(replace(second, base=replace(BASE, digest=b"other"))), third),
         (first, SIGNER.sign(replace(second, round=replace(ATTEMPT, number=4))), third),
         (first, SIGNER.sign(replace(second, norm=math.inf)), third),
         (),
@@ -365,8 +358,7 @@ def test_rosters_that_cannot_be_right_are_objected_to() -> None:
     assert objection(RULES, made, third, SIGNER) is None
     for entries in wrong:
         assert objection(RULES, replace(made, entries=entries), third, SIGNER) is not None
-    not_allowed = objection(RULES, replace(made, codec=Codec.INT8), third, SIGNER)
-    assert not_allowed == "this run's rounds do not use INT8"
+    assert objection(RULES, replace(made, codec=Codec.INT8), third, SIGNER) == "this run's rounds do not use INT8"
 
 
 def test_signatures_are_checked_last_and_once_for_each_of_the_others() -> None:

@@ -105,9 +105,7 @@ def test_survivors_commit_within_five_seconds_and_a_round(share: float, who: str
     roster = first_exchange(world)
     world.run(share * round_s)
     convener = roster.round.convener
-    victim = (
-        convener if who == "convener" else next(member.peer for member in roster.members if member.peer != convener)
-    )
+    victim = convener if who == "convener" else next(each.peer for each in roster.members if each.peer != convener)
     (world.crash if how == "kill" else world.freeze)(victim)
     survivors = set(world.peers) - {victim}
 
@@ -173,9 +171,7 @@ def split(world: RoundWorld, *groups: list[PeerId], rounds: int) -> None:
     assert world.run_until(lambda: committed_by(world, set(world.peers)) and world.agreed(), 60.0)
     enough = next(iter(world.versions())).round + rounds
     world.links.partition(*groups)
-    assert world.run_until(lambda: all(replica.version.round >= enough for replica in world.living), 200.0), (
-        world.explain()
-    )
+    assert world.run_until(lambda: all(each.version.round >= enough for each in world.living), 200.0), world.explain()
 
 
 def rounds_until_agreed(world: RoundWorld) -> int:
@@ -213,8 +209,7 @@ def test_three_win_over_one_that_is_many_rounds_ahead() -> None:
     world.links.heal()
     assert world.run_until(world.agreed, 60.0), world.explain()
     assert len([version for version, who in world.commits.items() if a in who]) <= before + 2
-    committed_since = len(world.commits) - before
-    assert committed_since <= 2, "their next round has a number above the lone one's"
+    assert len(world.commits) - before <= 2, "their next round has a number above the lone one's"
     assert world.caught_up[a] + world.caught_up[b] + world.caught_up[c] == 0
 
 

@@ -163,8 +163,7 @@ class World:
         return announcement(member.peer, member.module, speed=known, state=member.state)
 
     def _now(self) -> tuple[Announcement, ...]:
-        data_node = announcement("data", 0, speed=0.0)
-        return (data_node, *(self._announced(member) for member in self.members.values()))
+        return (announcement("data", 0, speed=0.0), *(self._announced(member) for member in self.members.values()))
 
     def _seen(self, delay: int, own: PeerId) -> tuple[Announcement, ...]:
         """With no delay, what is announced at this very moment."""

@@ -37,10 +37,8 @@ def test_newer_announcements_replace_older_ones_and_replays_change_nothing(membe
     assert members.observe(announcement("a", sequence=5, speed=5.0), now=0, wall=0)
     assert members.observe(announcement("a", sequence=6, speed=6.0), now=0, wall=0)
     for replayed in (5, 6):
-        again = announcement("a", sequence=replayed, speed=9.0, expires_at=2e9)
-        assert not members.observe(again, now=0, wall=0)
-    known = members.get(A)
-    assert known.tokens_per_second == 6.0
+        assert not members.observe(announcement("a", sequence=replayed, speed=9.0, expires_at=2e9), now=0, wall=0)
+    assert members.get(A).tokens_per_second == 6.0
 
 
 def test_replicas_with_a_state_are_those_that_tell_of_one_and_can_be_reached(members: Membership) -> None:
@@ -131,11 +129,9 @@ def test_who_announces_but_never_answers_is_tried_less_and_less(members: Members
         now += FIRST_PAUSE_S
         members.fail(A, now)
         members.observe(announcement("a", sequence=int(now * 1000) + later), now=now, wall=0)
-        pause = next(
-            pause for pause in (0, 1, 2, 4, 8, 16, 32, REUSE_S.longest_s) if not members.is_suspect(A, now + pause)
-        )
-        pauses.append(pause)
-        now += pause
+        tried = (0, 1, 2, 4, 8, 16, 32, REUSE_S.longest_s)
+        pauses.append(next(pause for pause in tried if not members.is_suspect(A, now + pause)))
+        now += pauses[-1]
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
     members.recover(A)
     members.fail(A, now)
@@ -295,8 +291,7 @@ def test_who_is_held_on_to_stays_before_its_equals_among_which_many_peers_spread
     assert by_worth(OWN, ModuleId(1), equals, (last,))[0] == last
     assert by_worth(OWN, ModuleId(1), [*equals, dialable("near", 2)], (last,))[:2] == ["near", last]
     equals = [dialable(f"p{n}", 1) for n in range(10)]
-    firsts = {by_worth(PeerId(f"own{n}"), ModuleId(1), equals, ())[0] for n in range(60)}
-    assert len(firsts) > 5
+    assert len({by_worth(PeerId(f"own{n}"), ModuleId(1), equals, ())[0] for n in range(60)}) > 5
 
 
 def test_only_who_can_be_dialled_and_stays_is_of_use() -> None:

@@ -32,8 +32,7 @@ def placed(limits: list[int]) -> list[ModuleId | None]:
         module = choose_module(own, fitting, present, WORK, needs=NEEDS).value if fitting else None
         found.append(module)
         if module is not None:
-            speed = 1000.0 / WORK.cost[module.stage]
-            present.append(announcement(own, module, speed=speed, memory_bytes=limit))
+            present.append(announcement(own, module, speed=1000.0 / WORK.cost[module.stage], memory_bytes=limit))
     return found
 
 
@@ -102,7 +101,5 @@ def test_room_reaches_as_far_as_others_must_see() -> None:
     assert plenty.reaching(need) == plenty
     unknown = FreeMemory(Reasoned(None, "nobody knows"), None)
     assert unknown.reaching(need) == unknown
-    assert (
-        free_memory_of(announcement("x", 1, memory_bytes=room(STEP_BYTES).reaching(need).announced[0])).lacks(need)
-        is None
-    )
+    said = room(STEP_BYTES).reaching(need).announced[0]
+    assert free_memory_of(announcement("x", 1, memory_bytes=said)).lacks(need) is None

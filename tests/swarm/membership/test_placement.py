@@ -22,8 +22,7 @@ def joined(newcomers: int, cost: tuple[float, ...] = EVEN) -> Counter[int]:
     for number in range(newcomers):
         own = PeerId(f"peer{number}")
         module = choose_module(own, MODULES, present, work(*cost)).value
-        speed = 1000.0 / cost[module.stage]
-        present.append(announcement(own, module.stage, speed=speed, state=PeerState.JOINING))
+        present.append(announcement(own, module.stage, speed=1000.0 / cost[module.stage], state=PeerState.JOINING))
     return Counter(a.module.stage for a in present if a.module is not None)
 
 
@@ -47,10 +46,8 @@ def test_newcomers_one_after_another_fill_every_module_evenly_and_a_costly_one_m
 
 def test_those_that_leave_or_visit_do_not_count_and_a_stage_that_is_skipped_needs_less() -> None:
     present = [announcement(f"p{stage}", stage) for stage in range(3)]
-    present += [
-        announcement("leaving", 3, state=PeerState.DRAINING),
-        announcement("guest", None, state=PeerState.VISITING),
-    ]
+    present.append(announcement("leaving", 3, state=PeerState.DRAINING))
+    present.append(announcement("guest", None, state=PeerState.VISITING))
     assert choose_module(PeerId("n"), MODULES, present, work(*EVEN)).value == ModuleId(3)
     workload = Workload(MODULES, EVEN, per_path=1)
     present = [announcement(f"p{stage}", stage) for stage in range(4)]
@@ -63,8 +60,7 @@ def test_power_counts_more_than_heads_and_an_unknown_one_is_average() -> None:
     present += [announcement("d", 3, speed=5000.0)]
     assert choose_module(PeerId("n"), MODULES[1:], present, work(*EVEN)).value == ModuleId(2)
     present = [announcement("0", 0), announcement("new", 1, speed=0.0), announcement("b", 2), announcement("c", 3)]
-    chosen = {choose_module(PeerId(f"n{n}"), MODULES, present, work(*EVEN)).value for n in range(50)}
-    assert chosen == set(MODULES)
+    assert {choose_module(PeerId(f"n{n}"), MODULES, present, work(*EVEN)).value for n in range(50)} == set(MODULES)
 
 
 def calls_to_choose(stages: int, experts: int) -> int:

@@ -123,9 +123,8 @@ class Desk:
             case sender, ["asks"]:
                 return handle(custody.ControlArrived(PeerId(sender), messages.Unsettled(MICROBATCH)), now)
             case sender, ["recalls", position]:
-                return handle(
-                    custody.ControlArrived(PeerId(sender), messages.Recall(MICROBATCH, path, int(position))), now
-                )
+                recall = messages.Recall(MICROBATCH, path, int(position))
+                return handle(custody.ControlArrived(PeerId(sender), recall), now)
             case sender, [status, direction, position, *retry]:
                 way, kind = OUT if direction == "out" else BACK, messages.ReceiptStatus[status.upper()]
                 receipt = messages.Receipt(MICROBATCH, way, int(position), kind, *map(float, retry))

@@ -48,8 +48,7 @@ def test_a_forward_comes_only_from_a_replica_of_the_module_before(own: PeerId, p
 
 
 def test_a_substitute_takes_a_gradient_from_a_replica_of_the_module_after_only() -> None:
-    desk = Desk(B2)
-    stranger = desk.admit(backward(ABC.with_peer(1, B2).with_peer(2, A), 1))
+    stranger = Desk(B2).admit(backward(ABC.with_peer(1, B2).with_peer(2, A), 1))
     assert (stranger.value, stranger.reason) == (custody.SlotState.BUSY, custody.STRANGER)
 
 
@@ -120,8 +119,7 @@ def test_one_data_node_cannot_take_all_slots_and_at_most_half_while_another_has_
 def test_one_link_cannot_take_all_slots_and_gradients_for_a_substitute_count() -> None:
     desk = Desk(B, slots=8)
     assert admitted(desk, (forward(path, 1) for path in of_data_nodes(ABC, range(10)))) == 6
-    others = of_data_nodes(ABC.with_peer(0, A2), range(10, 20))
-    assert admitted(desk, (forward(path, 1) for path in others)) == 2
+    assert admitted(desk, (forward(path, 1) for path in of_data_nodes(ABC.with_peer(0, A2), range(10, 20)))) == 2
     desk, paths = Desk(B2, slots=8), of_data_nodes(ABC.with_peer(1, B2), range(10))
     assert admitted(desk, (backward(path, 1) for path in paths)) == 6
     assert "this link" in desk.admit(backward(paths[-1], 1)).reason

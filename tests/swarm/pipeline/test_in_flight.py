@@ -225,8 +225,7 @@ def later(world: World, window: Window, after_s: float) -> tuple[float, int]:
     """The pace and the usual window of the minute that begins then."""
     world.pace(window, after_s)
     world.sizes.clear()
-    pace = world.pace(window, 60.0)
-    return pace, sorted(world.sizes)[len(world.sizes) // 2]
+    return world.pace(window, 60.0), sorted(world.sizes)[len(world.sizes) // 2]
 
 
 LINKS = st.floats(0.0, 0.2)

@@ -112,8 +112,7 @@ def test_a_receipt_that_comes_again_counts_once_and_moves_no_clock(travel: Trave
     travel.passed(A, OUT, 0, 11.0)
     travel.back()
     travel.passed(C, BACK, 2, 30.0)
-    measured = travel.book.visit(C)
-    assert measured.samples == 1
+    assert travel.book.visit(C).samples == 1
     assert travel.seconds(C) == pytest.approx(9.0)
 
 
@@ -138,8 +137,7 @@ def test_the_ends_are_not_measured_but_their_time_is_nobody_elses(travel: Travel
 def test_what_is_lost_counts_against_the_link_on_which_it_should_have_moved_on(travel: Travel) -> None:
     travel.passed(A, OUT, 0, 2.0)
     travel.times.lost(MICROBATCH, 32.0)
-    replicas = [announcement(name) for name in (A, B, C)]
-    links = travel.book.costs(replicas).message_s
+    links = travel.book.costs([announcement(name) for name in (A, B, C)]).message_s
     assert links[B][C] == pytest.approx(LEAST_LINK_SHARE * 30.0), "B has had it for 30 s"
     assert links[A][B] < 1.0
 
@@ -163,13 +161,11 @@ def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_wen
 
 
 def claimed(direction: Direction, position: int, waited_s: float, computed_s: float, sent_s: float) -> Receipt:
-    status = ReceiptStatus.PASSED_ON
-    return Receipt(MICROBATCH, direction, position, status, 0.0, "", waited_s, computed_s, sent_s)
+    return Receipt(MICROBATCH, direction, position, ReceiptStatus.PASSED_ON, 0.0, "", waited_s, computed_s, sent_s)
 
 
 def forward_s(travel: Travel, peer: PeerId) -> float:
-    replicas = [announcement(each, k) for k, each in enumerate((A, B, C), start=1)]
-    return travel.book.costs(replicas).forward_s[peer]
+    return travel.book.costs([announcement(each, k) for k, each in enumerate((A, B, C), start=1)]).forward_s[peer]
 
 
 def test_waiting_computing_and_sending_are_told_apart(travel: Travel) -> None:

@@ -119,8 +119,7 @@ def test_a_stage_without_anybody_is_waited_for_or_skipped_as_the_rules_say() -> 
 
 def test_routes_that_alternate_each_skip_every_stage_equally_often() -> None:
     """By a number that both share, one route would always skip the same stages."""
-    rules = PathRules(5, 2, experts=(1, 2, 2, 2, 2))
-    line = Line(*[(0, 0, 0, 0), (1, 1, 1, 1)] * 12, rules=rules)
+    line = Line(*[(0, 0, 0, 0), (1, 1, 1, 1)] * 12, rules=PathRules(5, 2, experts=(1, 2, 2, 2, 2)))
     visits = Counter(module for each in line.all() for module in modules_of(each))
     assert set(visits.values()) == {6}
     assert len(visits) == 8

@@ -53,16 +53,13 @@ def peers_of(found: list[tuple[int, Outlier]]) -> list[str]:
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
 def test_honest_replicas_stay(seed: int, noise: float) -> None:
     stages = [["a1", "b1", "c1"], ["a2", "b2"], ["a3"]]
-    assert not found_by(
-        LossOutliers(ROUND), lambda peers: 0.0, stages, random=Random(seed), microbatches=400, noise=noise
-    )
+    assert not found_by(LossOutliers(ROUND), lambda peers: 0.0, stages, random=Random(seed), noise=noise)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_who_spoils_what_goes_through_it_is_left_out_soon(seed: int) -> None:
     stages = [["a1", "b1", "c1"], ["a2", "b2", "c2"]]
-    harm: Harm = lambda peers: 3.0 if "b1" in peers else 0.0  # noqa: E731
-    found = found_by(LossOutliers(ROUND), harm, stages, random=Random(seed))
+    found = found_by(LossOutliers(ROUND), lambda peers: 3.0 if "b1" in peers else 0.0, stages, random=Random(seed))
     assert peers_of(found) == ["b1"]
     assert found[0][0] < EARLIEST + 12 * AT_LEAST, "the run is not known at its beginning"
     assert "above" in found[0][1].why
@@ -95,8 +92,7 @@ def test_a_newcomer_of_a_run_that_is_far_is_found_as_well(seed: int) -> None:
 def test_who_was_only_there_when_the_loss_was_high_is_not_blamed() -> None:
     random, outliers = Random(0), LossOutliers(ROUND)
     assert not found_by(outliers, lambda peers: 0.0, [["a1", "b1"]], random=random, microbatches=60)
-    late = lambda number: falling(60 + number)  # noqa: E731
-    assert not found_by(outliers, lambda peers: 0.0, [["a1"]], random=random, usual=late)
+    assert not found_by(outliers, lambda peers: 0.0, [["a1"]], random=random, usual=lambda number: falling(60 + number))
     assert outliers.returned(path_through("b1"), falling(260)) is None
 
 
@@ -113,8 +109,7 @@ def test_of_two_that_share_all_paths_the_honest_one_is_cleared_once_the_other_is
     assert first.peer in ("a1", "a2"), "they cannot be told from each other"
     harm: Harm = lambda peers: 3.0 if "a1" in peers else 0.0  # noqa: E731
     stages = [[peer for peer in replicas if peer != first.peer] for replicas in (["a1", "b1"], ["a2", "b2"])]
-    found = peers_of(found_by(outliers, harm, stages, random=random))
-    assert found == ([] if first.peer == "a1" else ["a1"])
+    assert peers_of(found_by(outliers, harm, stages, random=random)) == ([] if first.peer == "a1" else ["a1"])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -128,8 +123,7 @@ def test_who_spoils_only_what_another_has_touched_is_as_likely_to_go(seed: int) 
 
 
 def test_who_does_it_again_is_found_again_but_not_a_modules_only_replica() -> None:
-    found = found_by(LossOutliers(ROUND), lambda peers: 5.0, [["a1"], ["a2"]], random=Random(0))
-    assert not found
+    assert not found_by(LossOutliers(ROUND), lambda peers: 5.0, [["a1"], ["a2"]], random=Random(0))
     random, outliers = Random(0), LossOutliers(ROUND)
     harm: Harm = lambda peers: 3.0 if "b1" in peers else 0.0  # noqa: E731
     for _ in range(12):

@@ -46,8 +46,7 @@ def test_who_leaves_a_proven_replica_behind_goes() -> None:
 
 def test_of_two_newcomers_that_took_the_same_module_one_fills_the_empty_one() -> None:
     """No microbatch can prove either of them, because every path needs the empty module."""
-    pair = [announcement(name, 1) for name in ("a", "b")]
-    seen = [replace(each, steps=0) for each in pair]
+    seen = [announcement(name, 1) for name in ("a", "b")]
     goals = [moves((*HONEST[:2], other), own=own) for own, other in (seen, seen[::-1])]
     assert set(goals) == {ModuleId(3)}, "the second one if the first one does not go"
     trained = replace(seen[0], steps=1)

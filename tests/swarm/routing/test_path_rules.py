@@ -53,8 +53,7 @@ def test_spread_stages_have_the_right_number_and_even_gaps(rules: PathRules, shi
     chosen = spread_stages(rules, shift)
     assert len(chosen) == rules.per_path
     assert all(0 < stage < rules.stages for stage in chosen)
-    around = [*chosen, chosen[0] + rules.stages - 1]
-    gaps = {later - earlier for earlier, later in pairwise(around)}
+    gaps = {later - earlier for earlier, later in pairwise([*chosen, chosen[0] + rules.stages - 1])}
     assert max(gaps) - min(gaps) <= 1
 
 

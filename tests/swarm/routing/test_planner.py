@@ -262,8 +262,7 @@ def test_the_whole_way_counts_and_our_own_in_flight_and_what_was_waited_by_half(
 def test_a_replica_that_is_always_full_of_others_is_left_to_them() -> None:
     on = TwoStages()
     for look in range(60):
-        full = announcement("a1", 1, slots=2, free_slots=0, sequence=2 + look)
-        on.members.observe(full, now=NOW, wall=0.0)
+        on.members.observe(announcement("a1", 1, slots=2, free_slots=0, sequence=2 + look), now=NOW, wall=0.0)
         path = on.planner.plan(1, (), {}, 3.0 * look).value
     assert path.hops[0].peer == "a2"
 

@@ -9,9 +9,7 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.statistics import REMEMBERED, Ewma, Exclusions, ExponentialBackoff
 
 DATA = types.PeerId("data")
-PATH = types.Path(
-    DATA, (types.Hop(types.ModuleId(1), types.PeerId("a")), types.Hop(types.ModuleId(2), types.PeerId("b")))
-)
+PATH = types.Path(DATA, tuple(types.Hop(types.ModuleId(at), types.PeerId(peer)) for at, peer in ((1, "a"), (2, "b"))))
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ def minute(day: str, clock: str) -> int:
 )
 def test_a_node_runs_within_its_hours_only(hours: str, inside: list[str], outside: list[str]) -> None:
     for moment in (*inside, *outside):
-        seen = Sensors(minute=minute(*moment.split()))
-        verdict = allowed(Limits(hours=hours), seen, UNLIMITED)
+        verdict = allowed(Limits(hours=hours), Sensors(minute=minute(*moment.split())), UNLIMITED)
         assert bool(verdict.value) == (moment in inside), moment
         assert verdict.value or hours in verdict.reason
 
@@ -66,13 +65,11 @@ def test_each_limit_pauses_with_its_reason(limits: Limits, seen: Sensors, reason
     assert allowed(limits, Sensors(), verdict) == UNLIMITED  # without a reading the node runs
 
 
-def settled(
-    limits: Limits, watts_of_full_speed: float, ambient: float, watts_per_degree: float
-) -> list[tuple[float, float]]:
+def settled(limits: Limits, full_watts: float, ambient: float, watts_per_degree: float) -> list[tuple[float, float]]:
     """Simulates a device whose temperature follows its power with a delay; returns shares and temperatures."""
     now, heat, history = UNLIMITED, ambient, list[tuple[float, float]]()
     for _ in range(600):
-        power = now.value * watts_of_full_speed
+        power = now.value * full_watts
         heat += 0.05 * (ambient + power / watts_per_degree - heat)
         now = allowed(limits, Sensors(temperature=heat, power=power), now)
         history.append((now.value, heat))
@@ -80,7 +77,7 @@ def settled(
 
 
 def test_a_hot_device_computes_less_until_its_temperature_holds() -> None:
-    history = settled(Limits(temperature=75), watts_of_full_speed=300, ambient=30, watts_per_degree=5)
+    history = settled(Limits(temperature=75), full_watts=300, ambient=30, watts_per_degree=5)
     assert max(heat for _, heat in history) < 75 + 8
     late = history[300:]
     assert all(0 < share < 1 for share, _ in late)
@@ -102,7 +99,7 @@ def test_far_too_hot_a_device_pauses_and_resumes_only_once_it_is_cool() -> None:
 
 
 def test_the_power_limit_holds() -> None:
-    history = settled(Limits(power=200), watts_of_full_speed=320, ambient=20, watts_per_degree=10)
+    history = settled(Limits(power=200), full_watts=320, ambient=20, watts_per_degree=10)
     late = [320 * share for share, _ in history[50:]]
     assert max(late) <= 1.1 * 200
     assert 0.85 * 200 < sum(late) / len(late) <= 200

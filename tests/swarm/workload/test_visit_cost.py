@@ -96,8 +96,7 @@ def test_microbatches_of_log_normal_documents_are_dealt_to_two_devices_within_tw
 
 @given(st.integers(2, 20_000), st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8).filter(lambda of: sum(of) > 0.01))
 def test_pieces_are_all_tokens_once(tokens: int, weights: list[float]) -> None:
-    shares = [weight / sum(weights) for weight in weights]
-    dealt = pieces(tokens, shares)
+    dealt = pieces(tokens, [weight / sum(weights) for weight in weights])
     assert sorted(token for held in dealt for part in held for token in part) == list(range(tokens))
     assert all(part for held in dealt for part in held)
 

@@ -102,8 +102,7 @@ def test_rounds_come_before_leases():
         store.lease(anchor.version.digest, 600.0)
     lent = [store.spare(), store.spare()]
     assert len(lent) == 2
-    kept = [a for a in leased if store.get(a.version.digest) is a]
-    assert 1 <= len(kept) <= STATES - len(lent)
+    assert 1 <= len([a for a in leased if store.get(a.version.digest) is a]) <= STATES - len(lent)
     assert store.current is leased[-1]
 
 
@@ -163,8 +162,7 @@ def test_memory_is_used_again_and_no_more_is_kept_than_a_round_needs() -> None:
     assert address(again) == place
     assert len(again) == 900
     arrays = SpareArrays(1000)
-    places = {address(array) for array in [arrays.empty(1000) for _ in range(5)]}
-    assert len(places) == 5
+    assert len({address(array) for array in [arrays.empty(1000) for _ in range(5)]}) == 5
     assert len(arrays._spare) == KEPT
 
 
@@ -254,8 +252,7 @@ def test_a_vector_has_every_parameter_at_its_place() -> None:
     values = trained.vector()
     named = dict(trained.part.named_parameters())
     for place in trained.local.layout.spans:
-        expected = named[place.name].detach().numpy().ravel()
-        np.testing.assert_array_equal(values[place.start : place.stop], expected)
+        np.testing.assert_array_equal(values[place.start : place.stop], named[place.name].detach().numpy().ravel())
     assert trained.local.layout.elements == sum(p.numel() for p in named.values())
 
 
@@ -440,8 +437,7 @@ class Setting:
     """A replica that has moved from its anchor, its snapshot, and work that came after."""
 
     def __init__(self) -> None:
-        part = nn.Linear(96, 128, bias=False)
-        self.replica = LocalReplica([part], 1, _Schedule())
+        self.replica = LocalReplica([nn.Linear(96, 128, bias=False)], 1, _Schedule())
         start = normal(0)
         self.source = UpdateSource(initial_anchor(self.replica.layout, start), start - normal(1))
         self.later = normal(2)
@@ -474,8 +470,7 @@ def test_the_replica_stands_on_the_new_anchor_less_its_leftover_and_with_its_lat
     here.replica.read(slice(0, ELEMENTS), result)
     np.testing.assert_allclose(result, new - (here.gradient - decoded) + here.later, rtol=0, atol=1e-5)
     np.testing.assert_allclose(result[OWN], (new + here.later)[OWN], rtol=0, atol=1e-5)
-    leftover = np.linalg.norm(here.gradient - decoded)
-    assert leftover > 0.05 * np.linalg.norm(here.gradient)
+    assert np.linalg.norm(here.gradient - decoded) > 0.05 * np.linalg.norm(here.gradient)
 
 
 def test_a_dissolved_attempt_leaves_no_trace() -> None:

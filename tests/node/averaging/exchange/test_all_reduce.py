@@ -69,20 +69,17 @@ async def test_bytes_are_those_of_the_best_all_reduce(codec: Codec) -> None:
 async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
     async with room(BASE, snapshots_of(BASE, 3)) as here:
         a, b, c = here.parties.values()
-        anchors = await here.exchange(
-            roster_of(BASE, [(a.peer, 0.5, a.norm), (b.peer, 0.5, b.norm), (c.peer, 0.0, 0.0)])
-        )
+        members = [(a.peer, 0.5, a.norm), (b.peer, 0.5, b.norm), (c.peer, 0.0, 0.0)]
+        anchors = await here.exchange(roster_of(BASE, members))
         assert len({anchor.version.digest for anchor in anchors}) == 1
-        mean = (a.gradient + b.gradient) / 2
-        np.testing.assert_allclose(anchors[2].momentum, mean, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(anchors[2].momentum, (a.gradient + b.gradient) / 2, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.INT4])
 async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
     async with room(BASE, snapshots_of(BASE, 3), codec) as here:
         here.codecs = EVERY
-        roster = roster_of(BASE, equal_weights(list(here.parties.values())))
-        here.prepare(roster)
+        here.prepare(roster_of(BASE, equal_weights(list(here.parties.values()))))
         here.start(PeerId("a"), PeerId("b"))
         await until(lambda: here["c"].arrivals.received_bytes > 0 and here.sent >= 6)
         assert here["c"].anchor is None
@@ -239,8 +236,7 @@ async def test_buffers_are_bounded() -> None:
     base = base_anchor(small_layout(2_000_000))
     async with room(base, snapshots_of(base, 2)) as here:
         await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
-        plan = here["a"].exchange.plan
-        largest = max(piece.elements for piece in plan.pieces) * 4
+        largest = max(piece.elements for piece in here["a"].exchange.plan.pieces) * 4
         for party in here.parties.values():
             held = sum(len(buffers) * size for size, buffers in party.arrivals._free.items())
             assert held <= 2 * 8 * largest
@@ -249,8 +245,7 @@ async def test_buffers_are_bounded() -> None:
 def test_who_is_held_up_by_another_owes_nothing() -> None:
     """All have sent what they may before there are results; what is missing then is missing because of one of them."""
     base = base_anchor(small_layout(12 * 2**18))
-    roster = roster_of(base, [(PeerId(name), 1 / 3, 1.0) for name in "abc"])
-    plan = Plan(PeerId("a"), base.layout, roster)
+    plan = Plan(PeerId("a"), base.layout, roster_of(base, [(PeerId(name), 1 / 3, 1.0) for name in "abc"]))
     progress = ExchangeProgress(plan)
     first, second, *rest = plan.shards[PeerId("a")]
     assert rest, "the shard has to be longer than what is sent ahead here"
@@ -277,8 +272,7 @@ def test_another_tenth_of_the_pieces_is_told_once() -> None:
     roster = roster_of(base, [(PeerId("a"), 0.5, 1.0), (PeerId("b"), 0.5, 1.0)])
     plan, told = Plan(PeerId("a"), base.layout, roster), list[tuple[RoundId, int, int]]()
     progress = ExchangeProgress(plan, lambda *how_far: told.append(how_far))
-    own = plan.shards[PeerId("a")]
-    for piece in own:
+    for piece in plan.shards[PeerId("a")]:
         progress.added(PeerId("b"), piece)
     for piece in plan.pieces:
         progress.applied(piece)

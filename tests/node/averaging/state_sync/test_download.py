@@ -42,8 +42,7 @@ async def test_the_state_comes_from_several_donors_at_once_bit_for_bit():
     async with state_swarm(LAYOUT) as swarm:
         donors = [await swarm.donor(ANCHOR) for _ in range(3)]
         joiner = await swarm.joiner()
-        got = await fetch(joiner, *donors)
-        assert same(got, ANCHOR)
+        assert same(await fetch(joiner, *donors), ANCHOR)
         sent = [chunk for donor in donors for chunk in donor.faults.sent]
         assert set(sent) == set(range(CHUNKS))
         assert all(donor.faults.sent for donor in donors)
@@ -75,8 +74,7 @@ async def test_when_all_donors_lie_nothing_is_taken():
 async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun():
     async with state_swarm(LAYOUT) as swarm:
         donor = await swarm.donor(written(ANCHOR, *downloads.FreshSpace(LAYOUT).spare()), Faults(freeze_after=5))
-        joiner = await swarm.joiner()
-        fetching = asyncio.create_task(fetch(joiner, donor))
+        fetching = asyncio.create_task(fetch(await swarm.joiner(), donor))
         await until(lambda: not donor.faults.gate.is_set())
         for number in range(4, 8):
             donor.store.put(written(state(number), *donor.store.spare()))
@@ -137,8 +135,7 @@ async def test_a_hash_list_that_the_digest_does_not_prove_is_refused_and_the_nex
     forged = encode_hash_list(HashList(ANCHOR.version, LAYOUT.elements, LAYOUT.chunk_elements, state(4).hashes))
     async with state_swarm(LAYOUT) as swarm:
         liar, honest = await swarm.donor(state(4), Faults(lies_about_hashes=forged)), await swarm.donor(ANCHOR)
-        joiner = await swarm.joiner()
-        assert same(await fetch(joiner, liar, honest), ANCHOR)
+        assert same(await fetch(await swarm.joiner(), liar, honest), ANCHOR)
 
 
 async def test_a_chunk_of_another_size_ends_the_link_and_the_download_goes_on():
