@@ -78,14 +78,12 @@ async def generate(
     """Returns the prompt as the model of a link, a checkpoint or an export continues it. Raises SkipstoneError."""
     from node.export.open_model import open_model
     from node.export.source import model_on_path
-    from node.model.decoder import Continuation, Sampling
+    from node.model.decoder import Continuation, Sampling, prompt_tokens
     from node.model.device import choose_device
 
     async with open_model(str(source)) as opened:
         words = opened.tokenizer()
-        start = words.encode(prompt.encode()).tolist()
-        if words.beginning is not None and start[:1] != [words.beginning]:
-            start.insert(0, words.beginning)
+        start = prompt_tokens(words, prompt.encode())
         model, route = await model_on_path(opened.source, choose_device(device).value, None, start)
         decoder = await model.decoder(route)
     text = Continuation(decoder, words, start, tokens, Sampling(temperature, seed=seed))

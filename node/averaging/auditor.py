@@ -213,10 +213,7 @@ class Auditor:
         return None if record is None or record.anchor is None or record.anchor.version != version else record
 
     def committed(self, version: AnchorVersion, harmful: frozenset[PeerId] = frozenset()) -> None:
-        """Audits a piece of the latest exchange, if `version` is its result: a suspicious one, or any by chance.
-
-        `harmful`: contributors whose updates raise our loss.
-        """
+        """Audits a piece of the exchange with this result, a suspicious one or any. `harmful`: who raises our loss."""
         if (record := self.record_of(version)) is None:
             return
         self._compare(record, record.samples, harmful)
@@ -357,9 +354,8 @@ class Auditor:
     ) -> None:
         """Reports contributors to a correct sum that have opposed most others for several rounds."""
         for peer in self._opponents.observed(samples, opposed(samples) | harmful):
-            why = f"its contributions pointed away from most others, {TIMES_OPPOSED} times"
-            if peer in harmful:
-                why = f"its contributions raised the loss of held-out text, {TIMES_OPPOSED} times"
+            said = "raised the loss of held-out text" if peer in harmful else "pointed away from most others"
+            why = f"its contributions {said}, {TIMES_OPPOSED} times"
             if peer != self._own:
                 self._report(Caught(peer, record.plan.roster.round.number, why, certain=False))
 

@@ -12,10 +12,9 @@ import typer
 
 from node.cli.options import PathChoice, Source, StagesPerPath
 from node.cli.views.output import announce, download_bar, print_json, run_loop, tell
-from node.cli.views.text import count, counted, harmless_lines, megabytes, path_text
+from node.cli.views.text import count, counted, harmless_lines, path_text
 from node.context.options import TokenizerPath
 from swarm.experts.routes import name_of_route
-from swarm.vocabulary.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from node.data.tokenizers import Tokenizer
@@ -46,10 +45,8 @@ def generate(
     from node.data.tokenizers import END_OF_TURN
     from node.export.open_model import open_model
     from node.export.source import model_on_path
-    from node.model.decoder import Continuation, Sampling
+    from node.model.decoder import Continuation, Sampling, prompt_tokens
     from node.model.device import choose_device
-    from node.model.machine_limits import available_memory
-    from node.model.shapes import parameter_bytes, parameter_shapes
     from node.network.loss_report import AskedPaths
 
     sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
@@ -60,14 +57,8 @@ def generate(
             on_progress = stack.enter_context(download_bar(silent=json))
             opened = await stack.enter_async_context(open_model(source, on_progress, local_paths, stages_per_path))
             (stages,) = opened.narrow(AskedPaths(stages_per_path))
-            manifest, free = opened.source.signed.manifest, available_memory()
-            need = sum(parameter_bytes(parameter_shapes(manifest, module)) for module in opened.source.modules)
-            if free.value is not None and need > free.value and not manifest.stages.has_experts:
-                raise OutOfMemory(f"the model takes {megabytes(need)}; free are {megabytes(free.value)} {free.reason}")
             words = opened.tokenizer()  # may be missing, so look before the large downloads
-            start = words.encode(os.fsencode(prompt)).tolist()
-            if words.beginning is not None and start[:1] != [words.beginning]:
-                start.insert(0, words.beginning)
+            start = prompt_tokens(words, os.fsencode(prompt))
             model, route = await model_on_path(opened.source, where, path, start)
             decoder = (await model.decoder(route)).through(stages)
             window = again_every if model.router is not None else None
@@ -80,7 +71,7 @@ def generate(
             if len(start) > decoder.sequence:
                 tell(f"the prompt has {count(len(start))} tokens; the model sees the last {count(decoder.sequence)}")
             text, routes = Continuation(decoder, words, start, tokens, sampling), [route]
-            mark = END_OF_TURN if manifest.data.labels == "assistant" else ""
+            mark = END_OF_TURN if opened.source.signed.manifest.data.labels == "assistant" else ""
             output = _Output(words, mark, silent=json)
             while not text.has_ended:
                 taken = text.take(window or tokens)

@@ -1,7 +1,6 @@
 """Interface to read a run's modules, decoders built from modules, and exported folders as such a source."""
 
 import asyncio
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,12 @@ from node.experts.router import DocumentRouter, Router, document_router, load_ro
 from node.export import hugging_face as layout
 from node.model.decoder import Decoder, decoder_bytes
 from node.model.initialization import digest_of_tensors
+from node.model.machine_limits import available_memory
 from node.model.shapes import Shape, names_in_part, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.experts.routes import best_route, module_at, name_of_route, served_route
+from swarm.membership.memory_fit import size_text
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, ResourceExhausted, StateError
 from swarm.vocabulary.types import ModuleId, Route, RunId
 
@@ -96,23 +97,14 @@ def _check(manifest: Manifest, module: ModuleId, parameters: Parameters) -> None
 
 
 def require_memory(manifest: Manifest, modules: Sequence[ModuleId]) -> None:
-    """Raises ResourceExhausted if the modules exceed this machine's memory. Ignores GPU memory."""
+    """Raises ResourceExhausted if modules to read exceed this machine's free memory. Ignores GPU memory."""
     shapes = (parameter_shapes(manifest, module) for module in modules)
-    needed = sum(map(parameter_bytes, shapes)) + decoder_bytes(manifest)
-    there = memory_bytes()
-    if there is not None and needed > there:
+    needed, free = sum(map(parameter_bytes, shapes)) + decoder_bytes(manifest), available_memory()
+    if free.value is not None and needed > free.value:
         raise ResourceExhausted(
-            f"run {manifest.name} needs {needed / 2**30:,.1f} GiB of memory, but this machine has {there / 2**30:,.1f}",
-            hint="Use a machine with more memory.",
+            f"run {manifest.name} needs {size_text(needed)} of memory; {size_text(free.value)} are free {free.reason}",
+            hint="Close other programs, or use a machine with more memory.",
         )
-
-
-def memory_bytes() -> int | None:
-    """Returns this machine's physical memory in bytes, or None if unknown."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 class RoutedModel:
@@ -135,7 +127,7 @@ class RoutedModel:
     async def decoder(self, route: Route | None) -> Decoder:
         """Returns a route's Decoder; loads only modules not loaded before. Raises SkipstoneError."""
         manifest, modules = layout.full_width(self._source.signed.manifest), path_modules(self._source, route)
-        require_memory(manifest, tuple({*self.read, *modules}))  # modules of earlier paths stay in memory
+        require_memory(manifest, [module for module in modules if module not in self.read])
         for module in modules:
             if module not in self.read:
                 parameters = await checked_module(self._source, module)

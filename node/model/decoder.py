@@ -115,6 +115,12 @@ class Sampling:
             raise ConfigError(f"seed {self.seed} is invalid: it must be from 0 to 2^63 - 1")
 
 
+def prompt_tokens(words: Tokenizer, prompt: bytes) -> list[int]:
+    """Returns a prompt's tokens, with the token that begins each document if the tokenizer has one."""
+    tokens: list[int] = words.encode(prompt).tolist()
+    return tokens if words.beginning in (None, *tokens[:1]) else [words.beginning, *tokens]
+
+
 class Continuation:
     """A text in generation. `go_on_with` changes the decoder midway."""
 

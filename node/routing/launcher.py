@@ -20,7 +20,7 @@ from node.observability.throughput import Rate
 from node.pipeline.runner import PathEnds
 from node.pipeline.worker import Launches
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.transport import Question
+from protocol.interfaces.transport import MAX_EVALUATION_MICROBATCHES, Question
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import MAX_ROUTES, RouteTally
 from swarm.membership.membership import Membership
@@ -38,7 +38,6 @@ PAUSE_S = 1.0
 LIFETIMES_S = (15.0, 30.0, 60.0)  # Timeouts per attempt. A dead hop loses evaluated microbatches: no other keeps them.
 # In flight, below a hop's slots. Each queues behind training at every hop: one at a time would be slow.
 EVALUATED_AT_ONCE = 8
-MAX_MICROBATCHES = 256
 
 
 class UndeliverableError(Exception):
@@ -122,8 +121,8 @@ class HeldOut:
     async def answer(self, asker: PeerId, question: Question) -> bytes:
         """Returns JSON: loss in nats per token, also by route, and sizes of the text. Raises Rejected, Unreachable."""
         count = question.microbatches
-        if not 1 <= count <= MAX_MICROBATCHES:
-            raise Rejected(f"cannot evaluate {count} microbatches; 1 to {MAX_MICROBATCHES} are allowed")
+        if not 1 <= count <= MAX_EVALUATION_MICROBATCHES:
+            raise Rejected(f"cannot evaluate {count} microbatches; 1 to {MAX_EVALUATION_MICROBATCHES} are allowed")
         every = tuple(range(1, self._manifest.stages.count))
         stages = question.stages or every
         if not set(stages) <= set(every):

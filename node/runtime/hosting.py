@@ -165,8 +165,8 @@ class Hosting:
         entered, options, manifest = self._entered, self._entered.options, self._entered.signed.manifest
         places = options.of_each_module()
         asked, stages = [each.stage for each in places], list(map(str, range(manifest.stages.count)))
-        reads = options.reads_text and entered.tokenizer.text.value is not None
-        wants_all = asked == stages or (asked == [None] and options.modules is None and reads)
+        reads = options.reads_text and entered.tokenizer.text.value is not None and options.modules is None
+        wants_all = asked == stages or (asked == [None] and reads)
         if manifest.stages.workers == "modules" or not wants_all:
             return places
         if asked == [None] and (lack := self._lacks_for_path(manifest)) is not None:

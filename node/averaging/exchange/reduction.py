@@ -13,15 +13,7 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.shared_vector import (
-    Parts,
-    SharedVector,
-    Vector,
-    add_scaled,
-    squared_distance,
-    squares,
-    stretches,
-)
+from node.averaging.anchor.shared_vector import SharedVector, Vector, add_scaled, squared_distance, squares, stretches
 from node.averaging.exchange.pieces import Piece, Plan
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from swarm.averaging.trust import Beside, oddities, suspect
@@ -126,7 +118,7 @@ class Reduction:
         pieces = list(plan.shards[plan.own])
         most = MOST_KEPT // (max(1, len(plan.contributors)) * pieces[0].elements) if keeps and pieces else 0
         self._to_keep = frozenset(pieces[: max(1, most)] if keeps else ())
-        self.kept: dict[PeerId, Parts] = {}  # Whole pieces of each contributor, to compare their losses
+        self.kept: dict[PeerId, list[tuple[slice, Vector]]] = {}  # Whole pieces, to compare their losses
         self._to_come = dict.fromkeys(plan.shards[plan.own], len(set(plan.contributors) - {plan.own}))
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:

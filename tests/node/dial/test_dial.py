@@ -149,7 +149,7 @@ def test_peers_with_whole_paths_send_rounds_only() -> None:
     assert turned.training.inner_tokens == whole.training.inner_tokens
     assert paths.token_bytes == pytest.approx(alone.token_bytes, rel=0.01)
     assert paths.computed_per_s == pytest.approx(alone.computed_per_s, rel=0.01)
-    with pytest.raises(ConfigError, match="whole paths: one needs .* more than 75% of a card of 12 GB"):
+    with pytest.raises(ConfigError, match=r"whole paths: one needs .* more than 75% of a card of 12 GB"):
         turn(replace(wish, parameters=BILLION), "run")
 
 

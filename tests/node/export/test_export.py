@@ -28,7 +28,7 @@ from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest
 from swarm.vocabulary import errors
-from swarm.vocabulary.types import ModuleId, PeerId
+from swarm.vocabulary.types import ModuleId, PeerId, Reasoned
 from tests.node.checkpoint.saved_states import (
     CPU,
     decoder_of,
@@ -366,9 +366,9 @@ class TestAnySource:
     def test_a_model_larger_than_memory_is_refused_before_it_is_read(
         self, change: dict[str, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(source_module, "memory_bytes", lambda: 16 * 2**20)
+        monkeypatch.setattr(source_module, "available_memory", lambda: Reasoned(16 * 2**20, "on this machine"))
         rows = {"training__rows": 1, "training__inner_tokens": change.get("model__sequence", 16)}
-        with pytest.raises(errors.ResourceExhausted, match="GiB of memory"):
+        with pytest.raises(errors.ResourceExhausted, match=r"of memory; 16\.0 MiB are free on this machine"):
             self.read({}, small_manifest(**change, **rows))
 
 
