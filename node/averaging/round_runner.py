@@ -39,6 +39,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
+JUDGING: Final = 8  # Tokens trained per token of held-out text on which updates are judged
 SLICE: Final = 2**22  # Elements per job on the compute thread (16 MiB), which takes a few milliseconds
 
 
@@ -97,6 +98,7 @@ class ReplicaSync:
         self._rules = rules
         self._outer = outer
         self._clock = clock
+        self._judged_at = 0
         self._done = InnerWork()
         self._at_anchor = InnerWork()
         self._anchored_at = clock.monotonic()
@@ -155,8 +157,10 @@ class ReplicaSync:
 
     async def harmful(self, kept: Mapping[PeerId, Parts], base: Anchor) -> frozenset[PeerId]:
         """Returns the contributors whose updates to `base` raise our held-out loss, while most others' lower it."""
-        if self._replica.loss is None or len(kept) < LEAST_COMPARED:
+        cost, trained = (1 + len(kept)) * self._replica.loss_tokens, self._done.tokens - self._judged_at
+        if self._replica.loss is None or len(kept) < LEAST_COMPARED or trained < JUDGING * cost:
             return frozenset()
+        self._judged_at = self._done.tokens
         none = [(part, np.zeros_like(values)) for part, values in next(iter(kept.values()))]
         job = partial(self._replica.losses_with, [none, *kept.values()], base.parameters, self._outer.learning_rate)
         async with self._turn:

@@ -397,7 +397,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     if manifest.stages.count == 1:  # no data node vouches for a replica's work, but each can judge its updates
         with suppress(ConfigError):  # there may be too little held-out text
             texts = await asyncio.to_thread(list, held_out_microbatches(manifest, JUDGED, documents))
-            replica.loss = partial(worker.loss_of, texts)
+            replica.loss, replica.loss_tokens = partial(worker.loss_of, texts), sum(text.size for text in texts)
     # One more than the window, so that a launch never waits for packing.
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     async with module_rounds(context, replica, first) as rounds, AsyncExitStack() as stack:

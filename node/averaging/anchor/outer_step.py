@@ -51,6 +51,7 @@ class LocalReplica:
         self.layout = layout_of({name: tuple(tensor.shape) for name, tensor in parameters.items()}, fragments)
         self.optimizer = optimizer
         self.loss: Callable[[], float] | None = None  # Of held-out text, if this is a whole model
+        self.loss_tokens = 0  # Of this text
         self._changed = parameters_changed
         named = (parameters[span.name] for span in self.layout.spans)
         self._memory = tuple(floats.view(-1) if isinstance(floats, Tensor) else floats for floats in named)
