@@ -103,7 +103,8 @@ async def test_fragments_take_turns() -> None:
     async with hall(2, inner_steps=4, fragments=2) as here:
         layout = here[0].anchor.layout
         parts = [layout.range_of(*fragment) for fragment in layout.fragments]
-        assert len(np.concatenate([np.arange(p.start, p.stop) for p in layout.spans])) == layout.elements
+        covered = np.concatenate([np.arange(p.start, p.stop) for p in layout.spans])
+        assert np.array_equal(covered, np.arange(layout.elements)), "spans neither overlap nor leave gaps"
         for number in range(1, 7):
             await here.a_round(number, 2)
             assert here[0].anchor.version.fragment == number % 2
