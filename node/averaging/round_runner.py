@@ -155,11 +155,11 @@ class ReplicaSync:
                 await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
 
-    async def harmful(self, kept: Mapping[PeerId, Parts], base: Anchor) -> frozenset[PeerId]:
-        """Returns the contributors whose updates to `base` raise our held-out loss, while most others' lower it."""
+    async def harmful(self, kept: Mapping[PeerId, Parts], base: Anchor) -> frozenset[PeerId] | None:
+        """Returns the contributors whose updates to `base` raise our held-out loss; None if they are not judged now."""
         cost, trained = (1 + len(kept)) * self._replica.loss_tokens, self._done.tokens - self._judged_at
         if self._replica.loss is None or len(kept) < LEAST_COMPARED or trained < JUDGING * cost:
-            return frozenset()
+            return None
         self._judged_at = self._done.tokens
         none = [(part, np.zeros_like(values)) for part, values in next(iter(kept.values()))]
         job = partial(self._replica.losses_with, [none, *kept.values()], base.parameters, self._outer.learning_rate)
@@ -454,8 +454,8 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         self._host.settled(version, event, roster.codec_reason, clipping)
         # Only now, because members wait for us to reach the anchor.
         record = self.auditor.record_of(version)
-        found = frozenset[PeerId]() if record is None else await self.replica_sync.harmful(record.kept, before)
-        self.auditor.committed(version, found)
+        harmful = None if record is None else await self.replica_sync.harmful(record.kept, before)
+        self.auditor.committed(version, harmful)
 
     def _start_catching_up(self, action: events.CatchUp) -> None:
         if self._catching is not None:  # only the newest target matters

@@ -82,7 +82,7 @@ class TrainingFeed:
         start: Cursor = START,
         routes: Callable[[], Mapping[PeerId, Route]] = dict,  # Of data nodes with a whole path
     ) -> None:
-        self._manifest, self._own, self._routes = manifest, own, routes
+        self._manifest, self._own, self._find_routes, self._routes = manifest, own, routes, routes()
         self._data_nodes: tuple[PeerId, ...] = (own,)
         self._router = documents.router if manifest.stages.workers == "paths" else None
         share = None if documents.files is None else FileShare(own, documents.files, partial(owner, manifest.seed))
@@ -91,7 +91,7 @@ class TrainingFeed:
         place = reading_position(start.block) if manifest.packs_documents else start.block
         fragments = documents.endless(place, self._is_mine, self._may_have_mine, self._is_for_my_path)
         if manifest.packs_documents:
-            route, router, uneven = routes().get(own, ()), documents.router, UNEVEN
+            route, router, uneven = self._routes.get(own, ()), documents.router, UNEVEN
             if route and self._router is not None:
                 router, uneven = OwnRoute(self._router, route), math.inf
             self._packer: Packer = DocumentPacker(manifest, fragments, start, router=router, uneven=uneven)
@@ -105,7 +105,7 @@ class TrainingFeed:
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
         """Returns the next microbatch while `data_nodes` share the text. Raises ConfigError if no text has labels."""
-        self._data_nodes = tuple(sorted({*data_nodes, self._own}))
+        self._data_nodes, self._routes = tuple(sorted({*data_nodes, self._own})), self._find_routes()
         while True:  # `Documents.endless` raises if a whole epoch has no label
             microbatch = self._packer.next()
             assert microbatch is not None, "epochs do not end"
@@ -127,8 +127,8 @@ class TrainingFeed:
     def _is_for_my_path(self, document: Fragment) -> bool:
         if self._router is None or len(self._data_nodes) == 1:
             return True
-        routes, affinity = self._routes(), self._router.affinity(document.name, document.opening)
-        readers = readers_of(affinity, {peer: routes.get(peer, ()) for peer in self._data_nodes})
+        affinity = self._router.affinity(document.name, document.opening)
+        readers = readers_of(affinity, {peer: self._routes.get(peer, ()) for peer in self._data_nodes})
         return owner(self._manifest.seed, document.name, readers) == self._own
 
 

@@ -169,8 +169,12 @@ class Hosting:
         wants_all = asked == stages or (asked == [None] and reads)
         if manifest.stages.workers == "modules" or not wants_all:
             return places
-        if asked == [None] and (lack := self._lacks_for_path(manifest)) is not None:
-            events.emit(Note("info", f"a whole path does not fit, so this node hosts one module: {lack}"))
+        need = need_of(manifest, map(ModuleId, range(len(stages))), options.slots_held, options.moments)
+        lack = free_memory_on(entered.devices[0]).within(options.memory_limit_bytes).lacks(need)
+        if lack is not None and asked == [None] and len(entered.devices) == 1:
+            events.emit(
+                Note("info", f"a whole path needs {size_text(need.all)}, so this node hosts one module: {lack}")
+            )
             return places
         path: Reasoned[Route] = Reasoned((), "this run has one")
         if manifest.stages.has_experts:
@@ -179,15 +183,6 @@ class Hosting:
         events.emit(Note("info", f"a whole path: {path.reason}"))
         modules = (module_at(path.value, stage) for stage in range(len(stages)))
         return [options.for_module(str(module), number) for number, module in enumerate(modules)]
-
-    def _lacks_for_path(self, manifest: Manifest) -> str | None:
-        options, devices = self._entered.options, self._entered.devices
-        for number, device in enumerate(devices):
-            modules = [ModuleId(stage) for stage in range(number, manifest.stages.count, len(devices))]
-            need = need_of(manifest, modules, options.slots_held, options.moments)
-            if (lack := free_memory_on(device).within(options.memory_limit_bytes).lacks(need)) is not None:
-                return f"it needs {size_text(need.all)}; {lack}"
-        return None
 
     async def _path(self, session: NetworkSession, manifest: Manifest) -> Reasoned[Route]:
         """Chooses the path of the checkpoint, or the one with the fewest nodes."""

@@ -140,7 +140,7 @@ class Membership:
         return member is not None and member.is_given_up
 
     def peers(self) -> Iterable[Announcement]:
-        return tuple(member.announcement for member in self._members.values())
+        return tuple(member.announcement for member in tuple(self._members.values()))  # also called by threads
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
         """Returns a module's replicas that may get work. Harmful and lying replicas get none, unless all are such."""
@@ -149,7 +149,7 @@ class Membership:
     def all_replicas(self, now: float) -> dict[ModuleId, list[Announcement]]:
         """Returns the replicas that may get work, by module (see `replicas`)."""
         harmful, found = self._harmful.excluded(now), dict[ModuleId, list[Announcement]]()
-        for member in self._members.values():
+        for member in tuple(self._members.values()):  # also called by threads
             module = member.announcement.module
             if module is not None and member.suspect_until <= now and _serves(member, now):
                 found.setdefault(module, []).append(member.announcement)

@@ -152,14 +152,14 @@ class Reduction:
                 self._source.write(piece.part, total, self._plan.members[self._plan.own].coefficient)
                 if piece == self._sampled:
                     self.samples[self._plan.own] = sample_of(total)
-                self._keep(self._plan.own, piece, total / self._plan.members[self._plan.own].coefficient)
+                self._keep(self._plan.own, piece, total, self._plan.members[self._plan.own].coefficient)
             else:
                 total.fill(0.0)
         return total
 
-    def _keep(self, of: PeerId, piece: Piece, values: Vector) -> None:
+    def _keep(self, of: PeerId, piece: Piece, values: Vector, factor: float = 1.0) -> None:
         if piece in self._to_keep:
-            self.kept.setdefault(of, []).append((piece.part, values.copy()))
+            self.kept.setdefault(of, []).append((piece.part, values / np.float32(factor)))
 
 
 MOST_KEPT: Final = 2**24  # Elements of all contributors together
