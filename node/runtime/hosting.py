@@ -172,9 +172,7 @@ class Hosting:
         need = need_of(manifest, map(ModuleId, range(len(stages))), options.slots_held, options.moments)
         lack = free_memory_on(entered.devices[0]).within(options.memory_limit_bytes).lacks(need)
         if lack is not None and asked == [None] and len(entered.devices) == 1:
-            events.emit(
-                Note("info", f"a whole path needs {size_text(need.all)}, so this node hosts one module: {lack}")
-            )
+            events.emit(Note("info", f"a whole path needs {size_text(need.all)}; this node hosts one module: {lack}"))
             return places
         path: Reasoned[Route] = Reasoned((), "this run has one")
         if manifest.stages.has_experts:

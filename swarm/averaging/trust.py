@@ -18,6 +18,7 @@ LONGER_THAN_OURS: Final = 4.0  # Largest factor over the ratio in pieces that we
 SHORTEST: Final = 0.1  # Smallest norm of a mean, relative to our own part
 AUDITED_BYTES: Final = 0.11  # Mean bytes that audits fetch, as a share of a round's bytes
 SLACK: Final = 1.5  # Factor on a reducer's expected share of norm in a piece
+LEAST_COMPARED: Final = 3  # Updates of which one can be told from the others
 SMALLEST: Final = 4096  # Elements below which SLACK grows: shares of small pieces differ by up to 1.95, not 1.34
 
 
@@ -104,9 +105,6 @@ class Opponents:
         for peer in named:
             del self._times[peer]
         return named
-
-
-LEAST_COMPARED: Final = 3
 
 
 def raising_loss(without: float, after: Mapping[PeerId, float]) -> frozenset[PeerId]:
