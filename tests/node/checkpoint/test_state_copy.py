@@ -47,7 +47,16 @@ from node.model.optimizers.adamw import AdamW
 from node.model.passes import build_block_stack
 from node.observability.events import Event, LastPeer
 from node.pipeline.worker import host_hop
-from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop
+from node.runtime.resume import (
+    NUMBERS,
+    RESERVED_NUMBERS,
+    capture_hop,
+    counts_of,
+    find_own,
+    first_number,
+    restore_hop,
+    saved_modules,
+)
 from node.runtime.serving import save_at_the_end
 from protocol.interfaces.clock import SystemClock
 from swarm.pipeline.in_flight import Counts
@@ -214,6 +223,14 @@ def test_what_was_damaged_is_told_and_when_all_is_damaged_the_node_begins_anew(t
     resumed, (note,) = find_own(folder, PEER, None)
     assert (resumed.state, note.level) == (None, "warning")
     assert "starts without" in note.message
+
+
+def test_a_whole_path_is_known_from_its_snapshots(tmp_path: Path) -> None:
+    folder, others = folder_at(tmp_path), [PeerId("other"), PeerId("third")]
+    save_state(folder, PEER, ModuleId(1, 3), state_of(1.0))
+    save_state(folder, others[0], ModuleId(2, 1), state_of(2.0))
+    assert saved_modules(folder, [PEER, *others]) == [ModuleId(1, 3), ModuleId(2, 1)]
+    assert saved_modules(folder_at(tmp_path / "empty"), [PEER]) == []
 
 
 @dataclass
