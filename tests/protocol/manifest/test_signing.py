@@ -230,7 +230,8 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     later = changed(later, ("training", "schedule"), {"warmup_tokens": 64, "total_tokens": 640})
     of_soap = {"name": "soap", "refresh_steps": 20, "refresh_lag": 3, "largest_side": 512}
     later = changed(later, ("training", "inner"), {**of_soap, "momentum": 0.9})
-    later = later | {"routing": {"router": "ab" * 32}} | {"stages": later["stages"] | {"experts": 2}}
+    stages = later["stages"] | {"experts": 2, "workers": "paths"}
+    later = later | {"routing": {"router": "ab" * 32}, "stages": stages}
     model = {"head_dim": 4, "tied_embeddings": True, "attention_bias": True, "positions": 4096}
     later["model"] |= {**model, "rope_scaling": {"kind": "linear", "factor": 2.0}}
     later["data"] = {"source": "huggingface:some/talks", "labels": "assistant", "revision": "ab" * 20}
