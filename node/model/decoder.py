@@ -118,7 +118,9 @@ class Sampling:
 def prompt_tokens(words: Tokenizer, prompt: bytes) -> list[int]:
     """Returns a prompt's tokens, with the token that begins each document if the tokenizer has one."""
     tokens: list[int] = words.encode(prompt).tolist()
-    return tokens if words.beginning in (None, *tokens[:1]) else [words.beginning, *tokens]
+    if words.beginning is not None and tokens[:1] != [words.beginning]:
+        tokens.insert(0, words.beginning)
+    return tokens
 
 
 class Continuation:
