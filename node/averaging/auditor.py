@@ -185,7 +185,7 @@ class Auditor:
         self._groundless: Counter[PeerId] = Counter()
         self._wanted: dict[tuple[PeerId, Contribution], _Wanted] = {}
         self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[messages.Evidence | None]] = {}
-        self._opponents, self._harmful = Opponents(), Opponents()
+        self._opponents = Opponents()
         self._suspected_in = -ROUNDS_BETWEEN
         self._auditing = asyncio.Lock()
         self._running = 0
@@ -205,20 +205,14 @@ class Auditor:
 
     def exchange_begins(self) -> None:
         """Drops the data from which contributions to earlier exchanges could be encoded again. Keeps their hashes."""
-        self._records = [replace(record, anchor=None, source=None, sent=None, kept={}) for record in self._records]
+        self._records = [replace(record, anchor=None, source=None, sent=None) for record in self._records]
 
-    def record_of(self, version: AnchorVersion) -> ExchangeRecord | None:
-        """Returns the record of the latest exchange, if `version` is its result."""
+    def committed(self, version: AnchorVersion) -> None:
+        """Audits a piece of the latest exchange, if `version` is its result: a suspicious one, or any by chance."""
         record = self._records[-1] if self._records else None
-        return None if record is None or record.anchor is None or record.anchor.version != version else record
-
-    def committed(self, version: AnchorVersion, harmful: frozenset[PeerId] | None = None) -> None:
-        """Audits a piece of the exchange with this result. `harmful`: who raises our loss; None if not judged."""
-        if (record := self.record_of(version)) is None:
+        if record is None or record.anchor is None or record.anchor.version != version:
             return
         self._compare(record, record.samples)
-        if harmful is not None:
-            self._name(record, self._harmful.observed(record.kept, harmful), "raised the loss of held-out text")
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
         suspected = [piece for piece in pieces if piece.reducer == record.suspect]
         if suspected and version.round - self._suspected_in >= ROUNDS_BETWEEN:
@@ -353,12 +347,9 @@ class Auditor:
 
     def _compare(self, record: ExchangeRecord, samples: Mapping[PeerId, Vector]) -> None:
         """Reports contributors to a correct sum that have opposed most others for several rounds."""
-        self._name(record, self._opponents.observed(samples, opposed(samples)), "pointed away from most others")
-
-    def _name(self, record: ExchangeRecord, peers: Sequence[PeerId], what: str) -> None:
-        for peer in peers:
+        for peer in self._opponents.observed(samples, opposed(samples)):
+            why = f"its contributions pointed away from most others, {TIMES_OPPOSED} times"
             if peer != self._own:
-                why = f"its contributions {what}, {TIMES_OPPOSED} times"
                 self._report(Caught(peer, record.plan.roster.round.number, why, certain=False))
 
     def _doubted(self, doubts: Counter[PeerId], caught: Caught) -> Caught | None:

@@ -165,7 +165,6 @@ class ModuleRounds:
             signatures=PieceSignatures(own.run, session.identity),
             random=SystemRandom(),
             watch=self.reports.exchanging,
-            keeps=replica.loss is not None,
         )
         self.runner = RoundRunner(own.peer, module, self._machine, self._store, self._replica_sync, means, self)
         self._donor = Donor(module, self._store, own.clock, session.transport, context.start)

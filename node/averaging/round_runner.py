@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, AnchorStore, distance_between
 from node.averaging.anchor.outer_step import LocalReplica, OuterRule, step_alone
-from node.averaging.anchor.shared_vector import Parts, SharedVector, Vector, squares
+from node.averaging.anchor.shared_vector import SharedVector, Vector, squares
 from node.averaging.auditor import Auditor
 from node.averaging.exchange.all_reduce import AllReduce, ExchangeMeans
 from node.averaging.exchange.pieces import Arrivals, Plan, ReceiveRates
@@ -32,14 +32,13 @@ from swarm.averaging.roster import contributors
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.averaging.schedule import steps_between_rounds
-from swarm.averaging.trust import LEAST_COMPARED, AnchorDrift, raising_loss
+from swarm.averaging.trust import AnchorDrift
 from swarm.vocabulary.averaging_messages import AuditControl, Contribution, Roster, RoundControl, RoundId, RoundPiece
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, StateError
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
-JUDGING: Final = 8  # Tokens trained per token of held-out text on which updates are judged
 SLICE: Final = 2**22  # Elements per job on the compute thread (16 MiB), which takes a few milliseconds
 
 
@@ -98,7 +97,6 @@ class ReplicaSync:
         self._rules = rules
         self._outer = outer
         self._clock = clock
-        self._judged_at = 0
         self._done = InnerWork()
         self._at_anchor = InnerWork()
         self._anchored_at = clock.monotonic()
@@ -154,18 +152,6 @@ class ReplicaSync:
                 job = partial(self._carry, piece, before, after, done=snapshot.done if sent is None else None)
                 await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
-
-    async def harmful(self, kept: Mapping[PeerId, Parts], base: Anchor) -> frozenset[PeerId] | None:
-        """Returns the contributors whose updates to `base` raise our held-out loss; None if they are not judged now."""
-        cost, trained = (1 + len(kept)) * self._replica.loss_tokens, self._done.tokens - self._judged_at
-        if self._replica.loss is None or len(kept) < LEAST_COMPARED or trained < JUDGING * cost:
-            return None
-        self._judged_at = self._done.tokens
-        none = [(part, np.zeros_like(values)) for part, values in next(iter(kept.values()))]
-        job = partial(self._replica.losses_with, [none, *kept.values()], base.parameters, self._outer.learning_rate)
-        async with self._turn:
-            without, *each = await self._compute.run(Priority.UPKEEP, job)
-        return raising_loss(without, dict(zip(kept, each, strict=True)))
 
     async def adopt(self, anchor: Anchor) -> None:
         """Sets the replica to `anchor`. Discards its inner steps since the last anchor and its optimizer state."""
@@ -452,10 +438,7 @@ class RoundRunner(MachineRunner[events.Event, events.Action]):
         )
         clipping = own.coefficient / own.share if own.share else 1.0
         self._host.settled(version, event, roster.codec_reason, clipping)
-        # Only now, because members wait for us to reach the anchor.
-        record = self.auditor.record_of(version)
-        harmful = None if record is None else await self.replica_sync.harmful(record.kept, before)
-        self.auditor.committed(version, harmful)
+        self.auditor.committed(version)  # only now, because members wait for us to reach the anchor
 
     def _start_catching_up(self, action: events.CatchUp) -> None:
         if self._catching is not None:  # only the newest target matters

@@ -4,11 +4,11 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean, median_low
+from statistics import median_low
 from typing import Final
 
 import torch
@@ -714,14 +714,6 @@ class DataWorker(ReplicaWorker):
                 return self._finish(job, text)
             case Work.REPLAY:
                 raise StateError("a data node has no substitutes")
-
-    def loss_of(self, texts: Sequence[Microbatch]) -> float:
-        """Returns the loss of texts with the whole model, if this is its only stage, in nats per label."""
-        losses: list[float] = []
-        for text in texts:
-            hidden = self._embedding.evaluate(text.tokens.to(self.wire.device), text.documents)
-            losses.append(text.per_label(self._head.loss(hidden, text.labels.to(self.wire.device))))
-        return fmean(losses)
 
     def _embed(self, job: Job, text: Microbatch) -> Output:
         tokens = text.tokens.to(self.wire.device)

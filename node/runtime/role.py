@@ -3,11 +3,10 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from secrets import randbelow
-from typing import Final
 
 import torch
 
@@ -19,7 +18,7 @@ from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
-from node.data.feed import START, Prefetcher, ReadingPosition, TrainingFeed, held_out_microbatches, open_documents
+from node.data.feed import START, Prefetcher, ReadingPosition, TrainingFeed, open_documents
 from node.model.memory_need import need_of
 from node.model.moments import MomentType
 from node.model.optimizer import InnerOptimizer, StepFigures
@@ -43,7 +42,7 @@ from swarm.routing.attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
 from swarm.vocabulary.announcement import MAX_VISITED_STAGES
-from swarm.vocabulary.errors import ConfigError, PeerError
+from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned, Route
 
 
@@ -265,7 +264,6 @@ def _default_graph_budget(device: torch.device) -> int:
 UNPROVEN_S = 30.0  # Time in which a data node must prove work to keep its share of the documents
 # Limit for a stopping data node to finish its last inner step and tell the hops that their gradients count.
 LAST_WORDS_S = 3.0
-JUDGED: Final = 4  # Held-out microbatches by which other replicas' updates are judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,10 +392,6 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     feed = TrainingFeed(manifest, documents, own.peer, start, routes)
     stage = worker.stage
     replica = LocalReplica(stage.parts, manifest.training.fragments, stage.optimizer, worker.parameters_changed)
-    if manifest.stages.count == 1:  # no data node vouches for a replica's work, but each can judge its updates
-        with suppress(ConfigError):  # there may be too little held-out text
-            texts = await asyncio.to_thread(list, held_out_microbatches(manifest, JUDGED, documents))
-            replica.loss, replica.loss_tokens = partial(worker.loss_of, texts), sum(text.size for text in texts)
     # One more than the window, so that a launch never waits for packing.
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     async with module_rounds(context, replica, first) as rounds, AsyncExitStack() as stack:

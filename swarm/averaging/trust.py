@@ -18,7 +18,6 @@ LONGER_THAN_OURS: Final = 4.0  # Largest factor over the ratio in pieces that we
 SHORTEST: Final = 0.1  # Smallest norm of a mean, relative to our own part
 AUDITED_BYTES: Final = 0.11  # Mean bytes that audits fetch, as a share of a round's bytes
 SLACK: Final = 1.5  # Factor on a reducer's expected share of norm in a piece
-LEAST_COMPARED: Final = 3  # Updates of which one can be told from the others
 SMALLEST: Final = 4096  # Elements below which SLACK grows: shares of small pieces differ by up to 1.95, not 1.34
 
 
@@ -105,14 +104,6 @@ class Opponents:
         for peer in named:
             del self._times[peer]
         return named
-
-
-def raising_loss(without: float, after: Mapping[PeerId, float]) -> frozenset[PeerId]:
-    """Returns the contributors whose updates raise a held-out loss by half of what others' usually lower it."""
-    usual = median(without - loss for loss in after.values())
-    if len(after) < LEAST_COMPARED or not usual > 0:
-        return frozenset()
-    return frozenset(peer for peer, loss in after.items() if not loss < without + usual / 2)
 
 
 # Largest encoding error of a result, relative to its norm

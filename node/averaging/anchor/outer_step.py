@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from node.averaging.anchor.anchor import Anchor, AnchorStore, chunk_bytes, hash_of, initial_anchor, version_of
 from node.averaging.anchor.shared_vector import (
     STRETCH,
-    Parts,
     SharedVector,
     Vector,
     empty_vector,
@@ -50,8 +49,6 @@ class LocalReplica:
         parameters = floats_of(*parts)
         self.layout = layout_of({name: tuple(tensor.shape) for name, tensor in parameters.items()}, fragments)
         self.optimizer = optimizer
-        self.loss: Callable[[], float] | None = None  # Of held-out text, if this is a whole model
-        self.loss_tokens = 0  # Of this text
         self._changed = parameters_changed
         named = (parameters[span.name] for span in self.layout.spans)
         self._memory = tuple(floats.view(-1) if isinstance(floats, Tensor) else floats for floats in named)
@@ -83,23 +80,6 @@ class LocalReplica:
             if not isinstance(here[0], Tensor):
                 here[0].write(here[1], values)
         self._changed()
-
-    def losses_with(self, updates: Iterable[Parts], base: SharedVector, rate: float) -> list[float]:
-        """Computes the held-out loss with slices set to `base` - `rate` * update, for updates of the same slices."""
-        assert self.loss is not None, "the caller checked it"
-        before, losses = Parts(), list[float]()
-        try:
-            for update in updates:
-                for part, values in update:
-                    if len(before) < len(update):
-                        before.append((part, np.empty_like(values)))
-                        self.read(*before[-1])
-                    self.write(part, base[part] - np.float32(rate) * values)
-                losses.append(self.loss())
-        finally:
-            for part, values in before:
-                self.write(part, values)
-        return losses
 
     def _overlaps(self, part: slice) -> "Iterator[tuple[_Piece, slice]]":
         index = bisect.bisect_right(self._starts, part.start) - 1

@@ -107,7 +107,6 @@ class SpareArrays:
 
 
 Vector = npt.NDArray[np.float32]
-Parts = list[tuple[slice, Vector]]  # Some elements of a vector
 StateVectors = tuple["SharedVector", "SharedVector"]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, hash_of
 from node.averaging.anchor.outer_step import OuterRule, Staging
-from node.averaging.anchor.shared_vector import Parts, StateVectors, Vector
+from node.averaging.anchor.shared_vector import StateVectors, Vector
 from node.averaging.exchange.pieces import Arrivals, ExchangeProgress, Piece, Plan, Watch, early_pieces, piece_spec
 from node.averaging.exchange.reduction import Comparison, NormLimit, Reduction, SentParts, UpdateSource, read_encoding
 from node.concurrency.compute_thread import ComputeThread, Priority
@@ -53,7 +53,6 @@ class ExchangeMeans:
     signatures: PieceSignatures
     random: Random
     watch: Watch = lambda attempt, chunks, percent: None
-    keeps: bool = False  # Whether to keep contributions, to compare their losses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +67,6 @@ class ExchangeRecord:
     sent: SentParts | None
     samples: Mapping[PeerId, Vector] = field(default_factory=dict)  # From contributions that we reduced
     suspect: PeerId | None = None  # Reducer of a mean in which the other contributions oppose ours
-    kept: Mapping[PeerId, Parts] = field(default_factory=dict)
 
     def encoded(self, piece: Piece) -> memoryview | None:
         """Encodes our contribution to a piece again, on the averaging thread. None if its input was overwritten."""
@@ -106,7 +104,7 @@ class AllReduce:
         self._comparison = Comparison(plan, source, means.random)
         self._signed: dict[Piece, dict[PeerId, SignedHash]] = {piece: {} for piece in plan.shards[plan.own]}
         self._own_signed: dict[Piece, SignedHash] = {}
-        self._reduction = Reduction(plan, source, keeps=means.keeps)
+        self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *self.vectors)
         self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.codec) for peer in plan.shards}
         """One limit per reducer. With a shared limit, one reducer could use it up and have the next one blamed."""
@@ -126,8 +124,10 @@ class AllReduce:
         self._is_over = False
 
     def record(self, anchor: Anchor) -> ExchangeRecord:
-        seen = self._reduction.samples, self._comparison.suspect(), self._reduction.kept
-        return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent, *seen)
+        samples, suspect = self._reduction.samples, self._comparison.suspect()
+        return ExchangeRecord(
+            self.plan, anchor, self._signed, self._own_signed, self._source, self.sent, samples, suspect
+        )
 
     async def run(self) -> None:
         """Exchanges pieces until the next anchor is complete and our pieces were sent to every other member."""

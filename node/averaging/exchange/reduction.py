@@ -108,17 +108,13 @@ def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
 class Reduction:
     """Weighted sums of all members' contributions to the pieces of this member's shard."""
 
-    def __init__(self, plan: Plan, source: UpdateSource, *, keeps: bool = False) -> None:
+    def __init__(self, plan: Plan, source: UpdateSource) -> None:
         self._plan = plan
         self._source = source
         self._limits = {of: NormLimit(plan.members[of].norm, plan.codec) for of in plan.contributors}
         self._sums: dict[Piece, Vector] = {}
         self._sampled = next(iter(plan.shards[plan.own]), None)
         self.samples: dict[PeerId, Vector] = {}  # From the first piece, to compare their directions
-        pieces = list(plan.shards[plan.own])
-        most = MOST_KEPT // (max(1, len(plan.contributors)) * pieces[0].elements) if keeps and pieces else 0
-        self._to_keep = frozenset(pieces[: max(1, most)] if keeps else ())
-        self.kept: dict[PeerId, list[tuple[slice, Vector]]] = {}  # Whole pieces, to compare their losses
         self._to_come = dict.fromkeys(plan.shards[plan.own], len(set(plan.contributors) - {plan.own}))
 
     def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> memoryview | None:
@@ -128,7 +124,6 @@ class Reduction:
         total = self._sum(piece)
         if piece == self._sampled:
             self.samples[sender] = sample_of(values)
-        self._keep(sender, piece, values)
         add_scaled(values, self._plan.members[sender].coefficient, total)
         self._to_come[piece] -= 1
         return None if self._to_come[piece] else self.finish(piece)
@@ -152,17 +147,11 @@ class Reduction:
                 self._source.write(piece.part, total, self._plan.members[self._plan.own].coefficient)
                 if piece == self._sampled:
                     self.samples[self._plan.own] = sample_of(total)
-                self._keep(self._plan.own, piece, total, self._plan.members[self._plan.own].coefficient)
             else:
                 total.fill(0.0)
         return total
 
-    def _keep(self, of: PeerId, piece: Piece, values: Vector, factor: float = 1.0) -> None:
-        if piece in self._to_keep:
-            self.kept.setdefault(of, []).append((piece.part, values / np.float32(factor)))
 
-
-MOST_KEPT: Final = 2**24  # Elements of all contributors together
 SAMPLED: Final = 4096  # Elements of a contribution that are compared with other contributions
 AGAINST: Final = -0.05
 TOGETHER: Final = 0.05

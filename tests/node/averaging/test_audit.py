@@ -9,19 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from node.averaging.anchor.outer_step import LocalReplica, anchor_of
 from node.averaging.auditor import PATIENCE, Auditor
 from node.averaging.exchange.all_reduce import AllReduce
 from node.averaging.exchange.reduction import Reduction, opposed
-from node.model.optimizer import StepFigures
-from swarm.averaging.trust import TIMES_OPPOSED
 from swarm.compression.round_codecs import codec_levels
 from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence, SignedHash
 from swarm.vocabulary.types import Codec, PeerId
 from tests.kit.waiting import LONG_S, until
-from tests.node.averaging.small_rounds import Blocks, Hall, MadeUpOptimizer, hall
+from tests.node.averaging.small_rounds import Hall, hall
 
 INNER = 2
 EVERY = (Codec.NONE, Codec.BF16, *codec_levels(Codec.INT4))
@@ -164,46 +160,6 @@ def test_who_points_away_from_most_others_is_opposed_if_these_agree() -> None:
     assert opposed(contributions(a=1, b=1, c=-1, d=-1)) == frozenset(), "nor can two pairs"
     unlike = np.random.default_rng(2).standard_normal((3, 4096)).astype(np.float32)
     assert opposed({PeerId(name): row for name, row in zip("abc", unlike, strict=True)}) == frozenset()
-
-
-def test_judging_updates_leaves_no_trace() -> None:
-    part = Blocks(1000)
-    replica = LocalReplica([part], 1, MadeUpOptimizer(part))  # type: ignore[arg-type]
-    replica.loss = lambda: sum(parameter.sum().item() for parameter in part.parameters())
-    before = anchor_of(replica)
-    updates = [
-        [(slice(5, 9), np.full(4, size, np.float32)), (slice(300, 301), np.ones(1, np.float32))] for size in (0, 1)
-    ]
-    without, judged = replica.losses_with(updates, before.parameters, 0.5)
-    assert without - judged == pytest.approx(2, abs=1e-4)
-    assert np.array_equal(anchor_of(replica).parameters[slice(0, 1000)], before.parameters[slice(0, 1000)])
-
-
-async def test_a_whole_model_whose_updates_raise_the_loss_is_named_though_they_oppose_nobodys() -> None:
-    async with hall(3, inner_steps=INNER, elements=120_000) as here:
-        for replica in here.replicas.values():
-            runner, own, random = replica.runner, replica.optimizer, torch.Generator().manual_seed(len(replica.peer))
-            downhill = [torch.randn(p.shape, generator=random) for p in own._parameters]
-            runner._means = replace(runner._means, keeps=True)
-
-            def loss(own: MadeUpOptimizer = own, downhill: list[torch.Tensor] = downhill) -> float:
-                pairs = zip(own._parameters, downhill, strict=True)
-                return -sum((parameter * slope).sum().item() for parameter, slope in pairs)
-
-            def step(seed: int, own: Any = own, honest: Any = own.step, downhill: Any = downhill) -> StepFigures:
-                figures: StepFigures = honest(seed)  # noise, in which the slope is too small to be seen
-                part = -0.002 if own is here.replicas[LIAR].optimizer else 0.002
-                with torch.no_grad():
-                    for parameter, slope in zip(own._parameters, downhill, strict=True):
-                        parameter.add_(part * slope)
-                return figures
-
-            replica.local.loss, own.step = loss, step  # type: ignore[method-assign]
-        accused = set[tuple[PeerId, bool]]()  # by honest replicas: who leaves it out first ends rounds of three
-        for number in range(1, 4 * TIMES_OPPOSED):
-            await work(here, number)
-            accused |= {(caught.peer, caught.certain) for by in (VICTIM, OTHER) for caught in here.replicas[by].accused}
-        assert accused == {(LIAR, False)}
 
 
 async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

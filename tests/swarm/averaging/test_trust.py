@@ -43,14 +43,6 @@ def test_who_opposes_most_others_again_and_again_is_named_once() -> None:
     assert [named for named in heard if named] == [(B,)]
 
 
-def test_an_update_that_raises_a_loss_which_others_lower_is_harmful() -> None:
-    assert trust.raising_loss(4.0, {OWN: 3.9, A: 3.8, B: 4.1}) == {B}
-    assert trust.raising_loss(4.0, {OWN: 3.9, A: 3.8, B: math.nan}) == {B}
-    assert trust.raising_loss(4.0, {OWN: 3.9, A: 3.8, B: 4.01}) == frozenset(), "little, beside what others do"
-    assert trust.raising_loss(4.0, {OWN: 4.1, A: 3.9, B: 4.2}) == frozenset(), "nobody's usual update lowers it"
-    assert trust.raising_loss(4.0, {OWN: 3.9, B: 4.2}) == frozenset(), "two cannot tell"
-
-
 def test_a_mean_longer_than_the_norms_allow_or_much_longer_than_ours_is_odd() -> None:
     assert judged(beside(A, length=0.5 * trust.LONGEST * 0.99, cosine=0.9)) == {}
     assert set(judged(beside(A, length=0.5 * trust.LONGEST * 1.01, cosine=0.9))) == {A}
