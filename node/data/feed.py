@@ -105,7 +105,9 @@ class TrainingFeed:
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:
         """Returns the next microbatch while `data_nodes` share the text. Raises ConfigError if no text has labels."""
-        self._data_nodes, self._routes = tuple(sorted({*data_nodes, self._own})), self._find_routes()
+        self._data_nodes = tuple(sorted({*data_nodes, self._own}))
+        if self._router is not None:
+            self._routes = self._find_routes()
         while True:  # `Documents.endless` raises if a whole epoch has no label
             microbatch = self._packer.next()
             assert microbatch is not None, "epochs do not end"

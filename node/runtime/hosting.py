@@ -161,7 +161,7 @@ class Hosting:
                 self._stop_beside.set()
 
     async def _places(self, session: NetworkSession, events: EventSink) -> list[NodeOptions]:
-        """Returns the options of each module that the node hosts from the start; in a run of whole paths, of a path."""
+        """Returns the options of each module hosted from the start: those asked for, or a whole path."""
         entered, options, manifest = self._entered, self._entered.options, self._entered.signed.manifest
         places = options.of_each_module()
         asked, stages = [each.stage for each in places], list(map(str, range(manifest.stages.count)))

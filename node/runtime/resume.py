@@ -97,7 +97,7 @@ def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) ->
 
 
 def saved_modules(folder: CheckpointFolder, peers: Iterable[PeerId]) -> list[ModuleId]:
-    """Returns the module of each peer's newest intact snapshot, without those that have none. Raises StateError."""
+    """Returns the modules of these peers' newest intact snapshots. Raises StateError."""
     newest = (next(whole_snapshots(folder, peer, []), None) for peer in peers)
     return [header.owner.module for header in newest if header is not None]
 
