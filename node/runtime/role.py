@@ -367,7 +367,8 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     rules = _in_flight_rules(options, manifest)
     paths = path_rules(manifest)
     planner = Planner(paths, membership, times)
-    planner.has_gathered |= bool(own.route)  # a whole path needs nobody
+    if own.route:  # a whole path needs nobody
+        planner.has_gathered, planner.measures = True, False
     if paths.skippable <= MAX_VISITED_STAGES:  # a record has room for a bounded number of stages
         own.visits = lambda: tuple(planner.prices.launched)
 

@@ -217,6 +217,7 @@ class Planner:
         # A module that was on a path has lost its peers if it is unserved; another one may still wait for its first.
         self._visited: set[ModuleId] = set()
         self.has_gathered = not rules.has_experts
+        self.measures = True  # False: no path is made to measure a replica again
         self._gathers_since: float | None = None
         self._trials: dict[ModuleId, _Trial] = {}
 
@@ -249,7 +250,7 @@ class Planner:
         stages = [stage_of[peer] for peer in found.route]
         why = f"the cheapest of {len(modules) - len(lost)} stages, {found.price:.3f} s"
         # Not at 0: the first microbatches of all data nodes would meet at one replica.
-        is_try = number % TRY_EVERY == TRY_EVERY - 1
+        is_try = self.measures and number % TRY_EVERY == TRY_EVERY - 1
         if is_try and (idle := {peer for stage in stages for peer in among[stage] if not in_flight.get(peer)}):
             oldest = self._times.longest_unmeasured(idle)
             same: list[Sequence[PeerId]] = [among[stage] if stage in stages else () for stage in range(len(among))]
