@@ -1,7 +1,7 @@
 """Current state of this node, from which its announcements are made."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from node.network.reach_status import NOT_LOOKED, Standing
@@ -42,6 +42,7 @@ class LocalPeer:
     credit: Credit | None = None  # Work that others have signed, in this run
     visits: Callable[[], tuple[int, ...]] = tuple  # Microbatches that a data node launched, by stage
     route: Route = ()  # Of a node with a whole path
+    home: Mapping[ModuleId, PeerId] = field(default_factory=dict)  # Its peers on that path
     incarnation: int = field(init=False)  # Start time of this process, in Unix milliseconds
     _sequence: int = field(default=0, init=False)
     _began: float = field(init=False)  # Monotonic

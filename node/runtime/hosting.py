@@ -179,7 +179,8 @@ class Hosting:
             path = await self._path(session, manifest)
             session.own.route = path.value
         events.emit(Note("info", f"a whole path: {path.reason}"))
-        modules = (module_at(path.value, stage) for stage in range(len(stages)))
+        modules = [module_at(path.value, stage) for stage in range(len(stages))]
+        session.own.home = {m: entered.identity.for_module(number).peer for number, m in enumerate(modules[1:], 1)}
         return [options.for_module(str(module), number) for number, module in enumerate(modules)]
 
     async def _path(self, session: NetworkSession, manifest: Manifest) -> Reasoned[Route]:
@@ -270,6 +271,7 @@ class Hosting:
         settings = DirectorySettings(options.listen, first.directory.port)
         with logged_to(options, identity.peer, entered.events) as events:
             async with present(identity, entered.signed.run, where, settings, SystemClock(), events, first) as session:
+                session.own.home = first.own.home
                 await self._host(session, events, options, number, stop, moving)
 
     async def _host(

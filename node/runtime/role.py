@@ -229,7 +229,7 @@ async def stage_role(context: ModuleContext, first: Anchor | None) -> AsyncItera
     tell_moments(context, worker.optimizer)
     context.session.own.steps = worker.optimizer.steps
     times = MeasuredTimes(context.session.own.peer, manifest.microbatch_tokens)
-    planner = Planner(path_rules(manifest), context.session.membership, times)
+    planner = Planner(path_rules(manifest), context.session.membership, times, context.session.own.home)
     replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
     async with module_rounds(context, replica, first) as rounds:
         del first
@@ -366,9 +366,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
     membership, times = context.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
     rules = _in_flight_rules(options, manifest)
     paths = path_rules(manifest)
-    planner = Planner(paths, membership, times)
-    if own.route:  # a whole path needs nobody
-        planner.has_gathered, planner.measures = True, False
+    planner = Planner(paths, membership, times, own.home)
     if paths.skippable <= MAX_VISITED_STAGES:  # a record has room for a bounded number of stages
         own.visits = lambda: tuple(planner.prices.launched)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from random import Random
 from statistics import median_low
+from types import MappingProxyType
 from typing import Final
 
 from swarm.experts.routes import module_at
@@ -25,7 +26,7 @@ from swarm.routing.measured_times import Costs, MeasuredTimes, PeerRoute
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.statistics import ExponentialBackoff, Latest
-from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
+from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, PeerState, Reasoned, Route, short
 
 AHEAD: Final = (8.0, 64.0)  # Smallest and largest value of `visits_a_route`
 BEHIND_S: Final = 60.0  # Seconds in which a stage gets the visits that, in excess, raise its price by a whole route
@@ -204,8 +205,16 @@ class _Trial:
 class Planner:
     """Planner of paths and substitutes for one peer, from membership, measured times and stage prices."""
 
-    def __init__(self, rules: PathRules, membership: Membership, times: MeasuredTimes) -> None:
+    def __init__(
+        self,
+        rules: PathRules,
+        membership: Membership,
+        times: MeasuredTimes,
+        home: Mapping[ModuleId, PeerId] = MappingProxyType({}),
+    ) -> None:
         self.rules = rules
+        self._home = home  # Of a node with a whole path: its own replicas, which get its work while they serve
+
         self.prices = StagePrices(rules)
         self._membership = membership
         self._times = times
@@ -216,8 +225,7 @@ class Planner:
         self._route_s = 0.0  # Cost of the cheapest route at the last update, without stage prices
         # A module that was on a path has lost its peers if it is unserved; another one may still wait for its first.
         self._visited: set[ModuleId] = set()
-        self.has_gathered = not rules.has_experts
-        self.measures = True  # False: no path is made to measure a replica again
+        self._has_gathered = not (rules.has_experts or home)
         self._gathers_since: float | None = None
         self._trials: dict[ModuleId, _Trial] = {}
 
@@ -250,7 +258,7 @@ class Planner:
         stages = [stage_of[peer] for peer in found.route]
         why = f"the cheapest of {len(modules) - len(lost)} stages, {found.price:.3f} s"
         # Not at 0: the first microbatches of all data nodes would meet at one replica.
-        is_try = self.measures and number % TRY_EVERY == TRY_EVERY - 1
+        is_try = not self._home and number % TRY_EVERY == TRY_EVERY - 1
         if is_try and (idle := {peer for stage in stages for peer in among[stage] if not in_flight.get(peer)}):
             oldest = self._times.longest_unmeasured(idle)
             same: list[Sequence[PeerId]] = [among[stage] if stage in stages else () for stage in range(len(among))]
@@ -295,12 +303,21 @@ class Planner:
         return tuple(module for stage in stages for module in self.rules.modules_at(stage) if module not in served)
 
     def gathers(self, now: float) -> bool:
-        """Whether a run with experts still waits for its first peers: until all modules are served, or for GATHER_S."""
-        if self.has_gathered:
+        """Whether a run with experts still waits for its first peers: until all modules are served, or for GATHER_S.
+
+        A node with a whole path waits for its own replicas.
+        """
+        if self._has_gathered:
             return False
+        if self._home:
+            announced = ((module, self._membership.get(peer)) for module, peer in self._home.items())
+            # One that does not fit hosts another module in the end.
+            ready = (a is not None and (a.module != module or a.state is PeerState.SERVING) for module, a in announced)
+            self._has_gathered = all(ready)
+            return not self._has_gathered
         self._gathers_since = now if self._gathers_since is None else self._gathers_since
-        self.has_gathered = now - self._gathers_since >= GATHER_S or not self.unserved(now)
-        return not self.has_gathered
+        self._has_gathered = now - self._gathers_since >= GATHER_S or not self.unserved(now)
+        return not self._has_gathered
 
     def open_modules(self, now: float, *, at_once: bool = False) -> Callable[[ModuleId], bool]:
         """Returns a test whether documents may go to a module: it is served (`at_once`: now), or none of its stage."""
@@ -355,6 +372,10 @@ class Planner:
         Also None if all others are so much slower than `busy`, which has no free slot, that waiting for it is better.
         """
         candidates = [a for a in self._membership.replicas(module, now) if a.peer not in without]
+        own = self._home.get(module)
+        if busy is not None and busy == own:
+            return Reasoned(None, f"this node's own replica {short(own)} is busy")
+        candidates = [a for a in candidates if a.peer == own] or candidates
         if not candidates:
             return Reasoned(None, f"module {module} has no peer left")
         awaited = None if busy is None else self._membership.get(busy)
@@ -405,6 +426,9 @@ class Planner:
         linked = self._membership.linked
         for module in modules:
             peers = [a.peer for a in live.get(module, ())]
+            if (own := self._home.get(module)) in peers:
+                among.append([own])
+                continue
             proven = [peer for peer in peers if self._times.has_completed(peer)]
             new = [peer for peer in peers if peer in linked and not self._times.has_completed(peer)]
             if not linked.isdisjoint(proven) and (proven_only or not self._may_try(module, new, in_flight, now)):

@@ -12,7 +12,7 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import CANDIDATES, TRY_EVERY, NoReplica, Planner, StagePrices, cheapest_route
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import Direction
-from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
+from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, PeerState
 from tests.swarm.membership.announcements import RUN, announcement
 
 NOW = 0.0
@@ -156,6 +156,35 @@ def test_a_busy_replica_is_waited_for_if_every_other_is_far() -> None:
     assert "waiting for the busy fast" in ask(FAST).reason
     assert ask().value == SLOW, "nobody is waited for"
     assert chosen(planner) == FAST
+
+
+def test_a_node_with_a_whole_path_waits_for_its_own_replica_and_asks_others_only_without_it() -> None:
+    members, times = Membership(RUN, OWN), MeasuredTimes(OWN, TOKENS)
+    planner = Planner(ONE_STAGE, members, times, {ModuleId(1): SLOW})
+    sequence = itertools.count(1)
+
+    def hear(name: str, stage: int = 1, **changes: Any) -> None:
+        members.observe(announcement(name, stage, sequence=next(sequence), **changes), now=0, wall=0)
+
+    hear("fast", speed=1000)
+    assert planner.gathers(0.0)
+    hear("slow", speed=10, state=PeerState.JOINING)
+    assert planner.gathers(1e6), "without a limit"
+    hear("slow", speed=10)
+    assert not planner.gathers(0.0)
+    members.recover(FAST)
+    times.visited(FAST, 0.01)
+    plans = [planner.plan(number, (), {SLOW: 9}, 0.0).value for number in range(2 * TRY_EVERY)]
+    assert {plan.hops[0].peer for plan in plans if isinstance(plan, Path)} == {SLOW}
+    assert chosen(planner, {SLOW: 9}) == SLOW
+    other = functools.partial(planner.replica, ModuleId(1), frozenset({SLOW}), {}, 0.0)
+    assert other(SLOW).value is None, "it is busy"
+    assert other().value == FAST
+    members.give_up(SLOW, 0.0)
+    assert chosen(planner) == FAST
+    unfit = Planner(ONE_STAGE, members, times, {ModuleId(1): LIAR})
+    hear("liar", 2)
+    assert not unfit.gathers(0.0), "a replica that did not fit hosts another module"
 
 
 def test_a_linked_replica_is_preferred_to_a_mere_name() -> None:
