@@ -30,7 +30,7 @@ from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
-from swarm.membership.membership import STAY, LookUps, Membership, is_near, what_changed
+from swarm.membership.membership import FAR_KEPT_S, STAY, LookUps, Membership, is_far, is_near, what_changed
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
@@ -220,8 +220,11 @@ class MembershipSync:
             watched, alone = self._modules, False
             try:
                 wide = self._look_ups.begin(begun := self.own.clock.monotonic())
-                whole = wide.value or not self.looked.is_set() or begun < self._whole_until or random.random() < WHOLE  # noqa: S311
-                modules = watched if whole else self.membership.not_linked(watched)
+                whole = wide.value or not self.looked.is_set() or begun < self._whole_until
+                modules = watched if whole or random.random() < WHOLE else self.membership.not_linked(watched)  # noqa: S311
+                if not self._look_ups.looks_far(begun, whole=whole):
+                    missing = self._missing()
+                    modules = [module for module in modules if module in missing or not self._is_far(module)]
                 self._observe(await self.directory.look_up(modules, wide=wide.value), self.own.clock.wall())
                 if watched is self._modules:  # `watch` may have replaced the modules meanwhile
                     self.looked.set()
@@ -292,9 +295,14 @@ class MembershipSync:
 
     def _observe(self, announcements: Sequence[Announcement], wall: float) -> None:
         now = self.own.clock.monotonic()
-        changes = [self.membership.observe(a, now=now, wall=wall) for a in announcements]
+        changes = [
+            self.membership.observe(a, now=now, wall=wall - FAR_KEPT_S * self._is_far(a.module)) for a in announcements
+        ]
         if any(changes):
             self._publish_view()
+
+    def _is_far(self, module: ModuleId | None) -> bool:
+        return is_far(self.own.module, module, 1 + max(module.stage for module in self._modules))
 
     def _missing(self) -> frozenset[ModuleId]:
         """Returns the watched modules, except our own, without a usable replica."""

@@ -207,6 +207,8 @@ LOOK_UP_PAUSE_S: Final = ExponentialBackoff(0.5, 30.0)
 LONELY_S = 4.0  # Longest pause while no peer with a module is known: nobody who works has to answer
 RESTART_S = 3.0  # Shortest time between restarts of the pauses
 WIDE_AFTER_S, WIDE_EVERY_S = 60.0, 480.0  # Shortest and longest time between wide look-ups
+FAR_EVERY_S = 120.0  # Time between look-ups of stages that we exchange nothing with
+FAR_KEPT_S = FAR_EVERY_S + 60.0  # Time for which records of their peers outlive their expiry
 
 
 @dataclass(slots=True)
@@ -217,6 +219,13 @@ class LookUps:
     _done: int = 0  # Since the last restart
     _restarted: float = -math.inf
     _wide: float = -math.inf
+    _far: float = -math.inf
+
+    def looks_far(self, now: float, *, whole: bool) -> bool:
+        """Decides whether the look-up that begins now includes far stages that have a known replica."""
+        if is_due := whole or now - self._far >= FAR_EVERY_S:
+            self._far = now
+        return is_due
 
     def begin(self, now: float) -> Reasoned[bool]:
         """Decides whether the look-up that begins now is a wide one, which no single node of the DHT can deceive."""
@@ -263,6 +272,13 @@ def is_near(module: ModuleId | None, other: ModuleId | None, stages: int) -> boo
     if module is None or other is None:
         return False
     return other == module or (other.stage - module.stage) % stages in (1, stages - 1)
+
+
+def is_far(own: ModuleId | None, module: ModuleId | None, stages: int) -> bool:
+    """Whether a peer with module `own` exchanges nothing with `module`. Data nodes work with all stages."""
+    if own is None or module is None or 0 in (own.stage, module.stage):
+        return False
+    return not is_near(own, module, stages)
 
 
 def by_worth(

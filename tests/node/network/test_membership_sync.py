@@ -15,7 +15,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import MAX_LIFETIME_S, RECORD_LIFETIME_S, decode_announced, encode_record
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.handshake import FORMER_LIFE_MS
-from swarm.membership.membership import FIRST_PAUSE_S, LookUps, Membership
+from swarm.membership.membership import FAR_EVERY_S, FAR_KEPT_S, FIRST_PAUSE_S, LookUps, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, RunId
@@ -241,6 +241,40 @@ async def test_those_who_come_together_are_looked_up_though_all_known_ones_are_l
         there.membership_sync._look_now.set()
         await until(lambda before=before: there.store.look_ups > before)
         assert there.store.modules == expected
+
+
+async def test_stages_that_a_node_exchanges_nothing_with_are_looked_up_seldom_and_kept_in_view_meanwhile(
+    there: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.network.session.WHOLE", 0.0)
+    far, stages = ModuleId(4), [ModuleId(stage) for stage in range(7)]
+    there.own.take(MODULE)
+    there.membership_sync.watch(stages)
+    others = [Other(there.clock) for _ in stages]
+    for other, module in zip(others, stages, strict=True):
+        other.state.module = module
+    looked: list[list[ModuleId]] = []
+    for _ in range(6):
+        there.store.found = [other.state.announcement() for other in others]
+        before = there.store.look_ups
+        there.membership_sync._look_now.set()
+        await until(lambda before=before: there.store.look_ups > before)
+        looked.append(there.store.modules)
+        there.clock.now += FAR_EVERY_S / 3
+    # The first one is whole, the others have the modules with a replica to which no link is open.
+    near = [ModuleId(0), MODULE, ModuleId(2)]
+    assert looked == [stages, near, near, stages, near, near]
+    there.store.found = []
+    there.clock.now += FAR_EVERY_S
+    assert there.membership.is_served(far, there.clock.now)
+    assert not there.membership.is_served(ModuleId(2), there.clock.now)
+    there.clock.now += RECORD_LIFETIME_S + FAR_KEPT_S - FAR_EVERY_S
+    assert not there.membership.is_served(far, there.clock.now)
+    there.own.take(ModuleId(0))
+    before = there.store.look_ups
+    there.membership_sync._look_now.set()
+    await until(lambda: there.store.look_ups > before)
+    assert there.store.modules == stages, "a data node works with all of them"
 
 
 async def test_what_has_run_out_leaves_the_view_and_the_book(there: Place) -> None:
