@@ -373,5 +373,5 @@ if __name__ == "__main__":
     usual = {"task": "small", "seeds": [1, 2, 3], "replicas": 4, "inner": ("adamw", "muon", "soap")}
     usual |= {"rates": [12e-3, 24e-3, 48e-3], "inner_steps": [50], "outers": ["0.8/0.5", "1/0"]}
     quick = {"seeds": [1], "difference": True, "difference_rounds": 2}
-    codecs = ("none", "int8", "int4")
+    codecs = ("none", "int8", "int4", "int2")
     kit.run(__doc__, measure, quick, difference=False, difference_rounds=DIFFERENCE_ROUNDS, codecs=codecs, **usual)

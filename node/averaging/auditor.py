@@ -110,7 +110,7 @@ class Recount:
             self.samples[self._piece.reducer] = sample_of(self._rest)
         reducer, rest = self._record.plan.members[self._piece.reducer], math.sqrt(squares(self._rest))
         reckoning = Reckoning(self._piece.elements, rest, self._result, tuple(self._shares))
-        why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.codec)
+        why = unexplained(reckoning, reducer.coefficient, reducer.norm, self._record.plan.result_codec)
         return None if why is None else self.caught(reducer.peer, why, tuple(signed.values()))
 
     def caught(self, peer: PeerId, why: str, signed: Sequence[SignedHash] = (), certain: bool = True) -> Caught:
@@ -121,7 +121,7 @@ class Recount:
 
 def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
     """Returns the probability with which this member audits one of `pieces`, all summed by other members."""
-    plan, codec = record.plan, record.plan.codec
+    plan, codec, result = record.plan, record.plan.codec, record.plan.result_codec
     if not plan.shards[plan.own]:
         return 1.0  # it receives no contributions otherwise, so this adds no traffic
     contributors, members = frozenset(plan.contributors), len(plan.members)
@@ -130,7 +130,7 @@ def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
         return encoded_bytes(codec, piece.elements) * len(contributors - without)
 
     all_bytes = sum(
-        contributed(piece, frozenset({piece.reducer})) + encoded_bytes(codec, piece.elements) * (members - 1)
+        contributed(piece, frozenset({piece.reducer})) + encoded_bytes(result, piece.elements) * (members - 1)
         for piece in plan.pieces
     )
     fetched = sum(contributed(piece, frozenset({piece.reducer, plan.own})) for piece in pieces) // len(pieces)

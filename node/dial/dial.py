@@ -16,6 +16,7 @@ from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_sh
 from node.pipeline.admission import hidden_tensor
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest, manifest_from_table
+from swarm.compression.round_codecs import result_codec
 from swarm.membership.memory_fit import FreeMemory, Need, size_text
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import MAX_STAGES, Codec, ModuleId, Reasoned
@@ -510,8 +511,9 @@ def forecast(manifest: Manifest, card: int) -> Forecast:
     computed = ASSUMED_FLOPS[card >= LARGE_CARD] / OPERATIONS / (first if is_whole else max(first, parameters))
     if training.staleness == 0 and not is_whole:
         computed *= pipeline_share(len(blocks), training.inner_tokens // manifest.microbatch_tokens)
-    pseudo = TensorSpec((parameters,), DType.FLOAT32, Codec[manifest.codecs.pseudo_gradients.upper()])
-    round_bytes = 2 * pseudo.byte_length
+    sent = Codec[manifest.codecs.pseudo_gradients.upper()]
+    both_ways = (TensorSpec((parameters,), DType.FLOAT32, codec) for codec in (sent, result_codec(sent)))
+    round_bytes = sum(pseudo.byte_length for pseudo in both_ways)
     # A peer sends a hidden state forward and a gradient back.
     state = hidden_tensor(manifest)
     there, back = (Codec[name.upper()] for name in (manifest.codecs.activations, manifest.codecs.gradients))

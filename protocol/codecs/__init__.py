@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs.blockwise import INT4, INT8, Blockwise, Expect, decode_matrix, encode_matrix, in_slices, or_fails
+from protocol.codecs import blockwise as blocks
 from protocol.codecs.memory import DTYPES, Vector, octets_of, octets_of_tensor, tensor_of, to_device, to_host
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import StateError
@@ -28,19 +28,20 @@ class HalfPrecision:
     """Codec BF16: float32 or bfloat16 elements as bfloat16. All tensors of a call are on one device."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        for half, value in in_slices(out.view(torch.bfloat16).view(-1, 1), values.view(-1, 1)):
+        for half, value in blocks.in_slices(out.view(torch.bfloat16).view(-1, 1), values.view(-1, 1)):
             half.copy_(value)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        for value, half in in_slices(out.view(-1, 1), data.view(torch.bfloat16).view(-1, 1)):
+        for value, half in blocks.in_slices(out.view(-1, 1), data.view(torch.bfloat16).view(-1, 1)):
             value.copy_(half)
 
 
-_BLOCKWISE: Final[dict[Codec, Blockwise]] = {Codec.INT8: INT8, Codec.INT4: INT4}
+_BLOCKWISE: Final[dict[Codec, blocks.Blockwise]] = {Codec.INT8: blocks.INT8, Codec.INT4: blocks.INT4}
 # Codecs whose encoded length depends only on the number of elements
-_SIMPLE: Final[dict[Codec, Unchanged | HalfPrecision | Blockwise]] = {
+_SIMPLE: Final[dict[Codec, Unchanged | HalfPrecision | blocks.Blockwise | blocks.TwoBits]] = {
     Codec.NONE: Unchanged(),
     Codec.BF16: HalfPrecision(),
+    Codec.INT2: blocks.TwoBits(),
     **_BLOCKWISE,
 }
 
@@ -66,14 +67,14 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     """Encodes with the spec's codec. Raises StateError if the codec cannot express a value."""
     blockwise = _BLOCKWISE.get(spec.codec)
     if blockwise is not None:
-        spec, octets = encode_matrix(values, spec, blockwise)
+        spec, octets = blocks.encode_matrix(values, spec, blockwise)
         return Encoded(spec, octets_of_tensor(octets))
     out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
     _SIMPLE[spec.codec].encode(values.view(-1), out)
     return Encoded(spec, octets_of_tensor(to_host(out)))
 
 
-def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_fails) -> None:
+def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: blocks.Expect = blocks.or_fails) -> None:
     """Decodes `data` into `out`, a contiguous tensor of the spec's shape and type.
 
     Raises:
@@ -85,7 +86,7 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor, expect: Expect = or_
     octets = octets_of(data) if out.is_cpu else to_device(octets_of(data), out.device)
     blockwise = _BLOCKWISE.get(spec.codec)
     if blockwise is not None:
-        decode_matrix(spec, octets, blockwise, out, expect)
+        blocks.decode_matrix(spec, octets, blockwise, out, expect)
     else:
         _SIMPLE[spec.codec].decode(octets, out.view(-1))
 

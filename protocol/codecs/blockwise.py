@@ -1,12 +1,14 @@
-"""Codecs INT8 and INT4: blocks of elements with one scale per block.
+"""Codecs INT8, INT4 and INT2: blocks of elements with one scale per block.
 
 INT8: n codes (int8), then ceil(n / 128) scales (float32). scale = largest magnitude / 127; element = code * scale.
 INT4: ceil(n / 2) bytes of codes, then ceil(n / 64) scales (bfloat16). Byte i of a block of w elements has the code of
 element i in the lower half and the code of element ceil(w / 2) + i in the upper half. scale = element of largest
 magnitude / -8; element = (code - 8) * scale.
+INT2: ceil(n / 4) bytes of codes, then ceil(n / 64) scales (bfloat16). Byte i of a block of w elements has the codes of
+elements i, q + i, 2 q + i and 3 q + i, q = ceil(w / 4), from the lowest bits. element = (2 * code - 3) * scale.
 
 Numbers are little-endian and rounded to nearest, ties to even. A scale is 0, or its magnitude is at least
-SMALLEST_SCALE. Relative errors on normally distributed data are 6.5e-3 and 0.1.
+SMALLEST_SCALE. Relative errors on normally distributed data are 6.5e-3, 0.1 and 0.34.
 Outlier channels of matrices are separate (LLM.int8(), Dettmers et al. 2022): the blocks contain zeros for them. After
 the blocks follow k channel numbers (uint16, ascending), then k columns of bfloat16, one number per row.
 """
@@ -18,6 +20,7 @@ from typing import Final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from protocol.codecs.memory import to_host
 from protocol.interfaces.tensor_spec import BLOCK, INT4_BLOCK, TensorSpec, blocks_of, most_outliers
@@ -160,6 +163,43 @@ def _unpack(packed: Tensor, out: Tensor) -> None:
         return
     halves = torch.cat((packed.bitwise_and(15), packed.bitwise_right_shift(4)), 1)
     out.copy_(halves[:, : out.shape[1]]).sub_(8)
+
+
+class TwoBits:
+    """Codec INT2. The levels are evenly spaced, with the least squared error for normally distributed elements."""
+
+    def encode(self, values: Tensor, out: Tensor, expect: Expect = or_cannot_express) -> None:
+        """Encodes `values` [n]. Raises StateError if a value is not finite or too large; `out` is then undefined."""
+        elements, device = len(values), values.device
+        scales = torch.empty(blocks_of(elements, INT4_BLOCK), 1, device=device)
+        for piece in pieces(elements, INT4_BLOCK, slice_elements(device)):
+            x = values[piece.start : piece.stop].view(-1, piece.width).float()
+            spacing = x.abs().mean(1, keepdim=True).mul_(_SPACING)
+            level = (x * inverse_of(spacing)).floor_().clamp_(-2, 1).mul_(2).add_(1)
+            # By least squares, so that no encoding is longer than its vector: rounds limit norms.
+            scale = scales[piece.first : piece.end]
+            torch.sum(x * level, 1, keepdim=True, out=scale).div_(level.square().sum(1, keepdim=True))
+            scale.copy_(scale.bfloat16()).masked_fill_(scale < SMALLEST_SCALE, 0.0)
+            codes = pad(level.add_(3).div_(2).to(torch.uint8), (0, -piece.width % 4)).view(len(x), 4, -1)
+            packed = codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
+            out[-(-piece.start // 4) : -(-piece.stop // 4)].copy_(packed.view(-1))
+        check_encoded(scales, _LARGEST_OF_TWO_BITS, "INT2", expect)
+        out[-(-elements // 4) :].copy_(scales.bfloat16().view(-1).view(torch.uint8))
+
+    def decode(self, data: Tensor, out: Tensor, expect: Expect = or_fails) -> None:
+        """Decodes `data` into `out` [n]. Raises ProtocolViolation for an impossible scale; `out` is then unchanged."""
+        elements = len(out)
+        scales = data[-(-elements // 4) :].clone().view(torch.bfloat16).float().view(-1, 1)
+        check_received(scales, _LARGEST_OF_TWO_BITS, "INT2", expect)
+        for piece in pieces(elements, INT4_BLOCK, slice_elements(out.device)):
+            packed = data[-(-piece.start // 4) : -(-piece.stop // 4)].view(piece.end - piece.first, -1)
+            codes = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], 1)[:, : piece.width]
+            levels = codes.float().mul_(2).sub_(3).mul_(scales[piece.first : piece.end])
+            out[piece.start : piece.stop].copy_(levels.view(-1))
+
+
+_SPACING: Final = 1.248  # Of two levels, over the mean magnitude
+_LARGEST_OF_TWO_BITS: Final = float(np.finfo(np.float32).max) / 512
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INT8: _ClassVar[Codec]
     BF16: _ClassVar[Codec]
     INT4: _ClassVar[Codec]
+    INT2: _ClassVar[Codec]
 
 class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +43,7 @@ NONE: Codec
 INT8: Codec
 BF16: Codec
 INT4: Codec
+INT2: Codec
 PURPOSE_UNSPECIFIED: Purpose
 TRAIN: Purpose
 EVALUATE: Purpose

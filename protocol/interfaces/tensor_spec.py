@@ -69,6 +69,8 @@ class TensorSpec:
                 return elements + 4 * blocks_of(elements, BLOCK) + self.apart_bytes
             case Codec.INT4:
                 return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self.apart_bytes
+            case Codec.INT2:
+                return -(-elements // 4) + 2 * blocks_of(elements, INT4_BLOCK)
 
     @property
     def apart_bytes(self) -> int:

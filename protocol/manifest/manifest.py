@@ -451,8 +451,8 @@ class CodecSection(Section):
     """Hidden states between stages."""
     gradients: Literal["none", "bf16", "int8", "int4"] = "none"
     """Gradients of hidden states."""
-    pseudo_gradients: Literal["none", "bf16", "int8", "int4"] = "none"
-    """Pseudo-gradients in rounds. With `int4`, replicas send the omitted rest in later rounds."""
+    pseudo_gradients: Literal["none", "bf16", "int8", "int4", "int2"] = "none"
+    """Pseudo-gradients in rounds. With `int4` and `int2`, replicas send the omitted rest in later rounds."""
     state: Literal["none", "planes"] = "planes"
     """Without effect: newcomers download state as it is. Kept, because it is part of the RunId."""
 

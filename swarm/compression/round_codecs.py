@@ -12,11 +12,17 @@ from swarm.vocabulary.types import Codec, Reasoned
 
 MOST_OF_AN_INTERVAL: Final = 0.25  # Share of the round interval for an exchange; training uses the same links
 
-_LEVELS: Final = (Codec.INT8, Codec.INT4)
+_LEVELS: Final = (Codec.INT8, Codec.INT4, Codec.INT2)
 # Bytes relative to float32: a scale of 4 bytes for 128 elements, and of 2 bytes for 64
-SHARES: Final = {Codec.NONE: 1.0, Codec.BF16: 1 / 2, Codec.INT8: 33 / 128, Codec.INT4: 17 / 128}
+SHARES: Final = {Codec.NONE: 1.0, Codec.BF16: 1 / 2, Codec.INT8: 33 / 128, Codec.INT4: 17 / 128, Codec.INT2: 9 / 128}
 # Codecs that need error feedback: replicas add the part that the codec dropped to their next contribution.
-LEAVES_OVER: Final = frozenset({Codec.INT4})
+LEAVES_OVER: Final = frozenset({Codec.INT4, Codec.INT2})
+
+
+def result_codec(contributions: Codec) -> Codec:
+    """Returns the codec of the means in a round."""
+    # What is dropped of a mean is lost, and a reducer that lies could hide in a coarse mean.
+    return Codec.INT4 if contributions is Codec.INT2 else contributions
 
 
 def codec_levels(limit: Codec) -> tuple[Codec, ...]:
@@ -33,14 +39,17 @@ def choose(
     if not slowest_bytes_per_s:
         return Reasoned(codecs[0], "no link was measured yet")
 
+    def share(codec: Codec) -> float:
+        return (SHARES[codec] + SHARES[result_codec(codec)]) / 2
+
     def takes_s(codec: Codec) -> float:
-        return SHARES[codec] * both_ways_bytes / slowest_bytes_per_s
+        return share(codec) * both_ways_bytes / slowest_bytes_per_s
 
     allowed_s = MOST_OF_AN_INTERVAL * interval_s
     chosen = next((codec for codec in codecs if takes_s(codec) <= allowed_s), codecs[-1])
     return Reasoned(
         chosen,
-        f"{SHARES[chosen] * both_ways_bytes / 1e6:.1f} MB over {slowest_bytes_per_s * 8 / 1e6:.0f} Mbit/s take "
+        f"{share(chosen) * both_ways_bytes / 1e6:.1f} MB over {slowest_bytes_per_s * 8 / 1e6:.0f} Mbit/s take "
         f"{takes_s(chosen):.1f} s"
         f" of the {interval_s:.0f} s between rounds ({MOST_OF_AN_INTERVAL:.0%} are wanted)",
     )

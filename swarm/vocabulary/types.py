@@ -191,3 +191,4 @@ class Codec(enum.Enum):
     INT8 = 2  # A byte per element, and a float32 scale per 128 elements
     BF16 = 3  # The upper half of a float32
     INT4 = 5  # Half a byte per element, and a bfloat16 scale per 64 elements
+    INT2 = 10  # A quarter of a byte per element, and a bfloat16 scale per 64 elements; contributions to rounds only

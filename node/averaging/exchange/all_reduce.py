@@ -17,7 +17,7 @@ import numpy as np
 from node.averaging.anchor.anchor import Anchor, hash_of
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.shared_vector import StateVectors, Vector
-from node.averaging.exchange.pieces import Arrivals, ExchangeProgress, Piece, Plan, Watch, early_pieces, piece_spec
+from node.averaging.exchange.pieces import Arrivals, ExchangeProgress, Piece, Plan, Watch, early_pieces
 from node.averaging.exchange.reduction import Comparison, NormLimit, Reduction, SentParts, UpdateSource, read_encoding
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
@@ -106,7 +106,7 @@ class AllReduce:
         self._own_signed: dict[Piece, SignedHash] = {}
         self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *self.vectors)
-        self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.codec) for peer in plan.shards}
+        self._result_limits = {peer: NormLimit(plan.roster.largest_norm, plan.result_codec) for peer in plan.shards}
         """One limit per reducer. With a shared limit, one reducer could use it up and have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
@@ -190,7 +190,7 @@ class AllReduce:
 
     async def _send(self, peer: PeerId, message: Contribution | Reduced, piece: Piece, data: memoryview) -> bool:
         try:
-            spec = piece_spec(self.plan.codec, piece.elements)
+            spec = self.plan.spec(message, piece)
             await self._means.transport.send(peer, message, spec, data)
         except PeerError:
             self._report(LinkLost(peer))
@@ -278,7 +278,7 @@ class AllReduce:
 
     def _step(self, piece: Piece, data: memoryview) -> None:
         with gradual_underflow():  # all members must decode the same bits
-            gradient = read_encoding(self.plan.codec, data, self._room[: piece.elements])
+            gradient = read_encoding(self.plan.result_codec, data, self._room[: piece.elements])
         self._result_limits[piece.reducer].check(gradient)
         self._comparison.add(piece, gradient)
         self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)

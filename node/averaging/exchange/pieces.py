@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor.shared_vector import Layout
-from protocol.codecs import encoded_bytes
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.roster import contributors
+from swarm.compression.round_codecs import result_codec
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Contribution, Member, Reduced, Roster, RoundId, RoundPiece
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.statistics import Latest
@@ -53,7 +53,7 @@ class Plan:
         self.first_chunk, self.end_chunk = layout.fragments[roster.base.fragment % len(layout.fragments)]
         self.members = {member.peer: member for member in roster.members}
         self.contributors = contributors(roster)
-        self.codec = roster.codec
+        self.codec, self.result_codec = roster.codec, result_codec(roster.codec)
         _check(own, roster, self.first_chunk, self.end_chunk)
         self.shards = {member.peer: _cut(layout, member) for member in roster.members}
         self.others = tuple(peer for peer in self.shards if peer != own)
@@ -81,6 +81,9 @@ class Plan:
 
     def contribution(self, piece: Piece) -> Contribution:
         return Contribution(self.roster.round, piece.first_chunk, piece.end_chunk)
+
+    def spec(self, message: RoundPiece, piece: Piece) -> TensorSpec:
+        return piece_spec(self.result_codec if isinstance(message, Reduced) else self.codec, piece.elements)
 
     def result(self, piece: Piece) -> Reduced:
         return Reduced(self.roster.round, piece.first_chunk, piece.end_chunk)
@@ -286,7 +289,7 @@ class Arrivals:
         piece = self._plan.piece_of(sender, message)
         if piece is None:
             return "this peer has no such piece to send"
-        if tensor == piece_spec(self._plan.codec, piece.elements):
+        if tensor == self._plan.spec(message, piece):
             return None
         why = f"a piece of {piece.elements} elements came as {tensor}"
         self._rejected(sender, why)
@@ -296,10 +299,11 @@ class Arrivals:
         assert self._plan is not None
         assert self._deliver is not None
         piece, codec = self._plan.piece_of(sender, message), self._come.get((sender, message))
-        due = self._plan.codec
-        if piece is not None and codec is due and buffer.nbytes == encoded_bytes(due, piece.elements):
-            self._deliver(sender, message, piece, buffer)
-            return
         if piece is not None:
-            self._rejected(sender, f"a piece of {piece.elements} elements has {buffer.nbytes} bytes, not as {due.name}")
+            due = self._plan.spec(message, piece)
+            if codec is due.codec and buffer.nbytes == due.byte_length:
+                self._deliver(sender, message, piece, buffer)
+                return
+            why = f"a piece of {piece.elements} elements has {buffer.nbytes} bytes, not as {due.codec.name}"
+            self._rejected(sender, why)
         self.give_back(buffer)

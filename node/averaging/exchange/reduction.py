@@ -17,6 +17,7 @@ from node.averaging.anchor.shared_vector import SharedVector, Vector, add_scaled
 from node.averaging.exchange.pieces import Piece, Plan
 from protocol.codecs import decode_into, encode_into, encoded_bytes
 from swarm.averaging.trust import Beside, oddities, suspect
+from swarm.compression.round_codecs import LEAVES_OVER
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec, PeerId
 
@@ -76,14 +77,14 @@ class UpdateSource:
 
 
 ROUNDING: Final = 1.01  # Largest accepted ratio of a norm to its declaration. Float32 and INT8 add at most 0.3 %.
-COARSE_ROUNDING: Final = 1.05  # The same ratio for INT4, which adds up to 1 %
+COARSE_ROUNDING: Final = 1.05  # The same ratio for INT4 and INT2, which add up to 1 %
 
 
 class NormLimit:
     """Limit on the Euclidean norm of all pieces from one member together."""
 
     def __init__(self, norm: float, codec: Codec) -> None:
-        rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
+        rounding = COARSE_ROUNDING if codec in LEAVES_OVER else ROUNDING
         # The smallest normal number allows for rounding around norm 0.
         self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
 
@@ -131,7 +132,7 @@ class Reduction:
     def finish(self, piece: Piece) -> memoryview:
         total = self._sum(piece)
         del self._sums[piece]
-        codec = self._plan.codec
+        codec = self._plan.result_codec
         if codec is Codec.NONE:
             return total.view(np.uint8).data
         encoding = np.empty(encoded_bytes(codec, piece.elements), np.uint8).data

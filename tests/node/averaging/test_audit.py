@@ -20,7 +20,7 @@ from tests.kit.waiting import LONG_S, until
 from tests.node.averaging.small_rounds import Hall, hall
 
 INNER = 2
-EVERY = (Codec.NONE, Codec.BF16, *codec_levels(Codec.INT4))
+EVERY = (Codec.NONE, Codec.BF16, *codec_levels(Codec.INT2))
 LIAR = PeerId("peer-2")
 
 
@@ -281,7 +281,7 @@ async def test_an_accusation_with_signatures_that_do_not_hold_costs_its_author()
         assert certain(here, VICTIM) == {LIAR}
 
 
-@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT4])
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT4, Codec.INT2])
 async def test_audits_fetch_at_most_an_eighth_of_what_rounds_send(codec: Codec) -> None:
     async with hall(3, codec=codec, inner_steps=INNER, elements=40_000) as here:
         audited = number = 0

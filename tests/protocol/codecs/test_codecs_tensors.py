@@ -19,11 +19,11 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 
 BLOCKWISE = [Codec.INT8, Codec.INT4]
-LOSSY = [Codec.BF16, *BLOCKWISE]
+LOSSY = [Codec.BF16, *BLOCKWISE, Codec.INT2]
 VECTORS = [(size,) for size in (1, 63, 65, 129, 255 * 128 + 1, 16 * 255 * 128 + 65)]
 SHAPES = [*VECTORS, (7, 9), (3, 5, 64), (2, 3, 5, 96), (1, 300_001)]
 LARGE = (100, 1000)
-RELATIVE_ERROR = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11}  # On normal numbers
+RELATIVE_ERROR = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.INT4: 0.11, Codec.INT2: 0.345}  # On normal numbers
 
 
 def numbers(*values: float) -> Tensor:
@@ -58,6 +58,23 @@ class TestFormat:
         expected = bytes([low | high << 4 for low, high in zip(*codes, strict=True)] + tail_codes)
         expected += struct.pack("<2H", 0xBF80, 0x4000)
         assert encode(numbers(*lower, *upper, *tail), Codec.INT4).data == expected
+
+    def test_int2_worked_out_by_hand(self) -> None:
+        tail = [3.0, -1.0, 1.0, 1.0, -3.0]  # Two codes a quarter, and an unused last one
+        expected = bytes([0b11_11_11_11] * 8 + [0b00_00_00_00] * 8)
+        expected += bytes([3 | 2 << 2 | 0 << 4, 1 | 2 << 2]) + struct.pack("<2H", 0x3F80, 0x3F80)
+        levels = numbers(*([3.0] * 8 + [-3.0] * 8) * 4, *tail)
+        assert encode(levels, Codec.INT2).data.nbytes == len(expected)
+        assert decoded(as_received(Codec.INT2, (69,), expected)).tolist() == levels.tolist()
+        assert encode(numbers(*tail), Codec.INT2).data == expected[16:18] + expected[-2:]
+        for scale in (0xBF80, 0x7F80, 0x7FC0, 0x0001):
+            with pytest.raises(ProtocolViolation, match="scale"):
+                decoded(as_received(Codec.INT2, (64,), bytes(16) + struct.pack("<H", scale)))
+
+    @given(arrays(np.float32, st.integers(1, 300), elements=st.floats(-(2.0**60), 2.0**60, width=32)))
+    def test_no_int2_encoding_is_longer_than_its_vector(self, array: np.ndarray) -> None:
+        values = torch.from_numpy(array)
+        assert float(decoded(encode(values, Codec.INT2)).double().norm()) <= float(values.double().norm()) * (1 + 2**-8)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_channels_apart_worked_out_by_hand(self, dtype: torch.dtype) -> None:

@@ -74,7 +74,7 @@ def tables(draw: st.DrawFn) -> Table:
         "codecs": {
             "activations": draw(st.sampled_from(["none", "bf16", "int8", "int4"])),
             "gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4"])),
-            "pseudo_gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4"])),
+            "pseudo_gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4", "int2"])),
             "state": draw(st.sampled_from(["none", "planes"])),
         },
     }

@@ -32,6 +32,7 @@ def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reas
         (Codec.BF16, [Codec.BF16]),
         (Codec.INT8, [Codec.INT8]),
         (Codec.INT4, [Codec.INT8, Codec.INT4]),
+        (Codec.INT2, [Codec.INT8, Codec.INT4, Codec.INT2]),
     ],
 )
 def test_a_run_allows_what_is_milder_than_its_limit(limit: Codec, contributions: list[Codec]) -> None:

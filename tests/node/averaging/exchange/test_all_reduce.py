@@ -9,7 +9,7 @@ from node.averaging.anchor.anchor import hash_all
 from node.averaging.exchange.pieces import ExchangeProgress, Plan
 from protocol.codecs import encoded_bytes
 from swarm.averaging.round_events import Event, Owing, PieceArrived, PieceRejected
-from swarm.compression.round_codecs import codec_levels
+from swarm.compression.round_codecs import codec_levels, result_codec
 from swarm.vocabulary.averaging_messages import Contribution, Reduced, RoundId
 from swarm.vocabulary.types import Codec, PeerId
 from tests.kit.waiting import until
@@ -32,7 +32,7 @@ def snapshots_of(base, count):  # type: ignore[no-untyped-def]
     return {name: base.parameters - vector(base.layout.elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
 
 
-EVERY = (Codec.NONE, Codec.BF16, *codec_levels(Codec.INT4))
+EVERY = (Codec.NONE, Codec.BF16, *codec_levels(Codec.INT2))
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.BF16, Codec.INT8])
@@ -62,7 +62,7 @@ async def test_bytes_are_those_of_the_best_all_reduce(codec: Codec) -> None:
     async with room(BASE, snapshots_of(BASE, 4), codec) as here:
         await here.exchange(roster_of(BASE, equal_weights(list(here.parties.values()))))
         sent = sum(party.exchange.sent_bytes for party in here.parties.values())
-        both_ways = 2 * encoded_bytes(codec, BASE.layout.elements)
+        both_ways = sum(encoded_bytes(each, BASE.layout.elements) for each in (codec, result_codec(codec)))
         assert sent <= 1.05 * 3 / 4 * both_ways * 4
 
 
@@ -75,7 +75,7 @@ async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
         np.testing.assert_allclose(anchors[2].momentum, (a.gradient + b.gradient) / 2, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.INT4])
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.INT4, Codec.INT2])
 async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
     async with room(BASE, snapshots_of(BASE, 3), codec) as here:
         here.codecs = EVERY
