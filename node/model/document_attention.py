@@ -48,9 +48,6 @@ def kernel_for(device: str, dtype: torch.dtype, head_size: int) -> Reasoned[Kern
     return Reasoned("block-sparse", f"flash kernels do not support {dtype} with heads of {head_size}")
 
 
-# ---- one call per document length ------------------------------------------------------------------------------------
-
-
 def _each(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
     shares_heads = queries.shape[1] != keys.shape[1]
     pieces = [torch.split(tensor, list(documents), dim=2) for tensor in (queries, keys, values)]
@@ -63,9 +60,6 @@ def _each(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, .
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares_heads)
         found |= zip(places, torch.split(mixed, 1), strict=True)
     return torch.cat([found[place] for place in range(len(documents))], dim=2)
-
-
-# ---- one kernel for all documents ------------------------------------------------------------------------------------
 
 
 def _variable_length(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:

@@ -273,8 +273,6 @@ class DataNode(PathEnds):
             self._landed.clear()
             await self._landed.wait()
 
-    # ---- launching -----------------------------------------------------------------------------------------------
-
     def wake(self) -> None:
         """Wakes `run`, because a change may allow another launch."""
         self._wake.set()

@@ -93,9 +93,6 @@ class Standing:
     power: float | None = None
 
 
-# ---- sensors ---------------------------------------------------------------------------------------------------------
-
-
 def sense(limits: Limits, used_gb: float) -> Sensors:
     """Reads the sensors that the limits need."""
     local = time.localtime()

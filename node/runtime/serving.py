@@ -184,9 +184,6 @@ def _saver(
     return Saver(capture, write, context.compute, context.saves, context.events, context.options.checkpoint_every_s)
 
 
-# ---- reports ---------------------------------------------------------------------------------------------------------
-
-
 def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> events.NodeSummary:
     """Sums up the work of a node that leaves its module."""
     account = role.account()

@@ -145,9 +145,6 @@ def _name(peer: PeerStatus) -> str:
     return f"{peer_name(peer.peer)} of module {harmless(peer.module or '-')}"
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-
 class RunPage:
     """State of the page: the latest picture, the waiting browsers, and its `verbs`, the actions that it may request."""
 

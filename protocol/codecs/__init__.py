@@ -105,9 +105,6 @@ def without_numbers(encoded: Encoded) -> tuple[Encoded, Tensor]:
     return Encoded(replace(spec, token_bytes=0), encoded.data[: spec.encoded_bytes]), numbers
 
 
-# ---- vectors ---------------------------------------------------------------------------------------------------------
-
-
 def encoded_bytes(codec: Codec, elements: int) -> int:
     return TensorSpec((elements,), DType.FLOAT32, codec).byte_length
 

@@ -130,8 +130,6 @@ class PathTimes:
                 most = math.inf if known is None else known.raised(LOST_ADDS)
                 self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
-    # ---- samples -------------------------------------------------------------------------------------------------
-
     def _add_stuck(self, trace: _Trace, now: float) -> None:
         """Adds a lost microbatch to the link by which its last known holder should have passed it on."""
         if not trace.passed:

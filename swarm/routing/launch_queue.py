@@ -82,8 +82,6 @@ class LaunchQueue(Generic[Text]):
         # The queue is full: use experts that are reachable now instead of waiting.
         return self._first_launch(self._planner.open_modules(now, at_once=True), number, in_flight, now)
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
-
     def _first_launch(
         self, is_open: Callable[[ModuleId], bool], number: int, in_flight: Mapping[PeerId, int], now: float
     ) -> Launch[Text] | None:

@@ -69,8 +69,6 @@ class MeasuredTimes:
         self._link_share = Ewma()
         self._waiting: _Averages[PeerId] = _Averages(MAX_PEERS)
 
-    # ---- samples ---------------------------------------------------------------------------------------------------
-
     def visited(self, peer: PeerId, seconds: float, queue: int = 0) -> None:
         """Adds a sample of the time of both passes at a peer. `queue`: our microbatches that were already there."""
         service_s = max(0.0, seconds) / (1 + max(0, queue))
@@ -101,8 +99,6 @@ class MeasuredTimes:
         """Adds a microbatch's observed time on links, and the sum of the sending times that peers claimed."""
         if sent_s > 0:
             self._link_share.add(min(1.0, max(LEAST_LINK_SHARE, moving_s / sent_s)))
-
-    # ---- looking ---------------------------------------------------------------------------------------------------
 
     def visit(self, peer: PeerId) -> Ewma | None:
         """Returns the measured seconds of a visit to a peer with an empty queue; None if not measured."""

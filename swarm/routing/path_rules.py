@@ -93,9 +93,6 @@ class PathRules:
         return replace(self, per_path=length, max_forward_jump=jump, max_end_jump=end)
 
 
-# ---- sets of stages --------------------------------------------------------------------------------------------------
-
-
 def spread_stages(rules: PathRules, shift: int = 0) -> tuple[int, ...]:
     """Returns `rules.per_path` stages after stage 0, evenly spread over the depth, rotated by `shift` stages."""
     skippable = rules.skippable

@@ -393,8 +393,6 @@ class Planner:
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
         )
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
-
     def _costs_now(self, live: Live, modules: Sequence[ModuleId], in_flight: Mapping[PeerId, int], now: float) -> Costs:
         """Returns the costs of all live replicas. Updates costs and stage prices if older than LOOK_S or incomplete."""
         costs = self._costs

@@ -102,8 +102,6 @@ class Filling:
                 if self.pieces[index].document in self._cut:
                     self._cut_for(found, index, found.beside - bound)
 
-    # ---- dealing -----------------------------------------------------------------------------------------------------
-
     def _deal(self, longest_first: Sequence[int]) -> list[int]:
         """Assigns pieces, adding microbatches for whole documents. Returns pieces of cut documents that do not fit."""
         bins, lengths, costs, most_tokens = self.bins, self._lengths, self._costs, self._capacity.tokens
@@ -179,8 +177,6 @@ class Filling:
         found.pieces.append(index)
         found.cost += self._costs(self._lengths[index])
         found.tokens += self._lengths[index]
-
-    # ---- cutting -----------------------------------------------------------------------------------------------------
 
     def _cut_for(self, found: Bin, index: int, less: float) -> None:
         """Cuts a piece of `found` in two that cost `less` less, or in halves. Lengths x and y save 2xy of (x + y)^2."""

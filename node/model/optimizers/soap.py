@@ -18,9 +18,6 @@ from node.model.optimizers.inner_rule import AtDeadline, Deferred, InnerRule, Pa
 from protocol.manifest.manifest import InnerSection
 from swarm.vocabulary.errors import ResourceExhausted
 
-# ---- the eigenbasis --------------------------------------------------------------------------------------------------
-
-
 _CHUNK_OPERATIONS: Final = {"cpu": 1e8}  # Floating point operations per chunk by device type: 1 to 5 ms on one core
 _ELSEWHERE: Final = 5e9
 # Narrower panels would read the whole matrix for little work.
@@ -83,9 +80,6 @@ def _panels(matrix: Tensor) -> list[slice]:
     side = len(matrix)
     width = max(_NARROWEST, int(_CHUNK_OPERATIONS.get(matrix.device.type, _ELSEWHERE) / (4 * side**2)))
     return [slice(start, min(side, start + width)) for start in range(0, side, width)]
-
-
-# ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
