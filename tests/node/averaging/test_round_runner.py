@@ -56,7 +56,13 @@ class Reference:
 
 @pytest.mark.parametrize(
     ("codec", "tolerance", "share"),
-    [(Codec.NONE, 1e-5, 0.0), (Codec.BF16, None, 0.01), (Codec.INT8, None, 0.02), (Codec.INT4, None, 0.1)],
+    [
+        (Codec.NONE, 1e-5, 0.0),
+        (Codec.BF16, None, 0.01),
+        (Codec.INT8, None, 0.02),
+        (Codec.INT4, None, 0.1),
+        (Codec.INT2, None, 0.2),
+    ],
 )
 async def test_rounds_equal_the_algorithm_in_one_place(codec: Codec, tolerance: float | None, share: float) -> None:
     """`share` of the way that the parameters have come is what a lossy codec may be off."""
@@ -77,8 +83,8 @@ async def test_rounds_equal_the_algorithm_in_one_place(codec: Codec, tolerance: 
             else:
                 assert 0 < np.linalg.norm(off) <= share * np.linalg.norm(expected - start)
             stays = np.linalg.norm(replica.vector() - replica.anchor.parameters)
-            if codec is Codec.INT4:
-                assert 0 < stays <= 0.02 * np.linalg.norm(expected - start), "what was left out, and no more"
+            if most := {Codec.INT4: 0.02, Codec.INT2: 0.06}.get(codec):
+                assert 0 < stays <= most * np.linalg.norm(expected - start), "what was left out, and no more"
             else:
                 assert stays == 0
         version = here[0].anchor.version
@@ -86,15 +92,15 @@ async def test_rounds_equal_the_algorithm_in_one_place(codec: Codec, tolerance: 
 
 
 async def test_slow_links_make_rounds_smaller_and_all_members_agree_on_how() -> None:
-    async with hall(3, limit=Codec.INT4, inner_steps=INNER) as here:
+    async with hall(3, limit=Codec.INT2, inner_steps=INNER) as here:
         here.piece_s = 0.1
         await here.a_round(1, INNER)
         await here.a_round(2, INNER)
         assert here.agree()
         for replica in here.replicas.values():
             first, second = replica.settled
-            assert [first.codec, second.codec] == ["int8", "int4"]
-            assert second.sent_bytes < 0.55 * first.sent_bytes
+            assert [first.codec, second.codec] == ["int8", "int2"]
+            assert second.sent_bytes < 0.42 * first.sent_bytes
             assert "no link was measured yet" in replica.codec_reasons[0]
             assert "Mbit/s" in replica.codec_reasons[1]
 
