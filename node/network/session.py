@@ -222,10 +222,12 @@ class MembershipSync:
                 wide = self._look_ups.begin(begun := self.own.clock.monotonic())
                 whole = wide.value or not self.looked.is_set() or begun < self._whole_until
                 modules = watched if whole or random.random() < WHOLE else self.membership.not_linked(watched)  # noqa: S311
-                if not self._look_ups.looks_far(begun, whole=whole):
+                if not (looks_far := self._look_ups.looks_far(begun, whole=whole)):
                     missing = self._missing()
                     modules = [module for module in modules if module in missing or not self._is_far(module)]
-                self._observe(await self.directory.look_up(modules, wide=wide.value), self.own.clock.wall())
+                self._observe(await self.directory.look_up(modules, wide=wide.value), wall := self.own.clock.wall())
+                if looks_far:
+                    self._forget_far(wall)
                 if watched is self._modules:  # `watch` may have replaced the modules meanwhile
                     self.looked.set()
             except Unreachable as error:
@@ -300,6 +302,12 @@ class MembershipSync:
         ]
         if any(changes):
             self._publish_view()
+
+    def _forget_far(self, wall: float) -> None:
+        """Forgets unlinked peers of far stages whose records ran out before the look-up that has just ended."""
+        for known in self.membership.peers():
+            if known.expires_at < wall and known.peer not in self.membership.linked and self._is_far(known.module):
+                self.membership.forget(known.peer)
 
     def _is_far(self, module: ModuleId | None) -> bool:
         return is_far(self.own.module, module, 1 + max(module.stage for module in self._modules))

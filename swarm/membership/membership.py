@@ -207,8 +207,8 @@ LOOK_UP_PAUSE_S: Final = ExponentialBackoff(0.5, 30.0)
 LONELY_S = 4.0  # Longest pause while no peer with a module is known: nobody who works has to answer
 RESTART_S = 3.0  # Shortest time between restarts of the pauses
 WIDE_AFTER_S, WIDE_EVERY_S = 60.0, 480.0  # Shortest and longest time between wide look-ups
-FAR_EVERY_S = 120.0  # Time between look-ups of stages that we exchange nothing with
-FAR_KEPT_S = FAR_EVERY_S + 60.0  # Time for which records of their peers outlive their expiry
+FAR_EVERY_S = 75.0  # Time between look-ups of stages that we exchange nothing with
+FAR_KEPT_S = 2 * FAR_EVERY_S  # Time for which records of their peers outlive their expiry, until the next look-up
 
 
 @dataclass(slots=True)

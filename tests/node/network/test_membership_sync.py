@@ -15,7 +15,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import MAX_LIFETIME_S, RECORD_LIFETIME_S, decode_announced, encode_record
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.handshake import FORMER_LIFE_MS
-from swarm.membership.membership import FAR_EVERY_S, FAR_KEPT_S, FIRST_PAUSE_S, LookUps, Membership
+from swarm.membership.membership import FAR_EVERY_S, FIRST_PAUSE_S, LookUps, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, RunId
@@ -248,6 +248,10 @@ async def test_stages_that_a_node_exchanges_nothing_with_are_looked_up_seldom_an
 ) -> None:
     monkeypatch.setattr("node.network.session.WHOLE", 0.0)
     far, stages = ModuleId(4), [ModuleId(stage) for stage in range(7)]
+    linked = Other(there.clock)
+    linked.state.module = ModuleId(5)
+    there.meets(linked)
+    there.clock.now += GROUP_S
     there.own.take(MODULE)
     there.membership_sync.watch(stages)
     others = [Other(there.clock) for _ in stages]
@@ -265,11 +269,12 @@ async def test_stages_that_a_node_exchanges_nothing_with_are_looked_up_seldom_an
     near = [ModuleId(0), MODULE, ModuleId(2)]
     assert looked == [stages, near, near, stages, near, near]
     there.store.found = []
-    there.clock.now += FAR_EVERY_S
+    there.clock.now += RECORD_LIFETIME_S - FAR_EVERY_S / 3 + 1
     assert there.membership.is_served(far, there.clock.now)
     assert not there.membership.is_served(ModuleId(2), there.clock.now)
-    there.clock.now += RECORD_LIFETIME_S + FAR_KEPT_S - FAR_EVERY_S
-    assert not there.membership.is_served(far, there.clock.now)
+    there.membership_sync._look_now.set()
+    await until(lambda: not there.membership.is_served(far, there.clock.now))
+    assert there.membership.get(linked.peer) is not None, "its link shows that it is alive"
     there.own.take(ModuleId(0))
     before = there.store.look_ups
     there.membership_sync._look_now.set()
