@@ -147,8 +147,6 @@ class RoundPeer:
         return stack
 
 
-# ---- contenders ------------------------------------------------------------------------------------------------------
-
 Round = Callable[[], dict[str, Any] | None]
 """Holds one round and returns its `seconds` and, if known, `sent_bytes`; None if it failed."""
 
@@ -177,9 +175,6 @@ def all_in_step(peers: list[Connection]) -> list[Any]:
             peer.send(word)
         heard = [hear(peer) for peer in peers]
     return heard
-
-
-# ---- ours ------------------------------------------------------------------------------------------------------------
 
 
 class Schedule:
@@ -252,9 +247,6 @@ def skipstone(codec: str, elements: int, count: int) -> Iterator[Round]:
         yield hold
 
 
-# ---- gloo ------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def gloo(elements: int, count: int) -> Iterator[Round]:
     with ExitStack() as stack:
@@ -282,9 +274,6 @@ def gloo_process(connection: Connection, rank: int, count: int, elements: int, s
         dist.all_reduce(values)
         connection.send((begun, time.monotonic()))
         assert values[-1].item() == sum(range(count))
-
-
-# ---- hivemind --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

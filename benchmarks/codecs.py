@@ -42,8 +42,6 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import Codec
 
-# ---- contenders ------------------------------------------------------------------------------------------------------
-
 Sent = tuple[bytes | bytearray, TensorSpec | None]  # data, and the contents of our header of some 30 bytes
 
 
@@ -85,8 +83,6 @@ def frombuffer_as_before(*arguments: Any, **options: Any) -> Any:
     found = np.frombuffer(*arguments, **options)
     return found[0] if options.get("count") == 1 else found
 
-
-# ---- tensors ---------------------------------------------------------------------------------------------------------
 
 OUTLIERS: Final = {17: 60.0, 101: 25.0}  # channels of hidden states, and their factors
 TIMED: Final = ("activations", "pseudo_gradient", "outliers")

@@ -96,9 +96,6 @@ def _text_of(path: Path, pattern: str, most: int) -> bytes:
     return text
 
 
-# ---- loss ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Arm:
     """Experts and blocks of each stage after stage 0, microbatches of a step, whether a router chooses, replicas of

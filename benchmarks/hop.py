@@ -257,9 +257,6 @@ async def fly(runner: MicrobatchRunner, routes: Routes, flight: OneFlight, stage
     return Sample(flight.output_at - begun, ended - begun)
 
 
-# ---- hivemind --------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def hivemind(codec: str) -> Iterator[Callable[[], list[Sample]]]:
     """A function that measures one round."""

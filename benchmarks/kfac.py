@@ -51,8 +51,6 @@ WARM_STEPS: Final = 2
 CHUNK_S: Final = 0.002
 ADAMW: Final = "adamw"
 
-# ---- schedule --------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:

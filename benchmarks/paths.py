@@ -202,8 +202,6 @@ def published(instance: Path, schedule: Path) -> Environment:
     )
 
 
-# ---- one swarm -------------------------------------------------------------------------------------------------------
-
 WARM_VISITS: Final = 10
 LOOK_S: Final = 0.5
 POINT_STEPS: Final = 4

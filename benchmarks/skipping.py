@@ -1,6 +1,7 @@
 """What skipping stages costs in loss at equal tokens and at equal time, and how well half of the model does alone.
 
-One model of 12 stages, trained by the product's own loop on the same text in the same order; a token is a byte.
+One model of 12 stages, trained by the product's own loop on the same text in the same order; a token is a byte, or one
+of `--tokenizer` (4096 tokens). `--size larger` has 4.2 million parameters and 2,048 tokens a step.
 `tokens`: an arm called by a fraction has paths through that share of the stages, stage 0 always, skipped in a ring.
 `spread` chooses half of the stages evenly over the depth. `trap` has 12 stages after an empty stage 0 and 6 on a path,
 where ring and `spread` know two sets of stages only. `rules` are those of `skipstone new`; `varied` is the same without
@@ -15,6 +16,7 @@ more text. `r` is the largest ratio of visits between stages (`stages.visit_rati
 """
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import sys
@@ -60,11 +62,17 @@ class Task:
     learning_rate: float = 3e-3
     warmup_steps: int = 40
     held_out_microbatches: int = 64
+    held_out: float = 0.15
+    vocabulary: int = 257
+    tokenizer: str = "bytes"
     source: str = "python-stdlib"
 
     @property
     def paths(self) -> int:
         return self.steps * self.microbatches
+
+
+SIZES: Final = {"small": Task(0), "larger": Task(0, 144, 4, 384, 128, 8, 2, 2e-3, 60, 48, 0.05)}
 
 
 def manifest_of(task: Task, seed: int, visited: int, stages: int = STAGES, full_every: int = 0) -> Manifest:
@@ -74,13 +82,21 @@ def manifest_of(task: Task, seed: int, visited: int, stages: int = STAGES, full_
         [int(stages == STAGES), *(1 for _ in range(1, stages))],
         seed=seed,
         **size_of(task),
+        model={"vocabulary": task.vocabulary},
         stages={"per_path": visited - 1},
         sections={"paths": {"max_jump": 3, "full_every": full_every}},
-        data={"source": task.source, "held_out": 0.15},
+        data={"source": task.source, "held_out": task.held_out, **tokens_of(task)},
         inner={"learning_rate": task.learning_rate},
         outer={"learning_rate": 1.0, "momentum": 0.0},
         schedule={"kind": "cosine", "warmup_steps": task.warmup_steps, "total_steps": task.steps},
     )
+
+
+def tokens_of(task: Task) -> dict[str, str]:
+    if task.tokenizer == "bytes":
+        return {}
+    digest = hashlib.sha256(Path(task.tokenizer).read_bytes()).hexdigest()
+    return {"tokenizer": f"file:{task.tokenizer}", "tokenizer_sha256": digest}
 
 
 # ---- equal tokens ----------------------------------------------------------------------------------------------------
@@ -113,6 +129,7 @@ ARMS: Final = {
     "1/2": Arm(STAGES // 2, ring),
     "spread": Arm(STAGES // 2, spread),
     "rules": Arm(STAGES // 2, planned_stages, full_every=10),
+    "3/4, rules": Arm(STAGES * 3 // 4, planned_stages, full_every=10),
 }
 TRAP_ARMS: Final = {
     "full": Arm(TRAP_STAGES, ring, TRAP_STAGES),
@@ -218,7 +235,10 @@ def compared(arms: dict[str, dict[str, Any]]) -> None:
 def measure(options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     size = {"hidden": 8, "feed_forward": 16, "sequence": 16, "held_out_microbatches": 2} if options.quick else {}
-    task = Task(options.steps, warmup_steps=min(40, options.steps // 2), source=source_of(options.text), **size)
+    tokens = {} if options.tokenizer is None else {"tokenizer": str(options.tokenizer), "vocabulary": 4096}
+    task, steps = dataclasses.replace(SIZES[options.size], **size, **tokens), options.steps
+    warmup_steps = min(task.warmup_steps, steps // 2)
+    task = dataclasses.replace(task, steps=steps, warmup_steps=warmup_steps, source=source_of(options.text))
     parts = {
         "tokens": (partial(trained_arm, ARMS), options.arms),
         "trap": (partial(trained_arm, TRAP_ARMS), options.trap_arms),
@@ -234,10 +254,12 @@ def measure(options: Any) -> dict[str, Any]:
         keys = {name: [key for key in of[0] if key != "curve"] for name, of in rows.items()}
         found[part] = {"summary": {name: medians(of, keys[name]) for name, of in rows.items()}, "seeds": seeds}
         tell(found[part]["summary"])
-    return {"stages": STAGES, "task": dataclasses.asdict(task) | {"source": task.source.partition(":")[0]}, **found}
+    told = dataclasses.asdict(task) | {"source": task.source.partition(":")[0], "tokenizer": task.tokenizer[:5]}
+    return {"stages": STAGES, "task": told, **found}
 
 
 if __name__ == "__main__":
     arms = {"arms": tuple(ARMS), "trap_arms": tuple(TRAP_ARMS), "timed_arms": tuple(TIMED_ARMS)}
     quick = {"seeds": [1], "steps": 2, "arms": ["full", "1/2"], "trap_arms": ["rules"], "timed_arms": ["2/3, r 1.5"]}
-    kit.run(__doc__, measure, quick, seeds=[1, 2, 3], text=Path, parts=("tokens", "trap", "time"), **arms, steps=1000)
+    usual = {"size": "small", "tokenizer": Path, "text": Path, "steps": 1000}
+    kit.run(__doc__, measure, quick, seeds=[1, 2, 3], parts=("tokens", "trap", "time"), **arms, **usual)
