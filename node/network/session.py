@@ -84,6 +84,7 @@ class MembershipSync:
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the view changes; the waiter clears it
     looked: asyncio.Event = field(default_factory=asyncio.Event)  # Set once all watched modules were looked up
     _modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
+    _stages: int = 2
     _look_ups: LookUps = field(default_factory=LookUps)
     _whole_until: float = 0.0
     _pushed: Announcement | None = None  # Last announcement to linked peers
@@ -94,6 +95,7 @@ class MembershipSync:
     def watch(self, modules: Sequence[ModuleId]) -> None:
         """Sets the modules whose replicas are looked up in the directory; by default the first two."""
         self._modules = tuple(modules)
+        self._stages = 1 + max(module.stage for module in modules)
         self._look_ups = LookUps()
         self.looked.clear()
         self._look_now.set()
@@ -277,7 +279,7 @@ class MembershipSync:
             await asyncio.sleep(GREET_S)
             linked = self.membership.linked
             # Stage 0 works with all modules; others introduce themselves to it and to the stages before and behind.
-            ours, stages, zero = self.own.module, 1 + max(module.stage for module in self._modules), ModuleId(0)
+            ours, stages, zero = self.own.module, self._stages, ModuleId(0)
             # A link to a joining peer brings its record as soon as it serves.
             useful = [a for a in self.membership.peers() if a.is_reachable and a.state in STAY]
             known = {a.peer for a in useful if ours is not None and zero in (ours, a.module)}
@@ -305,12 +307,14 @@ class MembershipSync:
 
     def _forget_far(self, wall: float) -> None:
         """Forgets unlinked peers of far stages whose records ran out before the look-up that has just ended."""
-        for known in self.membership.peers():
-            if known.expires_at < wall and known.peer not in self.membership.linked and self._is_far(known.module):
-                self.membership.forget(known.peer)
+        unlinked = (known for known in self.membership.peers() if known.peer not in self.membership.linked)
+        if gone := [known.peer for known in unlinked if known.expires_at < wall and self._is_far(known.module)]:
+            for peer in gone:
+                self.membership.forget(peer)
+            self._publish_view()
 
     def _is_far(self, module: ModuleId | None) -> bool:
-        return is_far(self.own.module, module, 1 + max(module.stage for module in self._modules))
+        return is_far(self.own.module, module, self._stages)
 
     def _missing(self) -> frozenset[ModuleId]:
         """Returns the watched modules, except our own, without a usable replica."""

@@ -82,11 +82,11 @@ class Plan:
     def contribution(self, piece: Piece) -> Contribution:
         return Contribution(self.roster.round, piece.first_chunk, piece.end_chunk)
 
-    def spec(self, message: RoundPiece, piece: Piece) -> TensorSpec:
-        return piece_spec(self.result_codec if isinstance(message, Reduced) else self.codec, piece.elements)
-
     def result(self, piece: Piece) -> Reduced:
         return Reduced(self.roster.round, piece.first_chunk, piece.end_chunk)
+
+    def spec(self, message: RoundPiece, piece: Piece) -> TensorSpec:
+        return piece_spec(self.result_codec if isinstance(message, Reduced) else self.codec, piece.elements)
 
 
 def _check(own: PeerId, roster: Roster, first_chunk: int, end_chunk: int) -> None:
