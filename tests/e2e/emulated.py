@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Purpose, Receipt
-from swarm.vocabulary.types import MicrobatchId, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from swarm.vocabulary.types import Path as HopPath
 from swarm.workload.microbatch_sizes import Size, VisitCost
 from tests.e2e.small_run import HOME, LAUNCHED, LOST, FlightWriter, whole_lines
@@ -278,10 +278,13 @@ def emulate_data_node(rule: str, seed: int, flights: str | None, network: Path) 
     async def emulated_role(context: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
         tokens, made = context.manifest.microbatch_tokens, list[RulePlanner]()
 
-        def by_rule(rules: PathRules, membership: Membership, times: MeasuredTimes) -> Planner:
+        def by_rule(
+            rules: PathRules, membership: Membership, times: MeasuredTimes, home: Mapping[ModuleId, PeerId]
+        ) -> Planner:
             routes = Network.read(network).routes if rule == REPLAY else {}
             schedule = {PeerId(own): [tuple(map(PeerId, each)) for each in those] for own, those in routes.items()}
-            planner = planner_of(rule, seed, tokens, schedule or None)(rules, membership, times)
+            make = planner_of(rule, seed, tokens, schedule or None)
+            planner = make(rules, membership, times, home) if make is Planner else make(rules, membership, times)
             if isinstance(planner, RulePlanner):
                 made.append(planner)
             return planner
