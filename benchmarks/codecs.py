@@ -134,9 +134,6 @@ def flat(learner: Learner) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in parameters])
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
-
-
 def attempt(call: Callable[[], Any]) -> Any:
     """The result, or what went wrong in one line."""
     try:
@@ -199,9 +196,6 @@ def measure_table(options: Any) -> dict[str, Any]:
         for contender, found in speeds(contenders, values, options.rounds).items():
             rows[contender]["speed"][name] = found
     return {"contenders": rows}
-
-
-# ---- loss ------------------------------------------------------------------------------------------------------------
 
 
 class Coded(Learner):

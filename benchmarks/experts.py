@@ -38,8 +38,6 @@ from node.model.device import flushed_denormals
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError
 
-# ---- the text --------------------------------------------------------------------------------------------------------
-
 DOMAIN_BYTES: Final = 1_100_000
 LEAST_DOMAIN_BYTES: Final = 2**16
 DOCUMENTS: Final = 128  # at least, of all domains together

@@ -34,9 +34,6 @@ SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP)
 PARTED_INNER_STEPS: Final = 30  # rounds of seconds, so that their count does not depend on who finds whom first
 
 
-# ---- blows -----------------------------------------------------------------------------------------------------------
-
-
 async def blows(options: Any) -> dict[str, object]:
     """Strikes one swarm, blow after blow; a killed replica is replaced."""
     with kit.folder(options.keep, "blows") as folder:
@@ -105,9 +102,6 @@ def parameters(manifest: Manifest) -> int:
     model = manifest.model
     attention = model.hidden * model.hidden * 2 * (1 + model.kv_heads / model.heads)
     return int(manifest.stages.blocks[STAGE] * (attention + 3 * model.hidden * model.feed_forward))
-
-
-# ---- partitions ------------------------------------------------------------------------------------------------------
 
 
 async def partitions(options: Any) -> dict[str, object]:

@@ -82,9 +82,6 @@ def why_not(arm: str, python: Path) -> str | None:
     return (tried.stderr.strip().splitlines() or ["it failed"])[-1] if tried.returncode else None
 
 
-# ---- one run ---------------------------------------------------------------------------------------------------------
-
-
 def manifest_of(arm: str, options: Any, text: Path) -> Manifest:
     size = dict(SIZES[options.size])
     usual_rate = size.pop("learning_rate")
@@ -277,9 +274,6 @@ def measured(arm: str, link: str, text: Path, options: Any) -> dict[str, Any]:
         return figures | {"failed": str(error)}
     figures["first_step_s"] = round(seen.steps[0][0] - begun, 1)
     return figures | seen.figures(options.inner_steps * STEP)
-
-
-# ---- all -------------------------------------------------------------------------------------------------------------
 
 
 def bars(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -99,9 +99,6 @@ def a_round(connection: Connection) -> list[Sample]:
     return list(hear(connection)[1:])
 
 
-# ---- the node's parts ------------------------------------------------------------------------------------------------
-
-
 def manifest_for(shape: Shape, codec: Codec | None) -> Manifest:
     """A run with one hop whose hidden states have this shape, and whose inner step is never due."""
     allowed = "none" if codec is None else codec.name.lower()

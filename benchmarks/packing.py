@@ -32,8 +32,6 @@ from node.data.packing import BLOCK_MICROBATCHES, MOST_DOCUMENTS, tokens_of_bloc
 from protocol.manifest.manifest import Manifest, quadratic_share
 from swarm.workload.packing import Capacity, pack
 
-# ---- balance ---------------------------------------------------------------------------------------------------------
-
 WINDOW: Final = 8
 QUEUES: Final = (0.25, 0.5, 0.75)  # documents longer than these shares of S are outliers of one queue each
 SEED: Final = 5
@@ -229,9 +227,6 @@ def measure_balance(options: Any) -> dict[str, Any]:
         found[name] = {arm: figures(pack(task), task) for arm, pack in ARMS.items()}
         tell(name, *(f"\n  {arm}: {of}" for arm, of in found[name].items()))
     return {"hidden": options.hidden, "settings": found}
-
-
-# ---- loss ------------------------------------------------------------------------------------------------------------
 
 
 LOSS_SIZE: Final = {"hidden": 48, "sequence": 512, "rows": 4, "microbatches": 2}

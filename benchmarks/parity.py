@@ -268,8 +268,6 @@ def _peer(replica: Replica, manifest: Manifest, stack: ExitStack) -> RoundPeer:
     )
 
 
-# ---- all -------------------------------------------------------------------------------------------------------------
-
 TASKS: Final = {
     "small": Task(),
     "larger": Task(128, 4, 352, 2, 128, 4, 1, steps=400, common_steps=0, warmup_steps=20, held_out_microbatches=24),

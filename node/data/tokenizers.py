@@ -351,9 +351,6 @@ def unpacked(text: str) -> TokenFiles:
         raise ManifestError("data.token_files is invalid") from None
 
 
-# ---- streaming detokenization ----------------------------------------------------------------------------------------
-
-
 MOST_HELD_BACK: Final = 8  # Tokens, before incomplete text is shown. A UTF-8 character has at most 4 bytes
 
 

@@ -92,9 +92,6 @@ def decoder_bytes(manifest: Manifest) -> int:
     return manifest.model.sequence * manifest.model.head_size * (3 * 8 + 2 * 4)
 
 
-# ---- generated text --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling settings, applied in the order temperature, `top_k`, `top_p`. Raises ConfigError on an invalid value."""

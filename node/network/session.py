@@ -6,7 +6,7 @@ import random
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -30,7 +30,7 @@ from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
-from swarm.membership.membership import FAR_KEPT_S, STAY, LookUps, Membership, is_far, is_near, what_changed
+from swarm.membership.membership import ENOUGH, STAY, LookUps, Membership, is_far, what_changed
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
@@ -51,23 +51,20 @@ FEW_REPLICAS = 2  # Modules with this few replicas are probed before a decision
 MAX_ASKED = 64
 
 
+@dataclass(frozen=True, slots=True)
 class KnownPeers:
     """Addresses of the peers in the membership view: a `protocol.interfaces.transport.AddressBook`."""
 
-    def __init__(self) -> None:
-        self._contacts: dict[PeerId, Contact] = {}
-
-    def replace_all(self, announcements: Iterable[Announcement]) -> None:
-        """Replaces all addresses: only these peers can be dialled from now on."""
-        self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate, a.via, a.relay) for a in announcements}
+    membership: Membership
 
     def contact(self, peer: PeerId) -> Contact | None:
-        return self._contacts.get(peer)
+        a = self.membership.get(peer)
+        return None if a is None else Contact(peer, a.addresses, a.certificate, a.via, a.relay)
 
     def relay_of(self, peer: PeerId) -> str:
         """Returns the multiaddr at which the peer relays tunnels; empty if the peer is unknown or not a relay."""
-        contact = self._contacts.get(peer)
-        return "" if contact is None else contact.relay
+        known = self.membership.get(peer)
+        return "" if known is None else known.relay
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +74,6 @@ class MembershipSync:
     own: LocalPeer
     record: OwnRecord
     membership: Membership
-    book: KnownPeers
     events: EventSink
     directory: DhtDirectory
     transport: Transport
@@ -141,8 +137,6 @@ class MembershipSync:
             loops.create_task(self._push_for_ever())
             loops.create_task(self._greet_for_ever())
 
-    # ---- input from links ----------------------------------------------------------------------------------------
-
     def announced(self, sender: PeerId, record: bytes) -> None:
         """Stores a linked peer's own record. Ends the node if a record proves that another process uses our key."""
         # A record on its owner's link is fresh, so its expiry is judged by the sender's clock, not by ours.
@@ -160,7 +154,7 @@ class MembershipSync:
 
     def link_up(self, peer: PeerId) -> None:
         self.membership.recover(peer)
-        self._whole_until = max(self._whole_until, self.own.clock.monotonic() + GROUP_S)
+        self._look_whole(GROUP_S)
         self.events.emit(PeerChange(peer, "up", ""))
         self.changed.set()
 
@@ -169,10 +163,10 @@ class MembershipSync:
         now, known = self.own.clock.monotonic(), self.membership.get(peer)
         if known is not None and known.state is PeerState.VISITING:
             self.membership.forget(peer)
-            self._publish_view()
+            self.changed.set()
         elif known is not None and not self.membership.is_suspect(peer, now):  # one probe of a suspect peer is enough
             self._tasks.begin(self._probe(peer))
-            self._whole_until = now + WHOLE_S
+            self._look_whole(WHOLE_S)
         was_linked = peer in self.membership.linked
         self.membership.fail(peer, now)
         # A path may have led to a peer that is not in our view yet.
@@ -181,6 +175,10 @@ class MembershipSync:
         if was_linked:
             self.events.emit(PeerChange(peer, "down", str(error)))
         self.changed.set()
+
+    def _look_whole(self, seconds: float) -> None:
+        if len(self.membership.linked) < ENOUGH:  # in a large swarm links come and go all the time
+            self._whole_until = max(self._whole_until, self.own.clock.monotonic() + seconds)
 
     async def _probe(self, peer: PeerId, *, is_greeting: bool = False) -> Status | None:
         """Asks the peer for its status; marks the peer as dead if it does not answer, so that no work is sent there."""
@@ -215,15 +213,14 @@ class MembershipSync:
         await asyncio.gather(*(self._probe(peer) for peer in asked))
         return [a for a in known if not self.membership.is_given_up(a.peer)]
 
-    # ---- loops ---------------------------------------------------------------------------------------------------
-
     async def _look_up_for_ever(self) -> None:
         while True:
             watched, alone = self._modules, False
             try:
                 wide = self._look_ups.begin(begun := self.own.clock.monotonic())
-                whole = wide.value or not self.looked.is_set() or begun < self._whole_until
-                modules = watched if whole or random.random() < WHOLE else self.membership.not_linked(watched)  # noqa: S311
+                whole = not self.looked.is_set() or begun < self._whole_until
+                every = whole or random.random() < WHOLE  # noqa: S311 - not a secret
+                modules = watched if every else self.membership.not_linked(watched, self.own.module, wide=wide.value)
                 if not (looks_far := self._look_ups.looks_far(begun, whole=whole)):
                     missing = self._missing()
                     modules = [module for module in modules if module in missing or not self._is_far(module)]
@@ -237,7 +234,7 @@ class MembershipSync:
                 alone = True
             now = self.own.clock.monotonic()
             if self.membership.expire(now):
-                self._publish_view()
+                self.changed.set()
             # Nodes that wait for the run to begin know each other, and have nothing to tell.
             alone = alone or all(known.module is None for known in self.membership.peers())
             pause = self._look_ups.pause(self._missing(), now, random.random(), alone=alone)  # noqa: S311 - not a secret
@@ -279,11 +276,11 @@ class MembershipSync:
             await asyncio.sleep(GREET_S)
             linked = self.membership.linked
             # Stage 0 works with all modules; others introduce themselves to it and to the stages before and behind.
-            ours, stages, zero = self.own.module, self._stages, ModuleId(0)
+            useful = {module for module in self._modules if self.own.module is not None and not self._is_far(module)}
+            useful -= self.membership.well_linked() - {self.own.module}
             # A link to a joining peer brings its record as soon as it serves.
-            useful = [a for a in self.membership.peers() if a.is_reachable and a.state in STAY]
-            known = {a.peer for a in useful if ours is not None and zero in (ours, a.module)}
-            known |= {a.peer for a in useful if is_near(ours, a.module, stages)}
+            near = (a for a in self.membership.peers() if a.module in useful)
+            known = {a.peer for a in near if a.state in STAY and a.is_reachable}
             met = (met | linked) & known
             room = max(0, min(GREETED_AT_ONCE, MOST_GREETED - len(linked)))
             # Half of the room is for peers whose link broke, and the choice is random: many silent names cannot keep an
@@ -295,15 +292,14 @@ class MembershipSync:
     def _clock_offset_s(self) -> float:
         return self.own.clock.wall() - self.own.clock.monotonic()
 
-    # ---- the view ------------------------------------------------------------------------------------------------
-
     def _observe(self, announcements: Sequence[Announcement], wall: float) -> None:
         now = self.own.clock.monotonic()
         changes = [
-            self.membership.observe(a, now=now, wall=wall - FAR_KEPT_S * self._is_far(a.module)) for a in announcements
+            self.membership.observe(a, now=now, wall=wall - self._look_ups.far_kept_s * self._is_far(a.module))
+            for a in announcements
         ]
         if any(changes):
-            self._publish_view()
+            self.changed.set()
 
     def _forget_far(self, wall: float) -> None:
         """Forgets unlinked peers of far stages whose records ran out before the look-up that has just ended."""
@@ -311,7 +307,9 @@ class MembershipSync:
         if gone := [known.peer for known in unlinked if known.expires_at < wall and self._is_far(known.module)]:
             for peer in gone:
                 self.membership.forget(peer)
-            self._publish_view()
+            self.changed.set()
+        replicas = Counter(known.module for known in self.membership.peers())
+        self._look_ups.fewest_far = min((replicas[m] for m in self._modules if self._is_far(m)), default=0)
 
     def _is_far(self, module: ModuleId | None) -> bool:
         return is_far(self.own.module, module, self._stages)
@@ -320,10 +318,6 @@ class MembershipSync:
         """Returns the watched modules, except our own, without a usable replica."""
         served = self.membership.with_replicas(self.own.clock.monotonic())
         return frozenset(self._modules) - served - {self.own.module}
-
-    def _publish_view(self) -> None:
-        self.book.replace_all(self.membership.peers())
-        self.changed.set()
 
 
 def some(peers: set[PeerId], most: int) -> list[PeerId]:
@@ -492,7 +486,8 @@ async def present(
         settings = replace(settings, port=settings.port or dht_port)
     credentials = make_credentials(identity, run, settings.port)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
-    membership, book = Membership(run, identity.peer), KnownPeers()
+    membership = Membership(run, identity.peer)
+    book = KnownPeers(membership)
     record, dispatcher = OwnRecord(own, identity), Dispatcher(own, membership)
     async with AsyncExitStack() as stack:
         directory = DhtDirectory(settings, identity, run, clock) if first is None else first.directory
@@ -502,7 +497,7 @@ async def present(
         traffic = None if first is None else first.transport.traffic
         needs = credentials, book, dispatcher, clock, listen
         transport = GrpcTransport(*needs, own_record=record.fresh, ways=ways, traffic=traffic)
-        sync = MembershipSync(own, record, membership, book, events, directory, transport)
+        sync = MembershipSync(own, record, membership, events, directory, transport)
         stack.enter_context(sync.receiving(dispatcher))
         await stack.enter_async_context(transport)
         hosts = await asyncio.to_thread(where.advertised_hosts, settings.initial_peers)  # may need DNS

@@ -63,8 +63,6 @@ def event_from_json(line: str | bytes) -> Event | None:
     return None if kind is None else typing.cast(Event, from_json(kind, table, f"event: {kind.NAME}"))
 
 
-# ---- log files -------------------------------------------------------------------------------------------------------
-
 log = logging.getLogger(__name__)
 
 

@@ -535,8 +535,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         if taken_back:
             self._host.retracted(key.microbatch)
 
-    # ---- buffers -----------------------------------------------------------------------------------------------------
-
     def _take(self, key: Key, kind: type[MicrobatchTensor]) -> Tensors:
         tensors = self._tensors.get(key)
         if tensors is None:

@@ -177,8 +177,6 @@ def asked_modules(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
     return modules
 
 
-# ---- moving ----------------------------------------------------------------------------------------------------------
-
 STATE_BYTES_PER_PARAMETER = 8  # Anchor and outer momentum, both float32.
 UNMEASURED_BYTES_PER_S = 4e6
 LOOK_S = 30.0  # Interval between looks at the swarm, with 20 % jitter.
@@ -231,8 +229,8 @@ class Mover:
 
     def _some_module_is_empty(self, now: float) -> bool:
         """Whether a module seems to have no peer. Only a hint, because joining peers are ignored."""
-        served = self._session.membership.served(now) | {self._session.own.module}
-        return not all(module in served for module in self._manifest.modules() if module.stage > 0)
+        others = (m for m in self._manifest.modules() if m.stage > 0 and m != self._session.own.module)
+        return not all(self._session.membership.is_served(module, now) for module in others)
 
     def _standing(self, now: float) -> SwarmView:
         membership, own = self._session.membership, self._session.own

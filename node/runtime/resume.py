@@ -78,9 +78,6 @@ def first_number(data: DataState | None, drawn: int) -> int:
     return (drawn + 2 * RESERVED_NUMBERS + 1) % (NUMBERS // 2)
 
 
-# ---- at the start ----------------------------------------------------------------------------------------------------
-
-
 def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[ResumedState, tuple[Note, ...]]:
     """Loads the peer's newest checkpoint, of `module` or any, with messages for the person. Raises StateError."""
     try:

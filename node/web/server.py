@@ -352,9 +352,6 @@ async def served(
         await runner.cleanup()
 
 
-# ---- for Prometheus, in base units -----------------------------------------------------------------------------------
-
-
 def metrics(status: SwarmStatus, own: tuple[str, ...]) -> bytes:
     """Returns the text of a scrape: the run, and the peers of this node; for a visitor, all peers."""
     from prometheus_client import generate_latest

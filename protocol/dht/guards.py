@@ -43,7 +43,7 @@ MAX_KEYS_PER_REQUEST = 256
 BUDGET_BURST_BYTES = 4 * 2**20
 BUDGET_BYTES_PER_S = 256 * 2**10  # About 200 records per second, a tenth of a CPU core
 LOOKUP_COST_BYTES = 4096
-MAX_ANSWERED = 64  # Records of one key in an answer
+MAX_ANSWERED = 32  # Records of one key in an answer
 MAX_NEAREST = 8  # Nodes named in an answer, for each key
 
 

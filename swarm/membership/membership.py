@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
@@ -14,6 +15,7 @@ MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)  # Pause for a peer that announces itself, after failures
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
+ENOUGH = 8  # Links to a module's replicas beyond which no more are sought, except to our own module's
 KEPT_S = 60.0  # Time for which a peer is remembered after its link, in seconds
 
 
@@ -114,10 +116,17 @@ class Membership:
             member.suspect_until = min(member.suspect_until, now + REUSE_S.seconds(member.failures))
             member.expires = math.inf
 
-    def not_linked(self, modules: Iterable[ModuleId]) -> list[ModuleId]:
-        """Returns the modules without a known replica, and those with a replica to which we have no open link."""
+    def well_linked(self) -> set[ModuleId | None]:
+        """Returns the modules to ENOUGH of whose replicas we have an open link."""
+        counts = Counter(self._members[peer].announcement.module for peer in self.linked & self._members.keys())
+        return {module for module, count in counts.items() if count >= ENOUGH}
+
+    def not_linked(self, modules: Iterable[ModuleId], own: ModuleId | None, *, wide: bool = False) -> list[ModuleId]:
+        """Returns the modules that are not well linked; if not `wide`, without those whose known replicas all are."""
+        well = self.well_linked() - {own}  # rounds need all replicas
         hosted = {(member.announcement.module, peer in self.linked) for peer, member in self._members.items()}
-        return [module for module in modules if (module, False) in hosted or (module, True) not in hosted]
+        lacking = (m for m in modules if wide or (m, False) in hosted or (m, True) not in hosted)
+        return [module for module in lacking if module not in well]
 
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)
@@ -171,7 +180,10 @@ class Membership:
 
     def is_served(self, module: ModuleId, now: float) -> bool:
         """Whether a module has a serving peer that is not considered dead; the peer may be suspect."""
-        return module in self.served(now)
+        return any(
+            member.announcement.module == module and _serves(member, now) and not member.is_given_up
+            for member in self._members.values()
+        )
 
     def served(self, now: float) -> set[ModuleId | None]:
         serving = (member for member in self._members.values() if _serves(member, now) and not member.is_given_up)
@@ -207,8 +219,8 @@ LOOK_UP_PAUSE_S: Final = ExponentialBackoff(0.5, 30.0)
 LONELY_S = 4.0  # Longest pause while no peer with a module is known: nobody who works has to answer
 RESTART_S = 3.0  # Shortest time between restarts of the pauses
 WIDE_AFTER_S, WIDE_EVERY_S = 60.0, 480.0  # Shortest and longest time between wide look-ups
-FAR_EVERY_S = 75.0  # Time between look-ups of stages that we exchange nothing with
-FAR_KEPT_S = 2 * FAR_EVERY_S  # Time for which records of their peers outlive their expiry, until the next look-up
+FAR_EVERY_S = 75.0  # Shortest time between look-ups of stages that we exchange nothing with
+MANY, FAR_TIMES = 8, 8  # With n times as MANY replicas of each, they are looked up so many times less often
 
 
 @dataclass(slots=True)
@@ -220,10 +232,20 @@ class LookUps:
     _restarted: float = -math.inf
     _wide: float = -math.inf
     _far: float = -math.inf
+    fewest_far: int = 0  # Known replicas of the far module that has the fewest
+
+    @property
+    def far_every_s(self) -> float:
+        return FAR_EVERY_S * max(1, min(FAR_TIMES, self.fewest_far // MANY))
+
+    @property
+    def far_kept_s(self) -> float:
+        """Time for which records of far stages' peers outlive their expiry: until the look-up after the next."""
+        return 2 * self.far_every_s
 
     def looks_far(self, now: float, *, whole: bool) -> bool:
         """Decides whether the look-up that begins now includes far stages that have a known replica."""
-        if is_due := whole or now - self._far >= FAR_EVERY_S:
+        if is_due := whole or now - self._far >= self.far_every_s:
             self._far = now
         return is_due
 

@@ -166,8 +166,6 @@ class Stragglers:
         return oldest
 
 
-# ---- the window ------------------------------------------------------------------------------------------------------
-
 GAIN: Final = 2.0
 LEAST_IN_EPOCH: Final = 12  # Microbatches. Single round trips vary by 10 to 20 %, the mean of 12 by 5 %
 LEAST_IN_PROBE: Final = 6

@@ -33,9 +33,9 @@ def run(*words: str, within_s: float = 400.0) -> dict[str, Any]:
     ("name", "keys"),
     [
         ("codecs", {"table", "hop", "loss"}),
+        ("crowd", {"rows"}),
         ("experts", {"loss", "rounds"}),
         ("filling", {"put_off", "filling"}),
-        ("kfac", {"schedule", "training"}),
         ("memory", {"head", "node"}),
         ("optimizers", {"task", "summary", "best", "runs"}),
         ("packing", {"hidden", "bars", "settings"}),

@@ -9,8 +9,6 @@ from benchmarks import codecs, head_to_head, skipping
 from node.data.feed import TrainingFeed, open_documents
 from swarm.vocabulary.types import Codec
 
-# ---- other systems -------------------------------------------------------------------------------------------------
-
 
 def test_loss_is_the_mean_over_a_window_of_tokens_before_a_time() -> None:
     half = head_to_head.WINDOW // 2
@@ -39,9 +37,6 @@ def test_a_bar_compares_the_longest_time_that_both_have_reached() -> None:
     assert found.keys() == {"hivemind-local"}
     assert found["hivemind-local"]["loss_after_30_s"] == {"ours": 3.0, "theirs": 3.5, "met": True}
     assert "loss_after_55_s" not in found["hivemind-local"]
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -73,9 +68,6 @@ def test_arms_at_equal_time_are_dealt_what_a_data_node_would_deal() -> None:
         rates[name] = skipping.rate_of(shares, speeds)
     assert rates["full"] == pytest.approx(min(speeds))
     assert rates["full"] < rates["3/4"] < rates["3/4, r 1.5"]
-
-
-# ---- codecs ----------------------------------------------------------------------------------------------------------
 
 
 def test_codecs_stand_at_every_boundary_and_without_one_nothing_changes(text: Path) -> None:

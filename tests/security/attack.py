@@ -130,9 +130,6 @@ async def evaluate(session: NetworkSession, signed: SignedManifest, texts: list[
         record.figures[f"not evaluated: {str(error)[:80]}"] += 1
 
 
-# ---- intruders -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Scene:
     """What intruders know and count."""

@@ -544,8 +544,6 @@ def test_leave_without_a_running_node(tmp_path: Path) -> None:
     assert "no node runs here" in refused("leave", "--identity", str(tmp_path / "identity.key"))
 
 
-# ---- help and documents ----------------------------------------------------------------------------------------------
-
 OF_DOCKER = "build cap-drop detach follow no-deps pids-limit read-only rm scale security-opt stop-timeout tmpfs volumes"
 
 

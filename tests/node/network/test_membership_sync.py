@@ -15,7 +15,7 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import MAX_LIFETIME_S, RECORD_LIFETIME_S, decode_announced, encode_record
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.handshake import FORMER_LIFE_MS
-from swarm.membership.membership import FAR_EVERY_S, FIRST_PAUSE_S, LookUps, Membership
+from swarm.membership.membership import ENOUGH, FAR_EVERY_S, FIRST_PAUSE_S, LookUps, Membership
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import IdentityError, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, RunId
@@ -93,9 +93,10 @@ class Place:
         self.identity = identity = Identity.generate()
         self.own = own = LocalPeer(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
         own.addresses = ("127.0.0.1:4001",)
-        self.membership, self.book = Membership(RUN, identity.peer), KnownPeers()
+        self.membership = Membership(RUN, identity.peer)
+        self.book = KnownPeers(self.membership)
         self.membership_sync = MembershipSync(
-            own, OwnRecord(own, identity), self.membership, self.book, self.events, self.store, self.links
+            own, OwnRecord(own, identity), self.membership, self.events, self.store, self.links
         )
 
     def meets(self, other: Other) -> None:
@@ -237,6 +238,24 @@ async def test_those_who_come_together_are_looked_up_though_all_known_ones_are_l
     there.meets(Other(there.clock))
     for passed, expected in ((0.0, [MODULE]), (GROUP_S + 1.0, [])):
         there.clock.now += passed
+        before = there.store.look_ups
+        there.membership_sync._look_now.set()
+        await until(lambda before=before: there.store.look_ups > before)
+        assert there.store.modules == expected
+
+
+async def test_in_a_large_swarm_the_end_of_a_link_does_not_begin_whole_look_ups(
+    there: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.network.session.WHOLE", 0.0)
+    others = [Other(there.clock) for _ in range(ENOUGH + 2)]
+    for other in others:
+        there.meets(other)
+    there.membership_sync.watch((MODULE,))
+    await there.membership_sync.look()
+    there.clock.now += GROUP_S + 1.0
+    for expected in ([], [], [MODULE]):
+        there.membership_sync.link_down(others.pop().peer, GONE)
         before = there.store.look_ups
         there.membership_sync._look_now.set()
         await until(lambda before=before: there.store.look_ups > before)

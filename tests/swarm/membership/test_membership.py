@@ -6,6 +6,8 @@ import pytest
 
 from swarm.membership import membership as module_under_test
 from swarm.membership.membership import (
+    ENOUGH,
+    FAR_EVERY_S,
     FIRST_PAUSE_S,
     HARM_PAUSE_S,
     KEPT_S,
@@ -76,7 +78,29 @@ def test_a_module_with_an_unlinked_replica_or_none_is_looked_up_each_time(member
         members.observe(announcement(peer, stage), now=0, wall=0)
     members.recover(PeerId("c"))
     members.recover(A)
-    assert members.not_linked([ModuleId(stage) for stage in range(3)]) == [ModuleId(0), ModuleId(1)]
+    assert members.not_linked([ModuleId(stage) for stage in range(3)], None) == [ModuleId(0), ModuleId(1)]
+
+
+def test_a_module_with_many_links_needs_no_more_unless_it_is_our_own(members: Membership) -> None:
+    for number in range(ENOUGH + 1):
+        members.observe(announcement(str(number), 1), now=0, wall=0)
+    for number in range(ENOUGH - 1):
+        members.recover(PeerId(str(number)))
+    module = ModuleId(1)
+    assert (members.well_linked(), members.not_linked([module], None)) == (set(), [module])
+    members.recover(PeerId(str(ENOUGH)))
+    assert (members.well_linked(), members.not_linked([module], None)) == ({module}, [])
+    assert members.not_linked([module], module) == members.not_linked([module], module, wide=True) == [module]
+    assert members.not_linked([module], None, wide=True) == []
+
+
+@pytest.mark.parametrize(("fewest", "times"), [(0, 1), (15, 1), (16, 2), (40, 5), (1000, 8)])
+def test_far_stages_with_many_replicas_are_looked_up_less_often(fewest: int, times: int) -> None:
+    look_ups = LookUps(fewest_far=fewest)
+    assert look_ups.looks_far(0.0, whole=False)
+    assert not look_ups.looks_far(times * FAR_EVERY_S - 1, whole=False)
+    assert look_ups.looks_far(times * FAR_EVERY_S, whole=False)
+    assert look_ups.far_kept_s == 2 * times * FAR_EVERY_S
 
 
 def test_only_those_that_can_take_work_are_asked(members: Membership) -> None:

@@ -32,9 +32,6 @@ def of_data_nodes(path: Path, numbers: range) -> list[Path]:
     return [replace(path, data_node=PeerId(f"data{number}")) for number in numbers]
 
 
-# ---- from whom -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("own", "position", "before"), [(B, 1, PeerId("visitor")), (B, 1, C), (B, 1, B2), (A, 0, C), (DATA, 3, B)]
 )
@@ -81,9 +78,6 @@ def test_a_signed_route_goes_with_the_microbatch_through_every_repair() -> None:
     substitute.custody.handle(custody.TensorArrived(forward(repaired.with_peer(0, A2), 1)), substitute.now)
     [entry] = substitute.custody.entries()
     assert entry.path == repaired.with_peer(0, A2)
-
-
-# ---- slots -----------------------------------------------------------------------------------------------------------
 
 
 def test_slots_are_bounded_reserved_at_admission_and_given_back() -> None:
@@ -147,9 +141,6 @@ def test_a_hop_with_too_many_unsettled_gradients_takes_no_more(by_one: bool) -> 
             return
         desk.custody._await_settlement(desk.custody.get(custody.Key(message.microbatch, 0)), desk.now)
     raise AssertionError("it took all of them")
-
-
-# ---- times -----------------------------------------------------------------------------------------------------------
 
 
 def kept_s(desk: Desk, message: Forward) -> float:

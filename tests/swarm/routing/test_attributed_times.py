@@ -157,9 +157,6 @@ def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_wen
     assert travel.seconds(A) == pytest.approx((10.5 + LOST_S) / 2)
 
 
-# ---- claims ----------------------------------------------------------------------------------------------------------
-
-
 def claimed(direction: Direction, position: int, waited_s: float, computed_s: float, sent_s: float) -> Receipt:
     return Receipt(MICROBATCH, direction, position, ReceiptStatus.PASSED_ON, 0.0, "", waited_s, computed_s, sent_s)
 

@@ -24,9 +24,6 @@ def test_what_is_announced_counts_for_the_documents_that_are_usual_here() -> Non
     assert times.visit_s(A, 50.0).value == pytest.approx(100 / 50.0)
 
 
-# ---- visits ----------------------------------------------------------------------------------------------------------
-
-
 def test_without_a_measurement_the_announcement_counts_and_without_that_a_constant() -> None:
     times = MeasuredTimes(DATA, TOKENS)
     assert times.visit_s(A, 50.0) == times.visit_s(B, 50.0)
@@ -57,9 +54,6 @@ def test_the_longest_unused_time_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
     for peer in (A, B, A, C):
         times.visited(peer, 1.0)
     assert [times.visit(peer) is None for peer in (A, B, C)] == [False, True, False]
-
-
-# ---- costs -----------------------------------------------------------------------------------------------------------
 
 
 def test_announcements_count_until_there_are_measurements() -> None:

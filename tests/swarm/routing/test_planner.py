@@ -32,9 +32,6 @@ def chosen(planner: Planner, in_flight: dict[PeerId, int] | None = None) -> Peer
     return planner.replica(ModuleId(1), frozenset(), in_flight or {}, 0.0).value
 
 
-# ---- which stages ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("stages", "per_path"), [(2, 1), (5, 4), (5, 3), (5, 1), (8, 5), (13, 7), (21, 13), (4, 0)])
 def test_alike_stages_are_visited_equally_often(stages: int, per_path: int) -> None:
     peers = [announcement(f"p{stage}", stage) for stage in range(1, stages)]
@@ -101,9 +98,6 @@ def test_what_nobody_has_served_yet_is_waited_for_and_named() -> None:
     plan = planner.plan(0, (), {}, 0.0)
     assert plan.value == NoReplica((ModuleId(1), ModuleId(3), ModuleId(4)))
     assert all(f"module {stage}.0 has no peer left" in plan.reason for stage in (1, 3, 4))
-
-
-# ---- which peer ------------------------------------------------------------------------------------------------------
 
 
 def test_the_fastest_that_is_not_excluded_is_chosen_and_the_reason_says_so() -> None:
