@@ -219,12 +219,20 @@ class MembershipSync:
             try:
                 wide = self._look_ups.begin(begun := self.own.clock.monotonic())
                 whole = not self.looked.is_set() or begun < self._whole_until
-                every = whole or random.random() < WHOLE  # noqa: S311 - not a secret
-                modules = watched if every else self.membership.not_linked(watched, self.own.module, wide=wide.value)
+                if whole or random.random() < WHOLE:  # noqa: S311 - not a secret
+                    modules = list(watched)
+                elif wide.value:
+                    modules = [module for module in watched if module not in self._well_linked()]
+                else:
+                    modules = self.membership.not_linked(watched, self._well_linked())
                 if not (looks_far := self._look_ups.looks_far(begun, whole=whole)):
                     missing = self._missing()
                     modules = [module for module in modules if module in missing or not self._is_far(module)]
-                self._observe(await self.directory.look_up(modules, wide=wide.value), wall := self.own.clock.wall())
+                found, wall = await self.directory.look_up(modules, wide=wide.value), self.own.clock.wall()
+                if looks_far:
+                    replicas = Counter(a.module for a in found)
+                    self._look_ups.fewest_far = min((replicas[m] for m in modules if self._is_far(m)), default=0)
+                self._observe(found, wall)
                 if looks_far:
                     self._forget_far(wall)
                 if watched is self._modules:  # `watch` may have replaced the modules meanwhile
@@ -277,7 +285,7 @@ class MembershipSync:
             linked = self.membership.linked
             # Stage 0 works with all modules; others introduce themselves to it and to the stages before and behind.
             useful = {module for module in self._modules if self.own.module is not None and not self._is_far(module)}
-            useful -= self.membership.well_linked() - {self.own.module}
+            useful -= self._well_linked()
             # A link to a joining peer brings its record as soon as it serves.
             near = (a for a in self.membership.peers() if a.module in useful)
             known = {a.peer for a in near if a.state in STAY and a.is_reachable}
@@ -308,8 +316,11 @@ class MembershipSync:
             for peer in gone:
                 self.membership.forget(peer)
             self.changed.set()
-        replicas = Counter(known.module for known in self.membership.peers())
-        self._look_ups.fewest_far = min((replicas[m] for m in self._modules if self._is_far(m)), default=0)
+
+    def _well_linked(self) -> set[ModuleId | None]:
+        """Returns the modules that need no more links. Data nodes choose among all replicas, and rounds need all."""
+        own = self.own.module
+        return set() if own == ModuleId(0) else self.membership.well_linked() - {own}
 
     def _is_far(self, module: ModuleId | None) -> bool:
         return is_far(self.own.module, module, self._stages)

@@ -323,8 +323,6 @@ class DataNode(PathEnds):
             if module not in now:
                 self._events.emit(Resumed(str(module)))
 
-    # ---- node.pipeline.runner.PathEnds -------------------------------------------------------------------------------
-
     def expects(self, message: Forward) -> bool:
         if message.purpose is Purpose.EVALUATE:
             return self._evaluator.awaits(message.microbatch)

@@ -202,9 +202,6 @@ _SPACING: Final = 1.248  # Of two levels, over the mean magnitude
 _LARGEST_OF_TWO_BITS: Final = float(np.finfo(np.float32).max) / 512
 
 
-# ---- scales ----------------------------------------------------------------------------------------------------------
-
-
 def inverse_of(scale: Tensor) -> Tensor:
     """Returns 1 / scale. Sets scales below SMALLEST_SCALE to 0 in place, and returns 0 for them."""
     sizes = scale.abs()

@@ -121,12 +121,11 @@ class Membership:
         counts = Counter(self._members[peer].announcement.module for peer in self.linked & self._members.keys())
         return {module for module, count in counts.items() if count >= ENOUGH}
 
-    def not_linked(self, modules: Iterable[ModuleId], own: ModuleId | None, *, wide: bool = False) -> list[ModuleId]:
-        """Returns the modules that are not well linked; if not `wide`, without those whose known replicas all are."""
-        well = self.well_linked() - {own}  # rounds need all replicas
+    def not_linked(self, modules: Iterable[ModuleId], well: Collection[ModuleId | None]) -> list[ModuleId]:
+        """Returns the modules, without `well` linked ones, that have no known replica, or one without an open link."""
         hosted = {(member.announcement.module, peer in self.linked) for peer, member in self._members.items()}
-        lacking = (m for m in modules if wide or (m, False) in hosted or (m, True) not in hosted)
-        return [module for module in lacking if module not in well]
+        lacking = (module for module in modules if module not in well)
+        return [module for module in lacking if (module, False) in hosted or (module, True) not in hosted]
 
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)

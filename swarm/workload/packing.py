@@ -249,9 +249,6 @@ def _spread(main: Sequence[int], few: Sequence[int]) -> list[int]:
     return [place for part, one in zip_longest(parts, few) for place in (*part, *([] if one is None else [one]))]
 
 
-# ---- one block -------------------------------------------------------------------------------------------------------
-
-
 EVEN_ENOUGH: Final = 1.012  # Badness up to which no second filling is tried
 ABOVE: Final = 1.006  # Factor over the level above which costs are lowered
 LOWERED: Final = 3  # Iterations for the mean after lowering

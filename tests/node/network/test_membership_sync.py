@@ -260,6 +260,11 @@ async def test_in_a_large_swarm_the_end_of_a_link_does_not_begin_whole_look_ups(
         there.membership_sync._look_now.set()
         await until(lambda before=before: there.store.look_ups > before)
         assert there.store.modules == expected
+    there.meets(Other(there.clock))
+    assert there.membership_sync._well_linked() == {MODULE}
+    for own in (MODULE, ModuleId(0)):  # rounds need all replicas, data nodes choose among them
+        there.own.take(own)
+        assert there.membership_sync._well_linked() == set()
 
 
 async def test_stages_that_a_node_exchanges_nothing_with_are_looked_up_seldom_and_kept_in_view_meanwhile(

@@ -148,9 +148,6 @@ class Desk:
         return ", ".join(f"{entry.key.position} {entry.phase.name}" for entry in self.custody.entries()) or "gone"
 
 
-# ---- what comes out --------------------------------------------------------------------------------------------------
-
-
 def said(action: custody.Action) -> str:
     match action:
         case custody.Compute(key, work, purpose):

@@ -132,8 +132,6 @@ class RoughWorld(World):
             if not peer.alive and (alone or self.random.random() < 0.5):
                 self.revive(peer)
 
-    # ---- running -------------------------------------------------------------------------------------------------
-
     def run_with_faults(self, seconds: float, every_s: float) -> None:
         end = self.time.now + seconds
         while self.time.now < end:
