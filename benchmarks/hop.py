@@ -179,8 +179,8 @@ async def peer_of_two(
     identity, clock = Identity.generate(), SystemClock()
     credentials = make_credentials(identity, RUN)
     own = LocalPeer(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
-    book = KnownPeers()
     membership, record = Membership(RUN, identity.peer), OwnRecord(own, identity)
+    book = KnownPeers(membership)
     dispatcher, settings = Dispatcher(own, membership), TransportSettings()
     transport = GrpcTransport(credentials, book, dispatcher, clock, settings, own_record=record.fresh)
     torch.set_num_threads(threads_of_each_peer())
@@ -200,7 +200,6 @@ async def peer_of_two(
             own.addresses = (f"127.0.0.1:{transport.port}",)
             connection.send(own.announcement())
             (other,) = [one for one in await asyncio.to_thread(connection.recv) if one.peer != identity.peer]
-            book.replace_all([other])
             membership.observe(other, now=clock.monotonic(), wall=clock.wall())
             connection.send("ready")
             running = tasks.create_task(runner.run())
