@@ -221,10 +221,10 @@ class MembershipSync:
                 whole = not self.looked.is_set() or begun < self._whole_until
                 if whole or random.random() < WHOLE:  # noqa: S311 - not a secret
                     modules = list(watched)
-                elif wide.value:
-                    modules = [module for module in watched if module not in self._well_linked()]
                 else:
-                    modules = self.membership.not_linked(watched, self._well_linked())
+                    well = self._well_linked()
+                    modules = [module for module in watched if module not in well]
+                    modules = modules if wide.value else self.membership.not_linked(modules)
                 if not (looks_far := self._look_ups.looks_far(begun, whole=whole)):
                     missing = self._missing()
                     modules = [module for module in modules if module in missing or not self._is_far(module)]

@@ -121,11 +121,10 @@ class Membership:
         counts = Counter(self._members[peer].announcement.module for peer in self.linked & self._members.keys())
         return {module for module, count in counts.items() if count >= ENOUGH}
 
-    def not_linked(self, modules: Iterable[ModuleId], well: Collection[ModuleId | None]) -> list[ModuleId]:
-        """Returns the modules, without `well` linked ones, that have no known replica, or one without an open link."""
+    def not_linked(self, modules: Iterable[ModuleId]) -> list[ModuleId]:
+        """Returns the modules without a known replica, and those with a replica to which we have no open link."""
         hosted = {(member.announcement.module, peer in self.linked) for peer, member in self._members.items()}
-        lacking = (module for module in modules if module not in well)
-        return [module for module in lacking if (module, False) in hosted or (module, True) not in hosted]
+        return [module for module in modules if (module, False) in hosted or (module, True) not in hosted]
 
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)
