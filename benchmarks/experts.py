@@ -233,6 +233,6 @@ def compared(arms: dict[str, Arm], bars: dict[str, float], options: Any) -> dict
 
 if __name__ == "__main__":
     usual = {"hidden": 16, "steps": 1500, "seeds": [1, 2, 3], "prefix": 256, "restarts": 8}
-    quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**16}
+    quick = {"hidden": 8, "steps": 2, "seeds": [1], "restarts": 1, "domain_bytes": 2**14}
     own = {"domains": [Path], "domain_bytes": DOMAIN_BYTES}
     kit.run(__doc__, {"loss": measure_loss, "rounds": measure_rounds}, quick, **own, **usual)

@@ -7,11 +7,11 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from lab.audit import AuditReport, check_folder
 from lab.laboratory import LOOK_S, Kind, Laboratory, Mark, cancelled, until
@@ -33,7 +33,8 @@ from lab.report import Result, draw, report_text, suite_json, suite_text
 from lab.scenario import PACE_SHARE, Scenario
 from node.concurrency.task_groups import task_scope, unless
 from node.local_swarm.setup import LocalSwarmOptions
-from node.network.client import query_evaluation, query_status
+from node.network.client import evaluation, statuses_of
+from node.network.session import visit
 from node.observability.events import Step
 from node.observability.status import SwarmStatus
 from swarm.pipeline.custody import ASK_S
@@ -47,11 +48,9 @@ START_LIMIT_S = 180.0
 LATER_LIMIT_S = 150.0
 # Data nodes ask after silent microbatches once in this time, so the logs settle meanwhile.
 CALM_S = ASK_S + 1.0
-ASK_LIMIT_S = 120.0
+ASK_LIMIT_S = 300.0
 ASK_TRIES = 2
 EVALUATIONS = 8  # Whose mean is the held-out loss
-
-Answer = TypeVar("Answer")
 
 Tell = Callable[[str | Row | Mark], None]
 
@@ -198,26 +197,26 @@ class Run:
                 await asyncio.sleep(max(0.0, min(LOOK_S, len(self.rows) * ROW_S - lab.now())))
 
     async def _ask(self) -> None:
-        link = self.lab.swarm.link
-        if self.scenario.chaos is None:  # under chaos, the peers in the link may be gone
-            self._status = await self._asked(lambda: query_status(link))
-        if self.scenario.held_out:
-            # The swarm trains on meanwhile. With small steps one evaluation varies by more than `loss_ratio` may.
-            losses: list[float] = []
-            ask = partial(query_evaluation, link, self.scenario.held_out)
-            while len(losses) < EVALUATIONS and (answer := await self._asked(ask)) is not None:
-                losses.append(float(answer["loss"]))
-            self._held_out_loss = statistics.fmean(losses) if losses else None
+        """Asks the swarm for its status and its held-out loss; it trains on meanwhile, and may not answer."""
+        held_out, losses = self.scenario.held_out, list[float]()
 
-    async def _asked(self, question: Callable[[], Awaitable[Answer]]) -> Answer | None:
-        """Queries the swarm by `question`; None if it does not answer, since the queried peers may have been killed."""
-        for _ in range(ASK_TRIES):
+        async def ask() -> None:
+            async with visit(self.lab.swarm.link) as session:
+                if self.scenario.chaos is None:  # under chaos, the peers in the link may be gone
+                    async with aclosing(statuses_of(session, self.scenario.manifest)) as seen:
+                        self._status = await anext(seen)
+                # With small steps one evaluation varies by more than `loss_ratio` may.
+                while held_out and len(losses) < EVALUATIONS:
+                    losses.append(float((await evaluation(session, held_out))["loss"]))
+
+        for _ in range(ASK_TRIES if held_out or self.scenario.chaos is None else 0):
             try:
                 async with asyncio.timeout(ASK_LIMIT_S):
-                    return await unless(self._stop, question())
+                    await unless(self._stop, ask())
+                break
             except (SkipstoneError, TimeoutError) as error:
                 log.info("the swarm did not answer: %s", error)
-        return None
+        self._held_out_loss = statistics.fmean(losses) if losses else None
 
     @property
     def completed(self) -> list[float]:

@@ -65,32 +65,40 @@ async def query_evaluation(
 ) -> dict[str, Any]:
     """Asks a data node to measure the held-out loss (see `loss_report`). Raises ConfigError, Unreachable."""
     async with visit(link) as session:
-        manifest = (await session.fetch_manifest(patience_s)).manifest
-        await find_peers(session, manifest, patience_s)
-        now, every = session.own.clock.monotonic, range(1, manifest.stages.count)
-        deadline = now() + (patience_s if paths.stages_per_path is None else GAP_PATIENCE_S)
-        while True:
-            served = {module.stage for module in session.membership.served(now()) if module is not None}
-            if served.issuperset(every) or now() >= deadline:
-                break
-            await asyncio.sleep(PAUSE_S)
-        missing = {stage: "no peer" for stage in every if stage not in served}
-        subsets = paths.of(manifest, served.intersection(every), missing)
+        return await evaluation(session, microbatches, paths, patience_s)
 
-        async def ask(peer: PeerId) -> dict[str, Any]:
-            measured = []
-            for stages in subsets:
-                question = Question(QuestionAbout.EVALUATE, microbatches, stages=stages)
-                answer = await session.transport.ask(peer, question, 600.0)  # the whole model over the held-out text
-                measured.append((stages, loss_in(parse_answer(answer))))
-            return loss_report(measured)
 
-        def is_data_node(peer: PeerId) -> bool:
-            announcement = session.membership.get(peer)
-            return announcement is not None and announcement.module == ModuleId(0)
+async def evaluation(
+    session: NetworkSession, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
+) -> dict[str, Any]:
+    """Does the same as `query_evaluation`, from an open session."""
+    manifest = (await session.fetch_manifest(patience_s)).manifest
+    await find_peers(session, manifest, patience_s)
+    now, every = session.own.clock.monotonic, range(1, manifest.stages.count)
+    deadline = now() + (patience_s if paths.stages_per_path is None else GAP_PATIENCE_S)
+    while True:
+        served = {module.stage for module in session.membership.served(now()) if module is not None}
+        if served.issuperset(every) or now() >= deadline:
+            break
+        await asyncio.sleep(PAUSE_S)
+    missing = {stage: "no peer" for stage in every if stage not in served}
+    subsets = paths.of(manifest, served.intersection(every), missing)
 
-        what = "that hosts stage 0 has measured the held-out loss"
-        return await session.first_answer(ask, is_data_node, patience_s, what)
+    async def ask(peer: PeerId) -> dict[str, Any]:
+        measured = []
+        for stages in subsets:
+            question = Question(QuestionAbout.EVALUATE, microbatches, stages=stages)
+            answer = await session.transport.ask(peer, question, 600.0)  # the whole model over the held-out text
+            measured.append((stages, loss_in(parse_answer(answer))))
+        return loss_report(measured)
+
+    def is_data_node(peer: PeerId) -> bool:
+        announcement = session.membership.get(peer)
+        return announcement is not None and announcement.module == ModuleId(0)
+
+    return await session.first_answer(
+        ask, is_data_node, patience_s, "that hosts stage 0 has measured the held-out loss"
+    )
 
 
 async def find_peers(session: NetworkSession, manifest: Manifest, patience_s: float) -> None:

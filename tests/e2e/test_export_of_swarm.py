@@ -106,11 +106,11 @@ async def test_a_run_with_a_stage_that_nobody_serves_is_used_around_it(tmp_path:
             with pytest.raises(ConfigError, match="of which 3 are available: 1, 2, 4"):
                 opened.narrow(AskedPaths(4))
         assert "--stages-per-path 3" in whole.value.hint
-        answers = [
-            await skipstone("generate", link, "word1", "--tokens", "5", "--device", "cpu", *some),
-            await skipstone("eval", link, "--microbatches", "2", *some),
-            await skipstone("export", link, str(tmp_path / "part"), *some),
-        ]
+        answers = await asyncio.gather(
+            skipstone("generate", link, "word1", "--tokens", "5", "--device", "cpu", *some),
+            skipstone("eval", link, "--microbatches", "2", *some),
+            skipstone("export", link, str(tmp_path / "part"), *some),
+        )
     for code, _, errors in answers:
         assert code == 0, errors
         assert "missing: stage 3 (no peer" in errors

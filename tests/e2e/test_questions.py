@@ -17,8 +17,9 @@ from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.model.memory_need import needs_of
 from node.model.moments import DEFAULT_SLOTS
-from node.network.client import query_evaluation, query_status
+from node.network.client import evaluation, query_evaluation, query_status, statuses_of
 from node.network.loss_report import WHOLE_MODEL, AskedPaths
+from node.network.session import visit
 from node.observability.events import Completed, NodeStatus, Step
 from node.pipeline.admission import hidden_tensor
 from protocol.identity.invitations import NOT_INVITED
@@ -58,15 +59,17 @@ async def test_a_running_swarm_tells_of_itself_and_any_part_of_it_can_be_measure
         whole = await query_evaluation(swarm.link, 2, WHOLE_MODEL)
         assert (whole["microbatches"], whole["tokens"]) == (2, 2 * manifest.microbatch_tokens)
         assert math.isfinite(whole["loss"])
-        for paths, stages in ((WHOLE_MODEL, [[1, 2]]), (AskedPaths(1), [[1]]), (AskedPaths(1, True), [[1], [2]])):
-            answer = await query_evaluation(swarm.link, 1, paths)
-            assert [subset["stages"] for subset in answer["subsets"]] == stages
-            assert all(0 < subset["loss"] < 7 for subset in answer["subsets"])
-        async with asyncio.timeout(PATIENCE_S):  # the peers ask for their credit every few seconds
-            while sum(bool(peer.said.credited) for peer in (await query_status(swarm.link)).peers) < 2:
-                pass
-        with pytest.raises(ConfigError, match="2 after stage 0"):
-            await query_evaluation(swarm.link, 1, AskedPaths(3))
+        async with visit(swarm.link) as session:
+            for paths, stages in ((WHOLE_MODEL, [[1, 2]]), (AskedPaths(1), [[1]]), (AskedPaths(1, True), [[1], [2]])):
+                answer = await evaluation(session, 1, paths)
+                assert [subset["stages"] for subset in answer["subsets"]] == stages
+                assert all(0 < subset["loss"] < 7 for subset in answer["subsets"])
+            with pytest.raises(ConfigError, match="2 after stage 0"):
+                await evaluation(session, 1, AskedPaths(3))
+            async with asyncio.timeout(PATIENCE_S):  # the peers ask for their credit every few seconds
+                async for status in statuses_of(session, manifest):
+                    if sum(bool(peer.said.credited) for peer in status.peers) == 2:
+                        break
         with pytest.raises(Unreachable, match="within 1 s"):
             await query_status(JoinLink(_another_run(tmp_path), swarm.link.peers), patience_s=1.0)
 
