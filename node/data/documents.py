@@ -291,9 +291,6 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:8], "big")
 
 
-# ---- data sets of several files --------------------------------------------------------------------------------------
-
-
 ROWS: Final = 2**32  # Row numbers reserved per file, more than a file has rows
 FILES_EACH: Final = 16  # Files per data node from which whole files are assigned. With fewer, one might get none
 

@@ -278,9 +278,6 @@ def _growth(part: Any) -> float:
     return growth
 
 
-# ---- a model folder's files about tokens -----------------------------------------------------------------------------
-
-
 TOKEN_FILES: Final = re.compile(
     r"(config|generation_config|tokenizer_config|special_tokens_map|chat_template)\.json"
     r"|(chat_template|additional_chat_templates/\w[\w.-]{0,63})\.jinja",

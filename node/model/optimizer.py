@@ -17,7 +17,7 @@ from node.model.optimizers.adamw import AdamW, EightBitAdamW
 from node.model.optimizers.inner_rule import AtDeadline, InnerRule, ParameterState, Submit
 from node.model.optimizers.muon import Muon
 from node.model.optimizers.soap import Soap
-from node.model.shapes import demand_of, has_eight_bits, is_block_matrix
+from node.model.shapes import demand_of, has_eight_bits, is_block_matrix, writes
 from protocol.manifest.manifest import InnerSection, Manifest, ScheduleSection, TrainingSection
 from swarm.vocabulary.errors import SkipstoneError, StateError
 from swarm.vocabulary.types import MicrobatchId, ModuleId
@@ -277,7 +277,8 @@ def _rules(
     if inner.name == "soap":
         return AdamW(others, inner), Soap(tuple(matrices), inner, submit)
     if inner.name == "muon":
-        return AdamW(others, inner), Muon(tuple(matrices), inner)
+        outputs = frozenset(parameter for parameter in matrices if writes(names[parameter]))
+        return AdamW(others, inner), Muon(tuple(matrices), inner, outputs)
     if moments is MomentType.EIGHT_BIT:
         packed = {p: None for p, name in names.items() if has_eight_bits(name, tuple(p.shape))}
         return AdamW([p for p in names if p not in packed], inner), EightBitAdamW(tuple(packed), inner)

@@ -206,9 +206,6 @@ class LinkCodecs:
         )
 
 
-# ---- interfaces to the node ------------------------------------------------------------------------------------------
-
-
 class PathEnds:
     """Callbacks of the runner about a data node's own microbatches. This base class, for other nodes, does nothing."""
 

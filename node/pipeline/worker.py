@@ -211,8 +211,6 @@ class Wire:
             raise ProtocolViolation(fault)
 
 
-# ---- weight stashing -------------------------------------------------------------------------------------------------
-#
 # A gradient must flow through the weights that computed the output. After an inner step between forward and backward,
 # that takes a copy of the old weights: weight stashing (Narayanan et al. 2019, "PipeDream", section 3.3). Without one,
 # forward is recomputed with the new weights: one visit in five at a staleness of 1, for some per cent more loss.

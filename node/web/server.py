@@ -53,9 +53,6 @@ HEADERS: Final = {
 }
 
 
-# ---- the picture: a run's status, peers that left, and recent changes ------------------------------------------------
-
-
 GONE_S: Final = 120.0  # Time for which a peer that has gone is shown
 MOST_GONE: Final = 32
 MOST_HAPPENED: Final = 40

@@ -685,9 +685,6 @@ def _read_record(record: bytes) -> bytes:
     return record
 
 
-# ---- fields of link.proto's Frame by class ---------------------------------------------------------------------------
-
-
 class _Kind(NamedTuple):
     what: type
     converter: Converter

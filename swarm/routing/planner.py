@@ -568,9 +568,6 @@ def in_flight_by_peer(paths: Sequence[Path]) -> dict[PeerId, int]:
     return Counter(hop.peer for path in paths for hop in path.hops)
 
 
-# ---- search --------------------------------------------------------------------------------------------------------
-
-
 NEAREST = 6  # Largest number of replicas per stage in a search: those with the cheapest detour from the data node
 
 _Front = list[tuple[float, PeerId, PeerRoute]]

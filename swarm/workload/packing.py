@@ -196,9 +196,6 @@ class Filling:
         return len(self.pieces) - 1
 
 
-# ---- the order of microbatches ---------------------------------------------------------------------------------------
-
-
 ENOUGH: Final = 1.012  # A worst run up to this is good enough to try no other order
 ALIKE: Final = 0.004  # Relative cost difference up to which a slope has random order
 LOW: Final = 0.03  # Microbatches this much cheaper than most are spread evenly over a slope

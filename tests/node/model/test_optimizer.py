@@ -475,11 +475,12 @@ MUON_INNER = InnerSection(name="muon", weight_decay=0.1)
 
 def test_it_moves_matrices_as_pytorchs_own_class_does_up_to_its_bfloat16() -> None:
     torch.manual_seed(1)
-    own = [nn.Parameter(torch.randn(24, 40)), nn.Parameter(torch.randn(40, 24))]
+    own = [nn.Parameter(torch.randn(24, 40)), nn.Parameter(torch.randn(40, 24)), nn.Parameter(torch.zeros(40, 24))]
     before = [parameter.detach().clone() for parameter in own]
     theirs = [nn.Parameter(parameter.clone()) for parameter in before]
-    reference = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    optimizer = Muon(own, MUON_INNER)
+    groups = [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.01 / 4, "weight_decay": 0.4}]
+    reference = torch.optim.Muon(groups, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    optimizer = Muon(own, MUON_INNER, outputs=frozenset(own[2:]))
     for step in range(5):
         for mine, other in zip(own, theirs, strict=True):
             mine.grad = torch.randn_like(mine)
@@ -490,7 +491,7 @@ def test_it_moves_matrices_as_pytorchs_own_class_does_up_to_its_bfloat16() -> No
         optimizer.step(0.01)
     for mine, other, start in zip(own, theirs, before, strict=True):
         assert (mine - other).norm() < 0.03 * (mine - start).norm()
-    assert [optimizer.states[parameter].steps for parameter in own] == [5, 4]
+    assert [optimizer.states[parameter].steps for parameter in own] == [5, 4, 5]
 
 
 @pytest.mark.parametrize("matrix", [torch.zeros(3, 5), torch.full((3, 5), 1e-30), torch.full((3, 5), 1e15)])

@@ -466,9 +466,6 @@ def test_what_is_evaluated_is_not_kept_and_adds_nothing() -> None:
     assert ends.worker.stage.head_sum.visits == 0
 
 
-# ---- token numbers ---------------------------------------------------------------------------------------------------
-
-
 def narrow_bench() -> HopBench:
     manifest = small_manifest(model__residual=5, model__token_rank=3)
     return HopBench(host_hop(manifest, MODULE, CPU, BUDGET), manifest)
