@@ -274,11 +274,10 @@ def _rules(
     names = _names(accumulators)
     matrices = {parameter: None for parameter, name in names.items() if is_block_matrix(name, tuple(parameter.shape))}
     others = [parameter for parameter in names if parameter not in matrices]
-    if inner.name == "soap":
-        return AdamW(others, inner), Soap(tuple(matrices), inner, submit)
-    if inner.name == "muon":
-        outputs = frozenset(parameter for parameter in matrices if writes(names[parameter]))
-        return AdamW(others, inner), Muon(tuple(matrices), inner, outputs)
+    if inner.name in ("muon", "soap"):
+        rule = Muon(tuple(matrices), inner) if inner.name == "muon" else Soap(tuple(matrices), inner, submit)
+        rule.outputs = frozenset(parameter for parameter in matrices if writes(names[parameter]))
+        return AdamW(others, inner), rule
     if moments is MomentType.EIGHT_BIT:
         packed = {p: None for p, name in names.items() if has_eight_bits(name, tuple(p.shape))}
         return AdamW([p for p in names if p not in packed], inner), EightBitAdamW(tuple(packed), inner)

@@ -1,7 +1,7 @@
 """Muon: steps along the orthogonalized momentum of the gradient."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,12 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
-from protocol.manifest.manifest import InnerSection
 
 _RMS: Final = 0.2  # RMS of an update's elements, to match AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2)
-# Factor on the rate of matrices whose outputs are added to hidden states. They begin at zero, and at the full rate the
-# first steps add more than the small embeddings: 0.1 nats after 240 steps.
-_OUTPUT_RATE: Final = 0.25
 
 
 @dataclass(slots=True)
@@ -24,13 +20,7 @@ class Momentum:
 
 
 class Muon(InnerRule[Momentum]):
-    """Muon with Nesterov momentum for matrices, as `torch.optim.Muon` with `match_rms_adamw`. `outputs` move slower."""
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], inner: InnerSection, outputs: frozenset[nn.Parameter] = frozenset()
-    ) -> None:
-        super().__init__(parameters, inner)
-        self._rates = {parameter: _OUTPUT_RATE if parameter in outputs else 1.0 for parameter in parameters}
+    """Muon with Nesterov momentum for matrices, like `torch.optim.Muon` with `match_rms_adamw`."""
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -44,10 +34,10 @@ class Muon(InnerRule[Momentum]):
             state.steps += 1
             state.mean.lerp_(gradient, 1 - momentum)
             update = orthogonalized(gradient.lerp(state.mean, momentum))
-            size = _RMS * math.sqrt(max(parameter.shape)) * self._rates[parameter]
+            own_rate = self.rate_of(parameter, rate)
             with self.opened(parameter) as values:
-                values.mul_(1 - rate * self._inner.weight_decay)
-                values.add_(update, alpha=-rate * size)
+                values.mul_(1 - own_rate * self._inner.weight_decay)
+                values.add_(update, alpha=-own_rate * _RMS * math.sqrt(max(parameter.shape)))
 
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
         return {"exp_avg": tuple(parameter.shape)}

@@ -160,7 +160,7 @@ class Soap(InnerRule[Preconditioned]):
     def step(self, rate: float) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None:
-                self._move(parameter, parameter.grad, rate)
+                self._move(parameter, parameter.grad, self.rate_of(parameter, rate))
 
     def clear(self) -> None:
         for state in self.states.values():

@@ -24,6 +24,7 @@ from node.model.optimizers.inner_rule import AtDeadline, ParameterState
 from node.model.optimizers.muon import Muon
 from node.model.optimizers.packed import BLOCK, PART, EightBit, SplitWeight, dynamic_map, eight_bit_bytes
 from node.model.optimizers.soap import Eigenbasis, RefreshClock, Soap, refined
+from node.model.passes import build_block_stack
 from node.model.shapes import EMBEDDING, HEAD, has_eight_bits
 from protocol.manifest.manifest import InnerSection, TrainingSection
 from swarm.vocabulary.errors import ResourceExhausted, SkipstoneError
@@ -470,6 +471,19 @@ def test_the_embedding_vectors_and_small_matrices_keep_float32() -> None:
     assert not has_eight_bits("model.norm.weight", (8192,))
 
 
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_what_a_block_writes_moves_at_a_quarter_of_the_rate(name: str) -> None:
+    manifest = small_manifest(training__inner={"name": name, "weight_decay": 0.0})
+    accumulator = Accumulator(part := build_block_stack(manifest, ModuleId(1)))
+    before = {name: parameter.detach().clone() for name, parameter in part.named_parameters()}
+    accumulator.add(microbatch(1), 32, [torch.ones_like(parameter) for parameter in accumulator.parameters])
+    InnerOptimizer(manifest, ModuleId(1), (accumulator,)).step()
+    attention = "model.layers.1.self_attn.{}_proj.weight"
+    read, written = (part.get_parameter(n) - before[n] for n in (attention.format("q"), attention.format("o")))
+    assert read.abs().max() > 0
+    torch.testing.assert_close(4 * written, read)
+
+
 MUON_INNER = InnerSection(name="muon", weight_decay=0.1)
 
 
@@ -478,9 +492,10 @@ def test_it_moves_matrices_as_pytorchs_own_class_does_up_to_its_bfloat16() -> No
     own = [nn.Parameter(torch.randn(24, 40)), nn.Parameter(torch.randn(40, 24)), nn.Parameter(torch.zeros(40, 24))]
     before = [parameter.detach().clone() for parameter in own]
     theirs = [nn.Parameter(parameter.clone()) for parameter in before]
-    groups = [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.01 / 4, "weight_decay": 0.4}]
+    groups = [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.01 / 4}]
     reference = torch.optim.Muon(groups, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    optimizer = Muon(own, MUON_INNER, outputs=frozenset(own[2:]))
+    optimizer = Muon(own, MUON_INNER)
+    optimizer.outputs = frozenset(own[2:])
     for step in range(5):
         for mine, other in zip(own, theirs, strict=True):
             mine.grad = torch.randn_like(mine)

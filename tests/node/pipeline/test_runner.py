@@ -407,8 +407,6 @@ async def test_a_codec_that_the_run_does_not_allow_is_a_violation() -> None:
         await swarm.all_clear()
 
 
-# ---- the codecs of links ---------------------------------------------------------------------------------------------
-
 LINK_TENSOR = TensorSpec((4, 512, 512), DType.FLOAT32)
 VISIT_S = 0.4
 

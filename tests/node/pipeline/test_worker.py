@@ -51,8 +51,6 @@ from tests.kit.hops import CPU, HopBench, hidden_states, sent
 from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
 
-# ---- a stage of blocks -----------------------------------------------------------------------------------------------
-
 MANIFEST = small_manifest()
 TENSOR, TOKENS = hidden_tensor(MANIFEST), MANIFEST.microbatch_tokens
 NO_GRAPHS, MANY_GRAPHS = 0, 2**20
@@ -352,9 +350,6 @@ def test_every_gradient_is_that_of_one_version_whatever_comes_between(seed: int)
     for number in under_way:
         replica.worker.forget(number)
     assert replica.worker._stash._copies == {}
-
-
-# ---- both ends of a path ---------------------------------------------------------------------------------------------
 
 
 class Ends:
@@ -706,8 +701,6 @@ def test_weights_are_put_off_where_nothing_else_fills_idle_time_those_of_a_subst
     peer.idle_time()
     assert_same(peer.sums(), other.sums(), 1e-5)
 
-
-# ---- block by block --------------------------------------------------------------------------------------------------
 
 BLOCKS = 3
 GRAPHS = pytest.mark.parametrize("graphs", [None, 0, 1, 2, 3])

@@ -240,8 +240,6 @@ def test_what_is_given_up_leaves_jobs_to_be_told() -> None:
     work.finish()
 
 
-# ---- when tensors arrive: after as long for each byte as earlier ones of the same sender -----------------------------
-
 NEAR, FAR = PeerId("near"), PeerId("far")
 
 

@@ -154,8 +154,6 @@ def test_one_that_is_far_slower_than_all_others_is_launched_again_and_at_most_on
     assert stragglers.find((), 99.0) is None
 
 
-# ---- the window: over peers that compute one microbatch after another, and links that delay --------------------------
-
 START, LEAST = 6, 4
 SLOTS = Reasoned(64, "so many slots")
 

@@ -249,9 +249,6 @@ def test_without_a_proven_replica_every_linked_one_gets_work() -> None:
     assert [path.hops[0].peer for path in paths if isinstance(path, Path)] == ["n1", "n2"]
 
 
-# ---- by prices -------------------------------------------------------------------------------------------------------
-
-
 class TwoStages:
     """Two stages with two replicas each, a second for each visit."""
 
