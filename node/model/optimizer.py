@@ -186,7 +186,8 @@ class InnerOptimizer:
         # Bytes of optimizer state on the compute device once every parameter was stepped
         named, kept = _names(accumulators).items(), self.moments.value
         self.state_bytes = sum(optimizer_bytes(training.inner, name, tuple(p.shape), kept) for p, name in named)
-        self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
+        blocks = sum(manifest.stages.blocks)
+        self.rules = _rules(training.inner, accumulators, submit, self.moments.value, blocks)
         for rule in self.rules:
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         self.before_step: Callable[[], None] = lambda: None  # A replica that is alone applies its outer step here
@@ -268,7 +269,7 @@ class InnerOptimizer:
 
 
 def _rules(
-    inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit, moments: MomentType
+    inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit, moments: MomentType, blocks: int
 ) -> tuple[InnerRule[Any], ...]:
     """Returns the optimizer rules of a module. Each parameter belongs to one of them."""
     names = _names(accumulators)
@@ -276,7 +277,9 @@ def _rules(
     others = [parameter for parameter in names if parameter not in matrices]
     if inner.name in ("muon", "soap"):
         rule = Muon(tuple(matrices), inner) if inner.name == "muon" else Soap(tuple(matrices), inner, submit)
-        rule.outputs = frozenset(parameter for parameter in matrices if writes(names[parameter]))
+        # The two matrices of each block that add to hidden states share one rate, and decay as all others (CompleteP,
+        # arXiv:2505.01618). They begin at zero: at the full rate, first steps would add more than small embeddings.
+        rule.rates = dict.fromkeys((p for p in matrices if writes(names[p])), 1 / (2 * blocks))
         return AdamW(others, inner), rule
     if moments is MomentType.EIGHT_BIT:
         packed = {p: None for p, name in names.items() if has_eight_bits(name, tuple(p.shape))}

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from swarm.pipeline.compute_queue import IdleWork
 Shape = tuple[int, ...]
 FLOAT_BYTES = 4
 State = TypeVar("State")
-# Factor on the rate of a rule's `outputs`. They begin at zero, and at the full rate the first steps add more than the
-# small embeddings: it saves Muon and SOAP 0.1 nats in 240 steps, AdamW 0.015.
-_OUTPUT_RATE: Final = 0.25
 
 
 def zeros_of(parameter: nn.Parameter) -> Tensor:
@@ -60,16 +57,13 @@ class InnerRule(ABC, Generic[State]):
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         self._inner = inner
         self.parameters = tuple(parameters)
-        self.outputs: frozenset[nn.Parameter] = frozenset()  # Matrices whose outputs are added to hidden states
+        self.rates: Mapping[nn.Parameter, float] = {}  # Factors on the learning rate; 1 for the others
         self.states: dict[nn.Parameter, State] = {}
         self.packed: Mapping[nn.Parameter, PackedFloats] = {}
 
     @abstractmethod
     def step(self, rate: float) -> None:
         """Applies one optimizer step to every parameter that has a gradient."""
-
-    def rate_of(self, parameter: nn.Parameter, rate: float) -> float:
-        return rate * _OUTPUT_RATE if parameter in self.outputs else rate
 
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
         """Returns names and shapes of a parameter's state tensors after `steps` steps (at least 1)."""

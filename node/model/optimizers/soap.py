@@ -160,7 +160,7 @@ class Soap(InnerRule[Preconditioned]):
     def step(self, rate: float) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None:
-                self._move(parameter, parameter.grad, self.rate_of(parameter, rate))
+                self._move(parameter, parameter.grad, rate)
 
     def clear(self) -> None:
         for state in self.states.values():
@@ -218,7 +218,7 @@ class Soap(InnerRule[Preconditioned]):
         update = state.rotated_back(state.rotated(state.mean).div_(deviation))
         with self.opened(parameter) as values:
             values.mul_(1 - rate * inner.weight_decay)
-            values.add_(update, alpha=-rate / (1 - inner.beta1**moments))
+            values.add_(update, alpha=-rate * self.rates.get(parameter, 1.0) / (1 - inner.beta1**moments))
         for side, statistics in state.statistics.items():
             squares = gradient @ gradient.T if side == "left" else gradient.T @ gradient
             statistics.lerp_(squares, 1 - inner.beta2)
