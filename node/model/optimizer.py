@@ -186,9 +186,12 @@ class InnerOptimizer:
         # Bytes of optimizer state on the compute device once every parameter was stepped
         named, kept = _names(accumulators).items(), self.moments.value
         self.state_bytes = sum(optimizer_bytes(training.inner, name, tuple(p.shape), kept) for p, name in named)
-        blocks = sum(manifest.stages.blocks)
-        self.rules = _rules(training.inner, accumulators, submit, self.moments.value, blocks)
+        self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
+        # The two matrices of each block that add to hidden states share one rate, and decay as all others (CompleteP,
+        # arXiv:2505.01618). In a new model they begin at zero: at the full rate they would soon drown small embeddings.
+        slow = 1.0 if manifest.start else 1 / (2 * sum(manifest.stages.blocks))
         for rule in self.rules:
+            rule.rates = {p: slow for p, name in named if writes(name)}
             rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         self.before_step: Callable[[], None] = lambda: None  # A replica that is alone applies its outer step here
         self.before_change: Callable[[], None] = lambda: None  # So that a copy in progress can finish
@@ -269,18 +272,16 @@ class InnerOptimizer:
 
 
 def _rules(
-    inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit, moments: MomentType, blocks: int
+    inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit, moments: MomentType
 ) -> tuple[InnerRule[Any], ...]:
     """Returns the optimizer rules of a module. Each parameter belongs to one of them."""
     names = _names(accumulators)
     matrices = {parameter: None for parameter, name in names.items() if is_block_matrix(name, tuple(parameter.shape))}
     others = [parameter for parameter in names if parameter not in matrices]
-    if inner.name in ("muon", "soap"):
-        rule = Muon(tuple(matrices), inner) if inner.name == "muon" else Soap(tuple(matrices), inner, submit)
-        # The two matrices of each block that add to hidden states share one rate, and decay as all others (CompleteP,
-        # arXiv:2505.01618). They begin at zero: at the full rate, first steps would add more than small embeddings.
-        rule.rates = dict.fromkeys((p for p in matrices if writes(names[p])), 1 / (2 * blocks))
-        return AdamW(others, inner), rule
+    if inner.name == "soap":
+        return AdamW(others, inner), Soap(tuple(matrices), inner, submit)
+    if inner.name == "muon":
+        return AdamW(others, inner), Muon(tuple(matrices), inner)
     if moments is MomentType.EIGHT_BIT:
         packed = {p: None for p, name in names.items() if has_eight_bits(name, tuple(p.shape))}
         return AdamW([p for p in names if p not in packed], inner), EightBitAdamW(tuple(packed), inner)

@@ -1,6 +1,7 @@
 """AdamW with moments in float32, or in 8 bits for large matrices."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -24,23 +25,21 @@ class Moments:
 class AdamW(InnerRule[Moments]):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), without weight decay on vectors (norms, biases)."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
-        super().__init__(parameters, inner)
-        self._groups = (
-            ([parameter for parameter in parameters if parameter.dim() >= 2], inner.weight_decay),
-            ([parameter for parameter in parameters if parameter.dim() < 2], 0.0),
-        )
-
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        for parameters, decay in self._groups:
+        groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+        for parameter in self.parameters:
+            factor = self.rates.get(parameter, 1.0)  # All matrices lose the same share of each weight
+            decay = self._inner.weight_decay / factor if parameter.dim() >= 2 else 0.0
+            groups[rate * factor, decay].append(parameter)
+        for (own_rate, decay), parameters in groups.items():
             moved = [p for p in parameters if p.grad is not None and p not in self.packed]
             moments = [self._moments(parameter) for parameter in moved]
             gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
-            apply_adamw(self._inner, list[Tensor](moved), gradients, moments, rate, decay)
+            apply_adamw(self._inner, list[Tensor](moved), gradients, moments, own_rate, decay)
             for parameter in parameters:
                 if parameter in self.packed and parameter.grad is not None:
-                    self._move_packed(parameter, parameter.grad.view(-1), rate, decay)
+                    self._move_packed(parameter, parameter.grad.view(-1), own_rate, decay)
 
     def _move_packed(self, parameter: nn.Parameter, gradient: Tensor, rate: float, decay: float) -> None:
         """Applies a step to a packed parameter part by part, so that little of it is unpacked at a time."""
@@ -114,6 +113,8 @@ class EightBitAdamW(InnerRule[EightBitMoments]):
         for parameter in self.parameters:
             if parameter.grad is None:
                 continue
+            factor = self.rates.get(parameter, 1.0)
+            own_rate, decay = rate * factor, self._inner.weight_decay / factor
             state = self.states.get(parameter) or EightBitMoments.of(parameter)
             self.states[parameter] = state
             gradient = parameter.grad.view(-1)
@@ -121,7 +122,7 @@ class EightBitAdamW(InnerRule[EightBitMoments]):
                 steps = torch.full((), float(state.steps), device=parameter.device)
                 moments = Moments(state.mean.read(part), state.variance.read(part), steps)
                 with self.opened_part(parameter, part) as values:
-                    apply_adamw(self._inner, [values], [gradient[part]], [moments], rate, self._inner.weight_decay)
+                    apply_adamw(self._inner, [values], [gradient[part]], [moments], own_rate, decay)
                 state.mean.write(part, moments.mean)
                 state.variance.write(part, moments.variance)
             state.steps += 1

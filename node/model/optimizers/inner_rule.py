@@ -57,7 +57,7 @@ class InnerRule(ABC, Generic[State]):
     def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
         self._inner = inner
         self.parameters = tuple(parameters)
-        self.rates: Mapping[nn.Parameter, float] = {}  # Factors on the learning rate; 1 for the others
+        self.rates: Mapping[nn.Parameter, float] = {}  # Factors on the learning rate, not on the decay
         self.states: dict[nn.Parameter, State] = {}
         self.packed: Mapping[nn.Parameter, PackedFloats] = {}
 

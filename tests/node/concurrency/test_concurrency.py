@@ -368,9 +368,6 @@ async def test_what_fails_is_no_longer_owed_and_ends_the_block_with_its_own_erro
     assert chores.owed == 0
 
 
-# ---- cores that other programs use -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("threads", "held_up", "wanted"),
     [(1, 0.9, 1), (2, 0.2, 2), (2, 0.39, 1), (8, 0.01, 8), (8, 1 / 9, 7), (8, 0.33, 5), (64, 0.015, 64), (16, 0.95, 1)],

@@ -346,19 +346,21 @@ def test_it_moves_parameters_as_pytorchs_own_class_does() -> None:
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in own]
     inner = InnerSection(weight_decay=0.1)
     groups = [
-        {"params": [theirs[0], theirs[2]], "weight_decay": inner.weight_decay},
+        {"params": [theirs[0]], "weight_decay": inner.weight_decay},
         {"params": [theirs[1]], "weight_decay": 0.0},
+        {"params": [theirs[2]], "weight_decay": 4 * inner.weight_decay},
     ]
     reference = torch.optim.AdamW(groups, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, fused=True)
     optimizer = AdamW(own, inner)
+    optimizer.rates = {own[2]: 1 / 4}
     for step in range(1, 6):
         for mine, other in zip(own, theirs, strict=True):
             mine.grad = torch.randn_like(mine)
             other.grad = mine.grad.clone()
         if step == 2:
             own[2].grad = theirs[2].grad = None
-        for group in reference.param_groups:
-            group["lr"] = 0.01 / step
+        for group, factor in zip(reference.param_groups, (1, 1, 1 / 4), strict=True):
+            group["lr"] = 0.01 / step * factor
         reference.step()
         optimizer.step(0.01 / step)
         for mine, other in zip(own, theirs, strict=True):
@@ -471,7 +473,7 @@ def test_the_embedding_vectors_and_small_matrices_keep_float32() -> None:
     assert not has_eight_bits("model.norm.weight", (8192,))
 
 
-@pytest.mark.parametrize("name", ["muon", "soap"])
+@pytest.mark.parametrize("name", ["muon", "soap", "adamw"])
 def test_all_that_blocks_write_moves_as_far_as_one_matrix(name: str) -> None:
     manifest = small_manifest(training__inner={"name": name, "weight_decay": 0.0})
     accumulator = Accumulator(part := build_block_stack(manifest, ModuleId(1)))

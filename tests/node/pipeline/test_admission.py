@@ -145,9 +145,6 @@ def test_a_route_must_be_signed_but_is_not_better_for_that_where_the_run_does_no
             rules.check(sender, message, TENSOR)
 
 
-# ---- microbatches of documents ---------------------------------------------------------------------------------------
-
-
 def of_labels(labels: int) -> Path:
     return replace(AB, route=SignedRoute(tuple(hop.module for hop in AB.hops), 60.0, bytes(64), labels=labels))
 

@@ -174,8 +174,6 @@ def test_a_gradient_is_taken_back_whether_or_not_a_step_has_come_between(stepped
         torch.testing.assert_close(total.float(), taken_back, atol=1e-4, rtol=1e-5)
 
 
-# ---- gradients of visits from before an inner step -------------------------------------------------------------------
-
 PLENTY = 2**30
 MODULE = ModuleId(1)
 
@@ -493,8 +491,6 @@ def test_a_token_number_outside_the_vocabulary_is_refused(number: int) -> None:
     with pytest.raises(ProtocolViolation, match=f"token number {number} is not below the vocabulary of 257"):
         bench.worker.compute(job)
 
-
-# ---- weight gradients that are put off -------------------------------------------------------------------------------
 
 BUDGET = 2**24
 ROOM_FOR_NO_WORK = 0

@@ -17,6 +17,7 @@ from node.data.local_paths import LocalPathOptions
 from node.export.open_model import evaluate_model
 from node.local_swarm.default_manifest import default_manifest
 from node.model.initialization import digest_of_tensors, parameters_of
+from node.model.shapes import writes
 from node.observability.event_json import event_to_json
 from node.solo.trainer import SOLO, CheckpointPlan, SoloTrainer, WholeModel, solo_peer, train_solo
 from protocol.manifest.manifest import Manifest
@@ -88,13 +89,14 @@ def test_a_step_is_that_of_one_model_on_one_large_batch(manifest: Manifest) -> N
     whole.backward()
     inner = manifest.training.inner
     for _, parts in other.modules():
-        parameters = [parameter for part in parts for parameter in part.parameters()]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        groups = [
-            {"params": [p for p in parameters if p.dim() == 2], "weight_decay": inner.weight_decay},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        named = [(name, parameter) for part in parts for name, parameter in part.named_parameters()]
+        torch.nn.utils.clip_grad_norm_([parameter for _, parameter in named], 1.0)
+        rate, decay, slow = inner.learning_rate / 2, inner.weight_decay, 2 * sum(manifest.stages.blocks)
+        groups = [  # in the first of two warm-up steps
+            {"params": [p for name, p in named if p.dim() == 2 and not writes(name)], "weight_decay": decay},
+            {"params": [p for name, p in named if writes(name)], "lr": rate / slow, "weight_decay": slow * decay},
+            {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0},
         ]
-        rate = inner.learning_rate / 2  # the first of two warm-up steps
         torch.optim.AdamW(groups, lr=rate, betas=(inner.beta1, inner.beta2), eps=inner.epsilon).step()
 
     assert loss == pytest.approx(whole.item(), abs=1e-5)
