@@ -92,12 +92,11 @@ def _claims(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from _row(*["---"] * 7)
     subject = ""
     for each in found:
-        if each["subject"] != subject:
+        claims = [claim for claim in each["claims"] if "paper" not in claim]  # those are in the table below
+        if claims and each["subject"] != subject:
             subject = each["subject"]
             yield from _row(f"**{subject}**", *[""] * 6)
-        for claim in each["claims"]:
-            if "paper" in claim:
-                continue  # in the table below
+        for claim in claims:
             peer = claim["peer"]
             yield from _row(
                 claim["claim"],
