@@ -198,16 +198,16 @@ class Run:
 
     async def _ask(self) -> None:
         """Asks the swarm for its status and its held-out loss; it trains on meanwhile, and may not answer."""
-        held_out, losses = self.scenario.held_out, list[float]()
+        manifest, held_out, losses = self.scenario.manifest, self.scenario.held_out, list[float]()
 
         async def ask() -> None:
             async with visit(self.lab.swarm.link) as session:
                 if self.scenario.chaos is None:  # under chaos, the peers in the link may be gone
-                    async with aclosing(statuses_of(session, self.scenario.manifest)) as seen:
+                    async with aclosing(statuses_of(session, manifest)) as seen:
                         self._status = await anext(seen)
                 # With small steps one evaluation varies by more than `loss_ratio` may.
                 while held_out and len(losses) < EVALUATIONS:
-                    losses.append(float((await evaluation(session, held_out))["loss"]))
+                    losses.append(float((await evaluation(session, manifest, held_out))["loss"]))
 
         for _ in range(ASK_TRIES if held_out or self.scenario.chaos is None else 0):
             try:

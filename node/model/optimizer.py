@@ -190,9 +190,10 @@ class InnerOptimizer:
         # The two matrices of each block that add to hidden states share one rate, and decay as all others (CompleteP,
         # arXiv:2505.01618). In a new model they begin at zero: at the full rate they would soon drown small embeddings.
         slow = 1.0 if manifest.start else 1 / (2 * sum(manifest.stages.blocks))
+        rates = {parameter: slow for parameter, name in named if writes(name)}
+        packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         for rule in self.rules:
-            rule.rates = {p: slow for p, name in named if writes(name)}
-            rule.packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
+            rule.rates, rule.packed = rates, packed
         self.before_step: Callable[[], None] = lambda: None  # A replica that is alone applies its outer step here
         self.before_change: Callable[[], None] = lambda: None  # So that a copy in progress can finish
 

@@ -65,14 +65,18 @@ async def query_evaluation(
 ) -> dict[str, Any]:
     """Asks a data node to measure the held-out loss (see `loss_report`). Raises ConfigError, Unreachable."""
     async with visit(link) as session:
-        return await evaluation(session, microbatches, paths, patience_s)
+        manifest = (await session.fetch_manifest(patience_s)).manifest
+        return await evaluation(session, manifest, microbatches, paths, patience_s)
 
 
 async def evaluation(
-    session: NetworkSession, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
+    session: NetworkSession,
+    manifest: Manifest,
+    microbatches: int,
+    paths: AskedPaths = WHOLE_MODEL,
+    patience_s: float = 30.0,
 ) -> dict[str, Any]:
     """Does the same as `query_evaluation`, from an open session."""
-    manifest = (await session.fetch_manifest(patience_s)).manifest
     await find_peers(session, manifest, patience_s)
     now, every = session.own.clock.monotonic, range(1, manifest.stages.count)
     deadline = now() + (patience_s if paths.stages_per_path is None else GAP_PATIENCE_S)

@@ -61,11 +61,11 @@ async def test_a_running_swarm_tells_of_itself_and_any_part_of_it_can_be_measure
         assert math.isfinite(whole["loss"])
         async with visit(swarm.link) as session:
             for paths, stages in ((WHOLE_MODEL, [[1, 2]]), (AskedPaths(1), [[1]]), (AskedPaths(1, True), [[1], [2]])):
-                answer = await evaluation(session, 1, paths)
+                answer = await evaluation(session, manifest, 1, paths)
                 assert [subset["stages"] for subset in answer["subsets"]] == stages
                 assert all(0 < subset["loss"] < 7 for subset in answer["subsets"])
             with pytest.raises(ConfigError, match="2 after stage 0"):
-                await evaluation(session, 1, AskedPaths(3))
+                await evaluation(session, manifest, 1, AskedPaths(3))
             async with asyncio.timeout(PATIENCE_S):  # the peers ask for their credit every few seconds
                 async for status in statuses_of(session, manifest):
                     if sum(bool(peer.said.credited) for peer in status.peers) == 2:

@@ -29,9 +29,8 @@ class AdamW(InnerRule[Moments]):
     def step(self, rate: float) -> None:
         groups: defaultdict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
         for parameter in self.parameters:
-            factor = self.rates.get(parameter, 1.0)  # All matrices lose the same share of each weight
-            decay = self._inner.weight_decay / factor if parameter.dim() >= 2 else 0.0
-            groups[rate * factor, decay].append(parameter)
+            own_rate, decay = self.rate_and_decay(parameter, rate)
+            groups[own_rate, decay if parameter.dim() >= 2 else 0.0].append(parameter)
         for (own_rate, decay), parameters in groups.items():
             moved = [p for p in parameters if p.grad is not None and p not in self.packed]
             moments = [self._moments(parameter) for parameter in moved]
@@ -113,8 +112,7 @@ class EightBitAdamW(InnerRule[EightBitMoments]):
         for parameter in self.parameters:
             if parameter.grad is None:
                 continue
-            factor = self.rates.get(parameter, 1.0)
-            own_rate, decay = rate * factor, self._inner.weight_decay / factor
+            own_rate, decay = self.rate_and_decay(parameter, rate)
             state = self.states.get(parameter) or EightBitMoments.of(parameter)
             self.states[parameter] = state
             gradient = parameter.grad.view(-1)

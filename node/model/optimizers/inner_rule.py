@@ -65,6 +65,11 @@ class InnerRule(ABC, Generic[State]):
     def step(self, rate: float) -> None:
         """Applies one optimizer step to every parameter that has a gradient."""
 
+    def rate_and_decay(self, parameter: nn.Parameter, rate: float) -> tuple[float, float]:
+        """Returns a parameter's own rate, and the weight decay by which it shrinks as much as at the full rate."""
+        factor = self.rates.get(parameter, 1.0)
+        return rate * factor, self._inner.weight_decay / factor
+
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
         """Returns names and shapes of a parameter's state tensors after `steps` steps (at least 1)."""
         return {"exp_avg": tuple(parameter.shape), "exp_avg_sq": tuple(parameter.shape)}

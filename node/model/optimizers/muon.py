@@ -34,10 +34,10 @@ class Muon(InnerRule[Momentum]):
             state.steps += 1
             state.mean.lerp_(gradient, 1 - momentum)
             update = orthogonalized(gradient.lerp(state.mean, momentum))
-            size = _RMS * math.sqrt(max(parameter.shape)) * self.rates.get(parameter, 1.0)
+            own_rate, decay = self.rate_and_decay(parameter, rate)
             with self.opened(parameter) as values:
-                values.mul_(1 - rate * self._inner.weight_decay)
-                values.add_(update, alpha=-rate * size)
+                values.mul_(1 - own_rate * decay)
+                values.add_(update, alpha=-own_rate * _RMS * math.sqrt(max(parameter.shape)))
 
     def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
         return {"exp_avg": tuple(parameter.shape)}

@@ -216,9 +216,10 @@ class Soap(InnerRule[Preconditioned]):
         state.variance.mul_(inner.beta2).addcmul_(rotated, rotated, value=1 - inner.beta2)
         deviation = state.variance.div(1 - inner.beta2**moments).sqrt_().add_(inner.epsilon)
         update = state.rotated_back(state.rotated(state.mean).div_(deviation))
+        own_rate, decay = self.rate_and_decay(parameter, rate)
         with self.opened(parameter) as values:
-            values.mul_(1 - rate * inner.weight_decay)
-            values.add_(update, alpha=-rate * self.rates.get(parameter, 1.0) / (1 - inner.beta1**moments))
+            values.mul_(1 - own_rate * decay)
+            values.add_(update, alpha=-own_rate / (1 - inner.beta1**moments))
         for side, statistics in state.statistics.items():
             squares = gradient @ gradient.T if side == "left" else gradient.T @ gradient
             statistics.lerp_(squares, 1 - inner.beta2)
