@@ -51,6 +51,7 @@ class Task:
     held_out_microbatches: int = 12
     source: str = "python-stdlib"
     late: int = 0
+    look_ahead: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,10 @@ ARMS: Final = {
 
 def manifest_of(task: Task, arm: Arm, seed: int, rate: float) -> Manifest:
     schedule = {"kind": "cosine", "warmup_steps": task.steps // 20, "total_steps": task.steps}
-    inner = {"name": arm.name, "learning_rate": rate}
+    inner = {"name": arm.name, "learning_rate": rate, "look_ahead": task.look_ahead}
+    training = {"inner": inner, "schedule": schedule, "staleness": task.late}
     data = {"source": task.source, "held_out": 0.1}
-    return run_of("optimizers", [0, task.blocks], seed=seed, data=data, inner=inner, schedule=schedule, **size_of(task))
+    return run_of("optimizers", [0, task.blocks], seed=seed, data=data, **training, **size_of(task))
 
 
 class IdleTime:
@@ -190,12 +192,18 @@ def trainings(task: Task, options: Any, arms: Iterable[str], train: Callable[...
 
 
 def measure_all(options: Any) -> dict[str, Any]:
-    task = Task(options.steps, hidden=options.hidden, source=source_of(options.text), late=options.late)
+    task = Task(
+        options.steps,
+        hidden=options.hidden,
+        source=source_of(options.text),
+        late=options.late,
+        look_ahead=options.look_ahead,
+    )
     return {"task": asdict(task), **trainings(task, options, options.arms, measure)}
 
 
 if __name__ == "__main__":
     usual = {"seeds": [1, 2, 3], "rates": [1.5e-3, 3e-3, 6e-3], "arms": tuple(ARMS), "steps": 300}
-    usual |= {"hidden": 128, "late": 0}
+    usual |= {"hidden": 128, "late": 0, "look_ahead": 1.0}
     quick = {"seeds": [1], "rates": [3e-3], "steps": 6, "hidden": 16}
     kit.run(__doc__, measure_all, quick, text=Path, **usual)

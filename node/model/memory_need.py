@@ -144,8 +144,8 @@ class _Measure:
 
     def _counted(self, shapes: Mapping[str, Shape]) -> tuple[int, int]:
         """Returns the number of parameters with these shapes, and the bytes of their optimizer state."""
-        inner = self._manifest.training.inner
-        kept = sum(optimizer_bytes(inner, name, shape, self._moments) for name, shape in shapes.items())
+        training = self._manifest.training
+        kept = sum(optimizer_bytes(training, name, shape, self._moments) for name, shape in shapes.items())
         return parameter_bytes(shapes) // BYTES_PER_PARAMETER, kept
 
     def need(self, blocks: Sequence[int], microbatches: int, *, ends: int) -> Need:

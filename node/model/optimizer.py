@@ -14,7 +14,7 @@ from node.model.blocks import packed_weights
 from node.model.device import copied
 from node.model.moments import MomentType, moments_of
 from node.model.optimizers.adamw import AdamW, EightBitAdamW
-from node.model.optimizers.inner_rule import AtDeadline, InnerRule, ParameterState, Submit
+from node.model.optimizers.inner_rule import FLOAT_BYTES, AtDeadline, InnerRule, ParameterState, Submit, zeros_of
 from node.model.optimizers.muon import Muon
 from node.model.optimizers.soap import Soap
 from node.model.shapes import demand_of, has_eight_bits, is_block_matrix, writes
@@ -185,7 +185,7 @@ class InnerOptimizer:
         self.moments = moments_of(training.inner, moments)
         # Bytes of optimizer state on the compute device once every parameter was stepped
         named, kept = _names(accumulators).items(), self.moments.value
-        self.state_bytes = sum(optimizer_bytes(training.inner, name, tuple(p.shape), kept) for p, name in named)
+        self.state_bytes = sum(optimizer_bytes(training, name, tuple(p.shape), kept) for p, name in named)
         self.rules = _rules(training.inner, accumulators, submit, self.moments.value)
         # The two matrices of each block that add to hidden states share one rate, and decay as all others (CompleteP,
         # arXiv:2505.01618). In a new model they begin at zero: at the full rate they would soon drown small embeddings.
@@ -194,6 +194,9 @@ class InnerOptimizer:
         packed = {p: held for each in self._accumulators for p, held in each.packed.items()}
         for rule in self.rules:
             rule.rates, rule.packed = rates, packed
+        # By how much parameters are ahead of the steps taken, where gradients come late (weight prediction: SpecTrain,
+        # arXiv:1809.02839, with the last change for the next one)
+        self._ahead: dict[nn.Parameter, Tensor] = {}
         self.before_step: Callable[[], None] = lambda: None  # A replica that is alone applies its outer step here
         self.before_change: Callable[[], None] = lambda: None  # So that a copy in progress can finish
 
@@ -220,11 +223,25 @@ class InnerOptimizer:
         self.tokens += max(0, tokens) * self.replicas
         self._ramp = min(RAMP_STEPS, self._ramp + 1)
         rate = learning_rate(self._training, self.tokens / self._demand) * (self._ramp / RAMP_STEPS)
-        for rule in self.rules:
-            rule.step(rate)
+        self._step(rate)
         for accumulator in self._accumulators:
             accumulator.start_over()
         return StepFigures(self.steps, visits, tokens, norm.item(), rate)
+
+    @torch.no_grad()
+    def _step(self, rate: float) -> None:
+        steps_ahead = look_ahead(self._training)
+        opened = [(parameter, rule) for rule in self.rules for parameter in rule.parameters if steps_ahead]
+        for parameter, rule in opened:
+            ahead = self._ahead.setdefault(parameter, zeros_of(parameter))
+            with rule.opened(parameter) as values:  # Steps begin where the last one ended; `ahead` keeps that place
+                values.copy_(torch.sub(values, ahead, out=ahead))
+        for rule in self.rules:
+            rule.step(rate)
+        for parameter, rule in opened:
+            ahead = self._ahead[parameter]
+            with rule.opened(parameter) as values:
+                values.add_(torch.sub(values, ahead, out=ahead).mul_(steps_ahead))
 
     def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
         """Copies the optimizer state to the CPU, keyed by the module's parameter names (`parameters_of`)."""
@@ -268,6 +285,7 @@ class InnerOptimizer:
         self._forget()
 
     def _forget(self) -> None:
+        self._ahead.clear()
         for rule in self.rules:
             rule.clear()
 
@@ -298,8 +316,18 @@ def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
     return names
 
 
-def optimizer_bytes(inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:
+def look_ahead(training: TrainingSection) -> float:
+    """Returns by how many of the last changes parameters are ahead, so that late gradients belong to the next step."""
+    return training.inner.look_ahead * training.staleness
+
+
+def optimizer_bytes(training: TrainingSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:
     """Returns the bytes of optimizer state for one parameter on the compute device."""
+    ahead = FLOAT_BYTES * math.prod(shape) if look_ahead(training) else 0
+    return ahead + _state_bytes(training.inner, name, shape, moments)
+
+
+def _state_bytes(inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:
     if moments_of(inner, moments).value is MomentType.EIGHT_BIT and has_eight_bits(name, shape):
         return EightBitAdamW.state_bytes(shape)
     if inner.name == "adamw" or not is_block_matrix(name, shape):

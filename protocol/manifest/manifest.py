@@ -191,7 +191,11 @@ class InnerSection(Section):
     """For `soap`: inner steps until a refreshed basis is used, at most `refresh_steps`. The paper's algorithm has 1."""
     largest_side: Annotated[int, Field(ge=8, le=65_536)] = 2048
     """For `soap`: longer sides of a matrix have no basis, because a refresh takes cubic time."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"momentum", "refresh_steps", "refresh_lag", "largest_side"})
+    look_ahead: Annotated[float, Field(ge=0, le=4, allow_inf_nan=False)] = 1.0
+    """With late gradients: parameters are ahead by this share of their last change, for each step of staleness."""
+    added_later: ClassVar[frozenset[str]] = frozenset(
+        {"momentum", "refresh_steps", "refresh_lag", "largest_side", "look_ahead"}
+    )
 
     @model_validator(mode="after")
     def _refreshes_follow_each_other(self) -> Self:

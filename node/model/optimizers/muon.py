@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape, zeros_of
 
+_NEW: Final = 0.2  # Share of the newest gradient in an update (Ma and Yarats 2019, arXiv:1810.06801)
 _RMS: Final = 0.2  # RMS of an update's elements, to match AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2)
 
 
@@ -20,7 +21,7 @@ class Momentum:
 
 
 class Muon(InnerRule[Momentum]):
-    """Muon with Nesterov momentum for matrices, like `torch.optim.Muon` with `match_rms_adamw`."""
+    """Muon with quasi-hyperbolic momentum for matrices, else as `torch.optim.Muon` with `match_rms_adamw`."""
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -33,7 +34,7 @@ class Muon(InnerRule[Momentum]):
             self.states[parameter] = state
             state.steps += 1
             state.mean.lerp_(gradient, 1 - momentum)
-            update = orthogonalized(gradient.lerp(state.mean, momentum))
+            update = orthogonalized(gradient.lerp(state.mean, 1 - _NEW))
             own_rate, decay = self.rate_and_decay(parameter, rate)
             with self.opened(parameter) as values:
                 values.mul_(1 - own_rate * decay)

@@ -486,6 +486,34 @@ def test_all_that_blocks_write_moves_as_far_as_one_matrix(name: str) -> None:
     torch.testing.assert_close(2 * sum(manifest.stages.blocks) * written, read)
 
 
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize(("staleness", "look_ahead"), [(1, 1.0), (2, 0.5), (3, 0.0)])
+def test_where_gradients_come_late_parameters_are_ahead_by_their_last_change(
+    name: str, staleness: int, look_ahead: float
+) -> None:
+    inner = {"name": name, "look_ahead": look_ahead, "learning_rate": 0.01}
+    runs = [small_manifest(training__staleness=late, training__inner=inner) for late in (0, staleness)]
+    parts = [build_block_stack(manifest, ModuleId(1)) for manifest in runs]
+    sums = [Accumulator(part) for part in parts]
+    on_time, late = (InnerOptimizer(m, ModuleId(1), (each,)) for m, each in zip(runs, sums, strict=True))
+    before = [parameter.detach().clone() for parameter in parts[0].parameters()]
+    for number in range(4):
+        gradients = [torch.randn_like(parameter) for parameter in before]
+        for each in sums:
+            each.add(microbatch(number), 32, gradients)
+        on_time.step()
+        late.step()
+        for place, ahead, last in zip(parts[0].parameters(), parts[1].parameters(), before, strict=True):
+            torch.testing.assert_close(ahead, place + staleness * look_ahead * (place - last), rtol=1e-4, atol=1e-6)
+            last.copy_(place.detach())
+    late.start_anew(0, 0)  # the parameters were replaced: nothing of the old ones is taken back
+    new = [parameter.detach().fill_(1.0) for parameter in parts[1].parameters()]
+    sums[1].add(microbatch(9), 32, [torch.zeros_like(parameter) for parameter in new])
+    late.step()
+    assert all((parameter - 1).abs().max() < 0.01 for parameter in new)
+    assert late.state_bytes - on_time.state_bytes == 4 * sum(p.numel() for p in new) * (look_ahead > 0)
+
+
 MUON_INNER = InnerSection(name="muon", weight_decay=0.1)
 
 
@@ -495,15 +523,20 @@ def test_it_moves_matrices_as_pytorchs_own_class_does_up_to_its_bfloat16() -> No
     before = [parameter.detach().clone() for parameter in own]
     theirs = [nn.Parameter(parameter.clone()) for parameter in before]
     groups = [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.01 / 4, "weight_decay": 0.4}]
-    reference = torch.optim.Muon(groups, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    optimizer = Muon(own, MUON_INNER)
+    # Without momentum of its own it orthogonalizes what it is given.
+    reference = torch.optim.Muon(
+        groups, lr=0.01, weight_decay=0.1, momentum=0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+    )
+    optimizer, means = Muon(own, MUON_INNER), [torch.zeros_like(parameter) for parameter in own]
     optimizer.rates = {own[2]: 1 / 4}
     for step in range(5):
-        for mine, other in zip(own, theirs, strict=True):
+        for mine, other, mean in zip(own, theirs, means, strict=True):
+            mine.grad = other.grad = None
+            if step == 2 and mine is own[1]:
+                continue
             mine.grad = torch.randn_like(mine)
-            other.grad = mine.grad.clone()
-        if step == 2:
-            own[1].grad = theirs[1].grad = None
+            mean.mul_(0.95).add_(mine.grad, alpha=0.05)
+            other.grad = 0.2 * mine.grad + 0.8 * mean
         reference.step()
         optimizer.step(0.01)
     for mine, other, start in zip(own, theirs, before, strict=True):

@@ -229,7 +229,7 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     later = changed(changed(SMALL, ("stages", "visit_ratio"), 1.5), ("model", "attention"), "documents")
     later = changed(later, ("training", "schedule"), {"warmup_tokens": 64, "total_tokens": 640})
     of_soap = {"name": "soap", "refresh_steps": 20, "refresh_lag": 3, "largest_side": 512}
-    later = changed(later, ("training", "inner"), {**of_soap, "momentum": 0.9})
+    later = changed(later, ("training", "inner"), {**of_soap, "momentum": 0.9, "look_ahead": 0.5})
     stages = later["stages"] | {"experts": 2, "workers": "paths"}
     later = later | {"routing": {"router": "ab" * 32}, "stages": stages}
     model = {"head_dim": 4, "tied_embeddings": True, "attention_bias": True, "positions": 4096}
@@ -268,6 +268,7 @@ WRONG_VALUES: dict[str, list[object]] = {
     "training.inner.name": ["sgd"],
     "training.inner.refresh_lag": [0],
     "training.inner.momentum": [1.0],
+    "training.inner.look_ahead": [-0.1, 4.1],
     "training.inner.largest_side": [100_000],
     "data.inviters": [["nobody"], [AUTHOR.peer] * 17],
     "data.ends": [[-1], [1_000_000], [0] * 65, 7, [True]],
