@@ -135,9 +135,6 @@ def _tool_call(call: Any) -> str:
     return f"<tool_call>\n{json.dumps(found, ensure_ascii=False)}\n</tool_call>"
 
 
-# ---- order and split -------------------------------------------------------------------------------------------------
-
-
 logger = logging.getLogger(__name__)
 
 MOST_REASONS: Final = 16  # Reasons for leaving out documents that are counted separately

@@ -170,9 +170,6 @@ def _about(fragments: Iterator[Fragment], tokens: int) -> Iterator[Fragment]:
             return
 
 
-# ---- a look at the text of a new run ---------------------------------------------------------------------------------
-
-
 SAMPLED_BYTES: Final = 2**21
 SAMPLED_DOCUMENTS: Final = 256
 SAMPLED_FILES: Final = 32

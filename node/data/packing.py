@@ -70,9 +70,6 @@ class Microbatch:
         return Size(self.size, self.documents, self.cost)
 
 
-# ---- causal: rows of one stream --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _RowBlock:
     """Rows shuffled together, [rows, sequence], and the order in which they are used."""
@@ -154,9 +151,6 @@ def _from(fragment: Fragment, count: int) -> Fragment:
     tokens: Tokens = fragment.tokens[count:].copy()
     wanted = None if fragment.wanted is None else fragment.wanted[count:].copy()
     return Fragment(StreamPosition(start.epoch, start.position, start.offset + count), tokens, wanted=wanted)
-
-
-# ---- documents: whole documents --------------------------------------------------------------------------------------
 
 
 BLOCK_MICROBATCHES: Final = 64  # Minimum of microbatches per block. Fewer cannot have equal costs without padding

@@ -201,9 +201,6 @@ def _unreadable(why: str) -> StateError:
     return StateError(f"cannot read the router: {why}", hint="Update Skipstone: the author may use a newer version.")
 
 
-# ---- the router's file -----------------------------------------------------------------------------------------------
-
-
 def router_file(manifest_file: Path) -> Path:
     return manifest_file.with_suffix(_SUFFIX)
 
@@ -222,9 +219,6 @@ def load_router(manifest_file: Path, manifest: Manifest) -> Router | None:
             f"cannot read the run's router {path}: {error.strerror}",
             hint="Copy it from next to the manifest that `skipstone new` wrote, or join by a link.",
         ) from None
-
-
-# ---- load balancing --------------------------------------------------------------------------------------------------
 
 
 Integers = npt.NDArray[np.int64]
@@ -397,9 +391,6 @@ def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
         speed = 0.9 * speed - 1.0 * gradient
         weights = weights + speed
     return weights
-
-
-# ---- balanced assignment ---------------------------------------------------------------------------------------------
 
 
 SLACK: Final = 1.05  # Largest size of a cluster, relative to an equal share

@@ -137,9 +137,6 @@ _KERNELS: Final[dict[Kernel, Callable[[Tensor, Tensor, Tensor, tuple[int, ...]],
 }
 
 
-# ---- documents on several devices ------------------------------------------------------------------------------------
-
-
 QUERIES_AT_ONCE: Final = 256  # Per attention call. In a square of this width, half of the scores are masked.
 
 

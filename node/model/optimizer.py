@@ -323,16 +323,12 @@ def look_ahead(training: TrainingSection) -> float:
 
 def optimizer_bytes(training: TrainingSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:
     """Returns the bytes of optimizer state for one parameter on the compute device."""
-    ahead = FLOAT_BYTES * math.prod(shape) if look_ahead(training) else 0
-    return ahead + _state_bytes(training.inner, name, shape, moments)
-
-
-def _state_bytes(inner: InnerSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:
+    inner, ahead = training.inner, FLOAT_BYTES * math.prod(shape) * (look_ahead(training) > 0)
     if moments_of(inner, moments).value is MomentType.EIGHT_BIT and has_eight_bits(name, shape):
-        return EightBitAdamW.state_bytes(shape)
+        return ahead + EightBitAdamW.state_bytes(shape)
     if inner.name == "adamw" or not is_block_matrix(name, shape):
-        return AdamW.state_bytes(shape)
-    return Muon.state_bytes(shape) if inner.name == "muon" else Soap.state_bytes(shape, inner.largest_side)
+        return ahead + AdamW.state_bytes(shape)
+    return ahead + (Muon.state_bytes(shape) if inner.name == "muon" else Soap.state_bytes(shape, inner.largest_side))
 
 
 def _copy(state: ParameterState) -> ParameterState:

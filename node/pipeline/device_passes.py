@@ -461,9 +461,6 @@ class BlockByBlock:
         return tuple(tensor for block in self._blocks for tensor in block.weights())
 
 
-# ---- several devices -------------------------------------------------------------------------------------------------
-
-
 Result = TypeVar("Result")
 
 SHORTEST_CUT: Final = 512  # Tokens per device below which documents are not cut

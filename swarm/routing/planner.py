@@ -165,9 +165,6 @@ class StagePrices:
             excess[stage - 1] = min(most, max(-most, excess[stage - 1] + more))
 
 
-# ---- paths -----------------------------------------------------------------------------------------------------------
-
-
 GATHER_S = 60.0  # Time that a run with experts waits for all modules at its start, in seconds
 FULL_ROUTES = 3.0  # Price of a replica without a free slot, in routes
 # Weight of one update in a replica's mean share of taken slots, which smooths over about 20 s. With only the latest

@@ -71,9 +71,6 @@ NAMED = {"reverse", "noise", "drift", "forged-rosters", "mean-reversed", "mean-e
 """Lies whose teller must be named. Others do no harm, or are refused without proof."""
 
 
-# ---- what a swarm does -----------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Record:
     """What happened in a run. Times count from when all nodes train."""
@@ -330,9 +327,6 @@ async def intruder(mode: str, manifest: Manifest, record: Record, options: Any) 
             for task in tuple(scene.tasks):
                 task.cancel()
             await asyncio.gather(*scene.tasks, return_exceptions=True)
-
-
-# ---- one run and its judgement ---------------------------------------------------------------------------------------
 
 
 async def run(options: Any, mode: str, folder: Path, until_tokens: int = 0) -> Record:
