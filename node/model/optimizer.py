@@ -232,16 +232,18 @@ class InnerOptimizer:
     def _step(self, rate: float) -> None:
         steps_ahead = look_ahead(self._training)
         opened = [(parameter, rule) for rule in self.rules for parameter in rule.parameters if steps_ahead]
+        changes, self._ahead = self._ahead, {}  # if a step fails, nothing is taken back in the next one
         for parameter, rule in opened:
-            ahead = self._ahead.setdefault(parameter, zeros_of(parameter))
-            with rule.opened(parameter) as values:  # Steps begin where the last one ended; `ahead` keeps that place
-                values.copy_(torch.sub(values, ahead, out=ahead))
+            place = changes.setdefault(parameter, zeros_of(parameter))
+            with rule.opened(parameter) as values:
+                values.copy_(torch.sub(values, place, out=place))  # both are where the last step ended
         for rule in self.rules:
             rule.step(rate)
         for parameter, rule in opened:
-            ahead = self._ahead[parameter]
+            place = changes[parameter]
             with rule.opened(parameter) as values:
-                values.add_(torch.sub(values, ahead, out=ahead).mul_(steps_ahead))
+                values.add_(torch.sub(values, place, out=place).mul_(steps_ahead))
+        self._ahead = changes
 
     def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
         """Copies the optimizer state to the CPU, keyed by the module's parameter names (`parameters_of`)."""
