@@ -320,7 +320,7 @@ def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
 
 def look_ahead(training: TrainingSection) -> float:
     """Returns by how many of the last changes parameters are ahead, so that late gradients belong to the next step."""
-    return training.inner.look_ahead * training.staleness
+    return training.inner.look_ahead * min(4, training.staleness)  # farther was never measured
 
 
 def optimizer_bytes(training: TrainingSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:

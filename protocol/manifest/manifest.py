@@ -192,7 +192,7 @@ class InnerSection(Section):
     largest_side: Annotated[int, Field(ge=8, le=65_536)] = 2048
     """For `soap`: longer sides of a matrix have no basis, because a refresh takes cubic time."""
     look_ahead: Annotated[float, Field(ge=0, le=4, allow_inf_nan=False)] = 1.0
-    """With late gradients: parameters are ahead by this share of their last change, for each step of staleness."""
+    """With late gradients: parameters are ahead by this share of their last change, times `staleness` (at most 4)."""
     added_later: ClassVar[frozenset[str]] = frozenset(
         {"momentum", "refresh_steps", "refresh_lag", "largest_side", "look_ahead"}
     )
