@@ -2,7 +2,8 @@
 
 One small model, trained to the end of a cosine schedule with the product's parts; a token is a byte. `soap` refreshes
 its bases between microbatches, as in a peer's idle time, `soap in step` the same bases inside the inner step. `--late`:
-steps take gradients of parameters that are so many steps old, as with `training.staleness`.
+steps take gradients of parameters that are so many steps old, as with `training.staleness`; `--look-ahead`: by which
+share of their last change parameters are ahead then, for each of these steps.
 `foreground_s`: processor time without that between microbatches. `best`: for each optimizer and seed the learning rate
 with the least final loss, and the shares of AdamW's steps and seconds until its best's last loss (null: never).
 """
