@@ -322,7 +322,13 @@ def run_of(
             "model": {**width, "feed_forward": feed_forward or 8 * hidden // 3, **(model or {})},
             "stages": {"blocks": list(blocks), **(stages or {})},
             "data": dict(data or {}),
-            "training": {"rows": rows, "inner_tokens": microbatches * rows * sequence, **training},
+            # Runs of a minute are as late as the others from the start.
+            "training": {
+                "rows": rows,
+                "inner_tokens": microbatches * rows * sequence,
+                "staleness_steps": 0,
+                **training,
+            },
             **(sections or {}),
         }
     )
@@ -334,7 +340,7 @@ def demo_run(name: str, blocks: Sequence[int], seed: int, **training: Any) -> Ma
 
     table = default_manifest(seed, name).model_dump(mode="json", exclude_none=True)
     table["stages"]["blocks"] = list(blocks)
-    table["training"] |= training
+    table["training"] |= {"staleness_steps": 0, **training}
     table["training"]["schedule"] |= {"kind": "constant", "total_steps": 1_000_000}
     return manifest_from_table(table)
 

@@ -2,8 +2,8 @@
 
 One small model, trained to the end of a cosine schedule with the product's parts; a token is a byte. `soap` refreshes
 its bases between microbatches, as in a peer's idle time, `soap in step` the same bases inside the inner step. `--late`:
-steps take gradients of parameters that are so many steps old, as with `training.staleness`; `--look-ahead`: by which
-share of their last change parameters are ahead then, for each of these steps.
+steps take gradients of parameters that are so many steps old, one more each `--late-steps` (0: from the start);
+`--look-ahead`: by which share of their last change parameters are ahead then, for each of these steps.
 `foreground_s`: processor time without that between microbatches. `best`: for each optimizer and seed the learning rate
 with the least final loss, and the shares of AdamW's steps and seconds until its best's last loss (null: never).
 """
@@ -31,6 +31,7 @@ from node.model.moments import MomentType
 from node.model.optimizer import InnerOptimizer
 from node.model.optimizers.inner_rule import AtDeadline
 from protocol.manifest.manifest import Manifest
+from swarm.pipeline.in_flight import staleness_at
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import ModuleId
 
@@ -52,6 +53,7 @@ class Task:
     held_out_microbatches: int = 12
     source: str = "python-stdlib"
     late: int = 0
+    late_steps: int = 100
     look_ahead: float = 1.0
 
 
@@ -76,7 +78,7 @@ ARMS: Final = {
 def manifest_of(task: Task, arm: Arm, seed: int, rate: float) -> Manifest:
     schedule = {"kind": "cosine", "warmup_steps": task.steps // 20, "total_steps": task.steps}
     inner = {"name": arm.name, "learning_rate": rate, "look_ahead": task.look_ahead}
-    training = {"inner": inner, "schedule": schedule, "staleness": task.late}
+    training = {"inner": inner, "schedule": schedule, "staleness": task.late, "staleness_steps": task.late_steps}
     data = {"source": task.source, "held_out": 0.1}
     return run_of("optimizers", [0, task.blocks], seed=seed, data=data, **training, **size_of(task))
 
@@ -103,8 +105,8 @@ class IdleTime:
 class Trainer(Learner):
     """The model with its inner optimizers, as data node and stage peers have them."""
 
-    def __init__(self, manifest: Manifest, arm: Arm, late: int = 0) -> None:
-        self.idle, self._arm, self._late = IdleTime(), arm, late
+    def __init__(self, manifest: Manifest, arm: Arm) -> None:
+        self.idle, self._arm = IdleTime(), arm
         self._waiting: deque[Callable[[], object]] = deque()  # additions of gradients
         self._feed = TrainingFeed(manifest, open_documents(manifest), READER)
         self._seconds = 0.0
@@ -116,24 +118,24 @@ class Trainer(Learner):
         return self._seconds - self.idle.seconds
 
     def next_step(self) -> None:
-        """One inner step of every module, with the next microbatches or those of `late` steps before."""
-        begun, each = time.thread_time(), self.manifest.microbatches_per_step
-        for _ in range(each):
+        """One inner step of every module, with the next microbatches or those of some steps before."""
+        begun, each, training = time.thread_time(), self.manifest.microbatches_per_step, self.manifest.training
+        late = staleness_at(self.optimizers[0].steps, training.staleness, training.staleness_steps)
+        while len(self._waiting) < each * (1 + late):
             microbatch = self._feed.next()
             self._waiting.append(partial(self.add, microbatch, self.gradients(microbatch)))
             if self._arm.in_idle_time:
                 self.idle.fill()
-        if len(self._waiting) > each * self._late:
-            for _ in range(each):
-                self._waiting.popleft()()
-            self.step()
+        for _ in range(each):
+            self._waiting.popleft()()
+        self.step()
         self._seconds += time.thread_time() - begun
 
 
 def measure(task: Task, name: str, seed: int, rate: float) -> dict[str, Any]:
     """Trains one arm to the end of its schedule."""
     manifest = manifest_of(task, ARMS[name], seed, rate)
-    trainer = Trainer(manifest, ARMS[name], task.late)
+    trainer = Trainer(manifest, ARMS[name])
     return {"arm": name, "seed": seed, "rate": rate, **trained(task, manifest, trainer)}
 
 
@@ -193,18 +195,13 @@ def trainings(task: Task, options: Any, arms: Iterable[str], train: Callable[...
 
 
 def measure_all(options: Any) -> dict[str, Any]:
-    task = Task(
-        options.steps,
-        hidden=options.hidden,
-        source=source_of(options.text),
-        late=options.late,
-        look_ahead=options.look_ahead,
-    )
+    own = {key: getattr(options, key) for key in ("steps", "hidden", "late", "late_steps", "look_ahead")}
+    task = Task(**own, source=source_of(options.text))
     return {"task": asdict(task), **trainings(task, options, options.arms, measure)}
 
 
 if __name__ == "__main__":
     usual = {"seeds": [1, 2, 3], "rates": [1.5e-3, 3e-3, 6e-3], "arms": tuple(ARMS), "steps": 300}
-    usual |= {"hidden": 128, "late": 0, "look_ahead": 1.0}
+    usual |= {"hidden": 128, "late": 0, "late_steps": 100, "look_ahead": 1.0}
     quick = {"seeds": [1], "rates": [3e-3], "steps": 6, "hidden": 16}
     kit.run(__doc__, measure_all, quick, text=Path, **usual)

@@ -35,9 +35,6 @@ END_OF_BATCH: Final = b"."
 LONGEST_MESSAGE: Final = 8 * MIB
 
 
-# ---- bare streams ----------------------------------------------------------------------------------------------------
-
-
 async def echo_batches(_requests: object, context: Any) -> None:
     """Reads and forgets; answers the end of each batch."""
     stream = AcceptedStream(context)
@@ -109,9 +106,6 @@ def bare_stream(batch_bytes: int, plain: bool = False) -> Iterator[Callable[[int
 def raw_mb_per_s(rate: Callable[[int], float], size: int, repeats: int) -> float:
     """Median rate of a one-way stream of messages of this size; the first batch is not counted."""
     return statistics.median([rate(size) for _ in range(1 + repeats)][1:])
-
-
-# ---- a transport -----------------------------------------------------------------------------------------------------
 
 
 class Book:

@@ -701,6 +701,7 @@ class Scenario(ScenarioTable):
 
         base = default_manifest(self.seed, self.name).model_dump(mode="json", exclude_none=True)
         base["training"]["inner"] |= {"name": "adamw", "learning_rate": 3e-3}  # as in all kept figures
+        base["training"]["staleness_steps"] = 0  # the minutes of a scenario stand for the middle of a run
         manifest = manifest_from_table(_merged(base, self.changes))
         if self.route_from is None:
             return manifest, b""

@@ -105,8 +105,6 @@ class MachineRunner(ABC, Generic[Event, Action]):
             if not self._waiting[to]:
                 del self._waiting[to]
 
-    # ---- for subclasses ----------------------------------------------------------------------------------------------
-
     @abstractmethod
     def _carry_out(self, action: Action) -> None: ...
 

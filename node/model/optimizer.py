@@ -19,6 +19,7 @@ from node.model.optimizers.muon import Muon
 from node.model.optimizers.soap import Soap
 from node.model.shapes import demand_of, has_eight_bits, is_block_matrix, writes
 from protocol.manifest.manifest import InnerSection, Manifest, ScheduleSection, TrainingSection
+from swarm.pipeline.in_flight import staleness_at
 from swarm.vocabulary.errors import SkipstoneError, StateError
 from swarm.vocabulary.types import MicrobatchId, ModuleId
 from swarm.workload.microbatch_sizes import StepRule
@@ -230,7 +231,9 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def _step(self, rate: float) -> None:
-        steps_ahead = look_ahead(self._training)
+        training = self._training
+        late = staleness_at(self.steps, training.staleness, training.staleness_steps)
+        steps_ahead = training.inner.look_ahead * min(4, late)  # farther was never measured
         opened = [(parameter, rule) for rule in self.rules for parameter in rule.parameters if steps_ahead]
         changes, self._ahead = self._ahead, {}  # if a step fails, nothing is taken back in the next one
         for parameter, rule in opened:
@@ -318,14 +321,10 @@ def _names(accumulators: Sequence[Accumulator]) -> dict[nn.Parameter, str]:
     return names
 
 
-def look_ahead(training: TrainingSection) -> float:
-    """Returns by how many of the last changes parameters are ahead, so that late gradients belong to the next step."""
-    return training.inner.look_ahead * min(4, training.staleness)  # farther was never measured
-
-
 def optimizer_bytes(training: TrainingSection, name: str, shape: tuple[int, ...], moments: MomentType) -> int:
     """Returns the bytes of optimizer state for one parameter on the compute device."""
-    inner, ahead = training.inner, FLOAT_BYTES * math.prod(shape) * (look_ahead(training) > 0)
+    inner, is_ahead = training.inner, training.inner.look_ahead * training.staleness > 0
+    ahead = FLOAT_BYTES * math.prod(shape) * is_ahead
     if moments_of(inner, moments).value is MomentType.EIGHT_BIT and has_eight_bits(name, shape):
         return ahead + EightBitAdamW.state_bytes(shape)
     if inner.name == "adamw" or not is_block_matrix(name, shape):

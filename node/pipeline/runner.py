@@ -444,8 +444,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     def _not_sent(self, to: PeerId, error: PeerError) -> None:
         self._host.not_reached(to, error)
 
-    # ---- actions of custody ------------------------------------------------------------------------------------------
-
     def _carry_out(self, action: Action) -> None:
         match action:
             case KeepGradient(key):  # Hidden states arrived. A substitute receives the gradient before the input

@@ -399,8 +399,8 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         launches = workers.Launches(worker, runner, context.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, launches, clock, measured)
         in_flight = InFlightTable(own.peer, rules, number, resume.counts_of(position), worker.steps)
-        ahead = max(rules.window, rules.most_by_staleness)
-        reading = ReadingPosition(start, rules.per_step * (rules.staleness + 2) + ahead)
+        late = rules.per_step * rules.staleness  # microbatches
+        reading = ReadingPosition(start, late + 2 * rules.per_step + max(rules.window, late + rules.per_step))
         training = Training(in_flight, resume.progress_of(context.resumed), reading)
         asked, memory = options.window, options.slots_held
         window = WindowFinder(manifest, in_flight, membership, clock, asked=asked, memory=memory)
@@ -448,5 +448,6 @@ def _reported(counts: Counts) -> MicrobatchCounts:
 def _in_flight_rules(options: NodeOptions, manifest: Manifest) -> InFlightRules:
     # At first one microbatch per stage keeps each busy, and two more cover the wire. `WindowFinder` adapts it later.
     window = options.window or manifest.stages.visited_per_path + 3
-    staleness, tokens = manifest.training.staleness, manifest.microbatch_tokens
-    return InFlightRules(manifest.microbatches_per_step, staleness, window, options.steps, tokens)
+    training, tokens = manifest.training, manifest.microbatch_tokens
+    staleness = training.staleness, training.staleness_steps
+    return InFlightRules(manifest.microbatches_per_step, staleness[0], window, options.steps, tokens, staleness[1])

@@ -255,6 +255,9 @@ class TrainingSection(Section):
     """Parts of a module, averaged in turn, each every `inner_steps`."""
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
     """Inner steps a data node may be ahead of its slowest microbatch. 0 equals one process, 1 fills the pipeline."""
+    staleness_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 100
+    """Inner steps after which the staleness grows by one, from 0. 0: it is whole from the start."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"staleness_steps"})
     inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()

@@ -267,8 +267,6 @@ class RelayService:
             except TimeoutError:
                 raise Rejected(f"a stream sent nothing for {limits.handshake_s:g} s") from None
 
-    # ---- attached peers -----------------------------------------------------------------------------------------
-
     async def _attach(self, stream: RelayStream, wish: relay_pb2.RelayAttach) -> None:
         self._check_run(wish.run)
         before = self._attachments.pop(stream.peer, None)
@@ -308,8 +306,6 @@ class RelayService:
             raise Rejected(f"no tunnel has the number {accept.number}")
         waiting.taken.set_result(stream)
         await waiting.over.wait()
-
-    # ---- peers that open tunnels --------------------------------------------------------------------------------
 
     async def _carry_for(self, stream: RelayStream, wish: relay_pb2.RelayOpen) -> None:
         self._check_run(wish.run)

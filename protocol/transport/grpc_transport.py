@@ -376,8 +376,6 @@ class GrpcTransport:
             return Farewell(FarewellReason.DUPLICATE)
         return None
 
-    # ---- tasks --------------------------------------------------------------------------------------------------
-
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(work)
         self._running.add(task)

@@ -590,8 +590,6 @@ class Custody:
         position = entry.key.position
         return [gone, SendControl(self.own, Stranded(entry.key.microbatch, Direction.FORWARD, position, "it was lost"))]
 
-    # ---- data nodes without a link -----------------------------------------------------------------------------------
-
     def _is_unlinked(self, data_node: PeerId) -> bool:
         return data_node != self.own and not self._replicas.is_linked(data_node)
 
@@ -993,9 +991,6 @@ class Custody:
         if self._of(microbatch):
             return []  # in flight: not decided yet
         return [SendControl(sender, Close(microbatch, "no longer in flight"))]
-
-
-# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def _sender(message: Forward | Backward) -> PeerId:

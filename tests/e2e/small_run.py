@@ -46,7 +46,7 @@ def small_run(
     """A byte-level model of `text` with a step of four microbatches."""
     model = {"vocabulary": 257, "hidden": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64, "sequence": 32}
     schedule = {"kind": "constant", "warmup_steps": 5, "total_steps": 1000}
-    learning = {"rows": 2, "inner_tokens": 256, "inner": {"learning_rate": 3e-3}, "schedule": schedule}
+    learning = {"rows": 2, "inner_tokens": 256, "staleness_steps": 0, "inner": {"learning_rate": 3e-3}}
     return manifest_from_table(
         {
             "protocol": 2,
@@ -55,7 +55,7 @@ def small_run(
             "model": {**model, "attention": attention, "residual": residual, "token_rank": residual // 4},
             "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
             "data": {"source": f"path:{text}", "held_out": 0.1, "labels": labels, "open": is_open},
-            "training": {**learning, **training},
+            "training": {**learning, "schedule": schedule, **training},
         }
     )
 

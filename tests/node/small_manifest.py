@@ -17,6 +17,7 @@ def small_manifest(**changes: Any) -> Manifest:
         "training": {
             "rows": 2,
             "inner_tokens": 64,
+            "staleness_steps": 0,
             "schedule": {"kind": "linear", "warmup_steps": 2, "total_steps": 100},
         },
     }

@@ -474,21 +474,25 @@ def test_all_that_blocks_write_moves_as_far_as_one_matrix(name: str) -> None:
     torch.testing.assert_close(2 * sum(manifest.stages.blocks) * written, read)
 
 
-@pytest.mark.parametrize(("staleness", "look_ahead"), [(1, 1.0), (2, 0.5), (3, 0.0)])
-def test_where_gradients_come_late_parameters_are_ahead_by_their_last_change(staleness: int, look_ahead: float) -> None:
+@pytest.mark.parametrize(("staleness", "look_ahead", "each"), [(1, 1.0, 0), (2, 0.5, 0), (3, 0.0, 0), (2, 1.0, 2)])
+def test_with_late_gradients_parameters_are_ahead_by_the_last_change(
+    staleness: int, look_ahead: float, each: int
+) -> None:
     inner = {"name": "muon", "look_ahead": look_ahead, "learning_rate": 0.01}
-    runs = [small_manifest(training__staleness=late, training__inner=inner) for late in (0, staleness)]
+    growing = {"training__inner": inner, "training__staleness_steps": each}
+    runs = [small_manifest(training__staleness=late, **growing) for late in (0, staleness)]
     parts = [build_block_stack(manifest, ModuleId(1)) for manifest in runs]
     sums = [Accumulator(part) for part in parts]
-    on_time, late = (InnerOptimizer(m, ModuleId(1), (each,)) for m, each in zip(runs, sums, strict=True))
+    on_time, late = (InnerOptimizer(m, ModuleId(1), (total,)) for m, total in zip(runs, sums, strict=True))
     last = [parameter.detach().clone() for parameter in parts[0].parameters()]
     for number in range(4):
-        for each in sums:
-            each.add(microbatch(number), 32, [torch.full_like(parameter, number % 3 - 0.8) for parameter in last])
+        for total in sums:
+            total.add(microbatch(number), 32, [torch.full_like(parameter, number % 3 - 0.8) for parameter in last])
         on_time.step()
         late.step()
+        by = look_ahead * (min(staleness, (number + 1) // each) if each else staleness)
         for place, ahead, before in zip(*(part.parameters() for part in parts), last, strict=True):
-            torch.testing.assert_close(ahead, place + staleness * look_ahead * (place - before), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ahead, place + by * (place - before), rtol=1e-4, atol=1e-6)
             before.copy_(place.detach())
     late.start_anew(0, 0)
     new = [parameter.detach().fill_(1.0) for parameter in parts[1].parameters()]

@@ -229,17 +229,15 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     later = changed(changed(SMALL, ("stages", "visit_ratio"), 1.5), ("model", "attention"), "documents")
     later = changed(later, ("training", "schedule"), {"warmup_tokens": 64, "total_tokens": 640})
     of_soap = {"name": "soap", "refresh_steps": 20, "refresh_lag": 3, "largest_side": 512}
-    later = changed(later, ("training", "inner"), {**of_soap, "momentum": 0.9, "look_ahead": 0.5})
-    stages = later["stages"] | {"experts": 2, "workers": "paths"}
-    later = later | {"routing": {"router": "ab" * 32}, "stages": stages}
+    later["training"] |= {"staleness_steps": 50, "inner": {**of_soap, "momentum": 0.9, "look_ahead": 0.5}}
+    later |= {"routing": {"router": "ab" * 32}, "stages": later["stages"] | {"experts": 2, "workers": "paths"}}
     model = {"head_dim": 4, "tied_embeddings": True, "attention_bias": True, "positions": 4096}
     later["model"] |= {**model, "rope_scaling": {"kind": "linear", "factor": 2.0}}
     later["data"] = {"source": "huggingface:some/talks", "labels": "assistant", "revision": "ab" * 20}
-    later["data"] |= {"dealt_by": "files", "open": True, "inviters": [AUTHOR.peer]}
+    later["data"] |= {"dealt_by": "files", "open": True, "inviters": [AUTHOR.peer], "token_files": "eJwDAAAAAAE="}
     later["data"] |= {"tokenizer": "file:a", "tokenizer_sha256": "ef" * 32, "ends": [7, 8], "beginning": 0}
-    later["data"] |= {"token_files": "eJwDAAAAAAE="}
-    later |= {"start": {"modules": ["cd" * 32] * len(later["stages"]["blocks"])}}
-    later |= {"paths": {"max_jump": 2, "full_every": 10}}
+    start = {"modules": ["cd" * 32] * len(later["stages"]["blocks"])}
+    later |= {"start": start, "paths": {"max_jump": 2, "full_every": 10}}
     mistral = changed(changed(later, ("model", "family"), "mistral"), ("model", "attention_bias"), False)
     windowed = changed(mistral, ("model", "sliding_window"), 4096)
     assert '"sliding_window":4096' in signing.canonical(manifest_from_table(windowed)).decode()
@@ -269,6 +267,7 @@ WRONG_VALUES: dict[str, list[object]] = {
     "training.inner.refresh_lag": [0],
     "training.inner.momentum": [1.0],
     "training.inner.look_ahead": [-0.1, 4.1],
+    "training.staleness_steps": [-1, 1.5],
     "training.inner.largest_side": [100_000],
     "data.inviters": [["nobody"], [AUTHOR.peer] * 17],
     "data.ends": [[-1], [1_000_000], [0] * 65, 7, [True]],

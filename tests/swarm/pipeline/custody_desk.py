@@ -42,8 +42,6 @@ class Desk:
         self.sendings: list[str] = []
         self.custody = custody.Custody(own, slots, self)
 
-    # ---- swarm.pipeline.custody.Replicas -----------------------------------------------------------------------------
-
     def choose(self, module: ModuleId, without: frozenset[PeerId], busy: PeerId | None) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]
         return Reasoned(left[0], "the first") if left else Reasoned(None, f"module {module} has no peer left")
@@ -65,8 +63,6 @@ class Desk:
 
     def has_other_expert(self, module: ModuleId) -> bool:
         return str(module.stage) in self.elsewhere
-
-    # ---- events ------------------------------------------------------------------------------------------------------
 
     def do(self, line: str) -> str:
         """What custody does: its actions, or the answer to a header."""

@@ -99,8 +99,6 @@ class RoughWorld(World):
     def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> RoughPeer:
         return RoughPeer(self, own, module, incarnation)
 
-    # ---- what goes wrong -----------------------------------------------------------------------------------------
-
     def freeze(self, peer: RoughPeer, seconds: float) -> None:
         peer.frozen = True
         self.time.after(STALL_S, lambda: self.cut_off(peer) if peer.alive and peer.frozen else None)
@@ -161,8 +159,6 @@ class RoughWorld(World):
         self.time.run_until(self.time.now + 10.0)  # the last gradients are taken back
         self.check_settled()
         self.check_all()
-
-    # ---- what must hold ------------------------------------------------------------------------------------------
 
     def announce(self, peer: RoughPeer) -> None:
         super().announce(peer)
@@ -233,8 +229,6 @@ class RoughPeer(Peer):
     def new_data_node(self) -> AccountingDataNode:
         return AccountingDataNode(self)
 
-    # ---- being alive ---------------------------------------------------------------------------------------------
-
     def do(self, what: Thunk) -> None:
         if not self.alive:
             return
@@ -265,8 +259,6 @@ class RoughPeer(Peer):
             direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
             return Receipt(message.microbatch, direction, message.position, ReceiptStatus.REFUSED, 0.0, "leaving")
         return super().refusal(message)
-
-    # ---- carrying out --------------------------------------------------------------------------------------------
 
     def act(self, action: custody.Action) -> None:
         match action:

@@ -42,6 +42,14 @@ def complete(account: InFlightTable, entry: InFlight, loss: float = 1.0) -> Step
     return account.complete(entry.microbatch)
 
 
+def test_the_staleness_grows_by_one_after_so_many_steps() -> None:
+    account = InFlightTable(OWN, InFlightRules(2, 3, 100, staleness_steps=5))
+    for done in range(20):
+        start_all(account)
+        assert len(account.entries) == account.rules.most_by_staleness(done) == 2 * (1 + min(3, done // 5))
+        assert [complete(account, entry) is not None for entry in account.entries[:2]] == [False, True]
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_a_later_step_waits_until_the_current_one_is_complete(staleness: int) -> None:
     account = in_flight(staleness=staleness)
