@@ -30,7 +30,7 @@ from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
-from swarm.membership.membership import ENOUGH, STAY, LookUps, Membership, is_far, what_changed
+from swarm.membership.membership import ENOUGH, ENOUGH_TO_CHOOSE, STAY, LookUps, Membership, is_far, what_changed
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
@@ -46,7 +46,7 @@ PUSH_S = 5.0
 PUBLISH_RETRY_S = 1.0
 GREET_S = 1.0
 GREETED_AT_ONCE = 8
-MOST_GREETED = 128  # Links beyond which no more are opened for possible work
+MOST_GREETED = 64  # Links beyond which no more are opened for possible work
 FEW_REPLICAS = 2  # Modules with this few replicas are probed before a decision
 MAX_ASKED = 64
 
@@ -318,9 +318,9 @@ class MembershipSync:
             self.changed.set()
 
     def _well_linked(self) -> set[ModuleId | None]:
-        """Returns the modules that need no more links. Data nodes choose among all replicas, and rounds need all."""
+        """Returns the modules that need no more links. Data nodes choose among replicas, and rounds need all."""
         own = self.own.module
-        return set() if own == ModuleId(0) else self.membership.well_linked() - {own}
+        return self.membership.well_linked(ENOUGH_TO_CHOOSE if own == ModuleId(0) else ENOUGH) - {own}
 
     def _is_far(self, module: ModuleId | None) -> bool:
         return is_far(self.own.module, module, self._stages)

@@ -15,7 +15,8 @@ MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)  # Pause for a peer that announces itself, after failures
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
-ENOUGH = 8  # Links to a module's replicas beyond which no more are sought, except to our own module's
+# Links to a module's replicas beyond which no more are sought, except to our own module's; a launch compares 24
+ENOUGH, ENOUGH_TO_CHOOSE = 8, 24
 KEPT_S = 60.0  # Time for which a peer is remembered after its link, in seconds
 
 
@@ -116,10 +117,10 @@ class Membership:
             member.suspect_until = min(member.suspect_until, now + REUSE_S.seconds(member.failures))
             member.expires = math.inf
 
-    def well_linked(self) -> set[ModuleId | None]:
-        """Returns the modules to ENOUGH of whose replicas we have an open link."""
+    def well_linked(self, enough: int) -> set[ModuleId | None]:
+        """Returns the modules to `enough` of whose replicas we have an open link."""
         counts = Counter(self._members[peer].announcement.module for peer in self.linked & self._members.keys())
-        return {module for module, count in counts.items() if count >= ENOUGH}
+        return {module for module, count in counts.items() if count >= enough}
 
     def not_linked(self, modules: Iterable[ModuleId]) -> list[ModuleId]:
         """Returns the modules without a known replica, and those with a replica to which we have no open link."""

@@ -262,7 +262,7 @@ async def test_in_a_large_swarm_the_end_of_a_link_does_not_begin_whole_look_ups(
         assert there.store.modules == expected
     there.meets(Other(there.clock))
     assert there.membership_sync._well_linked() == {MODULE}
-    for own in (MODULE, ModuleId(0)):  # rounds need all replicas, data nodes choose among them
+    for own in (MODULE, ModuleId(0)):  # rounds need all replicas, data nodes choose among more
         there.own.take(own)
         assert there.membership_sync._well_linked() == set()
 

@@ -87,9 +87,9 @@ def test_a_module_with_many_links_needs_no_more(members: Membership) -> None:
     for number in range(ENOUGH - 1):
         members.recover(PeerId(str(number)))
     module = ModuleId(1)
-    assert members.well_linked() == set()
+    assert members.well_linked(ENOUGH) == set()
     members.recover(PeerId(str(ENOUGH)))
-    assert members.well_linked() == {module}
+    assert members.well_linked(ENOUGH) == {module}
     assert members.not_linked([module]) == [module]
 
 
