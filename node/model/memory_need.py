@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from node.model.machine_limits import available_memory
-from node.model.moments import MomentType
+from node.model.moments import DEFAULT_SLOTS, MomentType
 from node.model.optimizer import optimizer_bytes
 from node.model.optimizers.adamw import AdamW, EightBitAdamW
 from node.model.residual import HIDDEN_TYPES, TABLE_BYTES
@@ -31,8 +31,15 @@ _HIDDEN_KEPT: Final = 4
 _FEED_FORWARD_KEPT: Final = 3  # Activations per token in a block's graph, in feed-forward widths: product, two factors
 
 PLAIN: Final = MomentType.FLOAT32
+LITTLE_BYTES, MOST_SLOTS = 2**26, 64
 _MANY: Final = 2**20
 _NAMED: Final = 8
+
+
+def slots_for(manifest: Manifest, asked: int | None) -> int:
+    """Returns how many microbatches a replica holds: 16 unless asked, and up to 64 where they take little memory."""
+    each = RECEIVED_PER_SLOT * math.prod(manifest.hidden_shape) * HIDDEN_TYPES[manifest.model.dtype].itemsize
+    return asked or max(DEFAULT_SLOTS, min(MOST_SLOTS, LITTLE_BYTES // each))
 
 
 def round_bytes(fragments: int) -> float:

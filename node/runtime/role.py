@@ -19,7 +19,7 @@ from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
 from node.data.feed import START, Prefetcher, ReadingPosition, TrainingFeed, open_documents
-from node.model.memory_need import need_of
+from node.model.memory_need import need_of, slots_for
 from node.model.moments import MomentType
 from node.model.optimizer import InnerOptimizer, StepFigures
 from node.network.session import NetworkSession
@@ -110,7 +110,7 @@ def microbatch_runner_for(
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
     # A data node's own microbatches take no slots, but need as many receive buffers.
     window = (context.options.window or 0) if context.module.stage == 0 else 0
-    custody = Custody(own.peer, max(context.options.slots_held, window), replicas)
+    custody = Custody(own.peer, max(slots_for(context.manifest, context.options.slots), window), replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
     admission = Admission(context.manifest, own.peer, context.module, context.routes.fault, context.routes.uninvited)
     allocate = workers.receive_buffers(context.device)
@@ -144,9 +144,6 @@ def link_codecs(context: ModuleContext, worker: Worker) -> LinkCodecs:
         return tokens / min(known) if known else 0.0
 
     return LinkCodecs(context.manifest, worker.tensor, visit_s, transport.goodput_bytes_per_s)
-
-
-# ---- a stage after stage 0 -------------------------------------------------------------------------------------------
 
 
 QUIET_S = 1.0  # Seconds between rate samples, and of silence before a drain ends
@@ -256,9 +253,6 @@ def _default_graph_budget(device: torch.device) -> int:
     if not hasattr(os, "sysconf"):
         return LARGEST_DEFAULT_GRAPHS // 2
     return min(LARGEST_DEFAULT_GRAPHS, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
-
-
-# ---- stage 0 ---------------------------------------------------------------------------------------------------------
 
 
 UNPROVEN_S = 30.0  # Time in which a data node must prove work to keep its share of the documents
@@ -402,7 +396,7 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         late = rules.per_step * rules.staleness  # microbatches
         reading = ReadingPosition(start, late + 2 * rules.per_step + max(rules.window, late + rules.per_step))
         training = Training(in_flight, resume.progress_of(context.resumed), reading)
-        asked, memory = options.window, options.slots_held
+        asked, memory = options.window, slots_for(manifest, options.slots)
         window = WindowFinder(manifest, in_flight, membership, clock, asked=asked, memory=memory)
         path_times = PathTimes(own.peer, times, membership.slots_of)
         data_node = DataNode(context, training, planner, path_times, evaluator, launches, prefetcher.ready, window)

@@ -18,6 +18,7 @@ from node.model.memory_need import (
     none_fits,
     parameters_that_fit,
     round_bytes,
+    slots_for,
 )
 from node.model.moments import MomentType
 from node.model.optimizer import Accumulator, InnerOptimizer
@@ -48,12 +49,7 @@ def room(memory: int, device: int | None = None) -> FreeMemory:
 
 
 def elements(manifest: Manifest, stage: int) -> int:
-    return sum(
-        p.numel()
-        for _, parts in WholeModel(manifest, CPU).modules()[stage : stage + 1]
-        for m in parts
-        for p in m.parameters()
-    )
+    return sum(p.numel() for part in WholeModel(manifest, CPU).modules()[stage][1] for p in part.parameters())
 
 
 def test_a_parameter_takes_16_bytes_of_a_card_24_on_the_cpu_and_20_of_memory() -> None:
@@ -118,6 +114,10 @@ def test_what_does_not_fit_is_not_among_the_candidates() -> None:
     assert modules_that_fit(modules, room(large), needs) == list(modules)
     assert modules_that_fit(modules, room(large - 1), needs) == [ModuleId(0), ModuleId(2, 0), ModuleId(2, 1)]
     assert modules_that_fit(modules, room(small - 1), needs) == []
+
+
+def test_small_microbatches_have_more_slots() -> None:
+    assert [slots_for(each, None) for each in (small_manifest(), small_manifest(**PETABYTES))] == [64, 16]
 
 
 def test_what_fits_nowhere_is_told_with_what_would_fit() -> None:
