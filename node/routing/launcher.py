@@ -187,9 +187,9 @@ class WindowFinder:
             slots[module.stage - 1] += [announced.slots for announced in served.get(module, ())]
         others = len(served.get(ModuleId(0), ()))
         room = room_at_hops(slots, stages.visited_per_path / max(1, stages.count - 1), 1 + others)
-        most = rules.most_by_staleness(self._in_flight.steps_done)
+        late = self._in_flight.staleness
         bounds = (
-            Reasoned(most, f"limited by a staleness of {most // rules.per_step - 1}"),
+            Reasoned(rules.per_step * (1 + late), f"limited by a staleness of {late}"),
             Reasoned(self.memory, "limited by the memory reserved for --slots"),
             *(() if room is None else (room,)),
         )

@@ -392,7 +392,8 @@ async def data_role(context: ModuleContext, first: Anchor | None) -> AsyncIterat
         runner = microbatch_runner_for(context, worker, planner, link_codecs(context, worker), rounds)
         launches = workers.Launches(worker, runner, context.routes.signed, tells_labels=manifest.tells_labels)
         evaluator = Evaluator(own.peer, planner, launches, clock, measured)
-        in_flight = InFlightTable(own.peer, rules, number, resume.counts_of(position), worker.steps)
+        before = worker.stage.optimizer.steps - worker.steps
+        in_flight = InFlightTable(own.peer, rules, number, resume.counts_of(position), worker.steps, before)
         late = rules.per_step * rules.staleness  # microbatches
         reading = ReadingPosition(start, late + 2 * rules.per_step + max(rules.window, late + rules.per_step))
         training = Training(in_flight, resume.progress_of(context.resumed), reading)

@@ -200,8 +200,6 @@ class GrpcTransport:
         link = self._links.get(peer)
         return None if link is None else link.far_end
 
-    # ---- the table of links -------------------------------------------------------------------------------------
-
     async def _link_to(self, peer: PeerId) -> Link | LocalLink:
         link = self._local.get(peer) or self._links.get(peer)
         if link is not None:

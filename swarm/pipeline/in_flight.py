@@ -57,10 +57,6 @@ class InFlightRules:
     def step(self) -> StepRule:
         return StepRule(self.per_step * self.microbatch_tokens, self.microbatch_tokens)
 
-    def most_by_staleness(self, steps: int) -> int:
-        """Most microbatches in flight that the staleness allows after `steps`, if all have the largest size."""
-        return self.per_step * (1 + staleness_at(steps, self.staleness, self.staleness_steps))
-
 
 def staleness_at(steps: int, most: int, steps_each: int) -> int:
     """Returns the staleness after `steps` steps, which grows by one each `steps_each`."""
@@ -77,6 +73,7 @@ class InFlightTable:
     first_number: int = 0  # Above all numbers before a restart: other peers may still hold those microbatches
     counts: Counts = field(default_factory=Counts)
     steps_done: int = 0
+    steps_before: int = 0  # Of the run, before this data node's own
     window: int = field(init=False)
     next_number: int = field(init=False)
     _flying: dict[MicrobatchId, InFlight] = field(default_factory=dict)
@@ -94,6 +91,11 @@ class InFlightTable:
     def finished(self) -> bool:
         return self.rules.steps is not None and self.steps_done >= self.rules.steps and not self._flying
 
+    @property
+    def staleness(self) -> int:
+        """Steps that may now start before the current one is complete."""
+        return staleness_at(self.steps_before + self.steps_done, self.rules.staleness, self.rules.staleness_steps)
+
     def get(self, microbatch: MicrobatchId) -> InFlight | None:
         return self._flying.get(microbatch)
 
@@ -104,8 +106,7 @@ class InFlightTable:
         begun = sum(entry.tokens for entry in (*self._done, *self._flying.values()))
         if rules.steps is not None and rules.step.is_complete(begun, rules.steps - self.steps_done):
             return Reasoned(False, f"all {rules.steps} steps are in flight or complete")
-        late = staleness_at(self.steps_done, rules.staleness, rules.staleness_steps)
-        if rules.step.is_complete(begun, 1 + late):
+        if rules.step.is_complete(begun, 1 + self.staleness):
             return Reasoned(False, f"step {self.steps_done + 1} is not complete")
         return Reasoned(True, "the window has room")
 
