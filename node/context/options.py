@@ -132,9 +132,7 @@ class NodeOptions:
     ] = 0
     device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps, auto, or several as cuda:0,cuda:1.")] = "auto"
     threads: Annotated[int | None, setting("threads", "CPU threads at most [default: all]"), SOME] = None
-    slots: Annotated[
-        int | None, setting("slots", f"Microbatches held [default: {DEFAULT_SLOTS}, more small ones]"), SOME
-    ] = None
+    slots: Annotated[int | None, setting("slots", f"Microbatches held [default: {DEFAULT_SLOTS}]"), SOME] = None
     window: Annotated[int | None, setting("window", "Microbatches in flight [default: measured]"), SOME] = None
     memory: Annotated[
         str | None, setting("memory", "Memory of activations, as 512MiB; 0 recomputes [default: a share]"), SIZE

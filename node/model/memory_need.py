@@ -37,7 +37,7 @@ _NAMED: Final = 8
 
 
 def slots_for(manifest: Manifest, asked: int | None) -> int:
-    """Returns how many microbatches a replica holds: 16 unless asked, and up to 64 where they take little memory."""
+    """Returns how many microbatches a data node holds: 16 unless asked, and up to 64 where they take little memory."""
     each = RECEIVED_PER_SLOT * math.prod(manifest.hidden_shape) * HIDDEN_TYPES[manifest.model.dtype].itemsize
     return asked or max(DEFAULT_SLOTS, min(MOST_SLOTS, LITTLE_BYTES // each))
 

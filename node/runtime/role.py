@@ -109,8 +109,9 @@ def microbatch_runner_for(
     own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
     # A data node's own microbatches take no slots, but need as many receive buffers.
-    window = (context.options.window or 0) if context.module.stage == 0 else 0
-    custody = Custody(own.peer, max(slots_for(context.manifest, context.options.slots), window), replicas)
+    options = context.options
+    flying = 0 if context.module.stage else options.window or slots_for(context.manifest, options.slots)
+    custody = Custody(own.peer, max(options.slots_held, flying), replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
     admission = Admission(context.manifest, own.peer, context.module, context.routes.fault, context.routes.uninvited)
     allocate = workers.receive_buffers(context.device)
