@@ -254,7 +254,7 @@ class Download:
             return self._fail(True)
         actions: list[Action] = []
         active = sum(bool(donor.owes) for donor in alive)
-        for donor in alive:
+        for donor in sorted(alive, key=lambda each: each.strikes):  # the untried before those that failed
             if donor.rests_until > now or (not donor.owes and active >= DONORS_AT_ONCE):
                 continue
             chunks = self._batch(donor, now)
