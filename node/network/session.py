@@ -46,7 +46,7 @@ PUSH_S = 5.0
 PUBLISH_RETRY_S = 1.0
 GREET_S = 1.0
 GREETED_AT_ONCE = 8
-MOST_GREETED = 64  # Links beyond which no more are opened for possible work
+MOST_GREETED = 128  # Links beyond which no more are opened for possible work
 FEW_REPLICAS = 2  # Modules with this few replicas are probed before a decision
 MAX_ASKED = 64
 
