@@ -30,7 +30,8 @@ from protocol.transport.dialer import Calls, Ways
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.handshake import end_for, is_duplicate
 from protocol.transport.settings import TransportSettings, free_ports, host_of, joined
-from swarm.membership.membership import ENOUGH, ENOUGH_TO_CHOOSE, STAY, LookUps, Membership, is_far, what_changed
+from swarm.membership.membership import ENOUGH, STAY, LookUps, Membership, is_far, what_changed
+from swarm.routing.planner import CANDIDATES
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Rejected, Stalled, Unreachable
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, RunId, short
@@ -318,9 +319,9 @@ class MembershipSync:
             self.changed.set()
 
     def _well_linked(self) -> set[ModuleId | None]:
-        """Returns the modules that need no more links. Data nodes choose among replicas, and rounds need all."""
+        """Returns the modules that need no more links. A launch compares so many replicas, and rounds need all."""
         own = self.own.module
-        return self.membership.well_linked(ENOUGH_TO_CHOOSE if own == ModuleId(0) else ENOUGH) - {own}
+        return self.membership.well_linked(sum(CANDIDATES) if own == ModuleId(0) else ENOUGH) - {own}
 
     def _is_far(self, module: ModuleId | None) -> bool:
         return is_far(self.own.module, module, self._stages)

@@ -445,5 +445,5 @@ def _in_flight_rules(options: NodeOptions, manifest: Manifest) -> InFlightRules:
     # At first one microbatch per stage keeps each busy, and two more cover the wire. `WindowFinder` adapts it later.
     window = options.window or manifest.stages.visited_per_path + 3
     training, tokens = manifest.training, manifest.microbatch_tokens
-    staleness = training.staleness, training.staleness_steps
-    return InFlightRules(manifest.microbatches_per_step, staleness[0], window, options.steps, tokens, staleness[1])
+    per_step, growth = manifest.microbatches_per_step, training.staleness_steps
+    return InFlightRules(per_step, training.staleness, window, options.steps, tokens, growth)

@@ -15,8 +15,7 @@ MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)  # Pause for a peer that announces itself, after failures
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
-# Links to a module's replicas beyond which no more are sought, except to our own module's; a launch compares 24
-ENOUGH, ENOUGH_TO_CHOOSE = 8, 24
+ENOUGH = 8  # Links to a module's replicas beyond which no more are sought, except to our own module's
 KEPT_S = 60.0  # Time for which a peer is remembered after its link, in seconds
 
 
