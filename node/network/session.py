@@ -320,8 +320,8 @@ class MembershipSync:
 
     def _well_linked(self) -> set[ModuleId | None]:
         """Returns the modules that need no more links. A launch compares so many replicas, and rounds need all."""
-        own = self.own.module
-        return self.membership.well_linked(sum(CANDIDATES) if own == ModuleId(0) else ENOUGH) - {own}
+        own, most = self.own.module, max(ENOUGH, min(sum(CANDIDATES), MOST_GREETED // len(self._modules)))
+        return self.membership.well_linked(most if own == ModuleId(0) else ENOUGH) - {own}
 
     def _is_far(self, module: ModuleId | None) -> bool:
         return is_far(self.own.module, module, self._stages)

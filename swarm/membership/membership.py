@@ -122,9 +122,10 @@ class Membership:
         return {module for module, count in counts.items() if count >= enough}
 
     def not_linked(self, modules: Iterable[ModuleId]) -> list[ModuleId]:
-        """Returns the modules without a known replica, and those with a replica to which we have no open link."""
-        hosted = {(member.announcement.module, peer in self.linked) for peer, member in self._members.items()}
-        return [module for module in modules if (module, False) in hosted or (module, True) not in hosted]
+        """Returns the modules with no link to a replica, or none to more than a sixteenth of the known replicas."""
+        known = Counter(member.announcement.module for member in self._members.values())
+        linked = Counter(self._members[peer].announcement.module for peer in self.linked & self._members.keys())
+        return [module for module in modules if not linked[module] or 16 * linked[module] < 15 * known[module]]
 
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)

@@ -10,8 +10,7 @@ MODES = ("reverse", "noise", "drift", "ordinary", "sched", "nan", "tokens", "las
 
 
 @pytest.mark.parametrize(
-    ("mode", "seconds"),
-    [("forged-rosters", 20), *(pytest.param(mode, 40, marks=pytest.mark.long) for mode in MODES)],
+    ("mode", "seconds"), [("forged-rosters", 20), *(pytest.param(mode, 40, marks=pytest.mark.long) for mode in MODES)]
 )
 async def test_an_attack_costs_no_loss_and_no_honest_peer_its_name(mode: str, seconds: int) -> None:
     # Beside other tests two honest runs differ by more than the 2 % that count on a quiet machine.

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from node.network.local_peer import LocalPeer, OwnRecord
-from node.network.session import GROUP_S, KnownPeers, MembershipSync
+from node.network.session import GROUP_S, MOST_GREETED, KnownPeers, MembershipSync
 from node.observability.events import PeerChange
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -102,6 +102,13 @@ class Place:
     def meets(self, other: Other) -> None:
         self.membership_sync.announced(other.peer, other.record())
         self.membership_sync.link_up(other.peer)
+
+    async def looked_up(self) -> list[ModuleId]:
+        """Has the node look up again. Returns the modules that it asked for."""
+        before = self.store.look_ups
+        self.membership_sync._look_now.set()
+        await until(lambda: self.store.look_ups > before)
+        return self.store.modules
 
     def may_use(self, other: Other) -> bool:
         replicas = self.membership.replicas(MODULE, self.clock.now)
@@ -238,10 +245,7 @@ async def test_those_who_come_together_are_looked_up_though_all_known_ones_are_l
     there.meets(Other(there.clock))
     for passed, expected in ((0.0, [MODULE]), (GROUP_S + 1.0, [])):
         there.clock.now += passed
-        before = there.store.look_ups
-        there.membership_sync._look_now.set()
-        await until(lambda before=before: there.store.look_ups > before)
-        assert there.store.modules == expected
+        assert await there.looked_up() == expected
 
 
 async def test_in_a_large_swarm_the_end_of_a_link_does_not_begin_whole_look_ups(
@@ -256,15 +260,14 @@ async def test_in_a_large_swarm_the_end_of_a_link_does_not_begin_whole_look_ups(
     there.clock.now += GROUP_S + 1.0
     for expected in ([], [], [MODULE]):
         there.membership_sync.link_down(others.pop().peer, GONE)
-        before = there.store.look_ups
-        there.membership_sync._look_now.set()
-        await until(lambda before=before: there.store.look_ups > before)
-        assert there.store.modules == expected
+        assert await there.looked_up() == expected
     there.meets(Other(there.clock))
     assert there.membership_sync._well_linked() == {MODULE}
     for own in (MODULE, ModuleId(0)):  # rounds need all replicas, data nodes choose among more
         there.own.take(own)
         assert there.membership_sync._well_linked() == set()
+    there.membership_sync.watch([ModuleId(stage) for stage in range(MOST_GREETED // ENOUGH)])
+    assert there.membership_sync._well_linked() == {MODULE}  # for so many modules they have no more links
 
 
 async def test_stages_that_a_node_exchanges_nothing_with_are_looked_up_seldom_and_kept_in_view_meanwhile(
@@ -284,10 +287,7 @@ async def test_stages_that_a_node_exchanges_nothing_with_are_looked_up_seldom_an
     looked: list[list[ModuleId]] = []
     for _ in range(6):
         there.store.found = [other.state.announcement() for other in others]
-        before = there.store.look_ups
-        there.membership_sync._look_now.set()
-        await until(lambda before=before: there.store.look_ups > before)
-        looked.append(there.store.modules)
+        looked.append(await there.looked_up())
         there.clock.now += FAR_EVERY_S / 3
     # The first one is whole, the others have the modules with a replica to which no link is open.
     near = [ModuleId(0), MODULE, ModuleId(2)]
