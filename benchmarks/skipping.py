@@ -3,10 +3,11 @@
 One model of 12 stages, trained by the product's own loop on the same text in the same order; a token is a byte, or one
 of `--tokenizer` (4096 tokens). `--size larger` has 4.2 million parameters and 2,048 tokens a step.
 `tokens`: an arm called by a fraction has paths through that share of the stages, stage 0 always, skipped in a ring.
-`spread` chooses half of the stages evenly over the depth. `trap` has 12 stages after an empty stage 0 and 6 on a path,
-where ring and `spread` know two sets of stages only. `rules` are those of `skipstone new`; `varied` is the same without
-full paths. `behind`: the full model's perplexity over that of `full`, minus 1. `half_spread_drop`, `half_random_drop`:
-the same for half of the stages (evenly spread; 8 random draws) over the same full model.
+`spread` chooses half of the stages evenly over the depth. `rules` are those of `skipstone new`; of those, `every 4th`
+has all stages on every 4th path instead of every 10th, `varied` on none. `trap` has 12 stages after an empty stage 0
+and 6 on a path, where ring and `spread` know two sets of stages only. `behind`: the full model's perplexity over that
+of `full`, minus 1. `half_spread_drop`, `half_random_drop`: the same for half of the stages (evenly spread; 8 random
+draws) over the same full model.
 
 `time`: all arms get the emulated seconds in which full paths make `--steps` steps. Each stage after stage 0 has two
 replicas of 1 to 4 visits a second, log-uniform by seed; the first full stage sets the pace, and a faster arm trains on
@@ -72,7 +73,7 @@ class Task:
         return self.steps * self.microbatches
 
 
-SIZES: Final = {"small": Task(0), "larger": Task(0, 144, 4, 384, 128, 8, 2, 2e-3, 60, 48, 0.05)}
+SIZES: Final = {"small": Task(0), "larger": Task(0, 144, 4, 384, 128, 8, 2, 4e-3, 60, 48, 0.05)}
 
 
 def manifest_of(task: Task, seed: int, visited: int, stages: int = STAGES, full_every: int = 0) -> Manifest:
@@ -130,6 +131,7 @@ ARMS: Final = {
     "spread": Arm(STAGES // 2, spread),
     "rules": Arm(STAGES // 2, planned_stages, full_every=10),
     "3/4, rules": Arm(STAGES * 3 // 4, planned_stages, full_every=10),
+    "every 4th": Arm(STAGES // 2, planned_stages, full_every=4),
 }
 TRAP_ARMS: Final = {
     "full": Arm(TRAP_STAGES, ring, TRAP_STAGES),
