@@ -24,7 +24,7 @@ async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_los
     def excludes(event: Event) -> bool:
         return isinstance(event, Note) and "excluded from paths" in event.message
 
-    async with with_liars(manifest, "spoils", logs) as (swarm, [liar], _):
+    async with with_liars(manifest, "spoils", logs, honest=1) as (swarm, [liar], _):  # two convict it in rounds first
         watch = Watch(swarm)
         found = await watch.until(excludes)
         assert isinstance(found, Note)
