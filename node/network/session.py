@@ -50,6 +50,7 @@ GREETED_AT_ONCE = 8
 MOST_GREETED = 128  # Links beyond which no more are opened for possible work
 FEW_REPLICAS = 2  # Modules with this few replicas are probed before a decision
 MAX_ASKED = 64
+MOST_CALLED_THROUGH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,16 @@ class KnownPeers:
     membership: Membership
 
     def contact(self, peer: PeerId) -> Contact | None:
-        a = self.membership.get(peer)
-        return None if a is None else Contact(peer, a.addresses, a.certificate, a.via, a.relay)
+        if (a := self.membership.get(peer)) is not None:
+            return Contact(peer, a.addresses, a.certificate, a.via, a.relay)
+        # A hop knows a few of many replicas. The data node that chose an unknown one can ask that one to dial us.
+        data_nodes = {known.peer for known in self.membership.peers() if known.module == ModuleId(0)}
+        through = some(data_nodes & self.membership.linked, MOST_CALLED_THROUGH)
+        return Contact(peer, (), b"", tuple(through)) if through else None
 
     def relay_of(self, peer: PeerId) -> str:
         """Returns the multiaddr at which the peer relays tunnels; empty if the peer is unknown or not a relay."""
-        known = self.membership.get(peer)
-        return "" if known is None else known.relay
+        return "" if (known := self.membership.get(peer)) is None else known.relay
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ class Contact:
 
     peer: PeerId
     addresses: tuple[str, ...]
-    certificate: bytes  # DER, verified to belong to `peer`
+    certificate: bytes  # DER, verified to belong to `peer`; empty: unknown, so that it has to dial us
     via: tuple[PeerId, ...] = ()  # Peers that can ask it to dial back
     relay: str = ""  # Multiaddr at which it relays tunnels
 
@@ -28,7 +28,7 @@ class AddressBook(Protocol):
     """Source of addresses and certificates of peers (contacts) for the transport."""
 
     def contact(self, peer: PeerId) -> Contact | None:
-        """Returns the peer's contact; None if unknown."""
+        """Returns the peer's contact, perhaps only who can ask it to dial us; None if it cannot be reached."""
 
 
 MAX_RECORD_BYTES: Final = 2048

@@ -64,7 +64,7 @@ class Dialler:
         timeout_s = self.settings.dial_timeout_s
         if contact.addresses:
             return await dial(contact, self.credentials, self.own(), timeout_s)
-        if self.ways.tunnels is None:
+        if self.ways.tunnels is None or not contact.certificate:
             why = "both are behind address translation and no relay is available"
             raise Unreachable(f"{short(contact.peer)} cannot be dialled, nor can this node: {why}")
         # Each attempt needs a new tunnel, because a tunnel carries one connection.

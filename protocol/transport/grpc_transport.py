@@ -261,8 +261,6 @@ class GrpcTransport:
         lowest, highest = PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest
         return Hello(self._peer, self._run, lowest, highest, self._own_record(), self.incarnation, age_ms)
 
-    # ---- dialling -----------------------------------------------------------------------------------------------
-
     def _start_dial(self, peer: PeerId) -> _Dial:
         outcome: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         # Retrieve the error, because all callers may have given up.
@@ -301,8 +299,6 @@ class GrpcTransport:
         if contact is None:
             raise Unreachable(f"{short(peer)} is unknown, or has left")
         return await self._dialler.stream_to(contact)
-
-    # ---- answering ----------------------------------------------------------------------------------------------
 
     async def _serve(self, _requests: object, context: ServicerContext) -> None:
         """Handles `Connect` for gRPC: admits the caller and serves its stream in our task group, which sees errors."""

@@ -247,9 +247,9 @@ STATUS = Question(QuestionAbout.STATUS)
 
 
 def hide(hidden: Node, others: tuple[Node, ...], *via: PeerId) -> None:
-    """The others know it as a peer without addresses, and it knows them not at all."""
+    """The others know its name and who can ask it to dial them, and it knows them not at all."""
     for other in others:
-        other.persona.book.contacts[hidden.peer] = replace(hidden.persona.contact(), via=via)
+        other.persona.book.contacts[hidden.peer] = Contact(hidden.peer, (), b"", via)
 
 
 @pytest.mark.parametrize("caller_is_smaller", [True, False])
@@ -334,7 +334,7 @@ async def test_through_a_tunnel_it_is_the_peer_itself_that_answers() -> None:
         persona = Persona()
         phone, tunnel = Telephone(persona, dialable=False), Tunnel(impostor.port)
         async with node(persona, settings=SETTINGS, ways=replace(phone.ways(), tunnels=tunnel)) as caller:
-            hide(hidden, (caller,))
+            caller.persona.book.contacts[hidden.peer] = replace(hidden.persona.contact(), via=())
             with pytest.raises(PeerError):
                 await caller.transport.ask(hidden.peer, STATUS, LONG)
             tunnel.port = hidden.port
