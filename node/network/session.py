@@ -323,7 +323,7 @@ class MembershipSync:
             self.changed.set()
 
     def _well_linked(self) -> set[ModuleId | None]:
-        """Returns the modules that need no more links. A launch compares so many replicas, and rounds need all."""
+        """Returns the modules that need no more links. Our own is never one: a round needs all of its replicas."""
         own, most = self.own.module, max(ENOUGH, min(sum(CANDIDATES), MOST_GREETED // len(self._modules)))
         return self.membership.well_linked(most if own == ModuleId(0) else ENOUGH) - {own}
 

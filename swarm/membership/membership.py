@@ -118,22 +118,22 @@ class Membership:
 
     def well_linked(self, enough: int) -> set[ModuleId | None]:
         """Returns the modules to `enough` of whose replicas we have an open link."""
-        counts = Counter(self._members[peer].announcement.module for peer in self.linked & self._members.keys())
-        return {module for module, count in counts.items() if count >= enough}
+        return {module for module, count in self._links().items() if count >= enough}
 
     def not_linked(self, modules: Iterable[ModuleId]) -> list[ModuleId]:
-        """Returns the modules with no link to a replica, or none to more than a sixteenth of the known replicas."""
-        known = Counter(member.announcement.module for member in self._members.values())
-        linked = Counter(self._members[peer].announcement.module for peer in self.linked & self._members.keys())
+        """Returns the modules without any link to a replica, and those with links to fewer than 15 of 16 known ones."""
+        known, linked = Counter(member.announcement.module for member in self._members.values()), self._links()
         return [module for module in modules if not linked[module] or 16 * linked[module] < 15 * known[module]]
+
+    def _links(self) -> Counter[ModuleId | None]:
+        return Counter(self._members[peer].announcement.module for peer in self.linked & self._members.keys())
 
     def get(self, peer: PeerId) -> Announcement | None:
         member = self._members.get(peer)
         return None if member is None else member.announcement
 
     def slots_of(self, peer: PeerId) -> int:
-        known = self.get(peer)
-        return 0 if known is None else known.slots
+        return 0 if (known := self.get(peer)) is None else known.slots
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
         announcement = self.get(peer)
