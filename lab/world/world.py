@@ -160,7 +160,7 @@ class DataNode:
     def launch(self) -> None:
         """Abandons a straggler, then launches microbatches until the window is full or no path exists."""
         straggler = self._stragglers.find(self.in_flight.entries, self.world.time.now)
-        if straggler is not None:
+        if straggler is not None and self.planner.has_another(straggler.path, self.world.time.now):
             self._lost(straggler.microbatch, "it is late")
         while not self.stopping and self.in_flight.may_start().value:
             now = self.world.time.now

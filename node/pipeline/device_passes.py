@@ -202,9 +202,6 @@ class SplitDevice(OneDevice):
         )
 
 
-# ---- second half: weight gradients in idle time ----------------------------------------------------------------------
-
-
 @dataclass(slots=True, eq=False)
 class _PutOff:
     """Deferred weight gradients of one microbatch: gradients and matrix products that are not added yet."""
@@ -325,9 +322,6 @@ class DeferredWeights:
         waiting.others.clear()
         waiting.pieces.clear()
         waiting.ended(seconds)
-
-
-# ---- block by block --------------------------------------------------------------------------------------------------
 
 
 class _Alone(nn.Module):

@@ -394,8 +394,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._worker.thread.expect(self._forecast.expected)
         self.handle(BrokenOff(message))
 
-    # ---- arriving messages -------------------------------------------------------------------------------------------
-
     def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
         if isinstance(message, Stranded):
             if self._is_of_ours(sender, message, self._ends.may_hold) and self._knows_route(sender, message):

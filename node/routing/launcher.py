@@ -286,8 +286,10 @@ class DataNode(PathEnds):
             self._on_finished()
         while True:
             self._tell_who_is_missing()
-            straggler = self._stragglers.find(self.in_flight.entries, self._clock.monotonic())
-            if straggler is not None:
+            now = self._clock.monotonic()
+            straggler = self._stragglers.find(self.in_flight.entries, now)
+            # On the same path it would take as long again, and a text whose loss is known would not be learnt.
+            if straggler is not None and self._planner.has_another(straggler.path, now):
                 self.lost(straggler.microbatch, STRAGGLER)
             while not self._is_stopping and self.in_flight.may_start().value and self._launch():
                 pass

@@ -152,6 +152,7 @@ class InFlightTable:
 
 TRIPS: Final = 16
 LATE: Final = 3.0
+LEAST_LATE_S: Final = 1.0  # Shorter delays are the machine's, and another path gains nothing
 
 
 class Stragglers:
@@ -168,7 +169,7 @@ class Stragglers:
     def find(self, entries: Iterable[InFlight], now: float) -> InFlight | None:
         """Returns a microbatch to launch again, at most one for each that is completed: all may be slow now."""
         oldest = min(entries, key=lambda entry: entry.started, default=None)
-        if oldest is None or not self._may_find or now - oldest.started <= LATE * max(self._trips_s):
+        if oldest is None or not self._may_find or now - oldest.started <= max(LEAST_LATE_S, LATE * max(self._trips_s)):
             return None
         self._may_find = False
         return oldest

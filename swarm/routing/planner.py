@@ -352,6 +352,11 @@ class Planner:
         others = self.rules.modules_at(module.stage)
         return any(other != module and self._membership.is_served(other, now) for other in others)
 
+    def has_another(self, path: Path, now: float) -> bool:
+        """Tells whether another replica serves a module of this path."""
+        served = self._membership.all_replicas(now)
+        return any(len(served.get(hop.module, ())) > 1 for hop in path.hops)
+
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
         announcement = self._membership.get(peer)
         return announcement is not None and any(hop.module == announcement.module for hop in path.hops)

@@ -31,10 +31,7 @@ def in_flight(per_step: int = 3, staleness: int = 0, window: int = 100, steps: i
 
 
 def start_all(account: InFlightTable) -> list[InFlight]:
-    started = []
-    while account.may_start().value:
-        started.append(account.start(PLANNED, now=0.0))
-    return started
+    return [account.start(PLANNED, now=0.0) for _ in iter(lambda: account.may_start().value, False)]
 
 
 def complete(account: InFlightTable, entry: InFlight, loss: float = 1.0) -> StepDone | None:
@@ -160,6 +157,10 @@ def test_one_that_is_far_slower_than_all_others_is_launched_again_and_at_most_on
     stragglers.completed(others[4], 9.0)
     assert stragglers.find(account.entries, 99.0) == also_stuck
     assert stragglers.find((), 99.0) is None
+    quick = Stragglers()
+    for entry in others[:4]:
+        quick.completed(entry, 0.01)
+    assert (quick.find(account.entries, 1.0), quick.find(account.entries, 1.1)) == (None, also_stuck), "a moment"
 
 
 START, LEAST = 6, 4
