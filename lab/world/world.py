@@ -155,12 +155,12 @@ class DataNode:
         self._swarm = self.planner.rule if isinstance(self.planner, SwarmPlanner) else None
         self.planned: dict[MicrobatchId, Path] = {}
 
-    # ---- launching -----------------------------------------------------------------------------------------------
-
     def launch(self) -> None:
         """Abandons a straggler, then launches microbatches until the window is full or no path exists."""
         straggler = self._stragglers.find(self.in_flight.entries, self.world.time.now)
         if straggler is not None and self.planner.has_another(straggler.path, self.world.time.now):
+            for peer in self._times.silent(straggler.microbatch):
+                self.peer.membership.stalled(peer, self.world.time.now)
             self._lost(straggler.microbatch, "it is late")
         while not self.stopping and self.in_flight.may_start().value:
             now = self.world.time.now
@@ -186,6 +186,7 @@ class DataNode:
         """Updates measured times from a peer's receipt. Ignores receipts for microbatches of other data nodes."""
         if receipt.microbatch.data_node == self.peer.id:
             self.peer.custody.touch(Key(receipt.microbatch, -1), self.world.time.now)
+            self.peer.membership.moved(sender)
             self._times.passed(sender, receipt, self.world.time.now)
             if self._swarm is not None:
                 self._swarm.passed(sender, receipt, self.world.time.now)
@@ -216,8 +217,6 @@ class DataNode:
         self.peer.carry_out(self.peer.custody.abandon(microbatch, detail))
         if flight is not None:
             self.abandoned(flight)
-
-    # ---- accounts ------------------------------------------------------------------------------------------------
 
     def started(self, flight: InFlight) -> None:
         """Records the launch time and the planned path of a microbatch."""

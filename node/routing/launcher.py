@@ -290,6 +290,8 @@ class DataNode(PathEnds):
             straggler = self._stragglers.find(self.in_flight.entries, now)
             # On the same path it would take as long again, and a text whose loss is known would not be learnt.
             if straggler is not None and self._planner.has_another(straggler.path, now):
+                for peer in self._times.silent(straggler.microbatch):
+                    self._membership.stalled(peer, now)
                 self.lost(straggler.microbatch, STRAGGLER)
             while not self._is_stopping and self.in_flight.may_start().value and self._launch():
                 pass
@@ -414,4 +416,5 @@ class DataNode(PathEnds):
         return self.may_hold(peer, microbatch) if path is None else self._planner.hosts_one_of(peer, path)
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
+        self._membership.moved(sender)
         self._times.passed(sender, receipt, self._clock.monotonic())

@@ -15,6 +15,7 @@ MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
 REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)  # Pause for a peer that announces itself, after failures
 HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
+STALL_PAUSE_S: Final = ExponentialBackoff(1.0, 30.0)
 ENOUGH = 8  # Links to a module's replicas beyond which no more are sought, except to our own module's
 KEPT_S = 60.0  # Time for which a peer is remembered after its link, in seconds
 
@@ -46,6 +47,7 @@ class Membership:
         self._members: dict[PeerId, _Member] = {}
         self.linked: set[PeerId] = set()  # Peers to which a link is open
         self._harmful = Exclusions(HARM_PAUSE_S)  # Not forgiven by a new announcement
+        self._stalled = Exclusions(STALL_PAUSE_S, 60.0)
         self.outvoted: dict[ModuleId, frozenset[PeerId]] = {}  # Liars in rounds, by most replicas of the module
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> bool:
@@ -100,6 +102,14 @@ class Membership:
     def leave_out(self, peer: PeerId, now: float) -> float:
         """Gives a harmful peer no work while another peer serves its module. Returns for how many seconds."""
         return self._harmful.add(peer, now)
+
+    def stalled(self, peer: PeerId, now: float) -> None:
+        """Gives a peer that may hold microbatches up no work for a moment, while another peer serves its module."""
+        self._stalled.add(peer, now)
+
+    def moved(self, peer: PeerId) -> None:
+        """Uses a peer again that passed a microbatch on."""
+        self._stalled.forgive(peer)
 
     def recover(self, peer: PeerId) -> None:
         """Clears the suspicion and failures of a peer to which a link has opened."""
@@ -156,7 +166,7 @@ class Membership:
 
     def all_replicas(self, now: float) -> dict[ModuleId, list[Announcement]]:
         """Returns the replicas that may get work, by module (see `replicas`)."""
-        harmful, found = self._harmful.excluded(now), dict[ModuleId, list[Announcement]]()
+        harmful, found = self._harmful.excluded(now) | self._stalled.excluded(now), dict[ModuleId, list[Announcement]]()
         for member in tuple(self._members.values()):  # also called by threads
             module = member.announcement.module
             if module is not None and member.suspect_until <= now and _serves(member, now):

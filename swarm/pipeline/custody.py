@@ -143,9 +143,6 @@ class Entry:
         return hops[position].module if 0 <= position < len(hops) else None
 
 
-# ---- events ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Started:
     """Event: a microbatch starts at this data node. Never caused by a message."""
@@ -207,8 +204,6 @@ class Tick:
 
 
 Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | ControlArrived | PeerLost | PeerBack | Tick
-
-# ---- actions ---------------------------------------------------------------------------------------------------------
 
 
 class Work(enum.Enum):
@@ -276,9 +271,6 @@ class Finished:
 
 
 Action = Compute | SendOutput | SendControl | KeepGradient | Confirmed | Retract | Forget | Finished
-
-
-# ---- the state machine -----------------------------------------------------------------------------------------------
 
 
 KEPT_FOR_OTHERS = 4  # Share of slots (1/4) that a single data node, or a single link, cannot use
@@ -371,8 +363,6 @@ class Custody:
         self._residence_times = ResidenceTimes()
         self._completed = Latest[MicrobatchId, Path](REMEMBERED)  # Own completed microbatches
 
-    # ---- the table ---------------------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -421,8 +411,6 @@ class Custody:
     def _strand(self, entry: Entry, position: int, detail: str) -> list[Action]:
         """Drops a microbatch that cannot reach `position`, and notifies its data node, which abandons it everywhere."""
         return [self._drop(entry, detail), _stranded(entry, position, detail)]
-
-    # ---- admission ---------------------------------------------------------------------------------------------------
 
     def admit_forward(self, message: Forward, now: float) -> Reasoned[SlotState]:
         """Decides whether to accept hidden states; reserves a slot. The caller has checked manifest and signature."""
@@ -493,8 +481,6 @@ class Custody:
             if sum(entry.sender == sender for entry in held) >= share:
                 return f"this link uses {share} {what}, the rest is for others"
         return None
-
-    # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Updates held microbatches by an event and returns the actions to take. Answers or ignores unknown ones."""
@@ -689,8 +675,6 @@ class Custody:
         if not answers or entry.phase in (Phase.GUARDING_BACK, Phase.SETTLING):
             answers.append(_answer(message, ReceiptStatus.PASSED_ON))
         return [*answers]
-
-    # ---- computed ----------------------------------------------------------------------------------------------------
 
     def _computed(self, entry: Entry, seconds: float, now: float) -> list[Action]:
         entry = replace(entry, waited_s=max(0.0, now - entry.came - seconds), computed_s=seconds)
@@ -918,8 +902,6 @@ class Custody:
             return "a substitute must host the module of the hop that it replaces"
         return ""
 
-    # ---- settlement: a hop -------------------------------------------------------------------------------------------
-
     def _await_settlement(self, entry: Entry, now: float) -> None:
         """Frees the slot after the gradient is passed on. The data node will decide whether our gradient counts."""
         self._residence_times.note(entry.path.data_node, now - entry.since)
@@ -963,8 +945,6 @@ class Custody:
             self._sent(entry)
             actions.append(self._drop(entry, f"closed: {message.detail}"))
         return actions
-
-    # ---- settlement: the data node -----------------------------------------------------------------------------------
 
     def _complete(self, start: Entry) -> list[Action]:
         """Completes a microbatch whose gradient has reached the start, and sends Settled to every hop."""

@@ -160,18 +160,21 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._trips_s = deque[float](maxlen=TRIPS)
-        self._may_find = False
+        self._found_at = self._next_from = -math.inf
 
     def completed(self, entry: InFlight, now: float) -> None:
-        self._trips_s.append(now - entry.started)
-        self._may_find = len(self._trips_s) >= TRIPS // 4
+        if entry.started >= self._found_at:  # one that was in flight beside a straggler may have waited for the same
+            self._trips_s.append(now - entry.started)
+        self._next_from = -math.inf
 
     def find(self, entries: Iterable[InFlight], now: float) -> InFlight | None:
-        """Returns a microbatch to launch again, at most one for each that is completed: all may be slow now."""
+        """Returns a microbatch to launch again. Until another completes, the next one is due as much later."""
         oldest = min(entries, key=lambda entry: entry.started, default=None)
-        if oldest is None or not self._may_find or now - oldest.started <= max(LEAST_LATE_S, LATE * max(self._trips_s)):
+        if oldest is None or len(self._trips_s) < TRIPS // 4:
             return None
-        self._may_find = False
+        if now - max(oldest.started, self._next_from) <= max(LEAST_LATE_S, LATE * max(self._trips_s)):
+            return None
+        self._found_at = self._next_from = now
         return oldest
 
 

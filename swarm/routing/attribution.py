@@ -22,6 +22,7 @@ from swarm.vocabulary.statistics import Latest
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
 
 MAX_TRACES: Final = 4096
+MAX_HEARD: Final = 1024
 LOST_S: Final = 10.0  # Shortest visit time that a lost microbatch counts as: failing at once must not look fast
 
 _Mark = tuple[Direction, int]  # Direction of a pass and position of the sender
@@ -50,6 +51,14 @@ class _Trace:
     def is_hop(self, position: int) -> bool:
         return 0 <= position < len(self.path.hops)
 
+    def held(self) -> tuple[int, int, float]:
+        """Returns the positions of the last known holder and of whom it passes to, and when it got the microbatch."""
+        last = max(self.passed.items(), key=lambda each: each[1].at, default=None)
+        if last is None:
+            return -1, 0, self.begun
+        (direction, position), passed = last
+        return position + _STEP[direction], position + 2 * _STEP[direction], passed.at
+
     def started(self, mark: _Mark) -> float | None:
         """Returns when a hop's visit began: at the previous hop's receipt, or at our start of the pass."""
         direction, position = mark
@@ -71,6 +80,7 @@ class PathTimes:
         self._own, self._times, self._slots_of = own, times, slots_of
         self.sizes = times.sizes  # Of launched microbatches
         self._traces = Latest[MicrobatchId, _Trace](MAX_TRACES)
+        self._heard = Latest[PeerId, float](MAX_HEARD)  # When each peer's last receipt arrived
 
     def launched(
         self, microbatch: MicrobatchId, path: Path, queue: Mapping[PeerId, int], now: float, size: float = 1.0
@@ -91,6 +101,7 @@ class PathTimes:
 
     def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
         """Adds a hop's receipt. `sender` may have replaced the planned peer. Repeats and any order are fine."""
+        self._heard[sender] = now
         trace = self._traces.get(receipt.microbatch)
         direction, position = mark = receipt.direction, receipt.position
         if trace is None or mark in trace.passed or not -1 <= position <= len(trace.path.hops):
@@ -130,14 +141,20 @@ class PathTimes:
                 most = math.inf if known is None else known.raised(LOST_ADDS)
                 self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
+    def silent(self, microbatch: MicrobatchId) -> list[PeerId]:
+        """Returns who may hold a microbatch up: its last known holder and the next hop, if not heard of since."""
+        trace = self._traces.get(microbatch)
+        if trace is None:
+            return []
+        holder, after, since = trace.held()
+        hops = [trace.path.hops[position].peer for position in (holder, after) if trace.is_hop(position)]
+        return [peer for peer in hops if self._heard.get(peer, since) <= since]
+
     def _add_stuck(self, trace: _Trace, now: float) -> None:
         """Adds a lost microbatch to the link by which its last known holder should have passed it on."""
-        if not trace.passed:
-            return
-        (direction, position), last = max(trace.passed.items(), key=lambda each: each[1].at)
-        holder, after = position + _STEP[direction], position + 2 * _STEP[direction]
-        if trace.is_hop(holder) and -1 <= after <= len(trace.path.hops):
-            self._times.stuck(trace.path.peer_at(holder), trace.path.peer_at(after), now - last.at)
+        holder, after, since = trace.held()
+        if trace.is_hop(holder):
+            self._times.stuck(trace.path.peer_at(holder), trace.path.peer_at(after), now - since)
 
     def _add_visit(self, trace: _Trace, mark: _Mark) -> None:
         """Measures the time of a hop's visit, once the receipts of this hop and of the previous hop are known."""

@@ -355,7 +355,7 @@ class Planner:
     def has_another(self, path: Path, now: float) -> bool:
         """Tells whether another replica serves a module of this path."""
         served = self._membership.all_replicas(now)
-        return any(len(served.get(hop.module, ())) > 1 for hop in path.hops)
+        return any(other.peer != hop.peer for hop in path.hops for other in served.get(hop.module, ()))
 
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
         announcement = self._membership.get(peer)

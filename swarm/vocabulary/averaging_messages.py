@@ -43,9 +43,6 @@ class RoundId:
     convener: PeerId
 
 
-# ---- proven work --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class WorkRow:
     """Visits of one replica that a data node has settled, with their tokens: all of them, and those in the window."""
@@ -68,9 +65,6 @@ class WorkTally:
     rows: Annotated[tuple[WorkRow, ...], Length(1, MAX_MEMBERS)]
     invitation: Annotated[bytes, Length(INVITATION_BYTES, INVITATION_BYTES, or_none=True)] = b""
     signature: Signature = b""
-
-
-# ---- before the exchange ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +184,6 @@ class Roster:
         return math.fsum(member.coefficient * member.norm for member in self.members)
 
 
-# ---- the exchange ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _AboutPiece:
     """Base of messages about one piece of the parameters: the chunks `range(first_chunk, end_chunk)`, at least one."""
@@ -253,9 +244,6 @@ class Dissolved:
     detail: Detail
 
 
-# ---- audits ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class AuditRequest(_AboutPiece):
     """After a commit: asks the reducer of a piece for Evidence, or another member for its Contribution to the piece."""
@@ -291,9 +279,6 @@ class Accusation(_AboutPiece):
     """To all other members: asks each of them to audit a piece. `signed`: the signed hashes that the sender has."""
 
     signed: SignedHashes
-
-
-# ---- catching up ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

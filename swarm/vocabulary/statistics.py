@@ -100,7 +100,8 @@ class Exclusions:
         self._records.pop(peer, None)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
-        return frozenset(peer for peer, record in self._records.items() if now - record.latest < record.pause_s)
+        records = tuple(self._records.items())  # also called by threads
+        return frozenset(peer for peer, record in records if now - record.latest < record.pause_s)
 
     def left_s(self, peer: PeerId, now: float) -> float:
         record = self._records.get(peer)

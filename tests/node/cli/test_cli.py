@@ -426,8 +426,7 @@ class TestQuestions:
             assert expected in result.stdout
         assert any(line.split() == ["stage", "1", "none"] for line in result.stdout.splitlines())
         assert "\x1b" not in result.stdout
-        result = run("status", LINK, "--json")
-        assert json.loads(result.stdout) == to_json(STATUS)
+        assert json.loads(run("status", LINK, "--json").stdout) == to_json(STATUS)
 
     def test_without_a_link_the_last_run_is_meant(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         joined = []

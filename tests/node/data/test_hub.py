@@ -159,8 +159,7 @@ class TestRows:
         expected = [b"%d" % n for n in range(699)] + [b""]
         for start in (0, 1, 255, 256, 299, 300, 301, 650, 699, 700):
             assert [read() for read in rows(file, "text", start, is_chat=False)] == expected[start:]
-        first = next(rows(file, "messages", 600, is_chat=True))
-        assert json.loads(first()) == {"messages": said[600]}
+        assert json.loads(next(rows(file, "messages", 600, is_chat=True))()) == {"messages": said[600]}
         with pytest.raises(ConfigError, match="no column 'other'; it has text, messages, n"):
             list(rows(file, "other", 0, is_chat=False))
         file.write_bytes(b"PAR1 no such thing PAR1")

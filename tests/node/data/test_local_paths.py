@@ -29,8 +29,7 @@ def test_the_person_s_word_counts_whoever_signed_and_whatever_the_manifest_says(
 def test_one_s_own_manifest_is_believed() -> None:
     places = {"corpus/": Path("corpus"), "../corpus": Path("../corpus"), "~/corpus": Path.home() / "corpus"}
     for source, place in places.items():
-        found = local_paths(DataSection(source=f"path:{source}"), NO_LOCAL_PATHS, own=True)
-        assert found.value == LocalPaths(place)
+        assert local_paths(DataSection(source=f"path:{source}"), NO_LOCAL_PATHS, own=True).value == LocalPaths(place)
 
 
 @pytest.mark.parametrize("source", ["path:~/.ssh", "path:/home/u/.gnupg/x", "path:.netrc"])

@@ -104,8 +104,7 @@ def test_each_kind_of_rows_gives_its_column(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(OF_ROWS[name])
     assert (texts(tmp_path / name), texts(f"{tmp_path / name}:text")) == (TEXTS, TEXTS)
     for start in (0, 1, 7, 39, 40):
-        rows = [read().decode() for read in rows_of(tmp_path / name, "text", start, is_chat=False)]
-        assert rows == TEXTS[start:]
+        assert [read().decode() for read in rows_of(tmp_path / name, "text", start, is_chat=False)] == TEXTS[start:]
 
 
 @pytest.mark.parametrize("name", OF_TEXT)

@@ -111,8 +111,7 @@ class Place:
         return self.store.modules
 
     def may_use(self, other: Other) -> bool:
-        replicas = self.membership.replicas(MODULE, self.clock.now)
-        return other.peer in [announcement.peer for announcement in replicas]
+        return other.peer in [announcement.peer for announcement in self.membership.replicas(MODULE, self.clock.now)]
 
 
 @asynccontextmanager

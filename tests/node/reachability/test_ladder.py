@@ -499,8 +499,7 @@ def test_upnp_takes_another_port_or_a_mapping_without_end_when_it_has_to_or_says
     mapped = upnp(Device("ConflictInMappingEntry")).map(PORT, PORT, 600)
     assert mapped.external_port != PORT
     for_ever = Device("OnlyPermanentLeasesSupported")
-    mapped = upnp(for_ever).map(PORT, PORT, 600)
-    assert mapped.lease_s == float("inf")
+    assert upnp(for_ever).map(PORT, PORT, 600).lease_s == float("inf")
     assert for_ever.added[-1][-1] == 0
     refused = upnp(Device("Action Not Authorized")).map(PORT, PORT, 600)
     assert refused == NotMapped("the router refused: Action Not Authorized")

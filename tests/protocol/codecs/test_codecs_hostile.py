@@ -58,8 +58,7 @@ def honest_encoding(spec: TensorSpec) -> Encoded:
     dtype = DType.FLOAT32 if spec.dtype is DType.FLOAT16 else spec.dtype
     values = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
     values[..., ::40] *= 30
-    values = values.to(ELEMENT_TYPES[dtype])
-    return encode(values, spec.codec)
+    return encode(values.to(ELEMENT_TYPES[dtype]), spec.codec)
 
 
 def damaged(data: bytes, by: bytes) -> bytes:

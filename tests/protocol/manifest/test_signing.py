@@ -316,8 +316,7 @@ def test_the_text_explains_itself_and_carries_no_comment_of_others() -> None:
     signed = signing.sign_manifest(small(), AUTHOR)
     assert b"# Rows (sequences) per microbatch.\nrows = 4\n" in signed.text
     assert b"# per_path is not set\n" in signed.text
-    again = signing.read_signed_manifest(b"# Trust me.\n" + signed.text, signed.run)
-    assert again.text == signed.text
+    assert signing.read_signed_manifest(b"# Trust me.\n" + signed.text, signed.run).text == signed.text
     assert max(len(line) for line in signed.text.splitlines()) <= 120
 
 

@@ -62,8 +62,7 @@ def test_where_all_agree_a_mean_is_as_long_as_allowed_though_ours_is_of_rows_whe
 
 
 def test_zeros_where_ours_are_none_are_odd() -> None:
-    least = trust.SHORTEST * 0.5 / 3
-    assert judged(HONEST, beside(A, length=1.01 * least, cosine=0.3)) == {}
+    assert judged(HONEST, beside(A, length=1.01 * trust.SHORTEST * 0.5 / 3, cosine=0.3)) == {}
     assert set(judged(HONEST, beside(A, length=0.0, cosine=0.0))) == {A}
     assert judged(HONEST, beside(A, length=0.4, cosine=0.0, ours=0.0)) == {}, "rows that only others have seen"
 

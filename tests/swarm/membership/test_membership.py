@@ -175,6 +175,19 @@ def test_who_does_harm_is_left_out_longer_each_time_unless_there_is_nobody_else(
     assert HARM_PAUSE_S.longest_s == 3600
 
 
+def test_who_holds_a_microbatch_up_gets_none_until_it_passes_one_on_or_a_moment_later(members: Membership) -> None:
+    for name in "ab":
+        members.observe(announcement(name, sequence=1), now=0, wall=0)
+    members.stalled(A, 5.0)
+    assert (is_asked(members, 5.9), is_asked(members, 6.0)) == ([PeerId("b")], [A, PeerId("b")])
+    members.stalled(A, 6.0)
+    assert is_asked(members, 7.9) == [PeerId("b")], "longer each time"
+    members.stalled(PeerId("b"), 7.9)
+    assert is_asked(members, 7.9) == [A, PeerId("b")], "there is nobody else"
+    members.moved(A)
+    assert is_asked(members, 7.9) == [A]
+
+
 def test_a_link_keeps_its_peer_alive_and_its_end_begins_the_expiry(members: Membership) -> None:
     members.observe(announcement("A", expires_at=60.0), now=0.0, wall=0.0)
     members.recover(PeerId("A"))

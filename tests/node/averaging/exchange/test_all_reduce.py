@@ -238,8 +238,7 @@ async def test_buffers_are_bounded() -> None:
         await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
         largest = max(piece.elements for piece in here["a"].exchange.plan.pieces) * 4
         for party in here.parties.values():
-            held = sum(len(buffers) * size for size, buffers in party.arrivals._free.items())
-            assert held <= 2 * 8 * largest
+            assert sum(len(buffers) * size for size, buffers in party.arrivals._free.items()) <= 2 * 8 * largest
 
 
 def test_who_is_held_up_by_another_owes_nothing() -> None:
