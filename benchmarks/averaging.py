@@ -67,9 +67,6 @@ HIVEMIND_S: Final = 60.0
 ROUND_S: Final = 60.0
 
 
-# ---- a peer of rounds ------------------------------------------------------------------------------------------------
-
-
 async def status(asker: PeerId, question: Question) -> bytes:
     return b"{}"
 

@@ -62,9 +62,6 @@ class Setting:
         return small if self.smoke else full
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
-
-
 def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -4,13 +4,19 @@
 a percentage of an exchange. `commit_s`: time until all survivors have committed that round, against 5 s plus an
 undisturbed round. A frozen replica is woken two rounds later and has to take part again. `partitions`: 2+2 and 3+1
 replicas in network namespaces (root and iproute2), apart for five rounds; counts the rounds from the first link across
-until all commit one together. Liars: `python -m tests.security.attack`.
+until all commit one together. `changes`: 8 nodes, two a stage. One is killed, one frozen (longest pause between
+microbatches), one joins (until it is used), a stage loses both and gets one (until a microbatch completes), in seconds.
+Liars: `python -m tests.security.attack`.
 """
 
+import asyncio
 import dataclasses
 import itertools
+import json
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +31,7 @@ from protocol.manifest.manifest import Manifest
 from tests.e2e.home_network import split_network, why_no_namespaces
 from tests.e2e.parting import THREE_AND_ONE, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, RoundWatch, watching
-from tests.e2e.small_run import write_text
+from tests.e2e.small_run import small_run, write_text
 from tests.e2e.striking import MODULE, STAGE, Blow, Role, Striker, heavy_run, replicas_of, see_it_through
 
 LIMIT_S: Final = 5.0
@@ -128,7 +134,53 @@ async def parted(folder: Path, sides: str) -> dict[str, object]:
     return table | {"target_rounds_after": 2, "exits": exits, "check": verdict(folder / "logs")}
 
 
+async def changes(options: Any) -> dict[str, object]:
+    with kit.folder(options.keep, "changes") as folder:
+        swarm_options = LocalSwarmOptions(peers=8, threads=1, log_dir=folder / "logs")
+        async with LocalSwarm(small_run(write_text(folder / "text"), inner_steps=10), swarm_options) as swarm:
+
+            async def after(seconds: float, stage: int, number: signal.Signals | None = None, peers: int = 1) -> float:
+                await asyncio.sleep(seconds)
+                begun = time.time()
+                for peer in [peer for peer in swarm.peers if peer.stage == stage][:peers]:
+                    if number is None:
+                        swarm.start_peer(stage)
+                    else:
+                        swarm.kill(peer.index, number)
+                return begun
+
+            killed = await after(options.seconds, 1, signal.SIGKILL)
+            frozen = await after(options.seconds, 3, signal.SIGSTOP)
+            joined = await after(options.seconds, 1)
+            await after(options.seconds, 2, signal.SIGKILL, peers=2)
+            served = await after(5, 2)
+            await asyncio.sleep(options.seconds)
+            newcomer = [peer.peer for peer in swarm.peers if peer.stage == 1][-1]
+        done = sorted(completed(folder / "logs"))
+
+    def pause(begun: float, end: float) -> float:
+        times = [begun, *(at for at, _ in done if begun < at < end), end]
+        return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+    return {
+        "killed_pause_s": pause(killed, frozen),
+        "frozen_pause_s": pause(frozen, joined),
+        "newcomer_used_s": min(at for at, hops in done if f"1.0@{newcomer}" in hops) - joined,
+        "lost_stage_served_s": min(at for at, _ in done if at > served) - served,
+    }
+
+
+def completed(logs: Path) -> Iterator[tuple[float, list[str]]]:
+    """Unix time and hops of each completed microbatch."""
+    for path in logs.iterdir():
+        events = [json.loads(line) for line in path.read_bytes().splitlines()]
+        for event in events:
+            if event["event"] == "completed":
+                yield (events[0]["unix_ms"] + event["ms"]) / 1000, event["hops"]
+
+
 if __name__ == "__main__":
     quick = {"parts": ["blows"], "roles": ["member"], "percents": [50], "replicas": 3, "blocks": 1}
     blow = {"roles": ROLES, "percents": [10, 50, 90], "replicas": 4, "blocks": 3}
-    kit.run(__doc__, {"blows": blows, "partitions": partitions}, quick, keep=Path, **blow)
+    parts = {"blows": blows, "partitions": partitions, "changes": changes}
+    kit.run(__doc__, parts, quick, keep=Path, seconds=20.0, **blow)

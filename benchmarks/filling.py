@@ -34,8 +34,6 @@ from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor, Receipt
 from swarm.vocabulary.types import ModuleId, PeerId
 
-# ---- a pipeline in virtual time --------------------------------------------------------------------------------------
-
 PER_STEP: Final = 8
 SLOTS: Final = 16
 
@@ -283,8 +281,6 @@ def share_of_time(accounts: Sequence[Sequence[Span]], begin: float, end: float) 
     inside = sum(max(0.0, min(to, end) - max(at, begin)) for spans in accounts for at, to in spans)
     return inside / ((end - begin) * len(accounts))
 
-
-# ---- arms in virtual time --------------------------------------------------------------------------------------------
 
 BODIES_S: Final = (0.002, 0.020, 0.170)
 KEPT: Final = 0.8  # measured on two blocks of 256

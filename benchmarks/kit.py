@@ -53,8 +53,6 @@ Found = TypeVar("Found")
 Measure = Callable[[Any], Any]
 """Takes the options and returns figures; may be a coroutine function."""
 
-# ---- options and output ----------------------------------------------------------------------------------------------
-
 
 def run(doc: str | None, measure: Measure | Mapping[str, Measure], quick: Mapping[str, Any], **defaults: Any) -> None:
     """Parses options (by their defaults), measures and prints one JSON object.
@@ -166,9 +164,6 @@ def rounded(value: float | None, digits: int = 3) -> float | None:
     return None if value is None else round(value, digits)
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def process(target: Any, *arguments: Any, grace_s: float = 0.0) -> Iterator[Connection]:
     """Runs `target(connection, *arguments)` in a fresh Python process until the block ends.
@@ -236,9 +231,6 @@ def introduce(peers: Sequence[Connection]) -> None:
         hear(peer)
 
 
-# ---- swarms ----------------------------------------------------------------------------------------------------------
-
-
 async def swarm_to_its_end(manifest: Manifest, options: LocalSwarmOptions) -> tuple[float, list[Event]]:
     """Runs a swarm until it has taken its steps; its tokens per second after the first step, and its events."""
     from node.local_swarm.local_swarm import LocalSwarm
@@ -290,9 +282,6 @@ def verdict(logs: Path) -> dict[str, object]:
     command = [sys.executable, "-m", "skipstone", "check", str(logs), "--json"]
     checked = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=600)
     return {"exit_code": checked.returncode, "report": json.loads(checked.stdout or "null")}
-
-
-# ---- a small run -----------------------------------------------------------------------------------------------------
 
 
 def run_of(

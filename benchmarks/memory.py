@@ -37,8 +37,6 @@ from node.observability.events import InnerStep
 SAMPLE: Final = 997  # rows of the matrix between two that are compared
 TARGETS: Final = {"help_cpu_s": 0.4, "join_cpu_s": 3.0, "overhead_mib": OVERHEAD_MIB}
 
-# ---- loss and head ---------------------------------------------------------------------------------------------------
-
 
 def in_one_pass(hidden: Tensor, matrix: Tensor, labels: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Does what `node.model.passes.OneHead` does, without the norm."""
@@ -103,9 +101,6 @@ def head(options: Any) -> dict[str, Any]:
     }
 
 
-# ---- a stage on a card -----------------------------------------------------------------------------------------------
-
-
 def stage(options: Any) -> dict[str, Any]:
     """Bytes a parameter of a stage peer, bytes of a kept graph, and waits, on the pretend device."""
     tell("a stage on the pretend device")
@@ -117,9 +112,6 @@ def stage(options: Any) -> dict[str, Any]:
         "kept_bytes_a_token_block_and_width": answer["graph"],
         "waits": {name: count for name, count in waits.items() if name.startswith(("FORWARD ", "BACKWARD ", "loss "))},
     }
-
-
-# ---- a node ----------------------------------------------------------------------------------------------------------
 
 
 def ran(*words: str) -> tuple[float, str]:

@@ -141,9 +141,6 @@ class Dealer:
         return [dealt[replica :: self._task.replicas] for replica in range(self._task.replicas)]
 
 
-# ---- the reference ---------------------------------------------------------------------------------------------------
-
-
 class OuterReference:
     """torch.optim.SGD on the mean of (anchor - replica), weighted by tokens (Douillard et al. 2023, arXiv:2311.08105).
 
@@ -191,8 +188,6 @@ class Reference:
             learner.optimizer.tokens, learner.optimizer.replicas = self._tokens, len(self._learners)
         return anchor
 
-
-# ---- real rounds -----------------------------------------------------------------------------------------------------
 
 PATIENCE_S: Final = 60.0  # long: no replica fails here, and a busy machine must not change the members
 

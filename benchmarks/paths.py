@@ -41,8 +41,6 @@ from protocol.manifest.manifest import Manifest, PathsSection
 from tests.e2e.emulated import REPLAY, Network, Spec
 from tests.e2e.small_run import HOME, LOST, FlightMark, events_of, peers_of, read_flights, small_run, write_text
 
-# ---- virtual time ----------------------------------------------------------------------------------------------------
-
 REGIMES: Final = (0, 1)
 
 
@@ -76,8 +74,6 @@ def measure_virtual(options: Any) -> dict[str, Any]:
         tell(f"{one.name}, {arm}, staleness {regime}: {runs[-1].completed}")
     return {"compared": compared(runs), "runs": [asdict(run) for run in runs]}
 
-
-# ---- cells -----------------------------------------------------------------------------------------------------------
 
 PEERS: Final = 12
 BLOCKS: Final = (1, 1, 1, 1, 1)
@@ -124,8 +120,6 @@ CELLS: Final[Mapping[str, Cell]] = {
     "P": Cell("a published problem", (OURS, REPLAY, 1.0), (OURS, REPLAY, SWARM), 3, (1,) * 6, 16),
 }
 
-
-# ---- machines and links ----------------------------------------------------------------------------------------------
 
 DATA_FORWARD_S: Final = 0.005
 FASTEST_S: Final = 0.06
@@ -400,8 +394,6 @@ async def measure_live(options: Any) -> dict[str, Any]:
                 tell(runs[-1])
     return {"cells": report(runs), "runs": runs}
 
-
-# ---- whole paths -----------------------------------------------------------------------------------------------------
 
 WHOLE: Final = ("0-3", "0-3", "0", "1", "2", "3")  # Stages of each node
 

@@ -104,9 +104,6 @@ def _log_uniform(rng: random.Random, between: Range) -> float:
     return math.exp(rng.uniform(math.log(between[0]), math.log(between[1])))
 
 
-# ---- links -----------------------------------------------------------------------------------------------------------
-
-
 def clouds(peers: Sequence[PeerId], rng: random.Random) -> MessageSeconds:
     """Returns links of peers in random regions of a map; bandwidth falls with distance."""
     sent_bytes = MIB * _log_uniform(rng, CLOUD_TENSOR_MIB)

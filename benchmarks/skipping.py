@@ -100,9 +100,6 @@ def tokens_of(task: Task) -> dict[str, str]:
     return {"tokenizer": f"file:{task.tokenizer}", "tokenizer_sha256": digest}
 
 
-# ---- equal tokens ----------------------------------------------------------------------------------------------------
-
-
 def ring(manifest: Manifest) -> ChooseStages:
     rules = path_rules(manifest)
     return lambda number: ring_stages(rules, number)
@@ -159,8 +156,6 @@ def trained_arm(arms: dict[str, Arm], task: Task, seed: int, name: str) -> dict[
         "half_random_drop": math.expm1(drawn - full),
     }
 
-
-# ---- equal time ------------------------------------------------------------------------------------------------------
 
 TIMED_ARMS: Final = {
     "full": (STAGES, 1.0),
