@@ -342,8 +342,6 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     def is_empty(self) -> bool:
         return len(self.custody) == 0 and not self._tasks.owed
 
-    # ---- arriving tensors --------------------------------------------------------------------------------------------
-
     def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
         """Checks a tensor's header. Returns a buffer to receive the tensor, or a refusal."""
         if (uninvited := self._admission.uninvited(message)) is not None:

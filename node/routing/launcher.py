@@ -288,11 +288,13 @@ class DataNode(PathEnds):
             self._tell_who_is_missing()
             now = self._clock.monotonic()
             straggler = self._stragglers.find(self.in_flight.entries, now)
-            # On the same path it would take as long again, and a text whose loss is known would not be learnt.
-            if straggler is not None and self._planner.has_another(straggler.path, now):
-                for peer in self._times.silent(straggler.microbatch):
-                    self._membership.stalled(peer, now)
-                self.lost(straggler.microbatch, STRAGGLER)
+            if straggler is not None:
+                late = self._times.silent(straggler.microbatch)
+                # On the same path it would take as long again, and a text whose loss is known would not be learnt.
+                if self._planner.has_another(late or straggler.path.hops, now):
+                    for hop in late:
+                        self._membership.stalled(hop.peer, now)
+                    self.lost(straggler.microbatch, STRAGGLER)
             while not self._is_stopping and self.in_flight.may_start().value and self._launch():
                 pass
             await set_or_after(self._wake, 0.5)

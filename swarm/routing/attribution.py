@@ -141,14 +141,14 @@ class PathTimes:
                 most = math.inf if known is None else known.raised(LOST_ADDS)
                 self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
-    def silent(self, microbatch: MicrobatchId) -> list[PeerId]:
-        """Returns who may hold a microbatch up: its last known holder and the next hop, if not heard of since."""
+    def silent(self, microbatch: MicrobatchId) -> list[Hop]:
+        """Returns which hops may hold a microbatch up: its last known holder and the next, if not heard of since."""
         trace = self._traces.get(microbatch)
         if trace is None:
             return []
         holder, after, since = trace.held()
-        hops = [trace.path.hops[position].peer for position in (holder, after) if trace.is_hop(position)]
-        return [peer for peer in hops if self._heard.get(peer, since) <= since]
+        hops = [trace.path.hops[position] for position in (holder, after) if trace.is_hop(position)]
+        return [hop for hop in hops if self._heard.get(hop.peer, since) <= since]
 
     def _add_stuck(self, trace: _Trace, now: float) -> None:
         """Adds a lost microbatch to the link by which its last known holder should have passed it on."""

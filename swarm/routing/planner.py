@@ -352,10 +352,10 @@ class Planner:
         others = self.rules.modules_at(module.stage)
         return any(other != module and self._membership.is_served(other, now) for other in others)
 
-    def has_another(self, path: Path, now: float) -> bool:
-        """Tells whether another replica serves a module of this path."""
+    def has_another(self, hops: Iterable[Hop], now: float) -> bool:
+        """Tells whether another replica could take the place of one of these hops."""
         served = self._membership.all_replicas(now)
-        return any(other.peer != hop.peer for hop in path.hops for other in served.get(hop.module, ()))
+        return any(other.peer != hop.peer for hop in hops for other in served.get(hop.module, ()))
 
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
         announcement = self._membership.get(peer)

@@ -63,7 +63,7 @@ def test_a_path_can_be_had_through_any_stages() -> None:
     assert planner.plan_through((1, 2, 3), (), {}, 0.0).value == full
     assert planner.plan_through((2, 4), (), {}, 0.0).value == NoReplica((ModuleId(4),))
     with_rival, _ = planner_with(announcement("p2", 2), announcement("rival", 2))
-    assert (planner.has_another(full, 0.0), with_rival.has_another(full, 0.0)) == (False, True)
+    assert (planner.has_another(full.hops, 0.0), with_rival.has_another(full.hops, 0.0)) == (False, True)
 
 
 def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -> None:
