@@ -377,7 +377,7 @@ class TestUp:
     def test_a_failed_node_is_the_exit_code(self, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SKIPSTONE_STAND_IN", "crash:0")
         result = run("up", "--steps", "2")
-        assert result.exit_code == 71
+        assert result.exit_code == 71, result.output
         assert "the cat is on fire" in result.stdout
 
     @pytest.mark.parametrize(("presses", "words"), [(1, ""), (2, "deaf:1")])
