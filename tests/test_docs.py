@@ -107,8 +107,7 @@ def test_commands_and_options_in_a_document_exist(document: str) -> None:
         command = re.search(r"(?<![\w/-])skipstone ([a-z]+)\b(.*)", line)
         if command is not None:
             assert command[1] in options(), line
-            named = re.findall(r"(?<!\S)--[a-z-]+", command[2].partition("#")[0])
-            assert set(named) <= options()[command[1]], line
+            assert {*re.findall(r"(?<!\S)--[a-z-]+", command[2].partition("#")[0])} <= options()[command[1]], line
         elif line.startswith("--"):
             assert line.split()[0].split("=")[0] in anywhere | {"--json", "--out"}, line
         for target in re.findall(r"^make ([a-z-]+)", line):

@@ -353,9 +353,10 @@ class Planner:
         return any(other != module and self._membership.is_served(other, now) for other in others)
 
     def has_another(self, hops: Iterable[Hop], now: float) -> bool:
-        """Tells whether another replica could take the place of one of these hops."""
-        served = self._membership.all_replicas(now)
-        return any(other.peer != hop.peer for hop in hops for other in served.get(hop.module, ()))
+        """Tells whether another replica could take the place of one of these hops, if our own node is not that hop."""
+        served, own = self._membership.all_replicas(now), self._home.values()
+        others = (other.peer != hop.peer for hop in hops if hop.peer not in own for other in served.get(hop.module, ()))
+        return any(others)
 
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
         announcement = self._membership.get(peer)

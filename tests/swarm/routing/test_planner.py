@@ -172,6 +172,7 @@ def test_a_node_with_a_whole_path_waits_for_its_own_replica_and_asks_others_only
     plans = [planner.plan(number, (), {SLOW: 9}, 0.0).value for number in range(2 * TRY_EVERY)]
     assert {plan.hops[0].peer for plan in plans if isinstance(plan, Path)} == {SLOW}
     assert chosen(planner, {SLOW: 9}) == SLOW
+    assert [planner.has_another([Hop(ModuleId(1), peer)], 0.0) for peer in (SLOW, FAST)] == [False, True]
     other = functools.partial(planner.replica, ModuleId(1), frozenset({SLOW}), {}, 0.0)
     assert other(SLOW).value is None, "it is busy"
     assert other().value == FAST
