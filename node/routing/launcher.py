@@ -289,10 +289,10 @@ class DataNode(PathEnds):
             now = self._clock.monotonic()
             straggler = self._stragglers.find(self.in_flight.entries, now)
             if straggler is not None:
-                late = self._times.silent(straggler.microbatch)
+                late = self._times.holders(straggler.microbatch)
                 # On the same path it would take as long again, and a text whose loss is known would not be learnt.
-                if self._planner.has_another(late or straggler.path.hops, now):
-                    for hop in late:
+                if self._planner.has_another(late, now):
+                    for hop in [hop for hop, is_silent in late.items() if is_silent]:
                         self._membership.stalled(hop.peer, now)
                     self.lost(straggler.microbatch, STRAGGLER)
             while not self._is_stopping and self.in_flight.may_start().value and self._launch():

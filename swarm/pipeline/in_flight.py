@@ -160,11 +160,10 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._trips_s = deque[float](maxlen=TRIPS)
-        self._found_at = self._next_from = -math.inf
+        self._next_from = -math.inf
 
     def completed(self, entry: InFlight, now: float) -> None:
-        if entry.started >= self._found_at:  # one that was in flight beside a straggler may have waited for the same
-            self._trips_s.append(now - entry.started)
+        self._trips_s.append(now - entry.started)
         self._next_from = -math.inf
 
     def find(self, entries: Iterable[InFlight], now: float) -> InFlight | None:
@@ -174,7 +173,7 @@ class Stragglers:
             return None
         if now - max(oldest.started, self._next_from) <= max(LEAST_LATE_S, LATE * max(self._trips_s)):
             return None
-        self._found_at = self._next_from = now
+        self._next_from = now
         return oldest
 
 

@@ -141,14 +141,14 @@ class PathTimes:
                 most = math.inf if known is None else known.raised(LOST_ADDS)
                 self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
-    def silent(self, microbatch: MicrobatchId) -> list[Hop]:
-        """Returns which hops may hold a microbatch up: its last known holder and the next, if not heard of since."""
+    def holders(self, microbatch: MicrobatchId) -> dict[Hop, bool]:
+        """Returns which hops may hold a microbatch up: its last known holder and the next. True: not heard of since."""
         trace = self._traces.get(microbatch)
         if trace is None:
-            return []
+            return {}
         holder, after, since = trace.held()
         hops = [trace.path.hops[position] for position in (holder, after) if trace.is_hop(position)]
-        return [hop for hop in hops if self._heard.get(hop.peer, since) <= since]
+        return {hop: self._heard.get(hop.peer, since) <= since for hop in hops}
 
     def _add_stuck(self, trace: _Trace, now: float) -> None:
         """Adds a lost microbatch to the link by which its last known holder should have passed it on."""

@@ -155,10 +155,10 @@ def test_one_that_is_far_slower_than_all_others_is_launched_again_and_another_on
     account.abandon(stuck.microbatch)
     assert stragglers.find(account.entries, 48.0) is None, "perhaps everything is slow now"
     assert stragglers.find(account.entries, 49.0) == also_stuck
-    stragglers.completed(others[4], 72.0)
-    assert stragglers.find(account.entries, 72.0) == also_stuck
-    relaunched = account.start(PLANNED, 80.0)
-    assert stragglers.find((relaunched,), 104.1) == relaunched, "what waited beside a straggler is no usual trip"
+    stragglers.completed(account.start(PLANNED, 49.0), 50.0)
+    assert stragglers.find(account.entries, 50.0) == also_stuck
+    stragglers.completed(others[4], 50.0)
+    assert stragglers.find(account.entries, 99.0) is None, "all are slow now"
     assert stragglers.find((), 99.0) is None
     quick = Stragglers()
     for entry in others[:4]:
