@@ -61,7 +61,9 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
         await watch.under_way(swarm)
         victim = next(peer for peer in swarm.peers if peer.stage == REPLICATED)
         swarm.kill(victim.index, number)
+        steps = swarm.progress.step
         await watch.until(lambda event: event == PeerChange(victim.peer, "down", getattr(event, "reason", "")))
+        assert number is signal.SIGKILL or swarm.progress.step > steps + 1, "nobody waits for a frozen peer"
         await watch.step(swarm.progress.step + 3)
         if number is signal.SIGSTOP:
             swarm.kill(victim.index, signal.SIGCONT)

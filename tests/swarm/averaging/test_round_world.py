@@ -144,8 +144,7 @@ def test_who_downloads_longer_than_a_round_takes_is_waited_for(times: float, fra
         if together > 2:
             break
     assert together > 2, world.explain()
-    reached = max(version.round for version in world.commits)
-    assert together > (reached - thawed) / 3, "it takes part from then on"
+    assert together > (max(version.round for version in world.commits) - thawed) / 3, "it takes part from then on"
     assert world.caught_up[late] < 6
     assert not world.forks()
 
