@@ -157,11 +157,9 @@ class DataNode:
 
     def launch(self) -> None:
         """Abandons a straggler, then launches microbatches until the window is full or no path exists."""
-        straggler = self._stragglers.find(self.in_flight.entries, self.world.time.now)
-        late = {} if straggler is None else self._times.holders(straggler.microbatch)
-        if straggler is not None and self.planner.has_another(late, self.world.time.now):
-            for hop in [hop for hop, is_silent in late.items() if is_silent]:
-                self.peer.membership.stalled(hop.peer, self.world.time.now)
+        now = self.world.time.now
+        straggler = self._stragglers.find(self.in_flight.entries, now)
+        if straggler is not None and self.planner.passes_by(self._times.holders(straggler.microbatch), now):
             self._lost(straggler.microbatch, "it is late")
         while not self.stopping and self.in_flight.may_start().value:
             now = self.world.time.now

@@ -50,9 +50,6 @@ _LEAST_ROWS, _LEAST_TOKENS = 16, 64  # Smallest chunk. Smaller ones spend more t
 _LARGEST: Final = torch.finfo(torch.float32).max
 
 
-# ---- first half: all gradients except weights of linear layers -------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Noted:
     weight: int  # Index of its weight among the part's parameters

@@ -288,13 +288,9 @@ class DataNode(PathEnds):
             self._tell_who_is_missing()
             now = self._clock.monotonic()
             straggler = self._stragglers.find(self.in_flight.entries, now)
-            if straggler is not None:
-                late = self._times.holders(straggler.microbatch)
-                # On the same path it would take as long again, and a text whose loss is known would not be learnt.
-                if self._planner.has_another(late, now):
-                    for hop in [hop for hop, is_silent in late.items() if is_silent]:
-                        self._membership.stalled(hop.peer, now)
-                    self.lost(straggler.microbatch, STRAGGLER)
+            # On the same path it would take as long again, and a text whose loss is known would not be learnt.
+            if straggler is not None and self._planner.passes_by(self._times.holders(straggler.microbatch), now):
+                self.lost(straggler.microbatch, STRAGGLER)
             while not self._is_stopping and self.in_flight.may_start().value and self._launch():
                 pass
             await set_or_after(self._wake, 0.5)

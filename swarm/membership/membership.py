@@ -166,14 +166,14 @@ class Membership:
 
     def all_replicas(self, now: float) -> dict[ModuleId, list[Announcement]]:
         """Returns the replicas that may get work, by module (see `replicas`)."""
-        harmful, found = self._harmful.excluded(now) | self._stalled.excluded(now), dict[ModuleId, list[Announcement]]()
+        avoided, found = self._harmful.excluded(now) | self._stalled.excluded(now), dict[ModuleId, list[Announcement]]()
         for member in tuple(self._members.values()):  # also called by threads
             module = member.announcement.module
             if module is not None and member.suspect_until <= now and _serves(member, now):
                 found.setdefault(module, []).append(member.announcement)
-        if not (harmful or any(self.outvoted.values())):
+        if not (avoided or any(self.outvoted.values())):
             return found
-        away = {module: harmful | self.outvoted.get(module, frozenset()) for module in found}
+        away = {module: avoided | self.outvoted.get(module, frozenset()) for module in found}
         return {module: [a for a in known if a.peer not in away[module]] or known for module, known in found.items()}
 
     def with_state(self, module: ModuleId) -> list[Announcement]:

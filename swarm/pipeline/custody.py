@@ -593,8 +593,6 @@ class Custody:
         """Returns a data node's entries that are still in work. Entries that wait for its decision are left out."""
         return [e for e in self.entries() if e.path.data_node == data_node and e.phase is not Phase.SETTLING]
 
-    # ---- arrival: hidden states --------------------------------------------------------------------------------------
-
     def _input_arrived(self, entry: Entry, message: Forward, now: float) -> list[Action]:
         accepted, passed_on = _answer(message, ReceiptStatus.ACCEPTED), _answer(message, ReceiptStatus.PASSED_ON)
         if entry.phase is Phase.RECALLING:
@@ -635,8 +633,6 @@ class Custody:
             receipts.append(replace(accepted, to=data_node))
         work = Work.LOSS if message.position == len(message.path.hops) else Work.FORWARD
         return [*receipts, Compute(Key(message.microbatch, message.position), work, message.purpose)]
-
-    # ---- arrival: gradients ------------------------------------------------------------------------------------------
 
     def _wants(self, entry: Entry, message: Backward) -> Reasoned[SlotState]:
         """Decides whether a held microbatch accepts this gradient. Any replica of the next module may send it."""
@@ -686,8 +682,7 @@ class Custody:
             return [self._drop(entry, "evaluated")]
         return self._offer(replace(entry, phase=Phase.BACKWARD), now)
 
-    # ---- handover ----------------------------------------------------------------------------------------------------
-    #
+    # Handover to the next holder:
     #     FORWARD -> HANDING_ON -> GUARDING -> AWAITING            to the hop after
     #     BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING    to the hop before
     #
@@ -838,8 +833,6 @@ class Custody:
         asked = self._ask(self._entries[entry.key], now)  # at once: it may be complete already
         return [_stranded(entry, position, detail), *asked, SendControl(guard, released)]
 
-    # ---- failover in the backward pass: the substitute ---------------------------------------------------------------
-
     def _recall_again(self, entry: Entry, before: PeerId, now: float) -> list[Action]:
         if entry.failing_since is not None and now - entry.failing_since >= RECALL_PATIENCE_S:
             return self._give_back(entry, ReceiptStatus.REFUSED, "the input is not available")
@@ -858,8 +851,6 @@ class Custody:
     def _give_back(self, entry: Entry, status: ReceiptStatus, detail: str) -> list[Action]:
         gradient = Backward(entry.key.microbatch, entry.path, entry.key.position)
         return [_answer(gradient, status, detail), self._drop(entry, detail)]
-
-    # ---- failover in the backward pass: the previous hop -------------------------------------------------------------
 
     def _recalled(self, sender: PeerId, message: Recall, now: float) -> list[Action]:
         """Answers a Recall: sends our output to the substitute of the next hop, or refuses with a reason."""

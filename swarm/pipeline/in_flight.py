@@ -167,7 +167,7 @@ class Stragglers:
         self._next_from = -math.inf
 
     def find(self, entries: Iterable[InFlight], now: float) -> InFlight | None:
-        """Returns a microbatch to launch again. Until another completes, the next one is due as much later."""
+        """Returns a microbatch to launch again. If none completes, the next one is due after the same time again."""
         oldest = min(entries, key=lambda entry: entry.started, default=None)
         if oldest is None or len(self._trips_s) < TRIPS // 4:
             return None

@@ -52,7 +52,7 @@ class _Trace:
         return 0 <= position < len(self.path.hops)
 
     def held(self) -> tuple[int, int, float]:
-        """Returns the positions of the last known holder and of whom it passes to, and when it got the microbatch."""
+        """Returns the position of the last known holder, the position after it, and since when it has had the text."""
         last = max(self.passed.items(), key=lambda each: each[1].at, default=None)
         if last is None:
             return -1, 0, self.begun
@@ -142,7 +142,7 @@ class PathTimes:
                 self._times.lost(hop.peer, min(max(LOST_S, now - trace.begun), most))
 
     def holders(self, microbatch: MicrobatchId) -> dict[Hop, bool]:
-        """Returns which hops may hold a microbatch up: its last known holder and the next. True: not heard of since."""
+        """Returns the hops that may hold a microbatch up: its last known holder and the next. True: silent since."""
         trace = self._traces.get(microbatch)
         if trace is None:
             return {}

@@ -352,11 +352,21 @@ class Planner:
         others = self.rules.modules_at(module.stage)
         return any(other != module and self._membership.is_served(other, now) for other in others)
 
-    def has_another(self, hops: Iterable[Hop], now: float) -> bool:
-        """Tells whether another replica could take the place of one of these hops, if our own node is not that hop."""
+    def passes_by(self, holders: Mapping[Hop, bool], now: float) -> bool:
+        """Gives silent `holders` of a late microbatch no work for a moment. False: no other replica could replace one.
+
+        `holders`: see `PathTimes.holders`. Our own node's hops are never replaced: they would be as slow again.
+        """
         served, own = self._membership.all_replicas(now), self._home.values()
-        others = (other.peer != hop.peer for hop in hops if hop.peer not in own for other in served.get(hop.module, ()))
-        return any(others)
+        others = (
+            other.peer != hop.peer for hop in holders if hop.peer not in own for other in served.get(hop.module, ())
+        )
+        if not any(others):
+            return False
+        for hop, is_silent in holders.items():
+            if is_silent:
+                self._membership.stalled(hop.peer, now)
+        return True
 
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
         announcement = self._membership.get(peer)

@@ -72,8 +72,7 @@ class Lab:
         filters = [f"label=com.docker.compose.project={PROJECT}"]
         if service is not None:
             filters.append(f"label=com.docker.compose.service={service}")
-        chosen = [word for one in filters for word in ("--filter", one)]
-        return _run("docker", "ps", "--quiet", *chosen).split()
+        return _run("docker", "ps", "--quiet", *(word for one in filters for word in ("--filter", one))).split()
 
     def inside(self, container: str, *command: str) -> str:
         return _run("docker", "exec", container, *command)

@@ -66,7 +66,8 @@ def test_a_document_has_one_owner_and_gets_another_only_when_that_one_leaves(nod
 
 def test_every_data_node_gets_about_its_share_and_the_held_out_share_is_kept_and_depends_on_the_seed() -> None:
     nodes = [PeerId(f"peer{number}") for number in range(4)]
-    assert min(Counter(owner(7, name, nodes) for name in NAMES)[node] for node in nodes) > 70
+    counts = Counter(owner(7, name, nodes) for name in NAMES)
+    assert min(counts[node] for node in nodes) > 70
     chosen = {seed: {name for name in NAMES if is_held_out(seed, name, 0.25)} for seed in (1, 2)}
     assert 70 < len(chosen[1]) < 130
     assert chosen[1] != chosen[2]

@@ -111,8 +111,7 @@ def test_a_document_begins_as_the_tokenizer_begins_it(tmp_path: Path) -> None:
     causal = manifest_from_table(packed.model_dump() | {"model": packed.model.model_dump() | {"attention": "causal"}})
     feeds = [TrainingFeed(manifest, open_documents(manifest), PeerId("one")) for manifest in (packed, causal)]
     documents, rows = feeds[0].next(), feeds[1].next()
-    starts = torch.tensor([0, *documents.documents]).cumsum(0)[:-1]
-    assert set(documents.tokens[0, starts].tolist()) == {256}
+    assert set(documents.tokens[0, torch.tensor([0, *documents.documents]).cumsum(0)[:-1]].tolist()) == {256}
     assert not (documents.labels == 256).any()
     again = TrainingFeed(packed, open_documents(packed), PeerId("one"), feeds[0].cursor)
     assert torch.equal(again.next().tokens, feeds[0].next().tokens)

@@ -62,8 +62,10 @@ def test_a_path_can_be_had_through_any_stages() -> None:
     full = Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
     assert planner.plan_through((1, 2, 3), (), {}, 0.0).value == full
     assert planner.plan_through((2, 4), (), {}, 0.0).value == NoReplica((ModuleId(4),))
-    with_rival, _ = planner_with(announcement("p2", 2), announcement("rival", 2))
-    assert (planner.has_another(full.hops, 0.0), with_rival.has_another(full.hops, 0.0)) == (False, True)
+    with_rival, _ = planner_with(announcement("p1", speed=4000), announcement("slow", speed=1000))
+    assert not planner.passes_by(dict.fromkeys(full.hops, True), 0.0)
+    assert with_rival.passes_by({full.hops[0]: True}, 0.0)
+    assert chosen(with_rival) == SLOW, "p1 was silent"
 
 
 def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it() -> None:
@@ -172,7 +174,7 @@ def test_a_node_with_a_whole_path_waits_for_its_own_replica_and_asks_others_only
     plans = [planner.plan(number, (), {SLOW: 9}, 0.0).value for number in range(2 * TRY_EVERY)]
     assert {plan.hops[0].peer for plan in plans if isinstance(plan, Path)} == {SLOW}
     assert chosen(planner, {SLOW: 9}) == SLOW
-    assert [planner.has_another([Hop(ModuleId(1), peer)], 0.0) for peer in (SLOW, FAST)] == [False, True]
+    assert [planner.passes_by({Hop(ModuleId(1), peer): False}, 0.0) for peer in (SLOW, FAST)] == [False, True]
     other = functools.partial(planner.replica, ModuleId(1), frozenset({SLOW}), {}, 0.0)
     assert other(SLOW).value is None, "it is busy"
     assert other().value == FAST
